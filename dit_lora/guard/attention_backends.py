@@ -60,7 +60,9 @@ class TensorLayout(NamedTuple):
 
     def first(self, heads: int) -> "TensorLayout":
         """The layout of one sample and of at most `heads` of its heads, with the same strides."""
+        # The leading dimensions are batch and heads, or heads only; the last two are length and head width.
         lead = self.shape[:-2]
+        # One sample along each batch dimension, and at most the given number of heads along the last.
         limits = (*([1] * (len(lead) - 1)), heads)
         lead_sizes = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
         return self._replace(shape=(*lead_sizes, *self.shape[-2:]))
@@ -74,6 +76,7 @@ class TensorLayout(NamedTuple):
         self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Make a tensor of this layout that holds `values`, which have the shape `dense`."""
+        # An expanded dimension has stride 0 and is stored once: allocate size 1, and expand afterwards.
         stored = torch.empty_strided(self.dense, self.strides, dtype=dtype, device=device)
         return stored.copy_(values).expand(self.shape)
 
@@ -108,17 +111,21 @@ class AttentionCall:
     @property
     def out(self) -> TensorLayout:
         """Layout of the output and of its gradient, which has the query's layout if the shapes are equal."""
+        # (B, H, L, head width of the values)
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
             return self.query
+        # A contiguous layout. The meta device computes its strides without allocating memory.
         return TensorLayout.of(torch.empty(shape, device="meta"))
 
     @property
     def logit_scale(self) -> float:
+        # PyTorch's default scale is 1 / sqrt(D).
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def tolerance(self) -> float:
+        # Below "highest", PyTorch may compute fp32 matrix products in TF32.
         tf32 = torch.get_float32_matmul_precision() != "highest"
         return _TF32_TOLERANCE if tf32 and self.dtype is torch.float32 else TOLERANCE[self.dtype]
 
@@ -137,6 +144,7 @@ class AttentionCall:
         """
         key, heads = self.key.first(2), 2
         if self.enable_gqa:
+            # Each key head serves a group of query heads. Keep at most two queries of each group.
             heads = key.shape[-3] * min(2, self.query.shape[-3] // self.key.shape[-3])
         return replace(
             self,
@@ -235,6 +243,7 @@ def _facts(
 def _mask_facts(mask: torch.Tensor) -> Mask:
     mask, layout, dtype = mask.detach(), TensorLayout.of(mask), _computed_in(mask)
     if not mask.is_floating_point():
+        # In a boolean mask True keeps a key, so a row without any True is empty.
         return Mask(layout, dtype, low=0.0, empty_row=bool((~mask.any(-1)).any()))
     # Half of the dtype's range masks a key whatever its logit is; a bias stays far from that.
     empty = mask.amax(-1) < torch.finfo(dtype).min / 2
@@ -305,6 +314,7 @@ def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
     layouts = (call.query, call.key, call.value, call.out)
     query, key, value, grad = (torch.randn(layout.dense, generator=random) for layout in layouts)
     if kind == "low":
+        # Each key now sums to D. Lowering the query by 120 / (scale * D) lowers each logit by 120.
         key = key - key.mean(-1, keepdim=True) + 1
         query = query - 120 / (call.logit_scale * call.query.shape[-1])
     query, key, value, grad = (
@@ -316,12 +326,15 @@ def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
 
 
 def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generator) -> torch.Tensor:
+    # Boolean, True for about 7 keys in 10.
     allowed = torch.rand(mask.layout.dense, generator=random) < 0.7
     # Keep the first key, so that rows are empty only where that is intended.
     allowed[..., 0] = True
     if kind == "empty_row":
+        # The last query of the last sample and head attends to no key.
         allowed.view(-1, allowed.shape[-1])[-1] = False
     if mask.dtype is not torch.bool:
+        # An additive mask: 0 for allowed keys, the recorded minimum for all others.
         low = torch.tensor(mask.low, dtype=mask.dtype)
         allowed = torch.where(allowed, torch.zeros_like(low), low)
     return mask.layout.filled(allowed, dtype=mask.dtype, device=call.device)
@@ -329,6 +342,7 @@ def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generat
 
 def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
     """Compute out, dq, dk and dv, each detached."""
+    # Fresh leaves, so that their gradients are exactly dq, dk and dv.
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         output = attention(
@@ -347,17 +361,21 @@ def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
     query, key, value, grad = (tensor.double() for tensor in inputs[:4])
     mask = inputs.mask
     if call.is_causal:
+        # `is_causal` would restart at each slice of queries, so use an explicit (L, S) mask.
         mask = torch.ones(length, keys, dtype=torch.bool, device=call.device).tril()
     elif mask is not None:
+        # A mask may broadcast along L and S; expand both, so that it can be sliced by query.
         mask = mask.expand(*mask.shape[:-2], length, keys)
         mask = mask.double() if mask.is_floating_point() else mask
     call = replace(call, is_causal=False)
     parts = []
     for start in range(0, length, _CHUNK):
+        # Queries are (..., L, D) and the mask is (..., L, S): slice both along L.
         rows = (..., slice(start, start + _CHUNK), slice(None))
         part = _Inputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
         with only("math"):
             parts.append(_results(call, part, F.scaled_dot_product_attention))
+    # The output and dq belong to single queries, while dk and dv are sums over all queries.
     output_parts, query_grads, key_grads, value_grads = zip(*parts, strict=True)
     return [
         torch.cat(output_parts, -2),
@@ -374,6 +392,7 @@ def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor
     masked, the reference is zero and only rounding is left.
     """
     length, keys = call.query.shape[-2], call.key.shape[-2]
+    # Typical sizes of out, dq, dk and dv if attention is spread evenly over the keys.
     logit_grad = call.logit_scale * math.sqrt(call.query.shape[-1])
     sizes = (
         keys**-0.5,

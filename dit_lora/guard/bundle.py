@@ -19,6 +19,7 @@ from dit_lora.redact import redacted
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
+# 16 GiB: a bundle may come from somebody else, so do not read files of any size.
 _MAX_TENSORS_BYTES = 2**34
 
 
@@ -49,6 +50,7 @@ def write_bundle(
     """
     from safetensors.torch import save
 
+    # `limit` is the remaining size in bytes.
     limit, left_out = limit_mib * 2**20, [*lacks]
     contents: dict[str, Mapping[str, torch.Tensor]] = {}
     for name, tensors in ((_SAMPLES, samples), (WEIGHTS, weights)):
@@ -90,6 +92,7 @@ def read_bundle(folder: Path) -> Bundle:
 
     try:
         stored = typed(read_inside(folder, folder / FACTS), dict[str, Any], FACTS)
+        # Check the version before the keys, which may differ between versions.
         version = stored["format"]
         if version != FORMAT:
             raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")

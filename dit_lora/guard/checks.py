@@ -64,6 +64,7 @@ def check_trainables(model: nn.Module) -> list[CheckFinding]:
 
 def check_base_weights(model: nn.Module) -> list[CheckFinding]:
     """Check that frozen weights, and the scales of quantized ones, are finite."""
+    # Trained weights have a check of their own.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     values = ((name, values) for name, values in weight_values(model) if name not in trained)
     frozen = [(name, tensor) for name, tensor in values if tensor.is_floating_point()]
@@ -89,6 +90,7 @@ def autocast_owner(
 
         return hook
 
+    # PyTorch keeps one autocast state per device type.
     kind = next(model.parameters()).device.type
     with ExitStack() as hooks:
         for name, module in called_modules(model):
@@ -102,6 +104,7 @@ def autocast_owner(
         if deviating.get(_parent(n), dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
+    # Another dtype is fatal; autocast that is only off may be intended.
     other_dtypes = [
         f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast
     ]
@@ -154,6 +157,7 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
 
 def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
     """Check that every trained parameter has a gradient, and every adapter weight one that is not all zero."""
+    # Weights that are zero before the first step, such as LoRA's B, by their layer.
     idle_of = {layer_of(name): p for name, p in trainable if is_idle(name)}
     unmoved = [
         f"{name}: {problem}" for name, p in trainable if (problem := _no_gradient(name, p, idle_of))
@@ -175,9 +179,11 @@ def attention_backends(
     that does not support a call is never chosen for it, and does no harm.
     """
     device_calls = [replace(call, device=device) for call in calls]
+    # Run every backend at every call, forward and backward, on random inputs.
     results = [parity(call, name) for name in BACKENDS for call in device_calls]
     findings = [_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
     disabled = wrong_backends(findings)
+    # Calls that at least one remaining backend computes correctly.
     served = {result.call for result in results if result.ok and result.name not in disabled}
     lost = [str(call) for call in device_calls if call not in served]
     findings.append(
@@ -249,6 +255,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
 
 def _known(path: Path) -> dict[str, list[CheckFinding]]:
     try:
+        # The cache is optional: if the file cannot be read, the checks run again.
         stored = parse_json(read_regular(path))
         if stored["version"] != _VERSION:
             return {}
@@ -298,11 +305,13 @@ def _no_gradient(
 
 
 def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
+    # A call that the backend does not support proves nothing about it.
     ran = [result for result in results if result.available]
     failures = [str(result) for result in ran if not result.ok]
     if not ran:
         reason = results[0].reason if results else "no attention call was recorded"
         return CheckFinding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
+    # A backend that raised an error has no measured errors, hence the default.
     worst = max(max(result.errors.values(), default=0.0) for result in ran)
     return _judged(
         _ATTENTION + name,

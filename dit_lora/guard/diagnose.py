@@ -40,6 +40,7 @@ def diagnose(
     `control` was healthy in the previous step, for comparison at the place where this micro-batch fails.
     """
     case = Case(micro_batch, suspects, kind, control)
+    # Facts that can be read from data and state come first; they need no replay.
     verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
     if verdict is not None:
         return verdict
@@ -74,12 +75,15 @@ def _replayed(case: Case) -> Verdict:
         return unlabelled
     # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
     same_on_all = case.suspects.lockstep and is_sharded(case.suspects.model)
+    # Ranks that compute the same must fail together. One that fails where others succeed is the cause.
     if outcome.failed_on and same_on_all:
         return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
+    # A probed run finds the first bad value. It changes nothing, so it comes before the experiments.
     watched = _trace(case)
     case.rank = watched.rank
     case.evidence |= _evidence(outcome, watched.trace)
+    # The loss fails on all ranks or on none, but only some ranks compute the first bad value themselves.
     if watched.alone and same_on_all:
         verdict = _of_ranks(case, watched.alone, lambda: _trace(case).alone)
     else:
@@ -139,6 +143,7 @@ def _bad_data(case: Case) -> Verdict | None:
     batch = case.micro_batch
     faults = dict(batch.faults)
     for index, sample in enumerate(batch.ids):
+        # Batch tensors are (B, ...); the row with this index is the sample's.
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
         described = (_describe_row(name, row, case.suspects.limit) for name, row in rows.items())
         descriptions = [description for description in described if description]
@@ -165,6 +170,7 @@ def _unlabelled(case: Case, outcome: Outcome) -> Verdict | None:
     """Name the samples without a label if losses are per sample and only theirs are NaN; else None."""
     batch = case.micro_batch
     labels = _label_faults(batch)
+    # Only NaN differs from itself.
     bad = {sample for sample, loss in zip(batch.ids, outcome.losses, strict=False) if loss != loss}
     if not labels or len(outcome.losses) != len(batch.ids) or bad != labels.keys():
         return None
@@ -183,6 +189,7 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
     if description is None or row.ndim != 2 or "embed" not in name:
         return description
     # Text embeddings have one row per token.
+    # (tokens, width) -> (tokens,): True for tokens with any value that is not finite.
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
     return (
@@ -196,6 +203,7 @@ def _experiments(case: Case) -> Verdict:
     """Change one thing at a time until the replay is healthy every time."""
     if (grown := too_high(case)) is not None:  # then an overflow is not caused by a kernel
         return grown
+    # Components that can be switched off come next, each tested by itself.
     switch = switch_at_fault(case)
     if switch is not None:
         message = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
@@ -209,17 +217,18 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
     """Add to a verdict the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if verdict.sample_ids:
+        # Report the timesteps of the samples at fault only.
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
         timesteps = tuple(outcome.timesteps[row] for row in rows)
     # A bad value that the forward hid may still be the one that makes the backward fail.
     hidden = None if trace.bad_inputs else next(iter(trace.hidden), None)
     origin = trace.origin or hidden
     ids = verdict.sample_ids
+    # If no sample is proven to be the cause, a skip has to exclude the whole micro-batch.
     nothing_known = verdict.cause == "unknown" and not verdict.evidence.get("every_sample")
     if nothing_known and not outcome.gradient_is_zero:
-        ids = (
-            micro_batch.ids
-        )  # skipped this time only; the weights were healthy in the previous step
+        # They are skipped this time only; the weights were healthy in the previous step.
+        ids = micro_batch.ids
     verdict = replace(verdict, sample_ids=ids, timesteps=timesteps)
     if origin is None:
         return _given(verdict, trace)
@@ -241,6 +250,7 @@ def _given(verdict: Verdict, trace: Trace) -> Verdict:
     """Report that the model received bad values although the samples are good, so that no op is the cause."""
     if not trace.bad_inputs or verdict.cause not in ("unknown", "data", "inputs"):
         return verdict
+    # The samples were checked before, so these values were made between data and model.
     bad_inputs = "; ".join(trace.bad_inputs.values())
     message = (
         f"{verdict.words}; the model was given values that are not finite, "
@@ -254,6 +264,7 @@ def _given(verdict: Verdict, trace: Trace) -> Verdict:
 def _may_try_fp32(case: Case) -> bool:
     dtypes = {p.dtype for p in case.suspects.model.parameters() if p.is_floating_point()}
     autocasts = case.micro_batch.autocasts or _autocasts(case.suspects.model)
+    # A model that computes in fp32 already cannot become healthy in fp32.
     if dtypes <= {torch.float32, torch.float64} and not autocasts:
         return False
     if case.suspects.lockstep and not room_for_fp32(case.suspects.model):

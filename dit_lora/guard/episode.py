@@ -63,6 +63,7 @@ class Capabilities:
 
     def within(self, action: Action) -> Action:
         """The action, or a skip that replaces it if the loop does not support it."""
+        # An action that this kind of loop cannot take becomes a skip.
         unable = {"retry": not self.takes_again, "quarantine": not self.leaves_out}
         if not unable.get(action.kind):
             return action
@@ -101,6 +102,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
         # From here on, every rank computes the same from the same verdicts, without further communication.
         action = self.possible(trip, self.can.within(self.chosen(trip, verdicts)), verdicts)
         seconds = time.perf_counter() - began
+        # One event per diagnosis. The action that was really taken is filled in below.
         events = [
             event_of(trip.step, trip.kind, verdict, action.kind, seconds) for verdict in verdicts
         ]
@@ -176,6 +178,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
         self, trip: TripT, found: Sequence[Found[SourceT]], events: Sequence[Event]
     ) -> list[Event]:
         """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
+        # A micro-batch is identified by its rank and its number in the step.
         by_place = {(event.rank, event.micro_step): event for event in events}
         local_paths: dict[tuple[int, int | None], str] = {}
         for item in found:
@@ -187,6 +190,7 @@ class Episode(ABC, Generic[TripT, SourceT]):
         # Only the rank that wrote a bundle knows its path, and the main process writes the event.
         for theirs in gather_object([local_paths]):
             written = theirs | written  # in lockstep, the first rank's path
+        # Add the bundle's path to the event of the same micro-batch.
         keyed_events = ((item, (item.rank, item.micro_step)) for item in events)
         return [
             replace(item, facts={"bundle": written[position]}) if position in written else item
@@ -206,14 +210,17 @@ def telling(trip: Tripped, verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[str]:
     """One line per distinct verdict; without rank numbers if `alone`, for the only process."""
+    # Samples and ranks with the same message share one line.
     positions: dict[str, list[str]] = {}
     for verdict in verdicts:
         rank = "" if alone else f"rank {verdict.rank}"
+        # A message that names its samples itself needs no names in front.
         names = "" if verdict.words_name_samples else ", ".join(verdict.sample_ids)
         position = f"{names} ({rank})" if names and rank else names or rank
         positions.setdefault(verdict.words, []).append(position)
     lines = []
     for message, where in positions.items():
+        # A dict removes repetitions and keeps the order.
         named = ", ".join(dict.fromkeys(filter(None, where)))
         lines.append(f"{named}: {message}" if named else message)
     return lines

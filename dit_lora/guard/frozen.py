@@ -26,6 +26,7 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if name not in trained:
             yield f"weight {name}", strided_values(values)
     for owner, module in model.named_modules():
+        # BatchNorm updates its running statistics in every training forward, frozen or not.
         if isinstance(module, _NormBase) and module.track_running_stats:
             continue
         for key, buffer in module.named_buffers(recurse=False):
@@ -59,6 +60,7 @@ class FrozenRecord:
         """Current digests by name, with shape and dtype. The host reads each device once."""
         on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in self._untrained():
+            # Empty tensors and meta tensors have no bits to compare.
             if values.numel() and values.device.type != "meta":
                 on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
         digests = read_scalars({name: digest for name, (_, digest) in on_device.items()})

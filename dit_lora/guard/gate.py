@@ -90,6 +90,7 @@ class Gate:
         Returns:
             The recorded flags, (2,) bool on the device: a norm is not finite; every norm is zero.
         """
+        # (number of parameter groups,)
         stacked = torch.stack(list(norms.values()))
         flags = torch.stack([~torch.isfinite(stacked).all(), (stacked == 0).all()])
         self._bad += [*flags]
@@ -97,6 +98,7 @@ class Gate:
 
     def agreed(self) -> torch.Tensor:
         """1.0 if any rank recorded a problem in this step, else 0.0, fp32 scalar on the device. One all-reduce."""
+        # All micro-batches of this step together decide about it.
         flag = torch.stack(self._bad).any().float()
         if self.accelerator.num_processes > 1:
             # Accelerate can reduce by sum or mean, but not by maximum.
@@ -112,10 +114,12 @@ def gated_step(
     Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need
     one read by the host.
     """
+    # `found_inf` belongs on torch's optimizer, not on Accelerate's wrapper.
     inner: Any = optimizer
     if is_a(optimizer, ACCELERATED):
         inner = inner.optimizer
     if not gates_on_device(inner):
+        # This is the host's one read: it waits for the device here.
         if not bad:
             optimizer.step()
         return
@@ -132,7 +136,9 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
     Fused SGD can too, but if its first step is skipped, its momentum is uninitialized memory.
     """
+    # Subclasses inherit the ability, so compare the names of all base classes.
     classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(optimizer).__mro__}
+    # Sharded parameters, and optimizers that are not fused, need the host to decide.
     can = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = all(group.get("fused") for group in optimizer.param_groups)

@@ -76,6 +76,7 @@ class Monitor:
     def after_update(self) -> None:
         """Record the norms of the weights and of the optimizer's changes to them."""
         weights = {name: local(p.detach()) for name, p in self._trainable.items()}
+        # Weights after the step minus the copies from before it, in one call for all parameters.
         changes = torch._foreach_sub(list(weights.values()), self._before)
         self._keep_norms("weight", weights)
         self._keep_norms("change", dict(zip(self._trainable, changes, strict=True)))
@@ -86,6 +87,7 @@ class Monitor:
 
         Rounded to four significant digits. A module whose outputs were all zero has no headroom.
         """
+        # The only transfer from the device; all values before it are scalars there.
         stacked = torch.stack(list(self._kept.values())).tolist() if self._kept else []
         values: defaultdict[str, dict[_Key, float]] = defaultdict(dict)
         for key, value in zip(self._kept, stacked, strict=True):
@@ -146,6 +148,7 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
         else:
             norms[key.kind].append(value)
     statistics = {}
+    # The norm over several parameters is the root of their summed squares.
     if "grad" in norms:
         statistics["grad_norm"] = math.hypot(*norms["grad"])
     if "change" in norms:
@@ -153,7 +156,9 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
             math.hypot(*norms["change"]), math.hypot(*norms["weight"])
         )
     if peaks:
+        # NaN cannot be ordered, so sort it above all numbers.
         statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
+        # Headroom is infinite where all outputs were zero; that is not reported.
         rooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
         if all(map(math.isfinite, rooms)):
             statistics["headroom"] = min(rooms)
@@ -168,8 +173,11 @@ def _ratio(change: float, weight: float) -> float:
 
 def _watched(model: nn.Module) -> dict[str, nn.Module]:
     """Leaf modules, and the direct children of module lists, which are the blocks; LoRA layers count as leaves."""
+    # PEFT's submodules do not count by themselves: the wrapped layer stands for them.
     outer = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
+    # A module that is nobody's parent is a leaf.
     parents = {name.rpartition(".")[0] for name in outer if name}
+    # The children of a ModuleList are the model's blocks.
     lists = {name for name, module in outer.items() if isinstance(module, nn.ModuleList)}
     return {
         name: module
@@ -180,11 +188,13 @@ def _watched(model: nn.Module) -> dict[str, nn.Module]:
 
 def _owner(parameter: str) -> str:
     """Name of the module that a parameter is attributed to."""
+    # `blocks.0.to_q.lora_A.default.weight` belongs to `blocks.0.to_q`.
     inside = _INSIDE_LORA.search(parameter)
     return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
 
 
 def _tensors(output: Any) -> Sequence[torch.Tensor]:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
+    # Outputs in dicts or objects are not measured.
     tensors = (local(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
     return [tensor for tensor in tensors if has_values(tensor)]

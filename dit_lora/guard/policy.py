@@ -44,6 +44,7 @@ class Policy:
         """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
         causes: set[str] = {verdict.cause for verdict in verdicts}
         reasons: list[str] = []
+        # The user's order decides: take the first action that fits every cause.
         for rung in self.config.on_nonfinite:
             if rung == "stop":
                 break
@@ -65,6 +66,7 @@ class Policy:
         skipped_before: Sequence[str],
     ) -> Action | str:
         """The action for this rung, or the reason why it does not fit; an empty string if it never applies here."""
+        # Nothing that a run can do repairs a rank that computes wrong values.
         broken = [v for v in verdicts if v.cause == "rank"]
         if broken:
             return f"what else this run would compute on rank {broken[0].rank} is not to be trusted"
@@ -74,6 +76,7 @@ class Policy:
         if causes & set(_OF_SWITCHES):
             switches = tuple(sorted({v.switch for v in verdicts if v.switch}))
             return Action("fallback", switches=switches) if rung == "fallback" else ""
+        # The remaining causes lie in samples, in noise, or in chance.
         if rung not in ("skip", "quarantine"):
             return ""
         # Retries count too: otherwise a run on an unreliable machine would retry forever.
@@ -82,6 +85,7 @@ class Policy:
         # Nothing has to be excluded: repeat the step unchanged.
         if causes == {"transient"}:
             return Action("retry")
+        # Each sample once, in order; a set would order them differently in each run.
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
         # If no sample is at fault, only the whole step can be skipped.
         if not samples:
@@ -95,6 +99,7 @@ class Policy:
         permanent = tuple(s for s in samples if s in bad or s in repeated)
         if rung == "quarantine":
             return Action(rung, samples=permanent) if permanent else ""
+        # A sample that will fail again is left to `quarantine`, even if `skip` comes first.
         if permanent and "quarantine" in self.config.on_nonfinite:
             return ""
         return Action(rung, samples=permanent or samples)
@@ -102,6 +107,7 @@ class Policy:
     def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
         if self.rollbacks >= self.config.max_rollbacks:
             return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
+        # Restoring trained weights does not repair a frozen one.
         if any(v.cause == "weights" and v.evidence.get("frozen") for v in verdicts):
             return "a snapshot does not hold the frozen weights"
         if any("weight_decay" in v.evidence for v in verdicts):

@@ -116,6 +116,7 @@ class Probe(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _OF_RANKS:
             return func(*args, **kwargs)
+        # In-place ops and ops with `out=` write to an argument.
         mutable = func._schema.is_mutable
         # Inspect the inputs of an in-place op before it overwrites them.
         before = _state(_read(func, args, kwargs)) if mutable else None
@@ -126,9 +127,11 @@ class Probe(TorchDispatchMode):
         if peak is None:
             return output
         where, direction = self._where()
+        # The last finite values show how the computation came close to the limit.
         if peak.finite:
             self._recent.append(peak.step(f"{where}: {func}" if where else str(func), direction))
             return output
+        # Masking with -inf is intended; any other new Inf or NaN may be the origin.
         if not _is_constant(args, kwargs):
             inputs = before if mutable else _state(_read(func, args, kwargs))
             self._judge(str(func), peak, inputs, where, direction)
@@ -142,6 +145,7 @@ class Probe(TorchDispatchMode):
         new_inf = output.inf and not output.nan and not (inputs and not inputs.finite)
         if not (new_nan or new_inf):
             return
+        # Only the values before the first bad op are of interest.
         if not self.trace.origins:
             self.trace.trail = list(self._recent)
         kind = "nan" if new_nan else "inf"
@@ -169,7 +173,9 @@ class Probe(TorchDispatchMode):
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         frame = self._stack.pop()
+        # Autograd nodes from here on belong to the caller again.
         frame.end = torch.autograd._get_sequence_nr()
+        # Bad ops that ran inside this module or its submodules.
         module_origins = self.trace.origins[frame.first_origin :]
         if output is None:
             # A checkpoint's recomputation stops early and has no output, so keep the result of the first run.
@@ -187,6 +193,7 @@ class Probe(TorchDispatchMode):
         del self.trace.origins[frame.first_origin :]
 
     def _check_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        # Positional arguments are named by their position.
         named = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         with _disable_current_modes():
@@ -219,18 +226,21 @@ def _state(leaves: Sequence[Any]) -> _State | None:
     tensors = [tensor for tensor in values_of if has_values(tensor)]
     if not tensors:
         return None
+    # One scalar per tensor, read by the host together.
     peaks = [abs_max(tensor) for tensor in tensors]
     values = torch.stack(peaks).tolist()
     # NaN counts as the largest value.
     worst = max(range(len(values)), key=lambda i: (values[i] != values[i], values[i]))
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
     dtype, peak = tensors[worst].dtype, values[worst]
+    # A value that is not finite has no headroom.
     room = headroom(peak, dtype) if not (nan or inf) else 0.0
     return _State(nan, inf, peak, str(dtype).removeprefix("torch."), room)
 
 
 def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The tensors that an op reads; `copy_` only writes its first argument."""
+    # The values that `copy_` overwrites do not affect its result.
     read_args = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else args
     return tree_leaves((read_args, dict(kwargs)))
 

@@ -82,6 +82,7 @@ def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     """
     with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
         output = _forward_backward(micro_batch)
+        # For sharded parameters, this rank's part of each gradient.
         named = list(model.named_parameters())
         gradients = [(n, local(p.grad)) for n, p in named if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
@@ -97,6 +98,7 @@ def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
 
 def _agreed(own: Outcome, owner: int) -> Outcome:
     """The same outcome for all ranks, so that all of them take the same decisions."""
+    # Every rank gathers, so this is also where ranks wait for each other.
     outcomes: list[Outcome] = gather_object([own])
     # A dict keeps the order of ranks, unlike a set.
     bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
@@ -138,6 +140,7 @@ def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
     if not needs_all_ranks(model):
         return Traced(own_trace, rank)
     traces: list[Trace] = gather_object([own_trace])
+    # Ranks whose own ops made a bad value.
     telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
     # The micro-batch's rank may hold a shard without any bad value.
     if telling and rank not in telling:
@@ -148,7 +151,9 @@ def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
 def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
     with one_out_of_memory_error():
         output = micro_batch.forward()
+        # Without a trained parameter in the graph there is nothing to differentiate.
         if output.losses.requires_grad:
+            # (B,) -> scalar, reduced as the loop itself reduces it.
             loss = output.losses.sum() if micro_batch.loss_is_sum else output.losses.mean()
             loss.backward()
     return output

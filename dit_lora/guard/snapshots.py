@@ -71,6 +71,7 @@ class Snapshots:
                 # Copy all tensors in one operation: on a CPU, an operation per tensor would cost more than the
                 # copying.
                 torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
+                # Buffers of tensors that no longer exist are released here.
                 self._held[step] = {name: buffers[name] for name in live}
             else:
                 self._held[step] = {
@@ -141,13 +142,16 @@ class Snapshots:
         # If a step is repeated, its new snapshot replaces the old one.
         if step in self._held:
             return self._held.pop(step)
+        # Reuse buffers where possible: pinned memory is slow to allocate.
         if self._spare:
             return self._spare.pop()
+        # At the limit overwrite the oldest snapshot; below it, start with no buffers.
         return self._held.pop(min(self._held)) if len(self._held) == self._keep else {}
 
     @contextmanager
     def _aside(self, live: Tensors) -> Iterator[None]:
         """Queue CUDA copies after the current stream's work, in parallel with its later work."""
+        # On a CPU, copying runs in the calling thread.
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
         if device is None:
             yield
@@ -158,6 +162,7 @@ class Snapshots:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
+            # Marks the end of the copy, for which updates and reads have to wait.
             self._copied = self._stream.record_event()
 
     def _require(self, step: int) -> None:

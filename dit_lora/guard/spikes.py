@@ -74,6 +74,7 @@ class SpikeDetector:
         # `not <=`, since NaN is not greater than anything.
         if level is not None and not value <= self._limit(*level):
             spike = Spike(name, value, *level, self._threshold, len(series.healthy))
+        # NaN and Inf would spoil the median for the whole window.
         if math.isfinite(value):
             self._remember(series, value, is_spike=spike is not None)
         return spike
@@ -105,6 +106,7 @@ class SpikeDetector:
             return None
         median = statistics.median(series.healthy)
         mad = statistics.median(abs(value - median) for value in series.healthy)
+        # In units of a standard deviation. The minimum keeps rounding of a constant series from counting.
         scale = max(_MAD_TO_DEVIATION * mad, _MAD_FLOOR * abs(median))
         return (median, scale) if scale else None
 

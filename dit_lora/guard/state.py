@@ -36,6 +36,7 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
 def _frozen(case: Case) -> Verdict | None:
     suspects = case.suspects
     trained = {name for name, p in suspects.model.named_parameters() if p.requires_grad}
+    # Masks of -inf are infinite from the start, so they are not damaged.
     left_out = trained | set(suspects.infinite)
     weights = ((f"weight {n}", p) for n, p in suspects.named_parameters() if n not in left_out)
     buffers = (
@@ -49,6 +50,7 @@ def _frozen(case: Case) -> Verdict | None:
     if not problems:
         return None
     case.evidence["frozen"] = problems[:20]
+    # A description starts with "weight <name>" or "buffer <name>".
     kind, _, name = problems[0].partition(" ")
     subject = f"the frozen weight {name}" if kind == "weight" else f"the buffer {name}"
     message = f"{subject}{others(problems)}; the checkpoint or memory is damaged"
@@ -70,6 +72,7 @@ def _not_finite(case: Case) -> Verdict | None:
     if moments:
         cause, message = _owner(moments[0], ())
         return case.found(cause, message + others(moments), module=_module(moments[0]))
+    # A description starts with the parameter's name.
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
         message = f"the trained weight {weights[0]}{others(weights)}; it is fp16, where AdamW's eps of 1e-8 is 0 "
@@ -99,6 +102,7 @@ def _most_elements_overflowed(weights: Iterable[torch.Tensor]) -> bool:
 
 def _owner(described: str, trained: Collection[str]) -> tuple[Cause, str]:
     """Cause and description for a trained weight, an average, or else a tensor of the optimizer."""
+    # A description starts with the tensor's name, perhaps with a colon after it.
     name = described.split(" ")[0].rstrip(":")
     if name.startswith("ema/"):
         return "weights", f"the moving average {described}"
@@ -140,6 +144,7 @@ def _gathered(case: Case, own: list[str]) -> list[str]:
 
 
 def _negative(name: str, tensor: torch.Tensor) -> str | None:
+    # Suffixes of state that no optimizer makes negative, such as second moments.
     cannot_be = name.endswith(of_all(lambda record: record.never_negative))
     if not cannot_be or not tensor.numel() or tensor.is_complex() or tensor.min() >= 0:
         return None
@@ -162,6 +167,7 @@ def _most_are_lost(case: Case) -> bool:
     """
     trained = [p.detach() for p in case.suspects.model.parameters() if p.requires_grad]
     local_peaks = [weight_peak([p], finite_only=True) for p in trained]
+    # (ranks, trained tensors): of sharded weights, each rank sees its own shards only.
     ranks: list[list[float]] = (
         gather_object([local_peaks]) if case.suspects.lockstep else [local_peaks]
     )
@@ -175,6 +181,7 @@ def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
     Groups with a learning rate above 1 do not count: with such rates, Adam's steps move weights away even without
     decay.
     """
+    # Decoupled weight decay multiplies a weight by 1 - lr * weight_decay in each step.
     shares = [group["lr"] * group.get("weight_decay", 0.0) for group in groups if group["lr"] <= 1]
     return max(shares, default=0.0)
 
@@ -213,6 +220,7 @@ def others(items: Sequence[object]) -> str:
 
 def _module(described: str) -> str:
     """The module of the parameter at the start of a description: `parameter`, or `group/parameter/moment`."""
+    # The parameter is the last part but one, or the last of a weight or an average.
     parts = described.split(" ")[0].split("/")
     parameter = parts[-2] if len(parts) > 1 and parts[0] != "ema" else parts[-1]
     return parameter.rpartition(".")[0]
@@ -237,4 +245,5 @@ def weight_peak(
 
 def has_run_away(peak: float, start: float) -> bool:
     """True if trained weights are finite and yet unusable: no working adapter has such large values."""
+    # Weights that were large from the start may stay large.
     return peak > max(_LOST, _LOST * 10 * start)

@@ -29,6 +29,7 @@ def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
+        # Integer tensors, such as position ids, do not count.
         for dtype, count in _stored_values(file):
             if dtype in _STORED:
                 counts[_STORED[dtype]] += count
@@ -49,11 +50,13 @@ def stored_precision(
     summary = f"the weights are stored in {stored} and computed in {compute}"
     if stored is None:
         return [CheckFinding(check, True, "no floating weights are stored", fatal=False)]
+    # Activations of bf16 and fp32 checkpoints may exceed fp16's range.
     if compute is torch.float16 and stored is not torch.float16:
         message = (
             f"{summary}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
         )
         return [CheckFinding(check, False, message, fatal=True)]
+    # Only weights that were trained in fp16 may rely on values that saturate at its limit.
     if stored is not torch.float16 or compute is torch.float16:
         return [CheckFinding(check, True, summary, fatal=False)]
     if saturates:

@@ -70,6 +70,7 @@ class Suspects:
 
     def in_use(self) -> list[Switch]:
         """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
+        # A set of backends is off once each of its members is.
         off = set(self.switched_off)
         return [
             switch
@@ -103,6 +104,7 @@ class Case:
 
     def wrong(self, tensors: Iterable[tuple[str, torch.Tensor]], how: Describe) -> list[str]:
         """Describe bad tensors with `how`, and record the first rank that has any."""
+        # Maps each description to the rank whose values it is about, or to -1 without other ranks.
         descriptions = described(tensors, how, together=self.suspects.lockstep)
         self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
         return list(descriptions)

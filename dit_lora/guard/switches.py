@@ -51,6 +51,7 @@ _ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 
 def attention_switches() -> list[Switch]:
     """Switches for the enabled backends of `scaled_dot_product_attention`: each, then all together."""
+    # In PyTorch's order of preference.
     enabled = [name for name in _ATTENTION if name in _on()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
@@ -156,6 +157,7 @@ def _attention(names: tuple[str, ...]) -> Switch:
     switch = f"attention:{'+'.join(names)}"
 
     def turn_off() -> None:
+        # The tag names every backend that is off, so that compile caches keep the settings apart.
         _leave_on(_on().difference(names), f"{torch.compiler.config.cache_key_tag} no {switch}")
 
     @contextmanager
@@ -192,6 +194,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _held_in_fp32(model: nn.Module) -> Iterator[None]:
     every_tensor = [*model.parameters(), *model.buffers()]
+    # Sharded weights are converted by the context around this one, which gathers them.
     tensors = [tensor for tensor in every_tensor if not isinstance(tensor, DTensor)]
     half_tensors = [
         (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES
@@ -217,6 +220,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
     finally:
         for module, dtype in fixed:
             module.compute_dtype = dtype
+        # Exchange only the data: optimizers and hooks hold these parameter objects.
         for tensor, data, grad in half_tensors:
             tensor.grad = None
             tensor.data = data

@@ -128,7 +128,9 @@ def _control(
     case: Case, failing: Sequence[MicroBatch], others: Sequence[MicroBatch]
 ) -> MicroBatch | None:
     """Another sample, from the same micro-batch, the last healthy step, or the dataset; None if there is none."""
+    # The earlier micro-batch may contain a failing sample again.
     bad = {candidate.ids[0] for candidate in failing}
+    # Samples of the last healthy step, tried after those of this micro-batch.
     earlier = _alone(case.control) if case.control is not None else []
     for candidate in [*others, *earlier]:
         if candidate.ids[0] not in bad:
@@ -163,10 +165,13 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
             "is not known: this loop cannot draw it again"
         )
         return case.found("inputs", message, sample_ids=_ids(failing))
+    # Samples that are healthy with other noise and timesteps.
     by_draw = [sample for sample in failing if _is_healthy_with_others(case, sample, control)]
+    # Of the others, samples that are healthy at another position in the run.
     elsewhere = [
         sample for sample in failing if sample not in by_draw and case.healthy(_at_no_step(sample))
     ]
+    # The rest fails with any noise and at any position.
     always = [sample for sample in failing if sample not in by_draw and sample not in elsewhere]
     if always:
         message = "it fails whatever is switched off; other samples are healthy"
@@ -182,6 +187,7 @@ def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Ve
 
     It depends on whether another sample fails with the same noise and timesteps.
     """
+    # Give a healthy sample the failing one's noise and timesteps.
     if all(_steadily(case, _moved(control, sample, draws=True)) for sample in failing):
         case.evidence["control_with_the_same_draws"] = "healthy"
         message = "only with this noise and timestep: finite with others, whatever is switched off"
@@ -198,6 +204,7 @@ def _is_healthy_with_others(case: Case, one: MicroBatch, control: MicroBatch) ->
 
     All new draws may lie in a range of timesteps at which every sample fails; the control's do not.
     """
+    # One healthy run is enough: the sample can be computed.
     if any(case.healthy(redrawn) for redrawn in _redraws(one)):
         return True
     return _steadily(case, _moved(one, _moved(control, one), draws=True))

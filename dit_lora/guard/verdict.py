@@ -45,6 +45,7 @@ class Verdict:
     @property
     def words_name_samples(self) -> bool:
         """True if the message describes several samples, each after its name."""
+        # The message has "name: problem" for every sample.
         is_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
         return is_each and len(self.sample_ids) > 1
 
@@ -52,6 +53,7 @@ class Verdict:
         """The verdict with other sample names, also in its message."""
         message = self.words
         if len(sample_ids) == len(self.sample_ids):
+            # A message about several samples starts each part with the sample's name and a colon.
             for old, new in zip(self.sample_ids, sample_ids, strict=True):
                 message = message.replace(f"{old}: ", f"{new}: ")
         return replace(self, words=message, sample_ids=tuple(sample_ids))
@@ -59,6 +61,7 @@ class Verdict:
     def record(self) -> dict[str, Any]:
         """The verdict as a dict of plain values, for events.jsonl."""
         fields = asdict(self)
+        # JSON has no tuples; None means not known and is left out.
         return {
             k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None
         }

@@ -51,6 +51,7 @@ class Host:
         if self.is_shared or process_count() == 1:
             return
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        # Processes of one Accelerator train one model together.
         accelerated = self.accelerator is not None and self.accelerator.num_processes > 1
         self.is_shared = is_sharded or accelerated or _is_wrapped(parameters)
 
@@ -118,6 +119,7 @@ class Host:
     @property
     def folder(self) -> Path:
         """The loop's output folder: Accelerate's `project_dir`, or `dit_lora_guard`."""
+        # `project_dir` is None unless the script has set it.
         project = self.accelerator.project_dir if self.accelerator is not None else None
         return Path(project) if project is not None else Path("dit_lora_guard")
 
@@ -125,6 +127,7 @@ class Host:
         """The `given` models and those that Accelerate has prepared, unwrapped, each once."""
         prepared = self.accelerator._models if self.accelerator is not None else []
         unwrapped = [bare_model(model) for model in [*given, *prepared]]
+        # By id, since a model may be both named and prepared.
         return list({id(model): model for model in unwrapped}.values())
 
     def prepared(self, optimizer: Any) -> Any:
@@ -136,6 +139,7 @@ class Host:
     def summed(self, flags: torch.Tensor) -> list[float]:
         """Sum flags over ranks and read them from the device once. Collective."""
         if self.ranks > 1:
+            # all_reduce sums by default.
             distributed.all_reduce(flags)
         return flags.tolist()
 
@@ -150,6 +154,7 @@ class Host:
 
 def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
     """True if a DDP, FSDP or DeepSpeed module holds one of the parameters. Searches all live Python objects."""
+    # Wrappers keep no registry, so search all objects for one that holds these parameters.
     parameter_ids = {id(parameter) for parameter in parameters}
     for candidate in gc.get_objects():
         kind = type(candidate)
@@ -170,6 +175,7 @@ _WRAPPERS = (
 
 def bare_model(model: nn.Module) -> nn.Module:
     """Unwrap a model from DDP, FSDP or DeepSpeed; `torch.compile` and Accelerate's autocast stay in place."""
+    # Wrappers may be nested.
     while any(is_a(model, f"{module}:{name}") for module, name in _WRAPPERS):
         model = model.module  # type: ignore[assignment]
     return model

@@ -54,6 +54,7 @@ class Bundles:
             or not self._can_be_written()
         ):
             return None
+        # Count the attempt, so that a full disk is not tried again at every failure.
         self._written += 1
         assert call.owner is not None  # set for every recorded call
         trained = {name: p for name, p in call.owner.named_parameters() if p.requires_grad}
@@ -61,10 +62,12 @@ class Bundles:
         if size > self.config.bundle_mib * 2**20:
             # Do not gather them either: sharded weights may not fit into the memory of one rank.
             trained, lacks = {}, [too_large(WEIGHTS, size)]
+        # Collective: every rank takes part, and only the main process keeps the result.
         weights = gathered(trained, keep=self.host.rank == 0) if all_of else trained
         if all_of and self.host.rank != 0:
             return None
         writer = CallWriter(call.generator)
+        # This also collects the call's tensors and whatever cannot be stored in the writer.
         packed = packed_call(call, writer)
         replay = {name: event[name] for name in ("step", "micro_step", "rank")}
         about = {
@@ -144,6 +147,7 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
         DitLoraError: If the bundle is incomplete or cannot be read.
     """
     facts = bundle.facts["call"]
+    # Generator states have to stay on the CPU; inputs go to the model's device below.
     states = CallReader(bundle.samples, torch.device("cpu"), None)
     try:
         generator, state = None, states.value(facts["generator_state"])

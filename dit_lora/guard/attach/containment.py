@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 _LOG = logging.getLogger("dit_lora")
 T = TypeVar("T")
+# Messages that were logged: an error in a hook would otherwise repeat at every step.
 _reported: set[str] = set()
 
 
@@ -26,6 +27,7 @@ def contain(
     """
     try:
         return attempt()
+    # Errors that the caller has to see, such as the guard's own stop.
     except passes:
         raise
     except Exception as error:

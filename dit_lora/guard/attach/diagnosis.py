@@ -70,9 +70,12 @@ class CallDiagnosis:
 
     def verdicts(self, of_rank: RankCalls) -> list[Found[CapturedCall]]:
         """One verdict per micro-batch with bad values, or per micro-batch if none has. Collective in lockstep."""
+        # A call without an output ended in an error, or its step is over.
         calls = [call for call in of_rank.calls if call.outputs]
+        # Calls are in order, so those of a micro-batch are neighbours, as groupby needs.
         groups = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
         # A bad output explains the bad gradients that other calls of the step get.
+        # If neither kind is found, all micro-batches are diagnosed.
         for is_bad in (_has_bad_output, _has_bad_gradient):
             if any(map(is_bad, groups)):
                 groups = [group for group in groups if is_bad(group)]
@@ -107,6 +110,7 @@ class CallDiagnosis:
         bad_output = next((call for call in group if not call.output_is_finite), None)
         if bad_output is not None:
             return self._of_call(bad_output, of_rank)
+        # Only the last model's output gradient comes from the loss; others get theirs from a later model.
         result = self._of_call(group[-1], of_rank, is_last=True)
         # The backward runs from the last model to the first: if a model is healthy, examine the one before it.
         for call in reversed(group[:-1]):
@@ -120,7 +124,9 @@ class CallDiagnosis:
     ) -> Found[CapturedCall]:
         control = of_rank.controls.get(id(call.owner))
         verdict = self._from_inputs(call, control, of_rank.rank)
+        # torch raises in the middle of a backward, so the gradient may not have reached the output.
         has_failed_before = self.is_raised and not call.has_gradient
+        # The output is good and the loss is not: the fault lies after the output.
         is_of_loss = self.kind == "non_finite_loss" and call.output_is_finite
         if (
             verdict is None
@@ -155,16 +161,20 @@ class CallDiagnosis:
             else:  # every row is bad, so no single row is named
                 unnamed.setdefault("", description)
         if unnamed and not samples:
+            # The bad rows of the call have to match as many bad items of its batch.
             rows = {part.row for part in bad if part.row is not None}
             samples = self.namer.bad_items(call, len(rows))
+        # A row number within a ready batch says little; name its file where that is proven.
         samples = self.namer.with_file_names(samples, bad)
         evidence = {"inputs": [describe_values(part.path, part.values) for part in bad[:20]]}
         if samples:
             return self._verdict(call, rank, "data", _each(samples), tuple(samples), evidence)
         message = _each(unnamed)
+        # The value is an output of an earlier step, so nothing in this batch made it.
         if any(self.watched.log.is_earlier_output(part.values) for part in bad):
             message += "; it was carried over from an earlier call"
             return self._verdict(call, rank, "unknown", message, (), evidence)
+        # An empty name stands for an argument that is bad in all rows.
         named_rows = tuple(name for name in unnamed if name)
         return self._verdict(call, rank, "inputs", message, named_rows, evidence)
 
@@ -197,6 +207,7 @@ class CallDiagnosis:
             return self._verdict(call, rank, "unknown", _TWICE_WORDS, (), {})
         if not call.is_intact:
             return self._verdict(call, rank, "unknown", _OVERWRITTEN_WORDS, (), {})
+        # A control whose inputs were overwritten is no longer the healthy call.
         if control is not None and not control.is_intact:
             control = None
         with undisturbed(self.watched.all_models()):
@@ -221,11 +232,13 @@ class CallDiagnosis:
                 suspects.model, step=step, micro_step=call.micro_step, rank=rank, position=call
             )
 
+        # `position` lets the control run with the failed call's random state.
         healthy = batch(_of_earlier_step(control), self.step - 1) if control is not None else None
         failed = batch(call, self.step)
         verdict = diagnose(failed, suspects, kind=self.kind, control=healthy)
         if verdict.cause == "precision":
             verdict = _with_failing_rows(verdict, failed, healthy, suspects.model)
+        # A model with batch norm cannot run a single sample. Exchange one row at a time instead.
         if verdict.cause == "unknown":
             name = None
             if not verdict.evidence.get("every_sample") and not self.watched.lockstep:
@@ -236,6 +249,7 @@ class CallDiagnosis:
             return replace(verdict, cause="inputs", words=message, sample_ids=(name,))
         if not verdict.sample_ids:
             return verdict
+        # The experiments know rows only; find out which samples these are.
         names = self.namer.names_of_failing_rows(
             call, control, verdict.sample_ids, suspects.model, failed
         )
@@ -307,8 +321,10 @@ def _with_failing_rows(
     def fails(micro_batch: MicroBatch) -> bool:
         return not run(micro_batch, model).is_healthy(needs_gradient=False)
 
+    # Run every sample by itself.
     singles = [failed.single(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
+    # If every sample fails, and a healthy one of the step before too, none of them is the cause.
     is_of_all = len(failing) == len(singles) and (healthy is None or fails(healthy.single(0)))
     if is_of_all:
         return verdict
@@ -326,6 +342,7 @@ def _of_model(verdict: Verdict, prefix: str) -> Verdict:
     """Add the model's name to a verdict if there are several models."""
     if not prefix or verdict.cause == "transient":
         return verdict
+    # A prefix is a model's name with a dot, as in the names of its parameters.
     message = f"{prefix.removesuffix('.')}: {verdict.words}"
     module = None if verdict.module is None else prefix + verdict.module
     return replace(verdict, words=message, module=module)
@@ -333,6 +350,7 @@ def _of_model(verdict: Verdict, prefix: str) -> Verdict:
 
 def _origin(verdict: Verdict) -> str:
     """The end of a verdict's message that says where the first bad value was seen."""
+    # The replay appends "; first nan in the forward: <op> at <module>" to its message.
     _, separator, origin = verdict.words.partition("; first ")
     return separator + origin
 

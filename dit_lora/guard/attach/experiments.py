@@ -25,6 +25,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
     Python's and NumPy's generators. Hooks on accumulated gradients, such as an optimizer in the backward, do not run.
     """
+    # A module that several models share is saved once.
     modules = {id(module): module for model in models for module in model.modules()}
     attributes = [_Attributes(module) for module in modules.values()]
     buffers = _Buffers(list(modules.values()))
@@ -69,10 +70,13 @@ class _Attributes:
         self._values: dict[str, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
         for name, value in vars(module).items():
+            # Parameters, buffers and submodules are handled elsewhere, and hooks must not be touched.
             if name in _OWN or name.endswith("_hooks") or "_hooks_" in name:
                 continue
+            # Immutable values and tensors may be rebound; the old reference restores them.
             if isinstance(value, (*_PLAIN, torch.Tensor, tuple)):
                 self._values[name] = value
+            # Containers may be written to in place, so keep a copy of their contents.
             elif type(value) in (list, dict, set, deque, OrderedDict, defaultdict):
                 self._contents.append((value, copy.copy(value)))
         self._names = set(vars(module))
@@ -80,9 +84,11 @@ class _Attributes:
     def restore(self) -> None:
         attributes = vars(self._module)
         attributes.update(self._values)
+        # Remove attributes that did not exist before.
         for name in [name for name in attributes if name not in self._names]:
             del attributes[name]
         for container, content in self._contents:
+            # Refill the same object, since others may refer to it.
             container.clear()
             if isinstance(container, (list, deque)):
                 container.extend(content)
@@ -111,8 +117,7 @@ class _Buffers:
             # A forward may have replaced the buffer by another tensor.
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
-            if (
-                values is not None
-            ):  # batch norm's own writes do not raise the version, so this must not either
+            # Batch norm's own writes do not raise the version, so this must not either.
+            if values is not None:
                 with torch.autograd._unsafe_preserve_version_counter(buffer):
                     strided_values(buffer).copy_(values)

@@ -27,6 +27,7 @@ def trained_models(
     Raises:
         DitLoraError: If the optimizers hold no parameter of `required`.
     """
+    # Parameters of the optimizers that belong to no model so far, by id.
     remaining = {
         id(p): p
         for candidate in optimizers
@@ -36,6 +37,7 @@ def trained_models(
     named: list[nn.Module] = []
     for model in models:
         model_ids = {id(p) for p in model.parameters()} & remaining.keys()
+        # A model that the loss passes through may be frozen and still has calls to diagnose.
         if model_ids or any(model is candidate for candidate in through):
             named.append(model)
         elif model is required:
@@ -54,11 +56,13 @@ def trained_models(
         named_models["optimizer."] = loose
     if len(named_models) > 1:
         return named_models
+    # A single model needs no prefix. Without any model the result is empty.
     return dict(zip([""], named_models.values(), strict=False))
 
 
 def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
     """Submodules of the models that the loop calls directly, by the prefix of their parameters' names."""
+    # Whole models have their own entries.
     part_ids = {id(module) for module in called} - {id(model) for model in models.values()}
     return {
         f"{prefix}{name}.": module
@@ -82,6 +86,7 @@ def held_parameters(
         prefix + name: parameter
         for prefix, model in models.items()
         for name, parameter in model.named_parameters()
+        # GAN loops freeze parameters for a while; those trained before still count.
         if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained)
     }
 

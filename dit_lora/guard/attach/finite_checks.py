@@ -48,6 +48,7 @@ def _peak(tensors: Sequence[torch.Tensor]) -> float:
     peaks = [values.abs().max() for t in tensors if (values := plain_values(t)).numel()]
     if not peaks:
         return 0.0
+    # The key sorts NaN above every number.
     return max((float(peak) for peak in peaks), key=lambda peak: (peak != peak, peak))
 
 
@@ -58,6 +59,7 @@ def largest_magnitude(tensors: Iterable[torch.Tensor]) -> float:
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor and tensor.dtype is torch.float32
         is_small = is_plain and tensor.is_cpu and tensor.numel() <= _SMALL
+        # Sparse, sharded or GPU tensors, and large ones, are measured one by one.
         (joined if is_small and tensor.layout is torch.strided else separate).append(tensor)
     peaks = [_peak(separate)]
     for start in range(0, len(joined), _MAX_JOINED):
@@ -94,6 +96,7 @@ class _Peaks:
 
     def _fast(self, tensors: list[torch.Tensor], large: Sequence[torch.Tensor]) -> float:
         if not self._on_cpu:
+            # One call for all tensors, and a single read from the device.
             norms = torch._foreach_norm([*tensors, *large], float("inf"))
             return float(torch.stack(norms).max())
         peaks: list[float] = []
@@ -128,14 +131,17 @@ class OptimizerChecks:
         checked_parameters = [p for _, p in self.parameters]
         trained = {id(p) for _, p in parameters}
         groups = getattr(optimizer, "param_groups", ())
+        # Parameters that the optimizer holds and that require no gradient so far.
         self._frozen = [p for group in groups for p in group["params"] if id(p) not in trained]
         self._turn = 0
         small = [p for p in checked_parameters if p.numel() <= _SMALL]
         self._groups = _groups_to_join(small)
         self._small = [p for group in self._groups for p in group]
+        # Copying a large tensor costs more than a call, so these are not joined.
         self._large = [p for p in checked_parameters if p.numel() > _SMALL]
         self._peaks = _Peaks(checked_parameters)
         dtypes = {p.dtype for p in checked_parameters}
+        # Tensors can be concatenated if they are plain, on the CPU and of one dtype.
         self._can_join = (
             self._peaks.is_plain_on_cpu
             and len(dtypes) == 1
@@ -173,6 +179,7 @@ class OptimizerChecks:
         large = [grad for p in self._large if (grad := p.grad) is not None]
         if large:
             norms += self._peaks.of([], large)
+        # The sum of norms bounds the largest magnitude. NaN fails both comparisons.
         return 0 < norms < SQUARE_LIMIT
 
     def _joined_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
@@ -241,10 +248,12 @@ class OptimizerChecks:
         if not self._viewed:
             return False
         self._turn = (self._turn + 1) % _NUM_ADDRESS_GROUPS
+        # A weight that has moved leaves its view on the old memory.
         parameters, addresses = self._viewed[self._turn]
         return list(map(_ADDRESS, parameters)) == addresses
 
     def _view_weights(self) -> None:
+        # A flat view shares the weight's memory, so views have to be made only once.
         joined = [p for p in self._small if p.is_contiguous()]
         unjoined = [p for p in self._small if not p.is_contiguous()] + self._large
         self._views = [p.detach().view(-1) for p in joined]
@@ -273,5 +282,6 @@ def _groups_to_join(parameters: Sequence[nn.Parameter]) -> list[list[nn.Paramete
 
 def _squares_gradients(optimizer: Any) -> bool:
     """True for optimizers that divide by the root of a second moment, which have an `eps`."""
+    # Accelerate's wrapper has the optimizer under this name.
     inner = getattr(optimizer, "optimizer", optimizer)
     return "eps" in getattr(inner, "defaults", {})

@@ -20,6 +20,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     values = strided_values(local(tensor.detach()))
     if values.is_complex():
         values = torch.view_as_real(values)
+    # Dtypes of one byte, such as fp8, lack most operations; bf16 holds all of their values.
     return values.to(torch.bfloat16) if values.element_size() == 1 else values
 
 
@@ -43,6 +44,7 @@ def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection
     """
     bad = []
     for path, tensor in iter_tensors(value):
+        # A saved path may have prefixes in front of the model's own name.
         if is_finite_any(tensor) or path.endswith(tuple(tolerated)):
             continue
         if not tensor.ndim and not bool(tensor.isnan()) and not path.endswith(tuple(scalars)):
@@ -61,6 +63,7 @@ def name_bad_tensors(bad: Collection[str]) -> str:
 
 def names_with_infinity(model: torch.nn.Module) -> list[str]:
     """Names of weights and buffers that hold Inf but no NaN, as masks do."""
+    # NaN is never intended; Inf may be, as in attention masks.
     named = [*model.named_parameters(), *model.named_buffers()]
     bad = [(name, plain_values(tensor)) for name, tensor in named if not is_finite_any(tensor)]
     return [name for name, values in bad if not bool(values.isnan().any())]

@@ -32,6 +32,7 @@ class LoopRecord(FrozenRecord):
         """True once the tensors that healthy steps change are known."""
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        # A GAN freezes one network while it trains the other: such weights do change.
         in_turns = {
             f"weight {name}" for name, p in self._model.named_parameters() if id(p) in self._trained
         }
@@ -42,6 +43,7 @@ class LoopRecord(FrozenRecord):
 
     def call_ends(self) -> None:
         """Exclude the buffers that the model has written to since its call started, healthy or not."""
+        # Writes raise the version counter; a new tensor in its place has another address.
         written = _differing(self._at_call, self._versions_now())
         written |= _differing(self._addresses_at_call, self._addresses_now())
         # Only buffers: sharding and offloading replace the weights' storage while the model runs.
@@ -55,6 +57,7 @@ class LoopRecord(FrozenRecord):
         altered = set(super()._altered())
         if self._after_first is not None:
             self._loops_own.update(changed_between(self._after_first, self._taken()))
+        # Changed without a recorded write. Whether the loop did that shows at the next healthy step.
         elif untraced := {n for n in self._damaged(altered) if n.startswith("weight ")}:
             self._loops_own |= altered - untraced
             self._after_first = self._taken()
@@ -67,6 +70,7 @@ class LoopRecord(FrozenRecord):
         """True if a tensor changed although no code wrote to it and no step failed. Other changes are excluded from
         now on.
         """
+        # Bits that differ from the start, apart from tensors that the loop is known to change.
         altered = set(super()._altered()) - self._loops_own
         damaged = self._damaged(altered)
         self._loops_own |= altered - damaged
@@ -74,6 +78,7 @@ class LoopRecord(FrozenRecord):
 
     def is_own(self, described: str) -> bool:
         """True if the described tensor, "<kind> <name> ...", is changed by the loop itself."""
+        # Names are "weight <name>" or "buffer <name>".
         kind, name, *_ = described.split(" ")
         return f"{kind} {name}" in self._loops_own
 
@@ -87,6 +92,7 @@ class LoopRecord(FrozenRecord):
         Code that bypasses the version counter with `.data`, such as averages and fused adapters, writes to many
         tensors at once or replaces their storage.
         """
+        # `.data =` replaces the storage without raising the version counter.
         moved = _differing(self._addresses, self._addresses_now())
         # Tensors that move but keep their bits were offloaded, for example: then a new address proves no write.
         replaced = moved if moved - self._loops_own <= altered else set()
@@ -96,6 +102,7 @@ class LoopRecord(FrozenRecord):
         """Names of tensors with changed bits that the loop does not change itself, for a failed step."""
         names = [name for name in super()._altered() if name not in self._loops_own]
         altered = set(names)
+        # Writes to a few tensors may be the damage; writes to many are intended.
         suspect = self._damaged(altered) | _few(self._traced(altered), _FEW)
         return [name for name in names if name in suspect]
 

@@ -64,6 +64,7 @@ class _GatedMethod:
         self._is_shut = is_shut
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The schedule may be gone by the time that its step is called.
         owner = self._owner()
         is_shut = owner is not None and contain_error(
             lambda: self._is_shut(owner), "holding a schedule"
@@ -88,6 +89,7 @@ class Guard:
         self._host = host
         self._interceptions = Interceptions()
         self._gated: list[_GatedMethod] = []
+        # The watched models fill in the parameters.
         self._state = LoopState({}, optimizers, every=config.snapshot_every)
         if discovery is None:
             discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
@@ -272,6 +274,7 @@ class Guard:
         try:
             yield
         except IndexError:
+            # PyTorch's error names neither the sample nor the table.
             offenders = contain_error(self._watched.find_out_of_range, "an index out of range")
             if offenders:
                 self._recovery.say(
@@ -312,6 +315,7 @@ class Guard:
         self._watched.stop()
         self._interceptions.undo()
         for optimizer in self._state.optimizers:
+            # Without this reference the guard can be freed.
             vars(_inner(optimizer)).pop(_ANCHOR, None)
 
     def require_finite(self) -> None:
@@ -344,12 +348,14 @@ class Guard:
         accelerator, interceptions, steps = self._host.accelerator, self._interceptions, self._steps
         if accelerator is not None:
             interceptions.method(accelerator, "end_training", self._end)
+            # A loaded checkpoint makes earlier snapshots invalid.
             interceptions.method(accelerator, "load_state", steps.load)
             if self._host.under_deepspeed:
                 interceptions.method(accelerator, "backward", steps.deepspeed_backward)
         for watched in steps.optimizers:
             interceptions.method(watched.optimizer, "step", watched.step)
             interceptions.method(watched.optimizer, "load_state_dict", watched.loaded)
+            # A script may drop the guard object, so it has to live as long as the optimizer.
             setattr(watched.inner, _ANCHOR, _Anchor(self))
         self._watched.on_survey = self._survey
         self._survey()
@@ -360,6 +366,7 @@ class Guard:
         # Take a snapshot of the start, so that a failure in the first steps can be undone.
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
+        # Events of the process come only now, when everything that handles them exists.
         EVENTS.add(steps)
         EVENTS.follow_accelerate()
 

@@ -52,12 +52,14 @@ class GuardFile:
         self._part |= {"ranks": self._host.ranks, **facts}
         if self._path is None or self._host.rank != 0:
             return
+        # Keep what other guards of this folder have written; this guard's entry moves to the end.
         starts = [entry for entry in starts_in(self._path.parent) if entry["id"] != self.id]
         content = {"format": FORMAT, "starts": [*starts, self._part]}
         try:
             write_whole(self._path, dumps(content, indent=1) + "\n")
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", self._path, error.strerror)
+            # Later updates are skipped, so the warning is not repeated.
             self._path = None
 
 
@@ -67,6 +69,7 @@ def starts_in(folder: Path) -> list[dict[str, Any]]:
         content = parse_json(read_inside(folder, folder / NAME))
     except (OSError, ValueError):
         return []
+    # A file of another program or a torn one counts as empty.
     starts = content.get("starts") if isinstance(content, dict) else None
     if not isinstance(starts, list):
         return []
@@ -81,6 +84,7 @@ def models_in_words(models: Models) -> list[dict[str, Any]]:
     for prefix, model in models.items():
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # A dict keeps the order of first use, unlike a set.
         dtypes = {
             str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters
         }

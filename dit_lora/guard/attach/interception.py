@@ -23,6 +23,7 @@ models nor optimizers alive that the loop has dropped.
 
 def _skip_frame(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
+    # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
     code = function.__code__
     if hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.7 and later
@@ -56,6 +57,7 @@ class _ClassMethodPatch:
         self.name = name
         self.handlers: dict[int, tuple[weakref.ref[Any], list[_WeakHandler]]] = {}
         """Object id to a weak reference and the handlers, outermost last."""
+        # False for an inherited method, whose replacement is deleted afterwards and not restored.
         self._is_own = name in vars(cls)
         self._original = getattr(cls, name)
         self._replacement = self._make_replacement()
@@ -83,6 +85,7 @@ class _ClassMethodPatch:
             if entry is None:
                 return original(self, *args, **kwargs)
             call = functools.partial(original, self)
+            # Each handler wraps those before it, so the one added last runs first.
             for handler in entry[1]:
                 owner = handler.owner()
                 if owner is not None:
@@ -98,6 +101,7 @@ class _ClassMethodPatch:
         if key not in self.handlers:
             handlers = self.handlers
 
+            # Ids are reused, so the entry must end with the object.
             def forget(_ref: weakref.ref[Any]) -> None:
                 handlers.pop(key, None)
 
@@ -107,6 +111,7 @@ class _ClassMethodPatch:
     def remove(self, key: int, handler: Handler) -> None:
         entry = self.handlers.get(key)
         if entry is not None:
+            # Handlers whose owner is gone are removed too.
             entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.is_of(handler)]
             if not entry[1]:
                 del self.handlers[key]
@@ -159,6 +164,7 @@ class Interceptions:
     def _replace(self, holder: Any, name: str, handler: Handler) -> None:
         is_own, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
+        # Once the handler's owner is gone, calls go to the original.
         weak = _WeakHandler(handler)
 
         @functools.wraps(original)
@@ -172,6 +178,7 @@ class Interceptions:
         setattr(holder, name, replacement)
 
         def restore() -> None:
+            # Other code has replaced it since, and may call this replacement: leave it.
             if vars(holder).get(name) is not replacement:
                 return
             if is_own:
@@ -187,11 +194,13 @@ class Interceptions:
 
     def undo(self) -> None:
         while self._undo:
+            # The newest first, so that nested replacements come off in the right order.
             self._undo.pop()()
 
     def _attribute(self, owner: Any, name: str, handler: Handler) -> None:
         original = vars(owner)[name]
         handlers = [_WeakHandler(handler)]
+        # Do not keep the object alive until `undo`.
         owner_ref = weakref.ref(owner)
 
         # `functools.wraps` keeps the attributes that torch's schedules look for.

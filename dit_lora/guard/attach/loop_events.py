@@ -94,6 +94,7 @@ class LoopEvents:
         if self._interceptions is not None:
             return
         interceptions = self._interceptions = Interceptions()
+        # `Tensor.backward` calls this function too.
         interceptions.function(torch.autograd, "backward", self._backward)
         clip = import_module("torch.nn.utils.clip_grad")
         # Intercept a function inside clip_grad_norm_, since scripts have often imported clip_grad_norm_ itself by
@@ -114,6 +115,7 @@ class LoopEvents:
             # Both save functions go through this one, which also covers scripts that have imported them by name.
             if hasattr(module, "_flatten_as_ptr"):
                 interceptions.function(module, "_flatten_as_ptr", self._safetensors_flatten)
+        # A script that has not imported NumPy saves nothing with it, so do not import it here.
         numpy = sys.modules.get("numpy")
         for name in ("save", "savez", "savez_compressed") if numpy is not None else ():
             interceptions.function(numpy, name, self._numpy_save)  # type: ignore[arg-type]
@@ -148,6 +150,7 @@ class LoopEvents:
         try:
             original(tensors, *args, **kwargs)
         except RuntimeError as error:
+            # Only anomaly mode raises for NaN; other errors of a backward are the loop's own.
             if torch.is_anomaly_enabled():
                 problem = error
                 self._each(lambda listener: listener.backward_failed(problem), "a failed backward")
@@ -207,6 +210,7 @@ class LoopEvents:
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
         self._save(tensors, args[0] if args else kwargs.get("filename", ""))
+        # `save_file` calls other functions that are intercepted; check the tensors once.
         with self.own_save():
             return original(tensors, *args, **kwargs)
 
@@ -239,6 +243,7 @@ class LoopEvents:
 
 def _file_name(path: object) -> str:
     """The path of a file or open file; empty for a buffer in memory."""
+    # Open files have a path as their name, unless they are buffers.
     path = getattr(path, "name", path) if hasattr(path, "write") else path
     return str(path) if isinstance(path, (str, os.PathLike)) else ""
 

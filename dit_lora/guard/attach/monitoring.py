@@ -87,6 +87,7 @@ class Looks:
         self._norm: torch.Tensor | None = None
         self._wants_preflight = config.preflight
         self._attention: Counter[AttentionCall] = Counter()
+        # Record attention calls until the first healthy step.
         if config.preflight:
             listen(self._around)
 
@@ -98,6 +99,7 @@ class Looks:
         # A closure may run several times within a step.
         if not is_due or self._monitor is not None or step == self._written:
             return
+        # The watched models may have changed since the last measured step.
         self._monitor = Monitor(self._watched.together.model, every=1)
         self._hooks.enter_context(self._monitor.watching())
 
@@ -168,6 +170,7 @@ class Looks:
         if not gradients:
             return torch.zeros((), device=self._host.device)
         parts = [local(gradient) for gradient in gradients]
+        # A model may be spread over several devices.
         norms = [norm.to(self._host.device).float() for norm in torch._foreach_norm(parts, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if not any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -180,6 +183,7 @@ class Looks:
     def _observe(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device
         sums = [loss.detach().float().mean().to(device) for loss in losses]
+        # (2,): sum and number of losses, so that one all-reduce gives the mean over ranks.
         both = torch.stack(
             [
                 sum(sums, torch.zeros((), device=device)),
@@ -220,6 +224,7 @@ class Looks:
     def _switch_off(self, step: int, wrong: list[str]) -> None:
         """Switch off on all ranks the backends that are wrong on any rank. Collective."""
         switches = {switch.name: switch for switch in attention_switches()}
+        # Sorted, so that all ranks switch off and report in the same order.
         for backend in sorted(set(self._host.gathered(wrong))):
             name = f"attention:{backend}"
             if name not in switches or name in self._watched.switched_off:

@@ -31,6 +31,7 @@ class SampleNamer:
         """Name of the sample that an argument's part belongs to: set by the loop, or a proven dataset index; else
         None.
         """
+        # Names that the loop has set need no proof.
         if call.names and part.row is not None and len(call.names) == part.num_parts:
             return call.names[part.row]
         name = self.batches.find(part.values)
@@ -45,6 +46,7 @@ class SampleNamer:
         """
         if not any(map(is_row_of_item, samples)):
             return dict(samples)
+        # Reading the files again has to find as many bad ones as there are bad samples.
         files = {name for part in bad for name in self.batches.bad_files_of(part.values)}
         if len(files) != len(samples):
             return dict(samples)
@@ -90,12 +92,14 @@ class SampleNamer:
         cutter = call.cutter()
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
             return None
+        # Rows whose replacement makes the whole call healthy.
         healing = [
             row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)
         ]
         # Repeat the test: a random failure must not name a sample.
         if len(healing) != 1 or not _heals_when_replaced(call, healing[0], cutter, model):
             return None
+        # The unchanged call has to fail still, or the replacements have shown nothing.
         if _is_healthy(call, model):
             return None
         return (
@@ -107,6 +111,7 @@ class SampleNamer:
     def _batch_of(self, call: CapturedCall) -> int | None:
         """Number of the call's batch: by the memory of its arguments, else by the order of batches."""
         parts = (part for parts in iter_parts(call.arguments) for part in parts)
+        # Arguments of several batches, as in mixing, leave the batch uncertain.
         numbers = {self.batches.batch_of(part.values) for part in parts} - {None}
         return numbers.pop() if len(numbers) == 1 else None if numbers else call.batch_number
 
@@ -130,6 +135,7 @@ class SampleNamer:
             return tuple(failing)
         cutter = call.cutter()
         rows = [micro_batch.ids.index(name) for name in failing if name in micro_batch.ids]
+        # A batch of one item leaves no doubt about the sample.
         single = self.batches.single_item(call.argument_ids)
         if single is not None:
             return (single,)
@@ -164,19 +170,23 @@ class SampleNamer:
         carriers = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
         if healthy is not None and len(carriers) > 1:
             single = call.single(row, cutter)
+            # Arguments whose exchange with a healthy sample moves the failure.
             failing_paths = [
                 path for path in carriers if _carries_failure(single, healthy, path, model)
             ]
+            # The failure comes with the output's gradient, so no argument identifies the sample.
             if len(failing_paths) != 1 and _gradient_carries_failure(single, healthy, model):
                 return call.ids[row]
             if len(failing_paths) == 1:
                 carriers = {failing_paths[0]: carriers[failing_paths[0]]}
+        # All arguments that may carry the failure have to give the same name.
         names = {self.batches.find(tensor[row]) for tensor in carriers.values()}
         name = names.pop() if len(names) == 1 else None
         return name if name is not None else call.ids[row]
 
 
 def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model: nn.Module) -> bool:
+    # Any other row of the same call will do.
     source = next(candidate for candidate in range(call.num_samples) if candidate != row)
     arguments = cutter.replace_row(call.arguments, row, source)
     if arguments is None:

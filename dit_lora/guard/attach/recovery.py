@@ -156,23 +156,28 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         return super().agreed(trip, found) or [no_call(trip.step, self.host.rank)]
 
     def chosen(self, trip: StepFailure, verdicts: Sequence[Verdict]) -> Action:
+        # A known bad sample needs neither a new action nor a new message.
         self._known = not trip.has_bad_weights(verdicts) and self.budget.knows(verdicts)
         # Check this before known samples: while every step is lost, for any reason, nothing is trained.
         if self._may_stop and self.budget.is_stuck(self.config.max_skips):
             return Action("stop", why=f"none of the last {self.budget.in_a_row} steps was taken")
         if self._known or trip.raised_by_torch:
             return Action("skip")
+        # In a guarded loop `max_skips` limits recent failures with new causes, not all skips.
         self._policy.skips = self.budget.spent(trip.step)
         if self._may_pass(trip, verdicts):
             return Action("skip")
+        # Samples that were named before; a second failure with other noise makes them the cause.
         skipped = [sample for event in self.events for sample in event["sample_ids"]]
         action = self._policy.choose(trip.step, verdicts, skipped)
+        # Without `stop` in the ladder the loop must go on.
         if action.kind == "stop" and not self._may_stop and not trip.required:
             return Action("skip", why=action.why)
         return action
 
     def possible(self, trip: StepFailure, action: Action, verdicts: Sequence[Verdict]) -> Action:
         """The action, or a replacement if it needs a snapshot and no finite one is held. Collective."""
+        # Leaving out a step does not repair weights that are bad already.
         needs_snapshot = action.kind == "rollback" or (
             trip.has_bad_weights(verdicts) and action.kind != "stop"
         )
@@ -193,10 +198,12 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         return self._bundles.write(source, event.record(), facts, all_of=self.lockstep)
 
     def act(self, trip: StepFailure, verdicts: Sequence[Verdict], action: Action) -> Resolved:
+        # Snapshots hold no frozen weights, so this can only be reported.
         if trip.kind == OF_FROZEN and action.kind != "stop":
             return Resolved(Action("report"), _FROZEN_HINT, facts={"guard": self.guard_id})
         if action.kind == "skip" and not trip.between_steps:
             self.budget.skip(trip.step, verdicts)
+        # A check between steps loses no step.
         elif not trip.between_steps:
             self.budget.lose(trip.step, verdicts)
         # Restore before a stop too: the run must end with good weights.
@@ -209,6 +216,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         self._restored = []
         facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if self._known else {})
         facts |= {"weights_of_step": put_back} if put_back is not None else {}
+        # From here on no step is skipped.
         if is_spoiled and put_back is None and action.kind != "stop":
             self.has_given_up = True
             outcome = f"{action.why}: nothing can be put back, and the loop goes on as it would without a guard"
@@ -268,6 +276,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             event = self._report(step, "zero_gradient", message, action="stop")
             hint = "checks= without zero_gradient goes on"
             raise NonFiniteError(f"guard: step {step}: {message} ({hint})", event.record())
+        # Report at powers of ten, not at every step.
         if count in (1, 10, 100, 1000):
             in_a_row = f" in {count} steps in a row" if count > 1 else ""
             message = (
@@ -339,9 +348,8 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             inputs = self._from_inputs(failure) if _are_spoiled_as_a_whole(state) else []
             return inputs or [Found(state)]
         if failure.kind in (*OF_WEIGHTS, OF_FROZEN):
-            return (
-                [Found(state)] if state is not None else []
-            )  # empty: another rank has the bad state
+            # Without a finding here, another rank has the bad state.
+            return [Found(state)] if state is not None else []
         # NaN that the failed forward left in a buffer would make every replay fail.
         self._restored = self.state.restore_bad_buffers()
         calls: Sequence[CapturedCall] = failure.calls
@@ -385,6 +393,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         If no sample is named, or every sample fails, a replay cannot show whether only this step fails. A loop in fp16
         expects to lose some steps to its range.
         """
+        # Nothing ties the failure to a sample, so the next step may well be healthy.
         is_general = all(
             verdict.evidence.get("every_sample")
             or verdict.evidence.get("of_the_loop")
@@ -401,9 +410,11 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             return False
         self._num_said += 1
         count = self._num_said
+        # After the first ten, show those whose number is a power of two.
         return count <= _MAX_SHOWN or count & (count - 1) == 0
 
     def _shown_name(self, name: str) -> str:
+        # Loops without a DataLoader have no dataset index that could be missing.
         is_unknown = is_row_of_micro_batch(name) and self.namer.batches.has_batches
         return f"{name} (its dataset index is not known)" if is_unknown else name
 
@@ -426,6 +437,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         """One sentence on the steps that restoring a snapshot has undone."""
         if put_back is None:
             return ""
+        # Steps taken since the snapshot. The failed step itself was not taken.
         lost = trip.step - 1 - put_back
         interval = f"; a snapshot is taken every {self.state.every} steps" if lost else ""
         undone = "1 step is undone" if lost == 1 else f"{lost} steps are undone"
@@ -471,9 +483,11 @@ def _is_about_trained_state(verdict: Verdict) -> bool:
 def _are_spoiled_as_a_whole(verdict: Verdict) -> bool:
     """True if several trained weights contain only NaN, as after an update with a NaN gradient."""
     described = [
+        # Matches "name has 12 NaN among 12 values" and captures both numbers.
         re.search(r"has (\d+) NaN among (\d+)", line)
         for line in verdict.evidence.get("not_finite", ())
     ]
+    # Tensors in which every value is NaN.
     all_nan = [match for match in described if match is not None and match[1] == match[2]]
     return verdict.cause == "weights" and len(all_nan) > 1
 

@@ -58,6 +58,7 @@ def run_script(
     config = LoopConfig.of(config)
     overseer = Overseer(config, folder, _say)
     name = ["-m", script] if module else [script]
+    # The options for a child process, which guards itself in the same way.
     options = [f"--folder={folder}"]
     options += [f"--max-skips={config.max_skips}"] if "stop" in config.on_nonfinite else []
     options += [f"--snapshot-every={config.snapshot_every}", f"--bundles={config.bundles}"]
@@ -82,6 +83,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
     argv, path, main = sys.argv[:], sys.path[:], sys.modules["__main__"]
     threads = threading.enumerate()
     sys.argv = [script, *arguments]
+    # As `python` does: the script's folder, or the current one for a module.
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
         if not module and Path(script).is_dir():
@@ -90,6 +92,7 @@ def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) 
         code, scope = _module_code(script) if module else _script_code(script)
         sys.argv[0] = scope.__file__ or script
         sys.modules["__main__"] = scope
+        # runpy would restore `__main__` at once, while threads of the script may still need it.
         exec(code, vars(scope))
         _wait_for_threads(threads)
     finally:
@@ -107,6 +110,7 @@ def _script_code(script: str) -> tuple[CodeType, ModuleType]:
 def _module_code(name: str) -> tuple[CodeType, ModuleType]:
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
+        # `python -m package` runs the package's `__main__` module.
         spec = find_spec(f"{name}.__main__")
     code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined]
     if spec is None or code is None:
@@ -155,6 +159,7 @@ class OwnCommand:
         original(process, self._with_guard(args), *rest, **kwargs)
 
     def _with_guard(self, command: Any) -> Any:
+        # Only a command that starts with this interpreter is taken for the script itself.
         if not isinstance(command, (list, tuple)) or list(command[:1]) != [sys.executable]:
             return command
         arguments = list(map(str, command[1:]))
@@ -180,6 +185,7 @@ class _FirstStep:
         optimizer = self._optimizer()
         if optimizer is None or not self._overseer.begins_with(optimizer):
             return original(*args, **kwargs)
+        # Look up the method again: it is the guard's replacement now.
         return optimizer.step(*args, **kwargs)
 
 
@@ -255,6 +261,7 @@ class Overseer:
         EVENTS.follow_accelerate()  # by now it is imported, if the loop uses it
         first_step = _FirstStep(self, optimizer)
         self._waiting.append((weakref.ref(optimizer), first_step))
+        # A loop that calls its model only in a closure is first seen in the optimizer's step.
         self._first_steps.method(optimizer, "step", first_step.step)
         if self._discovery is None:
             self._discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
@@ -314,6 +321,7 @@ class Overseer:
         self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None
     ) -> None:
         accelerator = _accelerator_of(optimizers)
+        # Accelerate's own schedules are followed through the accelerator.
         prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
         schedules = [
@@ -365,6 +373,7 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     for candidate in gc.get_objects() if accelerate is not None else ():
         # Check the type, not isinstance: proxy objects may run code when asked for their class.
         if issubclass(type(candidate), kind):
+            # A script may have several accelerators.
             wrapped = {id(wrapper.optimizer) for wrapper in candidate._optimizers}
             if any(id(optimizer) in wrapped for optimizer in optimizers):
                 return candidate

@@ -36,6 +36,7 @@ class Turns:
         turns = self._turns[key]
         if not turns:
             return None
+        # 1 for a schedule that advances after each step; more for one that advances per epoch.
         since = turns - self._moved_at.get(id(owner), 0)
         self._moved_at[id(owner)] = turns
         return key in self._left_out and since <= 1

@@ -53,9 +53,11 @@ class SkipBudget:
     def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Count a skipped step."""
         named = _named_samples(verdicts)
+        # A known bad sample that returns in each epoch is no new incident.
         if not named or set(named) - self._samples.keys():
             self._incidents.append(step)
         self.lose(step, verdicts)
+        # Only samples that are bad as stored will fail again for certain.
         self._bad_as_stored |= {
             s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
         }
@@ -63,6 +65,7 @@ class SkipBudget:
     def lose(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Count a step that not all of its optimizers have taken, for any recovery action."""
         named = _named_samples(verdicts)
+        # Another optimizer took this step before this one failed: it no longer counts as taken.
         self.taken -= int(step == self._last_taken)
         self.lost += 1
         self.in_a_row += 1

@@ -32,10 +32,12 @@ class StateChecks:
         before, self._peak = self._peak, peak
         if not isfinite(peak):
             return True
+        # Looking at single elements is slow, so do it only after a jump.
         return peak > _GROWN * before > 0 and bool(altered_state(self._watched.together))
 
     def has_bad_moment(self) -> bool:
         """True if this rank's optimizer state holds a value that is not finite for an element of a weight."""
+        # Moments have the shape of their weight; scalars such as step counts do not matter here.
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(
             is_finite_any(tensor)
@@ -53,6 +55,7 @@ class StateChecks:
             has_run_away(peak, together.start_peak),
         ]
         flags = self._host.summed(torch.tensor(has_failed, device=self._host.device).float())
+        # In the order of the flags: the first that any rank has set is reported.
         kinds = (WEIGHTS, "altered_state", "diverged_weights")
         return next((kind for kind, flag in zip(kinds, flags, strict=True) if flag), None)
 

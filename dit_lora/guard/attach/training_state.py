@@ -73,6 +73,7 @@ class LoopState:
             if name.startswith("group ") and bool(torch.isinf(tensor).any()):
                 self.infinite.add(name)
         for optimizer in self.optimizers:
+            # torch's own optimizers never hold infinity on purpose.
             if type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("torch."):
                 continue
             for state in optimizer.state.values():
@@ -158,6 +159,7 @@ class LoopState:
     def _take_buffers(self) -> None:
         remaining_bytes = _MAX_BUFFER_BYTES
         self._buffers = {}
+        # Smallest first, so that as many buffers as possible fit into the limit.
         for name, buffer in sorted(self._float_buffers(), key=lambda item: item[1].nbytes):
             remaining_bytes -= buffer.nbytes
             if remaining_bytes < 0:
@@ -185,12 +187,14 @@ class LoopState:
     def _optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for parameter, state in self._states():
+            # A parameter of no known model is named by its id.
             yield f"{names.get(parameter, id(parameter))}", state
         for number, group in enumerate(self._groups()):
             yield f"group {number}", group_numbers(group)
 
     def _put(self, restored: Mapping[str, torch.Tensor]) -> None:
         for number, group in enumerate(self._groups()):
+            # Learning rates and similar numbers of a parameter group.
             put_back(group, f"group {number}", restored)
         for prefix, state in self._optimizer_state():
             put_back(state, prefix, restored)

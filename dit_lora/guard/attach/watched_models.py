@@ -114,9 +114,11 @@ class WatchedModels:
         discovered = [
             model for model in self._found if not any(model is candidate for candidate in named)
         ]
+        # A discovered module inside a named model is a part of that model.
         inside = {id(module) for model in named for module in model.modules()}
         models = [*named, *(model for model in discovered if id(model) not in inside)]
         if self._host.under_deepspeed:  # its optimizer holds copies
+            # A DeepSpeed engine trains a single model.
             self._models = {"": models[0]}
             self._state.parameters = trainable_parameters(self._models)
         else:
@@ -157,6 +159,7 @@ class WatchedModels:
         if new:
             self.survey()
         self._num_searches += 1
+        # A model whose weights an optimizer holds may be called only in a later step.
         if self._has_loose_parameters() and self._num_searches < _MAX_SEARCHES:
             self._discovery.look()
         return bool(new)
@@ -167,6 +170,7 @@ class WatchedModels:
         called = models | self._parts
         self.prefixes = {id(model): prefix for prefix, model in called.items()}
         # Join all models in one module with the prefixed parameter names, for checks over all models.
+        # A ModuleDict key may not contain a dot.
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         single = next(iter(models.values()), nn.Module())
         joined_model = nn.ModuleDict(parts) if len(models) > 1 else single
@@ -191,6 +195,7 @@ class WatchedModels:
         """
         if not self.lockstep:
             return [RankCalls(self._host.rank, calls, controls)]
+        # The same order on all ranks, since calls are sent with the position of their model.
         models = [recorder.model for recorder in self._recorders.values()]
         return shared_calls(calls, controls, models, self._host.device) or []
 
@@ -248,6 +253,7 @@ class WatchedModels:
     ) -> Suspects:
         def peaks() -> dict[str, float]:
             of_all = self._state.snapshots.peaks()
+            # Optimizer state keeps the prefix in its names; this model's weights are known without it.
             return {**of_all, **{n.removeprefix(prefix): peak for n, peak in of_all.items()}}
 
         return Suspects(
@@ -289,4 +295,5 @@ class WatchedModels:
         ]
         # A loop may freeze weights for a while, as in a GAN; parameters that were trained once stay watched.
         self._trained.update(id(p) for parameters in lists for p in parameters if p.requires_grad)
+        # The second number grows when the loop unfreezes a parameter.
         return sum(map(len, lists)), len(self._trained)

@@ -41,6 +41,7 @@ class BlockCall:
     ) -> None:
         self.name, self.module, self.widened = name, module, widen
         self._inside_of = inside_of
+        # The arguments are kept flat, so that each run can copy and convert their tensors.
         self._leaves, self._spec = tree_flatten((args, kwargs))
         if widen:
             self._leaves = [_two_rows(leaf) for leaf in self._leaves]
@@ -51,6 +52,7 @@ class BlockCall:
         tensors = [*module.parameters(), *float_inputs]
         halves = {x.dtype for x in tensors if x.dtype in HALVES}
         self.is_half = bool(halves)
+        # Of a block that mixes half-precision dtypes, the coarser one decides the tolerance.
         self.dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float16
         self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.inputs = [x.detach() for x in float_inputs]
@@ -60,6 +62,7 @@ class BlockCall:
 
         With `wide`, half-precision inputs are converted to fp32.
         """
+        # Fresh leaves for each run, so that neither gradients nor in-place writes carry over.
         leaves, learning = self._fresh(wide=wide)
         args, kwargs = tree_unflatten(leaves, self._spec)
         inside: Values = {}
@@ -68,9 +71,8 @@ class BlockCall:
             torch.enable_grad(),
             torch.random.fork_rng(cuda_devices(self.module)),
             _unrounded(),
-            saved_tensors_hooks(
-                _kept, lambda x: x
-            ),  # replaces the hooks of a checkpoint around the block
+            # Replaces the hooks of a checkpoint around the block.
+            saved_tensors_hooks(_kept, lambda x: x),
             self._recorded(inside),
         ):
             output = _uncaptured(lambda: self.module(*args, **kwargs))
@@ -81,11 +83,13 @@ class BlockCall:
     def _recorded(self, inside: Values) -> AbstractContextManager[None]:
         if self._inside_of is None:
             return nullcontext()
+        # The block itself is compared by its returned outputs.
         names = [name for name, _ in called_modules(self.module) if name]
         full = [f"{self.name}.{name}" if self.name else name for name in names]
         return recording(self._inside_of, full, inside)
 
     def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        # One flag for each floating-point leaf, in the order of the flattened arguments.
         flags, leaves, learning = iter(self._learning), [], {}
         for index, leaf in enumerate(self._leaves):
             if not is_float(leaf):
@@ -101,6 +105,7 @@ class BlockCall:
         return leaves, learning
 
     def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
+        # Differentiate from the outputs to the trained parameters and the inputs that require a gradient.
         ends = [x for x in outputs.values() if x.requires_grad]
         path = f"{self.name}." if self.name else ""
         trained = {f"{path}{n}": p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -149,6 +154,7 @@ def _two_rows(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
         return leaf
     # Flip along the last dimension, which keeps the magnitude and changes the values.
+    # (1, ...) -> (2, ...)
     return torch.cat([leaf, leaf.flip(-1) if leaf.is_floating_point() else leaf])
 
 

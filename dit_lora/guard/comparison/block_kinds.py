@@ -21,6 +21,7 @@ def noting_calls(model: nn.Module) -> Iterator[Calls]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A block may be called several times in a step, so keep a list.
             leaves = tree_leaves((args, kwargs))
             calls.setdefault(name, []).append(tuple(_described(leaf) for leaf in leaves))
 
@@ -48,8 +49,10 @@ def one_of_each_kind(
     for name in names:
         block = model.get_submodule(name)
         path = f"{name}." if name else ""
+        # Paths relative to the block, so that equal blocks have equal keys.
         ops = tuple(sorted((op, m[len(path) :]) for op, m in places if f"{m}.".startswith(path)))
         called = tuple(calls.get(name, ()))
+        # A later block of the same kind replaces an earlier one.
         last_of_kind[(_structure(block), ops, called)] = name
     return [name for name in names if name in last_of_kind.values()]
 
@@ -57,6 +60,7 @@ def one_of_each_kind(
 def _described(leaf: object) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    # Plain values may change what the block computes; of other objects only the type is compared.
     return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else str(type(leaf))
 
 

@@ -69,9 +69,11 @@ class How:
 def blocks_of(model: nn.Module) -> list[str]:
     """Names of modules that together cover the model: its repeated blocks, and the modules outside them."""
     lists = {name for name, module in model.named_modules() if _repeats(module)}
+    # All ancestors of a block list: `a` and `a.b` of the list `a.b.c`.
     around = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
     names: list[str] = []
     for name, _ in model.named_modules():
+        # `named_modules` yields submodules right after their module.
         is_part = names and name.startswith(f"{names[-1]}.")
         if name and name not in lists and name not in around and not is_part:
             names.append(name)
@@ -192,6 +194,7 @@ class BlockComparison:
     def _compare(self, block: BlockCall) -> None:
         # Backends such as flash attention do not support fp32.
         in_halves = block.is_half and self.switch.cause != "attention_backend"
+        # `exact` holds the reference's fp32 values, which tell an error from rounding.
         difference, exact = None, None
         if in_halves:
             try:
@@ -212,6 +215,7 @@ class BlockComparison:
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return
             difference = difference or self._differs(block, expected, fused, dtype, exact)
+        # Release the fp32 values before the block runs again.
         del exact
         self.coverage.compared.add(block.name)
         unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
@@ -223,6 +227,7 @@ class BlockComparison:
     def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
         """The first difference in fp32, or None, and the reference code's fp32 values."""
         with ExitStack() as stack:
+            # Autocast would compute in half precision again.
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
                 stack.enter_context(in_fp32(block.module))
@@ -232,6 +237,7 @@ class BlockComparison:
             return self._differs(block, expected, fused, torch.float32), expected
 
     def _both(self, block: BlockCall, *, wide: bool) -> tuple[Values, Values]:
+        # The kernel is off outside the context below.
         expected = block.values(wide=wide)
         with self._kernel_on():
             return expected, block.values(wide=wide)
@@ -253,10 +259,12 @@ class BlockComparison:
         """Relative error between the kernel's runs on equal inputs, or None if the reference code varies as much."""
         allowed = 0.0
         if block.device.type == "cuda":  # PyTorch's CUDA ops may sum in any order
+            # The reference, too, may differ between two runs on equal inputs.
             allowed = _OF_STOCK * apart(expected, block.values(wide=False))
             if self.not_in_fp32 or self.switch.cause == "attention_backend":
                 # Flash attention's backward sums in any order, even if the reference uses another backend.
                 allowed = max(allowed, _OF_BACKEND)
+        # A module outside the lists occurs once, and gets the minimum of two runs.
         times = self._repeats if is_repeated(block.name) else 2
         with self._kernel_on():
             # Make all runs even after a difference: ranks that share a sample run a block together.
@@ -278,6 +286,7 @@ def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients
     try:
+        # Sharded weights stay whole while the block is compared.
         with gathered_here(block):
             yield
     finally:

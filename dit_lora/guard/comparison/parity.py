@@ -88,6 +88,7 @@ def first_difference(
             if how.coverage is not None:
                 how.coverage.compared.add("")
             return difference
+        # An extra training forward shows which block inputs need a gradient.
         if how.learning is None:
             how = replace(how, learning=_learning(losses, model))
         stack.enter_context(_quietly(model))
@@ -113,6 +114,7 @@ def differences(
         if of_whole is None:
             continue
         has_bad_part = False
+        # Compare each part with all others off, so that an error is attributed to one of them.
         for part in parts:
             difference = compare(part, [*other_switches, *(o for o in parts if o is not part)])
             if difference is not None:
@@ -132,6 +134,7 @@ def _apart_from(other: Switch, switch: Switch) -> bool:
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
     """Restore the model's buffers, random state and gradients on exit; nothing runs compiled inside the context."""
+    # Blocks run many times, and some, such as batch norms, write to buffers.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with (
         stirred(model),
@@ -161,6 +164,7 @@ def _learning(losses: Losses, model: nn.Module) -> Learning:
 def _in_blocks(
     switch: Switch, losses: Losses, model: nn.Module, others: Sequence[Switch], how: How
 ) -> Difference | None:
+    # Attention backends are parts of this kernel; flash attention, for one, does not compute in fp32.
     backends = [
         part
         for part in model_switches(model)
@@ -202,6 +206,7 @@ def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | N
     difference = _compare(switch, losses, model, _blocks(model))
     if difference is None or not difference.repeats or difference.module.startswith(GRADIENT):
         return difference
+    # Names such as "blocks.0 (output 1)" end at the first space.
     block = difference.module.partition(" ")[0]
     inside = [name for name, _ in called_modules(model) if name.startswith(f"{block}.")]
     return _compare(switch, losses, model, inside) or difference
@@ -225,6 +230,7 @@ def _compare(
     lowest = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
     first_place = first_apart(references, fused, WHOLE[lowest])
     difference = None
+    # A kernel that disagrees with itself cannot be compared with its reference.
     if unsteady:
         difference = Difference(switch.name, "the whole model", unsteady, repeats=False)
     elif first_place is not None:
@@ -239,6 +245,7 @@ def _compare(
 def _blocks(model: nn.Module) -> list[str]:
     """Names of a transformer's repeated blocks, and of the modules outside them."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    # A list inside a block is part of that block.
     outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
     outside = [name for name, _ in model.named_children() if name not in outermost]
     inside = [

@@ -29,6 +29,7 @@ class Limits(NamedTuple):
 
     def wider(self, error: float) -> "Limits":
         """The limits for a kernel whose rounding adds this relative error; the gradient limit grows in proportion."""
+        # Gradients get the same relative widening as outputs.
         grown = 1 + error / self.output
         # Where gradients nearly cancel (Sana's query, whose magnitude its attention divides out), the small remainder
         # has an error as large as that of other gradients.
@@ -62,6 +63,7 @@ def first_apart(
     farther from its `exact` value than the reference is does not differ, although in half precision both may be far.
     Values that are not finite in the reference are ignored.
     """
+    # Gradients that are tiny within their block are rounding, and are not compared.
     largest = _largest_gradients(references)
     for name, expected in references.items():
         # Missing or reshaped values are fine if the kernel replaces a module or permutes its heads, but not for
@@ -101,6 +103,7 @@ def _measured(
     if not name.startswith(GRADIENT):
         return _output_error(value, reference, inputs)
     if not _is_of_parameter(name):
+        # Inputs of a block are not parameters of one, so measure against the largest gradient of all.
         floor = _OF_ALL * max(largest.values(), default=0.0)
         return _error(value, reference, max(floor, 1e-12), rows=True)
     return _error(value, reference, limits.floor * largest[_block_of(name)], rows=False)
@@ -126,11 +129,13 @@ def apart(references: Values, others: Values) -> float:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if both tensors are equal, with NaN in the same places."""
+    # Only NaN differs from itself.
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _block_of(name: str) -> str:
     """`transformer_blocks.3` for any parameter in it; the first component of other names."""
+    # `transformer_blocks.3.attn.to_q.weight` gives `transformer_blocks.3`.
     parts = name.removeprefix(GRADIENT).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
 
@@ -152,7 +157,9 @@ def _output_error(
     if not same_shape or not reference.numel():
         return _error(value, reference, 0.0, rows=True)
     # A block's output is mostly its input, so errors are measured relative to the change that the block adds.
+    # Each (B,): the size of the output, and of its change from each input of the same shape.
     sizes = [_rows(reference), *(_rows(reference - x) for x in same_shape)]
+    # (B,): the change from the nearest input, at least a small share of the output.
     added = torch.stack(sizes).amin(0).clamp(min=_ADDED * sizes[0]).clamp(min=1e-6)
     return (_rows(value.float() - reference.float()) / added).max().item()
 
@@ -162,11 +169,13 @@ def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: 
     if not reference.numel():
         return 0.0
     measure = _rows if rows else _all
+    # Avoid a division by zero where the reference is zero.
     size = measure(reference).clamp(min=max(floor, 1e-6 if floor == 0.0 else 0.0))
     return (measure(value.float() - reference.float()) / size).max().item()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
+    # (B, ...) -> (B,): the root mean square of each sample. A vector gives one value.
     return x.float().flatten(1 if x.ndim > 1 else 0).square().mean(-1).sqrt()
 
 
@@ -227,11 +236,9 @@ def stirred(model: nn.Module) -> Iterator[None]:
     weights have moved. A fresh adapter's zeros hide its other factor, and the gradients that pass through it.
     """
     generator = torch.Generator().manual_seed(0)
+    # Of sharded weights (FSDP2), this rank's shard.
     trained = [
-        (
-            local(parameter.detach()),
-            is_adapter(name),
-        )  # for sharded weights (FSDP2), this rank's shard
+        (local(parameter.detach()), is_adapter(name))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

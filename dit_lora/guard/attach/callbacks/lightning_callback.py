@@ -63,9 +63,11 @@ class LightningGuard(Callback):
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Follow the data loaders, which Lightning creates before `on_train_start`."""
+        # `fit` may be called again with the same callback.
         self._let_go()
         EVENTS.hold()
         self._is_following = True
+        # The model gets the copy that this method returns.
         self._interceptions.method(trainer.strategy, "batch_to_device", self._moved)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:

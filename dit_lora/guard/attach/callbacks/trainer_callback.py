@@ -52,6 +52,7 @@ class GuardCallback(TrainerCallback):
             self.trainer.optimizer,
             lr_scheduler=self.trainer.lr_scheduler,
             config=self.config,
+            # `output_dir` may be empty: then nothing is written.
             folder=Path(args.output_dir) if args.output_dir else None,
             checks=self.checks,
         )

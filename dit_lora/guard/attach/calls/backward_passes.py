@@ -45,6 +45,7 @@ class BackwardPasses:
             self.losses.clear()
         self.num_backwards += 1
         for root in tensors if isinstance(tensors, (list, tuple)) else (tensors,):
+            # Roots with several elements come with gradients of their own and are not losses.
             if isinstance(root, torch.Tensor) and root.numel() == 1:
                 self.losses.append(root.detach())
         if len(self.losses) > _MAX_LOSSES:
@@ -74,7 +75,9 @@ class BackwardPasses:
     def _are_new(self) -> bool:
         parameter = self._witness() if self._witness is not None else None
         if parameter is not None:
+            # Loops clear gradients by setting them to None or to zero.
             return parameter.grad is None or not bool(plain_values(parameter.grad).any())
+        # The first backward has no earlier gradients to add to.
         if not self.num_backwards:
             return True
         return self._keeps_gradients and all(p.grad is None for p in self._parameters())

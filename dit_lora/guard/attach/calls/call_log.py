@@ -42,6 +42,7 @@ class CallLog:
         self.on_begin()
 
     def end(self, output: Any) -> None:
+        # The common case of a plain tensor needs no search.
         tensors = [output] if type(output) is torch.Tensor else [t for _, t in iter_tensors(output)]
         for tensor in tensors:
             if tensor.layout is torch.strided:
@@ -94,5 +95,6 @@ class CallLog:
         """True if a tensor shares memory with an output of an earlier step, so that the loop carries state over."""
         if tensor.layout is not torch.strided:
             return False
+        # Views share their base's storage, so compare storages and not tensors.
         memory = StorageWeakRef(tensor.untyped_storage())
         return any(memory == ref and step < self._num_steps for ref, step in self._outputs)

@@ -33,6 +33,7 @@ class Recorder:
 
     def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for the model's `__call__`."""
+        # Replays and calls inside a call of this model are not the loop's own.
         if self.is_paused or self.is_open or not is_recorded() or is_redirected(self.model):
             return original(*args, **kwargs)
         call = self._begin(args, kwargs)
@@ -62,6 +63,7 @@ class Recorder:
         # Detach the recorded tensors, so that they do not keep an autograd graph in memory.
         def detach(tensor: torch.Tensor) -> torch.Tensor:
             detached = tensor.detach()
+            # The version counter is shared with the original, so it shows later in-place writes.
             versions.append((detached, detached._version))
             return detached
 
@@ -119,6 +121,7 @@ class Recorder:
     def drop(self) -> None:
         """Drop the model's calls from the log."""
         calls = self.log.calls
+        # Change the list in place: the log holds the same object.
         calls[:] = [call for call in calls if call.owner is not self.model]
 
     def find_out_of_range(self) -> list[str]:
@@ -126,11 +129,13 @@ class Recorder:
         if not self.log.calls:
             return []
         call = self.log.calls[-1]
+        # Table sizes by the embedding's name.
         tables = {
             name: table.num_embeddings
             for name, table in self.model.named_modules()
             if isinstance(table, nn.Embedding)
         }
+        # Any integer argument may hold token ids; the tables do not say which.
         integers = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
         return [
             f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"

@@ -119,6 +119,7 @@ class RowCutter:
 
     def replace_row(self, arguments: Arguments, row: int, source: int) -> Arguments | None:
         """The arguments with sample `row` replaced by sample `source`; None if the samples differ in size."""
+        # The samples may have different numbers of packed patches.
         if self.patches:
             return None
         args, kwargs = arguments
@@ -143,6 +144,7 @@ class RowCutter:
 
     def cut_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
         """One sample's part of a model's outputs, or of the gradients of these outputs."""
+        # One output tensor per sample.
         if len(outputs) == self.count > 1:
             return tuple(outputs[row : row + 1])
         return tuple(self.cut_value(value, row) for value in outputs)
@@ -168,6 +170,7 @@ def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
             return None
         tokens = _patch_tokens(kwargs, getattr(config, token_name, None), token_type)
         parts = _split_grid(grid, tokens) if tokens is not None else None
+        # All packed patches have to be accounted for by the grid.
         if parts is None or int(grid.prod(1).sum()) != len(values):
             return None
         images, patches = parts
@@ -179,8 +182,10 @@ def _patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> lis
     """Count the tokens of each sample that stand for patches. None if the call has no ids or token types."""
     ids, types = kwargs.get("input_ids"), kwargs.get("mm_token_type_ids")
     if isinstance(token, int) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+        # (B, L) -> B counts.
         return (ids == token).sum(1).tolist()
     if isinstance(types, torch.Tensor) and types.ndim == 2:
+        # (B, L) -> B counts; 1 stands for images and 2 for videos.
         return (types == token_type).sum(1).tolist()
     return None
 
@@ -194,9 +199,11 @@ def _split_grid(
         grid: Patches in time, height and width of each image, (P, 3).
         tokens: Tokens that stand for patches in each sample; several patches are merged into one token.
     """
+    # (P, 3) -> P numbers: time x height x width patches of each image.
     sizes = grid.prod(1).tolist()
     if not sizes or not sum(tokens) or sum(sizes) % sum(tokens):
         return None
+    # Patches that are merged into one token, such as 2 x 2.
     merged = sum(sizes) // sum(tokens)
     images: list[tuple[int, int]] = []
     patches: list[tuple[int, int]] = []
@@ -207,6 +214,7 @@ def _split_grid(
             num_patches += sizes[picture]
             patch += sizes[picture]
             picture += 1
+        # An image would belong to two samples, so the counts do not fit.
         if num_patches != num_tokens * merged:
             return None
         images.append((first_picture, picture))

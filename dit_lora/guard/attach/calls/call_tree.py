@@ -65,10 +65,12 @@ class CallWriter:
         return self._without(where, f"a {kind.__module__}.{kind.__qualname__}")
 
     def _tensor(self, tensor: torch.Tensor, where: str) -> Node:
+        # safetensors stores neither sparse nor nested tensors.
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if not is_dense or tensor.dtype not in _DTYPES:
             layout = str(tensor.layout) if not is_dense else str(tensor.dtype)
             return self._without(where, f"a tensor of {layout}")
+        # A tensor that occurs several times is stored once, under one number.
         number = self._numbers.setdefault(id(tensor), str(len(self._numbers)))
         self.tensors[number] = tensor
         return {"tensor": number}
@@ -108,6 +110,7 @@ class CallReader:
             "device": lambda _: self._device,
             "generator": lambda _: self._generator,
         }
+        # A node is a dict with one key, which names its kind.
         ((kind, content),) = node.items()
         if kind not in kinds:
             raise DitLoraError(f"the bundle's call has a value of an unknown kind, {kind!r}")

@@ -107,6 +107,7 @@ class CapturedCall:
     def bad_gradient_rows(self) -> list[int]:
         """Numbers of the samples whose output gradient is bad."""
         gradients = self.output_gradients
+        # A list of outputs has one tensor per sample.
         if len(gradients) > 1:
             bad = [g is not None and bool(bad_rows(g.reshape(1, -1))) for g in gradients]
             return [row for row, is_bad in enumerate(bad) if is_bad]
@@ -163,6 +164,7 @@ class CapturedCall:
             outputs = main_outputs(model(*self.args, **self.kwargs))
         # The recorded gradient of a bad output is bad, even if the output is finite this time.
         gradients = self.output_gradients if self.output_is_finite else []
+        # The derivative of output * gradient is the recorded gradient, so no loss function is needed.
         weighted = [
             output.float()
             if number >= len(gradients) or gradients[number] is None
@@ -170,9 +172,11 @@ class CapturedCall:
             for number, output in enumerate(outputs)
         ]
         if len(weighted) > 1:
+            # (B,): one output tensor per sample.
             losses = torch.stack([product.sum() for product in weighted])
         else:
             only = weighted[0]
+            # (B, ...) -> (B,). A scalar output counts as one sample.
             losses = only.reshape(len(only), -1).sum(1) if only.ndim else only[None]
         # A model that returns a single loss, as Transformers' do, may still have several samples.
         return LossOutput(losses, self._timesteps(max(len(losses), self.num_samples)))
@@ -212,6 +216,7 @@ class CapturedCall:
             )
 
         def at(other: MicroBatch, _draws: bool) -> MicroBatch:
+            # At its own position the call keeps its own random state.
             if position is None or (other.step, other.micro_step) == (step, micro_step):
                 return make(self)
             moved = replace(

@@ -49,6 +49,7 @@ class ModelDiscovery:
         for key, recorder in list(self._found.items()):
             if recorder.has_gradient:
                 models.append(self._found.pop(key).model)
+            # No graph of its outputs is left, so no gradient will come.
             elif not recorder.may_get_gradient:
                 self._found.pop(key).drop()
         return models
@@ -60,6 +61,7 @@ class ModelDiscovery:
         if recorder is not None and recorder.is_open:
             yield  # the recorder already wraps this model's call
             return
+        # A module without weights, such as a loss, is not trained.
         if recorder is None and next(module.parameters(), None) is None:
             yield
             return
@@ -67,6 +69,7 @@ class ModelDiscovery:
             recorder = self._found[id(module)] = Recorder(module, self.log)
         begun = contain_error(lambda: recorder.begin(call.args, call.kwargs), "recording a call")
         before = self._num_known_calls()
+        # Calls of the same module inside this one are not recorded again.
         recorder.is_open = True
         try:
             yield

@@ -33,6 +33,7 @@ def shared_calls(
 
     None if an argument of a call cannot be sent to another rank. Collective.
     """
+    # Models are not sent: each rank has its own, at the same position of this list.
     numbers = {id(model): number for number, model in enumerate(models)}
     bad = _micro_batches_with_bad_values(calls)
     selected = list(calls)
@@ -45,9 +46,11 @@ def shared_calls(
             [[_packed(call, numbers) for call in part] for part in (selected, healthy_calls)]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
+        # This rank has to take part in the gather all the same.
         packed = None
     gathered = gather_object([(process_index(), packed)])
     contents = {rank: content for rank, content in gathered if content is not None}
+    # All ranks see this, so all of them give up together.
     if len(contents) < len(gathered):
         return None
     shared = []

@@ -39,6 +39,7 @@ def listen(listener: Listener) -> None:
     """Notify the listener of every outermost call from now on."""
     if listener not in _present():
         _listeners.append(weakref.WeakMethod(listener))
+    # While a call runs, torch's method stays in place until it ends.
     if not _inside:
         _set_call(_called)
 

@@ -74,6 +74,7 @@ class TaggingCollate:
             # The dataset returns ready batches: each row is a part of the single item.
             return tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
         if self.collate_fn is default_collate:
+            # default_collate stacks item i into row i.
             order = tuple(range(len(items)))
             return tuple(
                 order if tensor.ndim and len(tensor) == len(items) else None for tensor in tensors
@@ -87,6 +88,7 @@ def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[R
     Returns for each tensor the positions of the rows' items, or None if no row matches exactly one item.
     """
     vectors = [_vectors(item) for item in items]
+    # A collate function may pass on an item's tensor itself.
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
     return tuple(
         (owners[id(tensor)],) * len(tensor)
@@ -101,6 +103,7 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
         return None
     rows = tensor.detach().cpu()
     for number in range(max(map(len, vectors), default=0)):
+        # The vector with this number of each item, as they may have been concatenated.
         joined = [
             item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
         ]
@@ -108,6 +111,7 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
         if matched is not None:
             return matched
     for number in range(max(map(len, vectors), default=0)):
+        # The same vectors, as they may have been padded and stacked.
         candidates = [
             item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
         ]
@@ -132,6 +136,7 @@ def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) ->
 
 def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -> Rows | None:
     """Match each row with the only vector that has its content, in any order; None if no row matches."""
+    # With many more rows than items, rows are something other than samples.
     if len(rows) > 4 * len(vectors):
         return None
     by_digest: dict[tuple[torch.Size, bytes], list[int]] = {}
@@ -153,6 +158,7 @@ def _match_row(
     by_digest: Mapping[tuple[torch.Size, bytes], list[int]],
 ) -> int | None:
     for shape in shapes:
+        # The row without its padding, which may be at the end or at the start of each dimension.
         starts = row[tuple(slice(0, size) for size in shape)]
         ends = row[tuple(slice(row.shape[d] - size, None) for d, size in enumerate(shape))]
         for part in (starts, ends) if shape != row.shape else (row,):
@@ -175,7 +181,9 @@ def _fits(vector: torch.Tensor, rows: torch.Tensor) -> bool:
 def _digest(values: torch.Tensor) -> bytes:
     flat = values.reshape(-1)
     if flat.numel() > _MAX_COMPARED:
+        # The step is rounded up, so that at most this many evenly spaced elements remain.
         flat = flat[:: -(-flat.numel() // _MAX_COMPARED)]
+    # Compare bytes, so that NaN equals NaN.
     content = flat.contiguous().view(torch.uint8)
     # Without NumPy, which torch does not need, this is slower.
     return bytes(content.numpy()) if "numpy" in sys.modules else bytes(content.tolist())
@@ -200,6 +208,7 @@ def _collect_vectors(value: Any, found: list[torch.Tensor], depth: int) -> None:
         if value.layout is torch.strided:
             found.append(value.detach().cpu())
     elif _is_array(value):
+        # Floats, integers and booleans in the machine's byte order, as torch needs them.
         if value.dtype.kind in "fiub" and value.dtype.isnative:
             found.append(torch.from_numpy(value.copy()))
     elif isinstance(value, Mapping):

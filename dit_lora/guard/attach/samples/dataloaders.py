@@ -61,6 +61,7 @@ class _ObservedDataset:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.files: list[tuple[str, ...]] = []
+        # torch looks for this method on the instance and prefers it.
         if getattr(dataset, "__getitems__", None):
             self.__getitems__ = self._items
 
@@ -148,6 +149,7 @@ class DataLoaders:
         finally:
             fetcher.dataset = dataset
         if isinstance(tagged, TaggedBatch):
+            # Files travel with the batch, since a worker is another process.
             tagged.files = tuple(observed.files)
         return tagged
 
@@ -181,6 +183,7 @@ class DataLoaders:
         waiting = self._indices[iterator]
         index = waiting.popleft() if waiting else None
         is_map = iterator._dataset_kind == _DatasetKind.Map
+        # A stream has no indices, and without `in_order` batches come back in any order.
         is_known = is_map and getattr(iterator, "_in_order", True)
         indices: tuple[object, ...] = ()
         rows = tagged.rows
@@ -195,5 +198,6 @@ class DataLoaders:
         loaded = self.batches.add(
             tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready
         )
+        # An Accelerate wrapper passes the batch on later, and it is counted then.
         if not self._depth:
             self.batches.take(loaded)

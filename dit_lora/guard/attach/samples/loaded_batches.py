@@ -26,6 +26,7 @@ _NAME_COLUMNS = (
     *("id", "ids", "path", "paths", "file_name", "file_names", "filename", "filenames"),
     *("image_path", "image_paths", "video_path", "video_paths", "img_path", "__key__"),
 )
+# Batches to remember; batches whose tensors are kept alive; batches whose objects are kept.
 _MAX_BATCHES = 256
 _MAX_HELD = 8
 _MAX_OBJECTS = 4
@@ -62,6 +63,7 @@ def index_name(dataset: Any, index: object) -> str | None:
         return None
     inner: Any = dataset
     number: Any = index
+    # Subsets may be nested; the user knows the index in the innermost dataset.
     while isinstance(inner, Subset) and isinstance(number, int):
         inner, number = inner.dataset, inner.indices[number]
     if inner is not dataset:
@@ -111,6 +113,7 @@ class LoadedBatch:
         item = loaded.rows[row] if loaded.rows is not None else None
         if item is None or not self.item_names or self.item_names[item] is None:
             return None
+        # The only item is a whole batch, so its name alone does not identify a row.
         if self.is_ready and tensor is not None and self._is_batch(tensor):
             return f"row {row} of {self.item_names[item]}"
         return self.name_of_item(item)
@@ -189,6 +192,7 @@ class LoadedBatches:
         """Record that the loop received this batch."""
         loaded.number = self._num_taken
         self._num_taken += 1
+        # Release the objects of all but the last few batches.
         for older in self._batches:
             if 0 <= older.number < loaded.number - _MAX_OBJECTS:
                 older.objects.clear()
@@ -262,6 +266,7 @@ class LoadedBatches:
         """
         if self._begun is not None:
             return self._begun if self._begun >= 0 else None
+        # A loop that takes several batches per call prefetches, or drops some.
         self._reads_ahead |= self._num_taken - self._num_taken_at_call > 1
         self._num_taken_at_call = self._num_taken
         return None if self._reads_ahead or not self._num_taken else self._num_taken - 1
@@ -299,6 +304,7 @@ class LoadedBatches:
         """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
+        # A view has the storage of the tensor that it was taken from.
         storage = values.untyped_storage().data_ptr()
         for batch in reversed(self._batches):
             for loaded in batch.tensors:
@@ -316,6 +322,7 @@ class LoadedBatches:
 
     def _by_content(self, row: torch.Tensor) -> str | None:
         """Name of the only returned item with this content; None unless exactly one matches."""
+        # A single number is too little to identify an item by.
         if row.numel() < 2 or row.layout is not torch.strided:
             return None
         names: set[str | None] = set()
@@ -330,6 +337,7 @@ class LoadedBatches:
     def _hold(self, tensors: list[torch.Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors)
         self._held.append((tensors, size))
+        # The newest batch always stays, however large it is.
         while len(self._held) > 1 and (
             len(self._held) > _MAX_HELD
             or sum(num_bytes for _, num_bytes in self._held) > _MAX_HELD_BYTES
@@ -353,8 +361,10 @@ def _rows_covered(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
         return range(len(tensor))
     if tensor.stride(0) == 0:
         return None
+    # In elements. A row starts at a multiple of the first dimension's stride.
     distance = (values.data_ptr() - tensor.data_ptr()) // tensor.element_size()
     start, remainder = divmod(distance, tensor.stride(0))
+    # `tensor[i]` has lost the first dimension; `tensor[i:j]` still has it.
     is_row = values.shape == tensor.shape[1:] and values.stride() == tensor.stride()[1:]
     is_slice = values.shape[1:] == tensor.shape[1:] and values.stride() == tensor.stride()
     count = 1 if is_row else len(values) if is_slice and values.ndim else 0
@@ -403,8 +413,11 @@ def bad_rows(tensor: torch.Tensor) -> list[int]:
         return []
     if not tensor.is_floating_point():
         return []
+    # fp64 has room for the squares.
     limit = SQUARE_LIMIT if tensor.dtype is not torch.float64 else float("inf")
+    # (B, ...) -> (B,): the largest magnitude of each row.
     peaks = tensor.detach().float().abs().reshape(len(tensor), -1).amax(1)
+    # `not <` is also true for NaN.
     return (~(peaks < limit)).nonzero().flatten().tolist()
 
 
@@ -419,6 +432,7 @@ def describe_values(name: str, values: torch.Tensor) -> str:
 
 def _names_in(batch: Any) -> tuple[str, ...]:
     """Names of the rows from the batch's first column that holds names; also searches dicts inside a list."""
+    # Batches are dicts, or short tuples that contain one.
     parts = [batch, *batch] if isinstance(batch, (list, tuple)) and len(batch) <= 8 else [batch]
     for columns in parts:
         if not isinstance(columns, Mapping):

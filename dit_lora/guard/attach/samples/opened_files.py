@@ -31,6 +31,7 @@ _depth = 0
 @contextmanager
 def opened_files() -> Iterator[list[str]]:
     """Collect the paths of files that this thread opens for reading inside the context, with Python's `open`."""
+    # Contexts may be nested, since a dataset may wrap another one.
     outer = getattr(_local, "paths", None)
     paths: list[str] = []
     _local.paths = paths
@@ -46,6 +47,7 @@ def _enter() -> None:
     global _depth
     with _lock:
         _depth += 1
+        # `open` is replaced once for all threads; each thread has its own list of paths.
         if _depth == 1:
             _originals[:] = [builtins.open, io.open]
             builtins.open = io.open = _open
@@ -83,6 +85,7 @@ def find_bad_files(paths: Sequence[str]) -> list[str]:
 
 
 def _is_bad(path: Path) -> bool:
+    # Reading large files again would stop the loop for too long.
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return False
     suffix = path.suffix.lower()

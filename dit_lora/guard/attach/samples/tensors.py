@@ -33,6 +33,7 @@ def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[s
         return
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
+        # Only floating-point and complex arrays can hold NaN.
         if value.dtype.kind in "fc" and value.dtype.isnative:
             yield name, torch.from_numpy(value)
         return
@@ -51,6 +52,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", tensor) for key, tensor in named)
     elif isinstance(value, (Mapping, UserDict)):
         for key, child in value.items():
+            # Parameter names read better as `.0.weight` than as a quoted key.
             is_path = isinstance(key, str) and key.replace(".", "").replace("_", "").isalnum()
             yield (f".{key}" if is_path else f"[{key!r}]"), child
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -73,6 +75,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if kind is list:
         return [map_tensors(function, child) for child in value]
     if isinstance(value, UserDict):  # a BatchEncoding or BatchFeature of Transformers
+        # Skip the constructor, whose arguments are not known.
         copy = object.__new__(kind)
         copy.__dict__.update(vars(value))
         copy.data = {key: map_tensors(function, child) for key, child in value.data.items()}
