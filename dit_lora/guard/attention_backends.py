@@ -61,11 +61,13 @@ class TensorLayout(NamedTuple):
     def first(self, heads: int) -> "TensorLayout":
         """The layout of one sample and of at most `heads` of its heads, with the same strides."""
         # The leading dimensions are batch and heads, or heads only; the last two are length and head width.
-        lead = self.shape[:-2]
+        leading_shape = self.shape[:-2]
         # One sample along each batch dimension, and at most the given number of heads along the last.
-        limits = (*([1] * (len(lead) - 1)), heads)
-        lead_sizes = (min(size, limit) for size, limit in zip(lead, limits, strict=False))
-        return self._replace(shape=(*lead_sizes, *self.shape[-2:]))
+        limits = (*([1] * (len(leading_shape) - 1)), heads)
+        leading_sizes = (
+            min(size, limit) for size, limit in zip(leading_shape, limits, strict=False)
+        )
+        return self._replace(shape=(*leading_sizes, *self.shape[-2:]))
 
     @property
     def dense(self) -> tuple[int, ...]:
@@ -272,11 +274,11 @@ def parity(
     """
     small = call.small()
     empty_row = call.mask is not None and call.mask.empty_row
-    draws = ("usual", "low", "empty_row") if empty_row else ("usual", "low")
+    input_kinds = ("usual", "low", "empty_row") if empty_row else ("usual", "low")
     errors = []
-    for draw in draws:
-        inputs = _draw(small, draw, seed)
-        with warnings.catch_warnings(record=True) as caught:
+    for input_kind in input_kinds:
+        inputs = _draw(small, input_kind, seed)
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")  # where torch says why a backend cannot run a call
             try:
                 with only(name):
@@ -284,7 +286,9 @@ def parity(
             except torch.AcceleratorError:
                 raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
-                reason = "; ".join([str(error), *(str(warning.message) for warning in caught)])
+                reason = "; ".join(
+                    [str(error), *(str(warning.message) for warning in caught_warnings)]
+                )
                 return BackendParity(call, name, not _cannot_run(error), reason, errors={})
         errors.append(_errors(small, inputs, results))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is

@@ -51,26 +51,26 @@ def write_bundle(
     from safetensors.torch import save
 
     # `limit` is the remaining size in bytes.
-    limit, left_out = limit_mib * 2**20, [*lacks]
+    limit, missing = limit_mib * 2**20, [*lacks]
     contents: dict[str, Mapping[str, torch.Tensor]] = {}
     for name, tensors in ((_SAMPLES, samples), (WEIGHTS, weights)):
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > limit:
-            left_out.append(too_large(name, size))
+            missing.append(too_large(name, size))
         else:
             contents[name], limit = tensors, limit - size
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in contents.items():
         # Copy: safetensors does not accept tensors that share memory.
-        on_cpu = {
+        cpu_tensors = {
             key: tensor.detach().to("cpu", copy=True).contiguous()
             for key, tensor in tensors.items()
         }
-        write_whole(folder / name, save(on_cpu))
+        write_whole(folder / name, save(cpu_tensors))
     # The metadata comes last: a folder without it is an incomplete bundle.
-    public = redacted({**facts, "format": FORMAT, "left_out": left_out})
-    write_whole(folder / FACTS, json.dumps(public, indent=2, sort_keys=True) + "\n")
-    return left_out
+    redacted_metadata = redacted({**facts, "format": FORMAT, "left_out": missing})
+    write_whole(folder / FACTS, json.dumps(redacted_metadata, indent=2, sort_keys=True) + "\n")
+    return missing
 
 
 def too_large(name: str, size: int) -> str:
@@ -97,9 +97,9 @@ def read_bundle(folder: Path) -> Bundle:
         if version != FORMAT:
             raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")
         facts = checked(stored, BundleFacts, FACTS)
-        left_out = facts["left_out"]
-        if left_out:
-            raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
+        missing = facts["left_out"]
+        if missing:
+            raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         samples = load(read_inside(folder, folder / _SAMPLES, _MAX_TENSORS_BYTES))
         weights = load(read_inside(folder, folder / WEIGHTS, _MAX_TENSORS_BYTES))
     except FileNotFoundError as error:

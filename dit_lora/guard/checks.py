@@ -49,14 +49,14 @@ def check_trainables(model: nn.Module) -> list[CheckFinding]:
     if not trainable:
         message = "no parameter is trainable; attach an adapter, or give optim.groups a base group"
         return [CheckFinding("trainables", False, message, fatal=True)]
-    half = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
+    not_fp32 = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
     count = len(trainable)
     return [
         _judged(
             "trainables are fp32",
-            half,
+            not_fp32,
             sound=f"all {count} trainable tensors are fp32",
-            wrong=f"{len(half)} of {count} trainable tensors are not fp32; cast them before training",
+            wrong=f"{len(not_fp32)} of {count} trainable tensors are not fp32; cast them before training",
         ),
         _finite("trainables are finite", trainable),
     ]
@@ -99,16 +99,18 @@ def autocast_owner(
         run()
     # Report only the outermost module of each deviating subtree.
     outermost = {
-        n: autocast
-        for n, autocast in deviating.items()
-        if deviating.get(_parent(n), dtype) is not autocast
+        module_name: autocast
+        for module_name, autocast in deviating.items()
+        if deviating.get(_parent(module_name), dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
     # Another dtype is fatal; autocast that is only off may be intended.
     other_dtypes = [
         f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast
     ]
-    off = [f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast]
+    without_autocast = [
+        f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast
+    ]
     return [
         _judged(
             "one owner of autocast",
@@ -118,7 +120,7 @@ def autocast_owner(
         ),
         _judged(
             "autocast is on",
-            off,
+            without_autocast,
             sound="nothing inside the model turns autocast off",
             wrong=f"the policy is {policy}, but these turn it off",
             fatal=False,
@@ -158,13 +160,15 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
 def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
     """Check that every trained parameter has a gradient, and every adapter weight one that is not all zero."""
     # Weights that are zero before the first step, such as LoRA's B, by their layer.
-    idle_of = {layer_of(name): p for name, p in trainable if is_idle(name)}
-    unmoved = [
-        f"{name}: {problem}" for name, p in trainable if (problem := _no_gradient(name, p, idle_of))
+    idle_by_layer = {layer_of(name): p for name, p in trainable if is_idle(name)}
+    without_gradient = [
+        f"{name}: {problem}"
+        for name, p in trainable
+        if (problem := _no_gradient(name, p, idle_by_layer))
     ]
     return _judged(
         "gradients reach every trainable",
-        unmoved,
+        without_gradient,
         sound=f"all {len(trainable)} trainable tensors get a gradient",
         wrong="no gradient reaches these, so they would never learn",
     )
@@ -184,12 +188,12 @@ def attention_backends(
     findings = [_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
     disabled = wrong_backends(findings)
     # Calls that at least one remaining backend computes correctly.
-    served = {result.call for result in results if result.ok and result.name not in disabled}
-    lost = [str(call) for call in device_calls if call not in served]
+    served_calls = {result.call for result in results if result.ok and result.name not in disabled}
+    unserved = [str(call) for call in device_calls if call not in served_calls]
     findings.append(
         _judged(
             "attention",
-            lost,
+            unserved,
             sound=f"every one of {len(device_calls)} attention calls has a backend that is right",
             wrong="at these calls no attention backend is left that is right",
         )
@@ -229,9 +233,9 @@ def cached(
     is never stored, and an incomplete file or one of another version is ignored.
     """
     key = fingerprint(facts)
-    remembered = _known(path)
-    if trust and key in remembered:
-        return remembered[key]
+    stored = _known(path)
+    if trust and key in stored:
+        return stored[key]
     findings = check()
     if not any(finding.fatal for finding in findings):
         remember(path, facts, findings)
@@ -259,8 +263,10 @@ def _known(path: Path) -> dict[str, list[CheckFinding]]:
         stored = parse_json(read_regular(path))
         if stored["version"] != _VERSION:
             return {}
-        by_key = stored["found"]
-        return {key: [CheckFinding(**f) for f in findings] for key, findings in by_key.items()}
+        findings_by_key = stored["found"]
+        return {
+            key: [CheckFinding(**f) for f in findings] for key, findings in findings_by_key.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, or one torn or written by another version
 
@@ -306,17 +312,17 @@ def _no_gradient(
 
 def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
     # A call that the backend does not support proves nothing about it.
-    ran = [result for result in results if result.available]
-    failures = [str(result) for result in ran if not result.ok]
-    if not ran:
+    supported = [result for result in results if result.available]
+    failures = [str(result) for result in supported if not result.ok]
+    if not supported:
         reason = results[0].reason if results else "no attention call was recorded"
         return CheckFinding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
     # A backend that raised an error has no measured errors, hence the default.
-    worst = max(max(result.errors.values(), default=0.0) for result in ran)
+    worst = max(max(result.errors.values(), default=0.0) for result in supported)
     return _judged(
         _ATTENTION + name,
         failures,
-        sound=f"right at {len(ran)} of {len(results)} calls, errors up to {worst:.1e}",
-        wrong=f"wrong at {len(failures)} of {len(ran)} calls, so it must be disabled",
+        sound=f"right at {len(supported)} of {len(results)} calls, errors up to {worst:.1e}",
+        wrong=f"wrong at {len(failures)} of {len(supported)} calls, so it must be disabled",
         fatal=False,
     )

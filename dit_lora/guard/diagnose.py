@@ -39,26 +39,26 @@ def diagnose(
 
     `control` was healthy in the previous step, for comparison at the place where this micro-batch fails.
     """
-    case = Case(micro_batch, suspects, kind, control)
+    pending = Case(micro_batch, suspects, kind, control)
     # Facts that can be read from data and state come first; they need no replay.
-    verdict = _bad_data(case) or bad_state(case.micro_batch, suspects)
-    if verdict is not None:
-        return verdict
+    diagnosis = _bad_data(pending) or bad_state(pending.micro_batch, suspects)
+    if diagnosis is not None:
+        return diagnosis
     # A pass of a sharded model would wait for ranks that are not diagnosing.
     if needs_all_ranks(suspects.model) and not suspects.lockstep:
         # A loss belongs to a sample; a gradient is summed over all samples and names none.
         ids = micro_batch.ids if kind in ("non_finite_loss", "bad_data") else ()
         message = "not replayed: the model is sharded, and one rank cannot run it alone"
-        return case.found("unknown", message, sample_ids=ids)
+        return pending.found("unknown", message, sample_ids=ids)
     try:
-        return _replayed(case)
+        return _replayed(pending)
     except UnsteadyError:
-        return _unsteady(case)
+        return _unsteady(pending)
     except torch.OutOfMemoryError:
         if suspects.lockstep:
             raise  # other ranks may wait in the middle of a pass for this one
         message = "not found: a replay does not fit into memory beside what the loop holds"
-        return case.found("unknown", message, sample_ids=micro_batch.ids)
+        return pending.found("unknown", message, sample_ids=micro_batch.ids)
 
 
 def _replayed(case: Case) -> Verdict:
@@ -71,33 +71,33 @@ def _replayed(case: Case) -> Verdict:
             raise UnsteadyError
     if not case.failed:
         return _healthy_again(case)
-    if (unlabelled := _unlabelled(case, outcome)) is not None:
-        return unlabelled
+    if (label_diagnosis := _unlabelled(case, outcome)) is not None:
+        return label_diagnosis
     # With sequence parallelism, ranks hold different tokens of a micro-batch; with only sharded weights, the same.
-    same_on_all = case.suspects.lockstep and is_sharded(case.suspects.model)
+    ranks_share_inputs = case.suspects.lockstep and is_sharded(case.suspects.model)
     # Ranks that compute the same must fail together. One that fails where others succeed is the cause.
-    if outcome.failed_on and same_on_all:
+    if outcome.failed_on and ranks_share_inputs:
         return _of_ranks(case, outcome.failed_on, lambda: case.again().failed_on)
     case.evidence["replays"] = {"failed": case.failed, "of": case.runs}
     # A probed run finds the first bad value. It changes nothing, so it comes before the experiments.
-    watched = _trace(case)
-    case.rank = watched.rank
-    case.evidence |= _evidence(outcome, watched.trace)
+    traced_run = _trace(case)
+    case.rank = traced_run.rank
+    case.evidence |= _evidence(outcome, traced_run.trace)
     # The loss fails on all ranks or on none, but only some ranks compute the first bad value themselves.
-    if watched.alone and same_on_all:
-        verdict = _of_ranks(case, watched.alone, lambda: _trace(case).alone)
+    if traced_run.alone and ranks_share_inputs:
+        diagnosis = _of_ranks(case, traced_run.alone, lambda: _trace(case).alone)
     else:
-        verdict = _experiments(case)
-    return _located(verdict, watched.trace, outcome, case.micro_batch)
+        diagnosis = _experiments(case)
+    return _located(diagnosis, traced_run.trace, outcome, case.micro_batch)
 
 
 def _healthy_again(case: Case) -> Verdict:
-    suspects = case.suspects
-    trained = [p.detach() for p in suspects.model.parameters() if p.requires_grad]
-    peak = weight_peak(trained, together=suspects.lockstep)
+    context = case.suspects
+    trained = [p.detach() for p in context.model.parameters() if p.requires_grad]
+    peak = weight_peak(trained, together=context.lockstep)
     # Diverged weights may still be finite, and so may be the losses computed with them.
-    if has_run_away(peak, suspects.start_peak):
-        return run_away(case.micro_batch, suspects)
+    if has_run_away(peak, context.start_peak):
+        return run_away(case.micro_batch, context)
     case.evidence["replays"] = {"failed": 0, "of": case.runs}
     return case.found("transient", "finite when it was run again: it did not come from the data")
 
@@ -201,13 +201,13 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
 
 def _experiments(case: Case) -> Verdict:
     """Change one thing at a time until the replay is healthy every time."""
-    if (grown := too_high(case)) is not None:  # then an overflow is not caused by a kernel
-        return grown
+    if (growth := too_high(case)) is not None:  # then an overflow is not caused by a kernel
+        return growth
     # Components that can be switched off come next, each tested by itself.
-    switch = switch_at_fault(case)
-    if switch is not None:
-        message = f"finite with {switch.name} switched off ({switch.remedy} in its place)"
-        return case.found(switch.cause, message, switch=switch.name)
+    fallback = switch_at_fault(case)
+    if fallback is not None:
+        message = f"finite with {fallback.name} switched off ({fallback.remedy} in its place)"
+        return case.found(fallback.cause, message, switch=fallback.name)
     if case.kind != "zero_gradient" and _may_try_fp32(case) and finite_in_fp32(case):
         return case.found("precision", "finite in fp32: the values leave the range of the dtype")
     return blamed(case)
@@ -217,7 +217,7 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
     """Add to a verdict the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if verdict.sample_ids:
-        # Report the timesteps of the samples at fault only.
+        # Report the timesteps of the failing samples only.
         rows = [micro_batch.ids.index(sample) for sample in verdict.sample_ids]
         timesteps = tuple(outcome.timesteps[row] for row in rows)
     # A bad value that the forward hid may still be the one that makes the backward fail.
@@ -225,8 +225,8 @@ def _located(verdict: Verdict, trace: Trace, outcome: Outcome, micro_batch: Micr
     origin = trace.origin or hidden
     ids = verdict.sample_ids
     # If no sample is proven to be the cause, a skip has to exclude the whole micro-batch.
-    nothing_known = verdict.cause == "unknown" and not verdict.evidence.get("every_sample")
-    if nothing_known and not outcome.gradient_is_zero:
+    is_unexplained = verdict.cause == "unknown" and not verdict.evidence.get("every_sample")
+    if is_unexplained and not outcome.gradient_is_zero:
         # They are skipped this time only; the weights were healthy in the previous step.
         ids = micro_batch.ids
     verdict = replace(verdict, sample_ids=ids, timesteps=timesteps)

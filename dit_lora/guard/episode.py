@@ -24,7 +24,7 @@ OF_WEIGHTS = (
     "diverged_averages",
     "ranks_differ",
 )
-# Causes for which every rank fails in the same way, and no sample is at fault.
+# Causes for which every rank fails in the same way, and no sample is the cause.
 OF_STATE = ("weights", "optimizer", "learning_rate")
 
 
@@ -64,8 +64,8 @@ class Capabilities:
     def within(self, action: Action) -> Action:
         """The action, or a skip that replaces it if the loop does not support it."""
         # An action that this kind of loop cannot take becomes a skip.
-        unable = {"retry": not self.takes_again, "quarantine": not self.leaves_out}
-        if not unable.get(action.kind):
+        is_unsupported = {"retry": not self.takes_again, "quarantine": not self.leaves_out}
+        if not is_unsupported.get(action.kind):
             return action
         return replace(action, kind="skip", instead_of=action.kind)
 
@@ -96,35 +96,36 @@ class Episode(ABC, Generic[TripT, SourceT]):
         Raises:
             NonFiniteError: On every rank, if no action of the ladder fits.
         """
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         results = self.diagnosed(trip)
-        verdicts = self.agreed(trip, results)
-        # From here on, every rank computes the same from the same verdicts, without further communication.
-        action = self.possible(trip, self.can.within(self.chosen(trip, verdicts)), verdicts)
-        seconds = time.perf_counter() - began
+        diagnoses = self.agreed(trip, results)
+        # From here on, every rank computes the same from the same diagnoses, without further communication.
+        action = self.possible(trip, self.can.within(self.chosen(trip, diagnoses)), diagnoses)
+        duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
         events = [
-            event_of(trip.step, trip.kind, verdict, action.kind, seconds) for verdict in verdicts
+            event_of(trip.step, trip.kind, diagnosis, action.kind, duration_s)
+            for diagnosis in diagnoses
         ]
         # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
         events = self._bundled(trip, results, events)
-        answered = self.act(trip, verdicts, action)
-        facts = answered.facts
-        if answered.action.instead_of:
-            facts = {**facts, "instead_of": answered.action.instead_of}
+        result = self.act(trip, diagnoses, action)
+        facts = result.facts
+        if result.action.instead_of:
+            facts = {**facts, "instead_of": result.action.instead_of}
         events = [
-            replace(verdict, action=answered.action.kind, facts={**verdict.facts, **facts})
-            for verdict in events
+            replace(event, action=result.action.kind, facts={**event.facts, **facts})
+            for event in events
         ]
         for event in events:
             self.write(event)
         # All ranks raise: a rank that continued would hang in the next collective.
-        if answered.action.kind == "stop":
-            raise self.stopped(trip, verdicts, answered, events[0])
-        if answered.is_news:
-            head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {answered.done}"
-            self.say(listed(head, [*self.lines(verdicts), *answered.notes]))
-        return answered
+        if result.action.kind == "stop":
+            raise self.stopped(trip, diagnoses, result, events[0])
+        if result.is_news:
+            head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {result.done}"
+            self.say(listed(head, [*self.lines(diagnoses), *result.notes]))
+        return result
 
     @property
     @abstractmethod
@@ -166,9 +167,9 @@ class Episode(ABC, Generic[TripT, SourceT]):
 
     def agreed(self, trip: TripT, found: Sequence[Found[SourceT]]) -> list[Verdict]:
         """The relevant verdicts of all ranks. Collective."""
-        verdicts = [result.verdict for result in found]
-        # In lockstep all ranks have the same verdicts, so gathering would repeat each of them.
-        return telling(trip, verdicts if self.lockstep else gather_object(verdicts))
+        diagnoses = [result.verdict for result in found]
+        # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
+        return telling(trip, diagnoses if self.lockstep else gather_object(diagnoses))
 
     def lines(self, verdicts: Sequence[Verdict]) -> list[str]:
         """One line per distinct verdict, starting with the ranks and samples that it applies to."""
@@ -179,17 +180,18 @@ class Episode(ABC, Generic[TripT, SourceT]):
     ) -> list[Event]:
         """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
         # A micro-batch is identified by its rank and its number in the step.
-        by_place = {(event.rank, event.micro_step): event for event in events}
+        event_by_position = {(event.rank, event.micro_step): event for event in events}
         local_paths: dict[tuple[int, int | None], str] = {}
         for item in found:
             position = (item.verdict.rank, item.verdict.micro_step)
-            if item.source is not None and position in by_place:
-                path = self.bundle(item.source, by_place[position])
+            if item.source is not None and position in event_by_position:
+                path = self.bundle(item.source, event_by_position[position])
                 local_paths |= {position: path} if path is not None else {}
         written: dict[tuple[int, int | None], str] = {}
         # Only the rank that wrote a bundle knows its path, and the main process writes the event.
-        for theirs in gather_object([local_paths]):
-            written = theirs | written  # in lockstep, the first rank's path
+        for rank_paths in gather_object([local_paths]):
+            # If several ranks wrote the same bundle, the path of the first one counts.
+            written = rank_paths | written
         # Add the bundle's path to the event of the same micro-batch.
         keyed_events = ((item, (item.rank, item.micro_step)) for item in events)
         return [
@@ -201,10 +203,10 @@ class Episode(ABC, Generic[TripT, SourceT]):
 def telling(trip: Tripped, verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
-    mute = {"transient", "learning_rate"} if trip.kind in OF_WEIGHTS else {"transient"}
-    conclusive = [verdict for verdict in verdicts if verdict.cause not in mute]
+    inconclusive = {"transient", "learning_rate"} if trip.kind in OF_WEIGHTS else {"transient"}
+    conclusive = [diagnosis for diagnosis in verdicts if diagnosis.cause not in inconclusive]
     # With sharded optimizer state, one rank's bad moments make the weights bad on all ranks.
-    moments = [verdict for verdict in conclusive if verdict.cause == "optimizer"]
+    moments = [diagnosis for diagnosis in conclusive if diagnosis.cause == "optimizer"]
     return moments or conclusive or list(verdicts[:1])
 
 
@@ -212,15 +214,15 @@ def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[s
     """One line per distinct verdict; without rank numbers if `alone`, for the only process."""
     # Samples and ranks with the same message share one line.
     positions: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        rank = "" if alone else f"rank {verdict.rank}"
+    for diagnosis in verdicts:
+        rank = "" if alone else f"rank {diagnosis.rank}"
         # A message that names its samples itself needs no names in front.
-        names = "" if verdict.words_name_samples else ", ".join(verdict.sample_ids)
+        names = "" if diagnosis.words_name_samples else ", ".join(diagnosis.sample_ids)
         position = f"{names} ({rank})" if names and rank else names or rank
-        positions.setdefault(verdict.words, []).append(position)
+        positions.setdefault(diagnosis.words, []).append(position)
     lines = []
-    for message, where in positions.items():
+    for message, labels in positions.items():
         # A dict removes repetitions and keeps the order.
-        named = ", ".join(dict.fromkeys(filter(None, where)))
-        lines.append(f"{named}: {message}" if named else message)
+        prefix = ", ".join(dict.fromkeys(filter(None, labels)))
+        lines.append(f"{prefix}: {message}" if prefix else message)
     return lines

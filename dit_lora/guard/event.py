@@ -78,5 +78,5 @@ def kernel_event(
     seconds: float = 0.0,
 ) -> Event:
     """Make the event for a kernel or backend that a comparison found wrong, or did not reach."""
-    verdict = {"cause": cause, "words": words, "switch": switch, "module": module}
-    return Event(step, kind, verdict, action, rank=rank, seconds=seconds)
+    diagnosis = {"cause": cause, "words": words, "switch": switch, "module": module}
+    return Event(step, kind, diagnosis, action, rank=rank, seconds=seconds)

@@ -58,13 +58,13 @@ class FrozenRecord:
 
     def _taken(self) -> Digests:
         """Current digests by name, with shape and dtype. The host reads each device once."""
-        on_device: dict[str, tuple[tuple[object, ...], Tensor]] = {}
+        device_digests: dict[str, tuple[tuple[object, ...], Tensor]] = {}
         for name, values in self._untrained():
             # Empty tensors and meta tensors have no bits to compare.
             if values.numel() and values.device.type != "meta":
-                on_device[name] = ((values.shape, values.dtype), tensor_digest(values))
-        digests = read_scalars({name: digest for name, (_, digest) in on_device.items()})
-        return {name: (shape, digests[name]) for name, (shape, _) in on_device.items()}
+                device_digests[name] = ((values.shape, values.dtype), tensor_digest(values))
+        digests = read_scalars({name: digest for name, (_, digest) in device_digests.items()})
+        return {name: (shape, digests[name]) for name, (shape, _) in device_digests.items()}
 
 
 def changed_between(before: Digests, now: Digests) -> list[str]:

@@ -139,10 +139,14 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     # Subclasses inherit the ability, so compare the names of all base classes.
     classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(optimizer).__mro__}
     # Sharded parameters, and optimizers that are not fused, need the host to decide.
-    can = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
+    is_supported = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return can and fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return (
+        is_supported
+        and is_fused
+        and not any(isinstance(parameter, DTensor) for parameter in parameters)
+    )
 
 
 def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:

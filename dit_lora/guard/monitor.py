@@ -159,9 +159,9 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
         # NaN cannot be ordered, so sort it above all numbers.
         statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
         # Headroom is infinite where all outputs were zero; that is not reported.
-        rooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
-        if all(map(math.isfinite, rooms)):
-            statistics["headroom"] = min(rooms)
+        headrooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
+        if all(map(math.isfinite, headrooms)):
+            statistics["headroom"] = min(headrooms)
     return {name: float(f"{value:.4g}") for name, value in statistics.items()}
 
 
@@ -174,14 +174,14 @@ def _ratio(change: float, weight: float) -> float:
 def _watched(model: nn.Module) -> dict[str, nn.Module]:
     """Leaf modules, and the direct children of module lists, which are the blocks; LoRA layers count as leaves."""
     # PEFT's submodules do not count by themselves: the wrapped layer stands for them.
-    outer = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
+    outer_modules = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
     # A module that is nobody's parent is a leaf.
-    parents = {name.rpartition(".")[0] for name in outer if name}
+    parents = {name.rpartition(".")[0] for name in outer_modules if name}
     # The children of a ModuleList are the model's blocks.
-    lists = {name for name, module in outer.items() if isinstance(module, nn.ModuleList)}
+    lists = {name for name, module in outer_modules.items() if isinstance(module, nn.ModuleList)}
     return {
         name: module
-        for name, module in outer.items()
+        for name, module in outer_modules.items()
         if name not in parents or (name and name.rpartition(".")[0] in lists)
     }
 

@@ -42,20 +42,20 @@ class Policy:
         self, step: int, verdicts: Sequence[Verdict], skipped_before: Sequence[str]
     ) -> Action:
         """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
-        causes: set[str] = {verdict.cause for verdict in verdicts}
+        causes: set[str] = {diagnosis.cause for diagnosis in verdicts}
         reasons: list[str] = []
         # The user's order decides: take the first action that fits every cause.
-        for rung in self.config.on_nonfinite:
-            if rung == "stop":
+        for action_kind in self.config.on_nonfinite:
+            if action_kind == "stop":
                 break
-            action = self._try(rung, step, verdicts, causes, skipped_before)
+            action = self._try(action_kind, step, verdicts, causes, skipped_before)
             if isinstance(action, Action):
                 return self._counted(action, step)
             if action:
                 reasons.append(action)
-        ladder = ", ".join(self.config.on_nonfinite)
+        actions = ", ".join(self.config.on_nonfinite)
         reason = "; ".join(dict.fromkeys(reasons))
-        return Action("stop", why=reason or f"no rung of guard.on_nonfinite [{ladder}] fits")
+        return Action("stop", why=reason or f"no rung of guard.on_nonfinite [{actions}] fits")
 
     def _try(
         self,
@@ -67,15 +67,15 @@ class Policy:
     ) -> Action | str:
         """The action for this rung, or the reason why it does not fit; an empty string if it never applies here."""
         # Nothing that a run can do repairs a rank that computes wrong values.
-        broken = [v for v in verdicts if v.cause == "rank"]
-        if broken:
-            return f"what else this run would compute on rank {broken[0].rank} is not to be trusted"
+        faulty_ranks = [v for v in verdicts if v.cause == "rank"]
+        if faulty_ranks:
+            return f"what else this run would compute on rank {faulty_ranks[0].rank} is not to be trusted"
         # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
         if causes & set(_OF_STATE):
             return self._rollback(step, verdicts) if rung == "rollback" else ""
         if causes & set(_OF_SWITCHES):
-            switches = tuple(sorted({v.switch for v in verdicts if v.switch}))
-            return Action("fallback", switches=switches) if rung == "fallback" else ""
+            fallbacks = tuple(sorted({v.switch for v in verdicts if v.switch}))
+            return Action("fallback", switches=fallbacks) if rung == "fallback" else ""
         # The remaining causes lie in samples, in noise, or in chance.
         if rung not in ("skip", "quarantine"):
             return ""
@@ -87,22 +87,22 @@ class Policy:
             return Action("retry")
         # Each sample once, in order; a set would order them differently in each run.
         samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
-        # If no sample is at fault, only the whole step can be skipped.
+        # If no sample is the cause, only the whole step can be skipped.
         if not samples:
             return Action("skip") if rung == "skip" and "step" in causes else ""
-        bad = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
+        bad_as_stored = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
         # A sample that was skipped before and fails again with other noise is the cause, even if its stored data is
         # good.
         repeated = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
             *skipped_before
         }
-        permanent = tuple(s for s in samples if s in bad or s in repeated)
+        lasting = tuple(s for s in samples if s in bad_as_stored or s in repeated)
         if rung == "quarantine":
-            return Action(rung, samples=permanent) if permanent else ""
+            return Action(rung, samples=lasting) if lasting else ""
         # A sample that will fail again is left to `quarantine`, even if `skip` comes first.
-        if permanent and "quarantine" in self.config.on_nonfinite:
+        if lasting and "quarantine" in self.config.on_nonfinite:
             return ""
-        return Action(rung, samples=permanent or samples)
+        return Action(rung, samples=lasting or samples)
 
     def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
         if self.rollbacks >= self.config.max_rollbacks:

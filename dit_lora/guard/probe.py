@@ -117,24 +117,24 @@ class Probe(TorchDispatchMode):
         if func.namespace in _OF_RANKS:
             return func(*args, **kwargs)
         # In-place ops and ops with `out=` write to an argument.
-        mutable = func._schema.is_mutable
+        is_mutable = func._schema.is_mutable
         # Inspect the inputs of an in-place op before it overwrites them.
-        before = _state(_read(func, args, kwargs)) if mutable else None
+        input_summary = _state(_read(func, args, kwargs)) if is_mutable else None
         output = func(*args, **kwargs)
         if not _makes_values(func):
             return output
         peak = _state(tree_leaves(output))
         if peak is None:
             return output
-        where, direction = self._where()
+        module, direction = self._where()
         # The last finite values show how the computation came close to the limit.
         if peak.finite:
-            self._recent.append(peak.step(f"{where}: {func}" if where else str(func), direction))
+            self._recent.append(peak.step(f"{module}: {func}" if module else str(func), direction))
             return output
         # Masking with -inf is intended; any other new Inf or NaN may be the origin.
         if not _is_constant(args, kwargs):
-            inputs = before if mutable else _state(_read(func, args, kwargs))
-            self._judge(str(func), peak, inputs, where, direction)
+            inputs = input_summary if is_mutable else _state(_read(func, args, kwargs))
+            self._judge(str(func), peak, inputs, module, direction)
         return output
 
     def _judge(
@@ -222,8 +222,8 @@ class _State:
 
 def _state(leaves: Sequence[Any]) -> _State | None:
     """The combined state of all leaves; None without floating-point values."""
-    values_of = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    tensors = [tensor for tensor in values_of if has_values(tensor)]
+    local_tensors = (local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    tensors = [tensor for tensor in local_tensors if has_values(tensor)]
     if not tensors:
         return None
     # One scalar per tensor, read by the host together.
@@ -234,8 +234,8 @@ def _state(leaves: Sequence[Any]) -> _State | None:
     nan, inf = any(v != v for v in values), any(v == float("inf") for v in values)
     dtype, peak = tensors[worst].dtype, values[worst]
     # A value that is not finite has no headroom.
-    room = headroom(peak, dtype) if not (nan or inf) else 0.0
-    return _State(nan, inf, peak, str(dtype).removeprefix("torch."), room)
+    margin = headroom(peak, dtype) if not (nan or inf) else 0.0
+    return _State(nan, inf, peak, str(dtype).removeprefix("torch."), margin)
 
 
 def _read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

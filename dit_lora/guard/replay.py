@@ -101,13 +101,15 @@ def _agreed(own: Outcome, owner: int) -> Outcome:
     # Every rank gathers, so this is also where ranks wait for each other.
     outcomes: list[Outcome] = gather_object([own])
     # A dict keeps the order of ranks, unlike a set.
-    bad = {name: None for outcome in outcomes for name in outcome.bad_gradients}
-    failed = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses)
+    bad_gradients = {name: None for outcome in outcomes for name in outcome.bad_gradients}
+    failing_ranks = tuple(
+        rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses
+    )
     # If all ranks fail, no single rank is the cause.
     return replace(
         outcomes[owner],
-        failed_on=failed if len(failed) < len(outcomes) else (),
-        bad_gradients=tuple(bad),
+        failed_on=failing_ranks if len(failing_ranks) < len(outcomes) else (),
+        bad_gradients=tuple(bad_gradients),
         gradient_is_zero=all(outcome.gradient_is_zero for outcome in outcomes),
     )
 
@@ -136,16 +138,18 @@ class Traced:
 
 def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
     """Probe a micro-batch; for a sharded model on all ranks together."""
-    own_trace, rank = probe(micro_batch, model), micro_batch.rank
+    local_trace, rank = probe(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
-        return Traced(own_trace, rank)
-    traces: list[Trace] = gather_object([own_trace])
+        return Traced(local_trace, rank)
+    traces: list[Trace] = gather_object([local_trace])
     # Ranks whose own ops made a bad value.
-    telling = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden)
+    failing_ranks = tuple(
+        index for index, trace in enumerate(traces) if trace.origin or trace.hidden
+    )
     # The micro-batch's rank may hold a shard without any bad value.
-    if telling and rank not in telling:
-        rank = telling[0]
-    return Traced(traces[rank], rank, telling if len(telling) < len(traces) else ())
+    if failing_ranks and rank not in failing_ranks:
+        rank = failing_ranks[0]
+    return Traced(traces[rank], rank, failing_ranks if len(failing_ranks) < len(traces) else ())
 
 
 def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
@@ -162,13 +166,13 @@ def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
 @contextmanager
 def _kept_gradients(model: nn.Module) -> Iterator[None]:
     """Start without gradients, and restore the previous ones on exit."""
-    grads_before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in grads_before:
+    saved_grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in saved_grads:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, grad in grads_before:
+        for parameter, grad in saved_grads:
             parameter.grad = grad
 
 

@@ -98,13 +98,13 @@ class Snapshots:
                 Nothing is changed then.
         """
         saved, live = self.read(step), self._live()
-        lost = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
+        incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
         # Check all tensors before writing any: a partly restored step is worse than none.
-        if lost:
+        if incompatible:
             summary = (
                 f"cannot go back to step {step}: of its tensors, these are no longer as they were"
             )
-            raise DitLoraError(listed(summary, lost))
+            raise DitLoraError(listed(summary, incompatible))
         for name, buffer in saved.items():
             live[name].copy_(buffer)
         # Values that are not tensors were copied into tensors; write them back from these.

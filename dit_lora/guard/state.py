@@ -28,24 +28,24 @@ def bad_state(micro_batch: MicroBatch, suspects: Suspects) -> Verdict | None:
     Frozen weights and buffers must be finite and bitwise equal to the start. Trained state must be finite, without a
     few elements far beyond all others. Collective in lockstep.
     """
-    case = Case(micro_batch, suspects, "non_finite_weights")
+    pending = Case(micro_batch, suspects, "non_finite_weights")
     # Check frozen weights first: no snapshot holds them, so other findings would not help.
-    return _frozen(case) or _not_finite(case) or _altered(case)
+    return _frozen(pending) or _not_finite(pending) or _altered(pending)
 
 
 def _frozen(case: Case) -> Verdict | None:
-    suspects = case.suspects
-    trained = {name for name, p in suspects.model.named_parameters() if p.requires_grad}
+    context = case.suspects
+    trained = {name for name, p in context.model.named_parameters() if p.requires_grad}
     # Masks of -inf are infinite from the start, so they are not damaged.
-    left_out = trained | set(suspects.infinite)
-    weights = ((f"weight {n}", p) for n, p in suspects.named_parameters() if n not in left_out)
+    excluded = trained | set(context.infinite)
+    weights = ((f"weight {n}", p) for n, p in context.named_parameters() if n not in excluded)
     buffers = (
         (n, b)
-        for n, b in untrained(suspects.model)
-        if n.startswith("buffer ") and n.removeprefix("buffer ") not in left_out
+        for n, b in untrained(context.model)
+        if n.startswith("buffer ") and n.removeprefix("buffer ") not in excluded
     )
     problems = case.wrong([*weights, *buffers], describe_bad) or _gathered(
-        case, suspects.frozen.changed() if suspects.frozen is not None else []
+        case, context.frozen.changed() if context.frozen is not None else []
     )
     if not problems:
         return None
@@ -58,9 +58,9 @@ def _frozen(case: Case) -> Verdict | None:
 
 
 def _not_finite(case: Case) -> Verdict | None:
-    suspects = case.suspects
-    trained = {n: p for n, p in suspects.model.named_parameters() if p.requires_grad}
-    state = list(suspects.optimizer_state())
+    context = case.suspects
+    trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
+    state = list(context.optimizer_state())
     # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
     moments = case.wrong(state, describe_bad) or case.wrong(state, _negative)
     weights = case.wrong(trained.items(), describe_bad)
@@ -138,8 +138,8 @@ def _gathered(case: Case, own: list[str]) -> list[str]:
     if not case.suspects.lockstep:
         return own
     descriptions: list[list[str]] = gather_object([own])
-    telling = next((rank for rank, description in enumerate(descriptions) if description), -1)
-    case.rank = telling if case.rank < 0 else case.rank
+    first_rank = next((rank for rank, description in enumerate(descriptions) if description), -1)
+    case.rank = first_rank if case.rank < 0 else case.rank
     return list(dict.fromkeys(description for rank in descriptions for description in rank))
 
 
@@ -189,24 +189,24 @@ def decay_share(groups: Iterable[Mapping[str, Any]]) -> float:
 def _too_high(case: Case) -> Verdict:
     """The verdict on weights that grew: because of weight decay if it overshoots, else of the learning rate."""
     peak, start = case.evidence["weight_peak"], case.evidence["weight_peak_at_start"]
-    grew, share = f"trained weights reach {peak:.3g}, from {start:.3g} at the start", 0.0
+    growth_text, share = f"trained weights reach {peak:.3g}, from {start:.3g} at the start", 0.0
     share = case.suspects.decay()
     if share > _OVERSHOOTS:
         case.evidence["weight_decay"] = share
         message = (
-            f"{grew}: weight decay times learning rate is {share:.3g}, "
+            f"{growth_text}: weight decay times learning rate is {share:.3g}, "
             "and beyond 2 each step makes weights larger"
         )
         return case.found("optimizer", message)
-    message = f"{grew}: the learning rate is too high, or one batch had a huge gradient"
+    message = f"{growth_text}: the learning rate is too high, or one batch had a huge gradient"
     return case.found("learning_rate", message)
 
 
 def run_away(micro_batch: MicroBatch, suspects: Suspects) -> Verdict:
     """The verdict on trained weights that grew out of bounds, finite or not."""
-    case = Case(micro_batch, suspects, "diverged_weights")
-    diverged(case)
-    return _too_high(case)
+    pending = Case(micro_batch, suspects, "diverged_weights")
+    diverged(pending)
+    return _too_high(pending)
 
 
 def too_high(case: Case) -> Verdict | None:

@@ -67,7 +67,7 @@ def stored_precision(
     if peak is None:
         message = f"{summary}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
         return [CheckFinding(check, False, message, fatal=False)]
-    room = f"{headroom(peak, torch.float16):.3g} times"
+    margin = f"{headroom(peak, torch.float16):.3g} times"
     if not peak <= _FP16_MAX:  # NaN is beyond
         message = (
             f"{summary}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
@@ -76,11 +76,11 @@ def stored_precision(
             "published in bf16 or fp32"
         )
         return [CheckFinding(check, False, message, fatal=True)]
-    message = f"{summary}; activations were probed on one batch and reach {peak:.3g}, {room} below fp16's limit"
-    coarser = compute is torch.bfloat16
-    if coarser:
+    message = f"{summary}; activations were probed on one batch and reach {peak:.3g}, {margin} below fp16's limit"
+    is_coarser = compute is torch.bfloat16
+    if is_coarser:
         message += "; bf16 rounds eight times more coarsely than the weights were trained with"
-    return [CheckFinding(check, not coarser, message, fatal=False)]
+    return [CheckFinding(check, not is_coarser, message, fatal=False)]
 
 
 def _stored_values(file: Path) -> list[tuple[str, int]]:

@@ -71,13 +71,13 @@ class Suspects:
     def in_use(self) -> list[Switch]:
         """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
         # A set of backends is off once each of its members is.
-        off = set(self.switched_off)
+        disabled_names = set(self.switched_off)
         return [
-            switch
-            for switch in self.switches
-            if switch.name not in off
-            and switch.part_of not in off
-            and not _all_off(switch.name, off)
+            fallback
+            for fallback in self.switches
+            if fallback.name not in disabled_names
+            and fallback.part_of not in disabled_names
+            and not _all_off(fallback.name, disabled_names)
         ]
 
 

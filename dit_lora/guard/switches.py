@@ -71,11 +71,11 @@ def choose_cudnn(*, masked: bool) -> None:
 @contextmanager
 def kept_attention() -> Iterator[None]:
     """Restore the enabled attention backends on exit."""
-    before, tag = _on(), torch.compiler.config.cache_key_tag
+    backends_before, tag = _on(), torch.compiler.config.cache_key_tag
     try:
         yield
     finally:
-        _leave_on(before, tag)
+        _leave_on(backends_before, tag)
 
 
 def _on() -> set[str]:
@@ -102,21 +102,21 @@ def compile_switches(model: nn.Module) -> list[Switch]:
         return []
 
     # A stance keeps compiled code, so that nothing is recompiled afterwards.
-    off = partial(torch.compiler.set_stance, "force_eager")
+    disable_temporarily = partial(torch.compiler.set_stance, "force_eager")
 
     def turn_off() -> None:
         torch.compiler.set_stance("force_eager")
 
-    return [Switch(COMPILE, "kernel", off, turn_off, "eager mode")]
+    return [Switch(COMPILE, "kernel", disable_temporarily, turn_off, "eager mode")]
 
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
     """Disable torch.compile inside the context, so that hooks and dispatch modes see every module and op."""
     with ExitStack() as stack:
-        for switch in model_switches(model):
-            if switch.name == COMPILE:
-                stack.enter_context(switch.off())
+        for fallback in model_switches(model):
+            if fallback.name == COMPILE:
+                stack.enter_context(fallback.off())
         yield
 
 
@@ -146,19 +146,19 @@ def find_switch(switches: list[Switch], name: str) -> Switch:
     Raises:
         DitLoraError: If there is none; the message lists the known names.
     """
-    for switch in switches:
-        if switch.name == name:
-            return switch
-    names = ", ".join(switch.name for switch in switches) or "none on this device"
+    for fallback in switches:
+        if fallback.name == name:
+            return fallback
+    names = ", ".join(fallback.name for fallback in switches) or "none on this device"
     raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {names}")
 
 
 def _attention(names: tuple[str, ...]) -> Switch:
-    switch = f"attention:{'+'.join(names)}"
+    name = f"attention:{'+'.join(names)}"
 
     def turn_off() -> None:
         # The tag names every backend that is off, so that compile caches keep the settings apart.
-        _leave_on(_on().difference(names), f"{torch.compiler.config.cache_key_tag} no {switch}")
+        _leave_on(_on().difference(names), f"{torch.compiler.config.cache_key_tag} no {name}")
 
     @contextmanager
     def off() -> Iterator[None]:
@@ -167,7 +167,7 @@ def _attention(names: tuple[str, ...]) -> Switch:
             yield
 
     return Switch(
-        switch,
+        name,
         "attention_backend",
         off,
         turn_off,
@@ -193,23 +193,23 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _held_in_fp32(model: nn.Module) -> Iterator[None]:
-    every_tensor = [*model.parameters(), *model.buffers()]
+    all_tensors = [*model.parameters(), *model.buffers()]
     # Sharded weights are converted by the context around this one, which gathers them.
-    tensors = [tensor for tensor in every_tensor if not isinstance(tensor, DTensor)]
+    tensors = [tensor for tensor in all_tensors if not isinstance(tensor, DTensor)]
     half_tensors = [
         (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES
     ]
-    wrapped = model.__dict__.get("forward")
+    forward_before = model.__dict__.get("forward")
     # Accelerate stores the forward that it wraps in autocast under this name.
     unwrapped_forward = model.__dict__.get("_original_forward")
     # Bypass Accelerate's wrapper, which would enable autocast again.
     if unwrapped_forward is not None:
         model.__dict__["forward"] = unwrapped_forward
-    device = every_tensor[0].device.type
+    device = all_tensors[0].device.type
     # bitsandbytes' 4-bit layers cast their input.
-    fixed = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
+    half_layers = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
     try:
-        for module, _ in fixed:
+        for module, _ in half_layers:
             module.compute_dtype = torch.float32
         for tensor, data, _ in half_tensors:
             # Clear the gradient first: its dtype must match that of the data.
@@ -218,7 +218,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
         with held_off(device), _fp32_arguments(model), eager(model):
             yield
     finally:
-        for module, dtype in fixed:
+        for module, dtype in half_layers:
             module.compute_dtype = dtype
         # Exchange only the data: optimizers and hooks hold these parameter objects.
         for tensor, data, grad in half_tensors:
@@ -226,7 +226,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
             tensor.data = data
             tensor.grad = grad
         if unwrapped_forward is not None:
-            model.__dict__["forward"] = wrapped
+            model.__dict__["forward"] = forward_before
 
 
 def _computes_in_half(module: nn.Module) -> TypeGuard[Any]:

@@ -54,15 +54,15 @@ def convicts(
 
 def switch_at_fault(case: Case) -> Switch | None:
     """The first switch without which the micro-batch is healthy, or None. Out-of-memory errors are recorded."""
-    for switch in case.suspects.in_use():
-        off = switch.off
+    for fallback in case.suspects.in_use():
+        disable_component = fallback.off
         try:
-            if case.suspects.attempt(lambda: convicts(case, off)):  # noqa: B023  run at once
-                return switch
+            if case.suspects.attempt(lambda: convicts(case, disable_component)):  # noqa: B023  run at once
+                return fallback
         except torch.OutOfMemoryError:
             if case.suspects.lockstep:
                 raise  # other ranks may wait in the middle of a pass for this one
-            case.evidence[switch.name] = "not tried: without it, a step does not fit into memory"
+            case.evidence[fallback.name] = "not tried: without it, a step does not fit into memory"
     return None
 
 
@@ -83,9 +83,9 @@ def finite_in_fp32(case: Case) -> bool:
 
 def blamed(case: Case) -> Verdict:
     """The verdict if no switch helps: on samples, noise, the position in the run, or unknown."""
-    verdict = case.suspects.attempt(lambda: _blamed(case))
-    if verdict is not None:
-        return verdict
+    diagnosis = case.suspects.attempt(lambda: _blamed(case))
+    if diagnosis is not None:
+        return diagnosis
     message = (
         "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
     )
@@ -105,9 +105,9 @@ def _blamed(case: Case) -> Verdict:
         return case.found("unknown", "nothing that was switched off makes it healthy")
     case.evidence["control"] = control.ids[0]
     # The control's timestep may be one at which every sample fails, so try other timesteps too.
-    for witness in (control, *_redraws(control)):
-        if _steadily(case, _moved(witness, failing[0])):
-            return _against_control(case, failing, witness)
+    for healthy_candidate in (control, *_redraws(control)):
+        if _steadily(case, _moved(healthy_candidate, failing[0])):
+            return _against_control(case, failing, healthy_candidate)
     return _control_fails(case, control)
 
 
@@ -131,8 +131,8 @@ def _control(
     # The earlier micro-batch may contain a failing sample again.
     bad = {candidate.ids[0] for candidate in failing}
     # Samples of the last healthy step, tried after those of this micro-batch.
-    earlier = _alone(case.control) if case.control is not None else []
-    for candidate in [*others, *earlier]:
+    earlier_samples = _alone(case.control) if case.control is not None else []
+    for candidate in [*others, *earlier_samples]:
         if candidate.ids[0] not in bad:
             return candidate
     # All available samples failed themselves, so take any other sample of the dataset.
@@ -166,20 +166,28 @@ def _against_control(case: Case, failing: Sequence[MicroBatch], control: MicroBa
         )
         return case.found("inputs", message, sample_ids=_ids(failing))
     # Samples that are healthy with other noise and timesteps.
-    by_draw = [sample for sample in failing if _is_healthy_with_others(case, sample, control)]
+    noise_dependent = [
+        sample for sample in failing if _is_healthy_with_others(case, sample, control)
+    ]
     # Of the others, samples that are healthy at another position in the run.
-    elsewhere = [
-        sample for sample in failing if sample not in by_draw and case.healthy(_at_no_step(sample))
+    position_dependent = [
+        sample
+        for sample in failing
+        if sample not in noise_dependent and case.healthy(_at_no_step(sample))
     ]
     # The rest fails with any noise and at any position.
-    always = [sample for sample in failing if sample not in by_draw and sample not in elsewhere]
-    if always:
+    always_failing = [
+        sample
+        for sample in failing
+        if sample not in noise_dependent and sample not in position_dependent
+    ]
+    if always_failing:
         message = "it fails whatever is switched off; other samples are healthy"
-        return case.found("data", message, sample_ids=_ids(always))
-    if elsewhere:
+        return case.found("data", message, sample_ids=_ids(always_failing))
+    if position_dependent:
         message = "only at this place in the run: it is healthy at another, and other samples are healthy here"
-        return case.found("step", message, sample_ids=_ids(elsewhere))
-    return _drawn(case, by_draw, control)
+        return case.found("step", message, sample_ids=_ids(position_dependent))
+    return _drawn(case, noise_dependent, control)
 
 
 def _drawn(case: Case, failing: Sequence[MicroBatch], control: MicroBatch) -> Verdict:

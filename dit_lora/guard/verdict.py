@@ -46,8 +46,8 @@ class Verdict:
     def words_name_samples(self) -> bool:
         """True if the message describes several samples, each after its name."""
         # The message has "name: problem" for every sample.
-        is_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
-        return is_each and len(self.sample_ids) > 1
+        names_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
+        return names_each and len(self.sample_ids) > 1
 
     def with_sample_ids(self, sample_ids: Sequence[str]) -> "Verdict":
         """The verdict with other sample names, also in its message."""

@@ -58,10 +58,10 @@ class Bundles:
         self._written += 1
         assert call.owner is not None  # set for every recorded call
         trained = {name: p for name, p in call.owner.named_parameters() if p.requires_grad}
-        size, lacks = sum(p.numel() * p.element_size() for p in trained.values()), []
+        size, missing_parts = sum(p.numel() * p.element_size() for p in trained.values()), []
         if size > self.config.bundle_mib * 2**20:
             # Do not gather them either: sharded weights may not fit into the memory of one rank.
-            trained, lacks = {}, [too_large(WEIGHTS, size)]
+            trained, missing_parts = {}, [too_large(WEIGHTS, size)]
         # Collective: every rank takes part, and only the main process keeps the result.
         weights = gathered(trained, keep=self.host.rank == 0) if all_of else trained
         if all_of and self.host.rank != 0:
@@ -70,7 +70,7 @@ class Bundles:
         # This also collects the call's tensors and whatever cannot be stored in the writer.
         packed = packed_call(call, writer)
         replay = {name: event[name] for name in ("step", "micro_step", "rank")}
-        about = {
+        metadata_facts = {
             **facts,
             "event": dict(event),
             "call": packed,
@@ -80,19 +80,19 @@ class Bundles:
         }
         folder = self._place(event)
         try:
-            left_out = write_bundle(
+            missing = write_bundle(
                 folder,
-                about,
+                metadata_facts,
                 writer.tensors,
                 weights,
                 limit_mib=self.config.bundle_mib,
-                lacks=[*writer.left_out, *lacks],
+                lacks=[*writer.left_out, *missing_parts],
             )
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", folder, error.strerror)
             return None
-        if left_out:
-            self._say_once(f"{folder} cannot be replayed: it lacks {'; '.join(left_out)}")
+        if missing:
+            self._say_once(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         return f"bundles/{folder.name}"
 
     def _can_be_written(self) -> bool:
@@ -108,8 +108,9 @@ class Bundles:
         position = f"rank_{event['rank']}_micro_step_{event['micro_step']}"
         name = f"step_{event['step']:06d}_{position}"
         bundles = self.folder / "bundles"
-        earlier = len(list(bundles.glob(f"{name}*")))  # an earlier start wrote to the same folder
-        return bundles / (f"{name}_again_{earlier}" if earlier else name)
+        # An earlier start of the script may have written to the same folder.
+        num_earlier = len(list(bundles.glob(f"{name}*")))
+        return bundles / (f"{name}_again_{num_earlier}" if num_earlier else name)
 
     def _say_once(self, words: str) -> None:
         if words not in self._said:

@@ -48,11 +48,11 @@ _OVERWRITTEN_WORDS = (
 
 def state_verdict(watched: WatchedModels, kind: str, step: int, rank: int) -> Verdict | None:
     """Check every model's weights and optimizer state for bad values; None if all are finite."""
-    nothing = no_micro_batch(step, rank)
-    verdict = bad_state(nothing, watched.together)
-    if verdict is None and kind == "diverged_weights":
-        return run_away(nothing, watched.together)
-    return verdict
+    placeholder = no_micro_batch(step, rank)
+    diagnosis = bad_state(placeholder, watched.together)
+    if diagnosis is None and kind == "diverged_weights":
+        return run_away(placeholder, watched.together)
+    return diagnosis
 
 
 @dataclass
@@ -91,13 +91,13 @@ class CallDiagnosis:
         """Samples that were already bad when loaded, by name. Runs no experiment."""
         results = []
         for call in calls:
-            verdict = self._from_inputs(call, controls.get(id(call.owner)), rank)
-            if verdict is None or verdict.cause != "data":
+            diagnosis = self._from_inputs(call, controls.get(id(call.owner)), rank)
+            if diagnosis is None or diagnosis.cause != "data":
                 items = self.namer.bad_items(call, 0)
                 if not items:
                     continue
-                verdict = self._verdict(call, rank, "data", _each(items), tuple(items), {})
-            results.append(Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call))
+                diagnosis = self._verdict(call, rank, "data", _each(items), tuple(items), {})
+            results.append(Found(_of_model(diagnosis, self.watched.prefixes[id(call.owner)]), call))
         return results
 
     def _of_micro_batch(
@@ -123,20 +123,20 @@ class CallDiagnosis:
         self, call: CapturedCall, of_rank: RankCalls, *, is_last: bool = False
     ) -> Found[CapturedCall]:
         control = of_rank.controls.get(id(call.owner))
-        verdict = self._from_inputs(call, control, of_rank.rank)
+        diagnosis = self._from_inputs(call, control, of_rank.rank)
         # torch raises in the middle of a backward, so the gradient may not have reached the output.
         has_failed_before = self.is_raised and not call.has_gradient
         # The output is good and the loss is not: the fault lies after the output.
-        is_of_loss = self.kind == "non_finite_loss" and call.output_is_finite
+        is_loss_failure = self.kind == "non_finite_loss" and call.output_is_finite
         if (
-            verdict is None
+            diagnosis is None
             and is_last
-            and (has_failed_before or is_of_loss or call.has_bad_gradient)
+            and (has_failed_before or is_loss_failure or call.has_bad_gradient)
         ):
-            verdict = self._from_loss(call, of_rank.rank)
-        if verdict is None:
-            verdict = self._from_experiments(call, control, of_rank.rank)
-        return Found(_of_model(verdict, self.watched.prefixes[id(call.owner)]), call)
+            diagnosis = self._from_loss(call, of_rank.rank)
+        if diagnosis is None:
+            diagnosis = self._from_experiments(call, control, of_rank.rank)
+        return Found(_of_model(diagnosis, self.watched.prefixes[id(call.owner)]), call)
 
     def _from_inputs(
         self, call: CapturedCall, control: CapturedCall | None, rank: int
@@ -215,45 +215,45 @@ class CallDiagnosis:
                 # All ranks run this together: a rank that gave up would leave the others waiting.
                 return self._experiment(call, control, rank)
             failure: list[str] = []
-            verdict = contain(
+            diagnosis = contain(
                 lambda: self._experiment(call, control, rank),
                 on_error=lambda error: failure.append(f"{type(error).__name__}: {error}"),
             )
-        if verdict is not None:
-            return verdict
+        if diagnosis is not None:
+            return diagnosis
         message = f"not found: the call cannot be run again by itself ({_short(failure[0])})"
         return self._verdict(call, rank, "unknown", message, (), {})
 
     def _experiment(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Verdict:
-        suspects = self.watched.suspects[id(call.owner)]
+        context = self.watched.suspects[id(call.owner)]
 
         def batch(captured: CapturedCall, step: int) -> MicroBatch:
             return captured.micro_batch(
-                suspects.model, step=step, micro_step=call.micro_step, rank=rank, position=call
+                context.model, step=step, micro_step=call.micro_step, rank=rank, position=call
             )
 
         # `position` lets the control run with the failed call's random state.
         healthy = batch(_of_earlier_step(control), self.step - 1) if control is not None else None
         failed = batch(call, self.step)
-        verdict = diagnose(failed, suspects, kind=self.kind, control=healthy)
-        if verdict.cause == "precision":
-            verdict = _with_failing_rows(verdict, failed, healthy, suspects.model)
+        diagnosis = diagnose(failed, context, kind=self.kind, control=healthy)
+        if diagnosis.cause == "precision":
+            diagnosis = _with_failing_rows(diagnosis, failed, healthy, context.model)
         # A model with batch norm cannot run a single sample. Exchange one row at a time instead.
-        if verdict.cause == "unknown":
+        if diagnosis.cause == "unknown":
             name = None
-            if not verdict.evidence.get("every_sample") and not self.watched.lockstep:
-                name = contain(lambda: self.namer.row_by_replacement(call, suspects.model))
+            if not diagnosis.evidence.get("every_sample") and not self.watched.lockstep:
+                name = contain(lambda: self.namer.row_by_replacement(call, context.model))
             if name is None:
-                return replace(verdict, sample_ids=())
-            message = f"it is healthy with another sample in this one's place{_origin(verdict)}"
-            return replace(verdict, cause="inputs", words=message, sample_ids=(name,))
-        if not verdict.sample_ids:
-            return verdict
+                return replace(diagnosis, sample_ids=())
+            message = f"it is healthy with another sample in this one's place{_origin(diagnosis)}"
+            return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
+        if not diagnosis.sample_ids:
+            return diagnosis
         # The experiments know rows only; find out which samples these are.
         names = self.namer.names_of_failing_rows(
-            call, control, verdict.sample_ids, suspects.model, failed
+            call, control, diagnosis.sample_ids, context.model, failed
         )
-        return verdict.with_sample_ids(names)
+        return diagnosis.with_sample_ids(names)
 
     def _verdict(
         self,
@@ -325,8 +325,8 @@ def _with_failing_rows(
     singles = [failed.single(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    is_of_all = len(failing) == len(singles) and (healthy is None or fails(healthy.single(0)))
-    if is_of_all:
+    are_all_failing = len(failing) == len(singles) and (healthy is None or fails(healthy.single(0)))
+    if are_all_failing:
         return verdict
     return replace(verdict, sample_ids=tuple(single.ids[0] for single in failing))
 

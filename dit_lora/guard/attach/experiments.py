@@ -70,7 +70,7 @@ class _Attributes:
         self._values: dict[str, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
         for name, value in vars(module).items():
-            # Parameters, buffers and submodules are handled elsewhere, and hooks must not be touched.
+            # These hold parameters, buffers, submodules and hooks, which are not copied here.
             if name in _OWN or name.endswith("_hooks") or "_hooks_" in name:
                 continue
             # Immutable values and tensors may be rebound; the old reference restores them.

@@ -34,12 +34,12 @@ def trained_models(
         for group in candidate.param_groups
         for p in group["params"]
     }
-    named: list[nn.Module] = []
+    owning_models: list[nn.Module] = []
     for model in models:
         model_ids = {id(p) for p in model.parameters()} & remaining.keys()
         # A model that the loss passes through may be frozen and still has calls to diagnose.
         if model_ids or any(model is candidate for candidate in through):
-            named.append(model)
+            owning_models.append(model)
         elif model is required:
             raise DitLoraError(
                 f"Guard: the optimizer holds no parameter of the {_name(model)}; give the model and the "
@@ -47,13 +47,15 @@ def trained_models(
             )
         # A parameter shared by several models belongs to the first of them.
         remaining = {key: p for key, p in remaining.items() if key not in model_ids}
-    named_models = {f"{name}.": model for name, model in zip(_unique(named), named, strict=True)}
+    named_models = {
+        f"{name}.": model for name, model in zip(_unique(owning_models), owning_models, strict=True)
+    }
     if remaining:
-        loose = nn.Module()
+        holder = nn.Module()
         for number, parameter in enumerate(remaining.values()):
             # Put them in a module, which is never called, so that they have names like all other parameters.
-            loose.register_parameter(f"parameter_{number}", parameter)
-        named_models["optimizer."] = loose
+            holder.register_parameter(f"parameter_{number}", parameter)
+        named_models["optimizer."] = holder
     if len(named_models) > 1:
         return named_models
     # A single model needs no prefix. Without any model the result is empty.

@@ -55,13 +55,13 @@ def _peak(tensors: Sequence[torch.Tensor]) -> float:
 def largest_magnitude(tensors: Iterable[torch.Tensor]) -> float:
     """Largest magnitude among tensors of any kind and size; NaN if any value is NaN."""
     joined: list[torch.Tensor] = []
-    separate: list[torch.Tensor] = []
+    unjoined: list[torch.Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor and tensor.dtype is torch.float32
         is_small = is_plain and tensor.is_cpu and tensor.numel() <= _SMALL
         # Sparse, sharded or GPU tensors, and large ones, are measured one by one.
-        (joined if is_small and tensor.layout is torch.strided else separate).append(tensor)
-    peaks = [_peak(separate)]
+        (joined if is_small and tensor.layout is torch.strided else unjoined).append(tensor)
+    peaks = [_peak(unjoined)]
     for start in range(0, len(joined), _MAX_JOINED):
         flat = torch._C._nn.flatten_dense_tensors(joined[start : start + _MAX_JOINED])  # type: ignore[attr-defined]
         peaks.append(float(flat.abs().max()) if flat.numel() else 0.0)

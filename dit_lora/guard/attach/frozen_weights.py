@@ -33,10 +33,12 @@ class LoopRecord(FrozenRecord):
 
     def _untrained(self) -> Iterator[tuple[str, Tensor]]:
         # A GAN freezes one network while it trains the other: such weights do change.
-        in_turns = {
+        alternating_names = {
             f"weight {name}" for name, p in self._model.named_parameters() if id(p) in self._trained
         }
-        return ((name, values) for name, values in super()._untrained() if name not in in_turns)
+        return (
+            (name, values) for name, values in super()._untrained() if name not in alternating_names
+        )
 
     def call_begins(self) -> None:
         self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
@@ -58,8 +60,8 @@ class LoopRecord(FrozenRecord):
         if self._after_first is not None:
             self._loops_own.update(changed_between(self._after_first, self._taken()))
         # Changed without a recorded write. Whether the loop did that shows at the next healthy step.
-        elif untraced := {n for n in self._damaged(altered) if n.startswith("weight ")}:
-            self._loops_own |= altered - untraced
+        elif unexplained := {n for n in self._damaged(altered) if n.startswith("weight ")}:
+            self._loops_own |= altered - unexplained
             self._after_first = self._taken()
             return
         else:
@@ -103,8 +105,8 @@ class LoopRecord(FrozenRecord):
         names = [name for name in super()._altered() if name not in self._loops_own]
         altered = set(names)
         # Writes to a few tensors may be the damage; writes to many are intended.
-        suspect = self._damaged(altered) | _few(self._traced(altered), _FEW)
-        return [name for name in names if name in suspect]
+        reported = self._damaged(altered) | _few(self._traced(altered), _FEW)
+        return [name for name in names if name in reported]
 
     def _versions_now(self) -> dict[str, int]:
         return {name: values._version for name, values in self._untrained()}

@@ -345,14 +345,14 @@ class Guard:
         return self._recovery.budget.closing()
 
     def _watch(self, schedules: list[Any], ema: Averages | None) -> None:
-        accelerator, interceptions, steps = self._host.accelerator, self._interceptions, self._steps
+        accelerator, interceptions, hooks = self._host.accelerator, self._interceptions, self._steps
         if accelerator is not None:
             interceptions.method(accelerator, "end_training", self._end)
             # A loaded checkpoint makes earlier snapshots invalid.
-            interceptions.method(accelerator, "load_state", steps.load)
+            interceptions.method(accelerator, "load_state", hooks.load)
             if self._host.under_deepspeed:
-                interceptions.method(accelerator, "backward", steps.deepspeed_backward)
-        for watched in steps.optimizers:
+                interceptions.method(accelerator, "backward", hooks.deepspeed_backward)
+        for watched in hooks.optimizers:
             interceptions.method(watched.optimizer, "step", watched.step)
             interceptions.method(watched.optimizer, "load_state_dict", watched.loaded)
             # A script may drop the guard object, so it has to live as long as the optimizer.
@@ -367,7 +367,7 @@ class Guard:
         if not self._host.under_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
         # Events of the process come only now, when everything that handles them exists.
-        EVENTS.add(steps)
+        EVENTS.add(hooks)
         EVENTS.follow_accelerate()
 
     def _gate(self, owner: Any) -> None:
@@ -388,8 +388,8 @@ class Guard:
     def _note(self, **facts: Any) -> None:
         """Write the number of steps taken and lost so far."""
         budget = self._recovery.budget
-        off = sorted(self._watched.switched_off)
-        self._file.note(taken=budget.taken, lost=budget.lost, switched_off=off, **facts)
+        disabled = sorted(self._watched.switched_off)
+        self._file.note(taken=budget.taken, lost=budget.lost, switched_off=disabled, **facts)
 
     def _warn_of_narrow_weights(self) -> None:
         """Warn about fp16 weights, where AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and about bf16 weights."""

@@ -53,8 +53,8 @@ class GuardFile:
         if self._path is None or self._host.rank != 0:
             return
         # Keep what other guards of this folder have written; this guard's entry moves to the end.
-        starts = [entry for entry in starts_in(self._path.parent) if entry["id"] != self.id]
-        content = {"format": FORMAT, "starts": [*starts, self._part]}
+        other_entries = [entry for entry in starts_in(self._path.parent) if entry["id"] != self.id]
+        content = {"format": FORMAT, "starts": [*other_entries, self._part]}
         try:
             write_whole(self._path, dumps(content, indent=1) + "\n")
         except OSError as error:
@@ -70,11 +70,11 @@ def starts_in(folder: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         return []
     # A file of another program or a torn one counts as empty.
-    starts = content.get("starts") if isinstance(content, dict) else None
-    if not isinstance(starts, list):
+    entries = content.get("starts") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
         return []
     return [
-        entry for entry in starts if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+        entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
     ]
 
 

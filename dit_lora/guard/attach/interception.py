@@ -162,17 +162,17 @@ class Interceptions:
         self._replace(module, name, handler)
 
     def _replace(self, holder: Any, name: str, handler: Handler) -> None:
-        is_own, original = name in vars(holder), getattr(holder, name)
+        is_defined, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
         # Once the handler's owner is gone, calls go to the original.
-        weak = _WeakHandler(handler)
+        weak_handler = _WeakHandler(handler)
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            owner = None if is_compiling() else weak.owner()
+            owner = None if is_compiling() else weak_handler.owner()
             if owner is None:
                 return original(*args, **kwargs)
-            return weak.function(owner, original, *args, **kwargs)
+            return weak_handler.function(owner, original, *args, **kwargs)
 
         _skip_frame(replacement)
         setattr(holder, name, replacement)
@@ -181,7 +181,7 @@ class Interceptions:
             # Other code has replaced it since, and may call this replacement: leave it.
             if vars(holder).get(name) is not replacement:
                 return
-            if is_own:
+            if is_defined:
                 setattr(holder, name, original)
             else:
                 delattr(holder, name)

@@ -152,8 +152,10 @@ class LoopEvents:
         except RuntimeError as error:
             # Only anomaly mode raises for NaN; other errors of a backward are the loop's own.
             if torch.is_anomaly_enabled():
-                problem = error
-                self._each(lambda listener: listener.backward_failed(problem), "a failed backward")
+                backward_error = error
+                self._each(
+                    lambda listener: listener.backward_failed(backward_error), "a failed backward"
+                )
             raise
         if self.after_backward:
             for act in list(self.after_backward):
@@ -234,11 +236,11 @@ class LoopEvents:
     @contextmanager
     def own_save(self) -> Iterator[None]:
         """Check nothing that is saved inside the context."""
-        before, self._is_saving = self._is_saving, True
+        was_saving, self._is_saving = self._is_saving, True
         try:
             yield
         finally:
-            self._is_saving = before
+            self._is_saving = was_saving
 
 
 def _file_name(path: object) -> str:

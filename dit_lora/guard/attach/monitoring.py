@@ -182,15 +182,15 @@ class Looks:
 
     def _observe(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device
-        sums = [loss.detach().float().mean().to(device) for loss in losses]
+        means = [loss.detach().float().mean().to(device) for loss in losses]
         # (2,): sum and number of losses, so that one all-reduce gives the mean over ranks.
-        both = torch.stack(
+        sum_and_count = torch.stack(
             [
-                sum(sums, torch.zeros((), device=device)),
-                torch.tensor(float(len(sums)), device=device),
+                sum(means, torch.zeros((), device=device)),
+                torch.tensor(float(len(means)), device=device),
             ]
         )
-        total, count = self._host.summed(both)  # over micro-batches and ranks
+        total, count = self._host.summed(sum_and_count)  # over micro-batches and ranks
         series = {"loss": total / count} if count else {}
         if self._norm is not None:
             series["grad_norm"] = float(self._norm)
@@ -201,7 +201,7 @@ class Looks:
 
     def _preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
         """Check the first healthy step. Each failed check is logged; none stops the loop. Collective."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         self._wants_preflight = False
         leave(self._around)
         # With several optimizers, each has its own steps, and gradients only for these.
@@ -218,18 +218,18 @@ class Looks:
             if not finding.ok:
                 self._report(step, "preflight", f"{finding.check}: {finding.words}")
         self._switch_off(step, wrong_backends(attention))
-        seconds = time.perf_counter() - began
-        self._say(f"guard: {len(findings)} checks at the first healthy step, {seconds:.1f} s")
+        duration_s = time.perf_counter() - start_s
+        self._say(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
 
     def _switch_off(self, step: int, wrong: list[str]) -> None:
         """Switch off on all ranks the backends that are wrong on any rank. Collective."""
-        switches = {switch.name: switch for switch in attention_switches()}
+        fallbacks = {fallback.name: fallback for fallback in attention_switches()}
         # Sorted, so that all ranks switch off and report in the same order.
         for backend in sorted(set(self._host.gathered(wrong))):
             name = f"attention:{backend}"
-            if name not in switches or name in self._watched.switched_off:
+            if name not in fallbacks or name in self._watched.switched_off:
                 continue  # `math`, which cannot be switched off, or off already
-            switches[name].turn_off()
+            fallbacks[name].turn_off()
             self._watched.switched_off.add(name)
             message = (
                 f"{name} differs from fp64 at this model's own calls; switched off for this run"
@@ -242,8 +242,8 @@ class Looks:
         self, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
     ) -> None:
         """Log and write an observation about a healthy step, on which no action is taken."""
-        verdict = {"cause": cause, "words": words, **facts}
-        self._write(Event(step, kind, verdict, facts={"guard": self._id}))
+        diagnosis = {"cause": cause, "words": words, **facts}
+        self._write(Event(step, kind, diagnosis, facts={"guard": self._id}))
         self._say(f"guard: step {step}: {words}")
 
     def _say(self, words: str) -> None:

@@ -59,15 +59,15 @@ class SampleNamer:
         """
         if call.names:
             return call
-        by_argument = [
+        names_by_argument = [
             [self.batches.find(part.values) for part in parts]
             for parts in iter_parts(call.arguments)
             if parts and parts[0].row is not None
         ]
         names: list[str] = []
-        for of_row in zip(*by_argument, strict=True):
-            name = of_row[0]
-            if name is None or any(candidate != name for candidate in of_row):
+        for row_names in zip(*names_by_argument, strict=True):
+            name = row_names[0]
+            if name is None or any(candidate != name for candidate in row_names):
                 return call
             names.append(name)
         return replace(call, names=tuple(names))
@@ -81,8 +81,10 @@ class SampleNamer:
         """
         items = self.batches.bad_items(self._batch_of(call))
         named = {item.name: item.description for item in items if item.name}
-        is_whole = num_bad_rows in (len(named), 0, count_samples(call.arguments))
-        return named if named and len(named) == len({i.name for i in items}) and is_whole else {}
+        covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
+        return (
+            named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
+        )
 
     def row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
         """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
@@ -93,19 +95,19 @@ class SampleNamer:
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
             return None
         # Rows whose replacement makes the whole call healthy.
-        healing = [
+        fixing_rows = [
             row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)
         ]
         # Repeat the test: a random failure must not name a sample.
-        if len(healing) != 1 or not _heals_when_replaced(call, healing[0], cutter, model):
+        if len(fixing_rows) != 1 or not _heals_when_replaced(call, fixing_rows[0], cutter, model):
             return None
         # The unchanged call has to fail still, or the replacements have shown nothing.
         if _is_healthy(call, model):
             return None
         return (
-            call.names[healing[0]]
+            call.names[fixing_rows[0]]
             if call.names
-            else self._name_of_row(call, healing[0], None, model, cutter)
+            else self._name_of_row(call, fixing_rows[0], None, model, cutter)
         )
 
     def _batch_of(self, call: CapturedCall) -> int | None:
@@ -167,20 +169,20 @@ class SampleNamer:
         cutter: RowCutter,
     ) -> str:
         count = call.num_samples
-        carriers = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
-        if healthy is not None and len(carriers) > 1:
+        row_tensors = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
+        if healthy is not None and len(row_tensors) > 1:
             single = call.single(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.
             failing_paths = [
-                path for path in carriers if _carries_failure(single, healthy, path, model)
+                path for path in row_tensors if _carries_failure(single, healthy, path, model)
             ]
             # The failure comes with the output's gradient, so no argument identifies the sample.
             if len(failing_paths) != 1 and _gradient_carries_failure(single, healthy, model):
                 return call.ids[row]
             if len(failing_paths) == 1:
-                carriers = {failing_paths[0]: carriers[failing_paths[0]]}
+                row_tensors = {failing_paths[0]: row_tensors[failing_paths[0]]}
         # All arguments that may carry the failure have to give the same name.
-        names = {self.batches.find(tensor[row]) for tensor in carriers.values()}
+        names = {self.batches.find(tensor[row]) for tensor in row_tensors.values()}
         name = names.pop() if len(names) == 1 else None
         return name if name is not None else call.ids[row]
 

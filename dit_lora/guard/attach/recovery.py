@@ -133,9 +133,9 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         """
         self._is_apart = self.host.is_apart
         with self.host.ranks_that_agree():
-            answered = self.resolve(failure)
+            result = self.resolve(failure)
         self.note()
-        return Recovered(not self.has_given_up, answered.target is not None)
+        return Recovered(not self.has_given_up, result.target is not None)
 
     @property
     def lockstep(self) -> bool:
@@ -170,7 +170,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         # Samples that were named before; a second failure with other noise makes them the cause.
         skipped = [sample for event in self.events for sample in event["sample_ids"]]
         action = self._policy.choose(trip.step, verdicts, skipped)
-        # Without `stop` in the ladder the loop must go on.
+        # Without `stop` in `on_nonfinite` the loop must go on.
         if action.kind == "stop" and not self._may_stop and not trip.required:
             return Action("skip", why=action.why)
         return action
@@ -183,8 +183,8 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         )
         if not needs_snapshot or self.state.newest(self.host.gathered) is not None:
             return action
-        off = "" if self.state.every else ", for guard.snapshot_every is 0"
-        reason = f"no snapshot that is finite is held{off}"
+        hint = "" if self.state.every else ", for guard.snapshot_every is 0"
+        reason = f"no snapshot that is finite is held{hint}"
         return Action("stop" if self._may_stop or trip.required else "skip", why=reason)
 
     def bundle(self, source: CapturedCall, event: Event) -> str | None:
@@ -207,27 +207,27 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         elif not trip.between_steps:
             self.budget.lose(trip.step, verdicts)
         # Restore before a stop too: the run must end with good weights.
-        is_spoiled = trip.has_bad_weights(verdicts)
-        put_back = self._put_back() if is_spoiled or action.kind == "rollback" else None
-        if put_back is None and action.kind == "rollback":
+        has_bad_state = trip.has_bad_weights(verdicts)
+        restored_step = self._put_back() if has_bad_state or action.kind == "rollback" else None
+        if restored_step is None and action.kind == "rollback":
             reason = "the snapshot that is held does not fit any more"
             action = Action("stop" if self._may_stop or trip.required else "skip", why=reason)
         buffers = [*self._restored, *self.state.restore_bad_buffers()]
         self._restored = []
         facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if self._known else {})
-        facts |= {"weights_of_step": put_back} if put_back is not None else {}
+        facts |= {"weights_of_step": restored_step} if restored_step is not None else {}
         # From here on no step is skipped.
-        if is_spoiled and put_back is None and action.kind != "stop":
+        if has_bad_state and restored_step is None and action.kind != "stop":
             self.has_given_up = True
             outcome = f"{action.why}: nothing can be put back, and the loop goes on as it would without a guard"
             return Resolved(replace(action, kind="report"), outcome, facts=facts)
-        undone = self._undone(trip, put_back)
-        if trip.between_steps and undone:
-            undone += _COPIES_HINT
-        outcome = undone if action.kind == "stop" else self._done(trip, action, undone)
+        undone_steps = self._undone(trip, restored_step)
+        if trip.between_steps and undone_steps:
+            undone_steps += _COPIES_HINT
+        outcome = undone_steps if action.kind == "stop" else self._done(trip, action, undone_steps)
         if buffers:
             outcome += f"; not finite and put back: {', '.join(buffers[:5])}"
-        return Resolved(action, outcome, facts=facts, target=put_back, is_news=self._is_news())
+        return Resolved(action, outcome, facts=facts, target=restored_step, is_news=self._is_news())
 
     def write(self, event: Event) -> None:
         self.events.append(event.record())
@@ -278,9 +278,9 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             raise NonFiniteError(f"guard: step {step}: {message} ({hint})", event.record())
         # Report at powers of ten, not at every step.
         if count in (1, 10, 100, 1000):
-            in_a_row = f" in {count} steps in a row" if count > 1 else ""
+            count_text = f" in {count} steps in a row" if count > 1 else ""
             message = (
-                f"no gradient reached a trained weight{in_a_row}, though the loss asks for one"
+                f"no gradient reached a trained weight{count_text}, though the loss asks for one"
             )
             self._report(step, "zero_gradient", message)
 
@@ -303,27 +303,27 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
 
     def report_loss(self, failure: StepFailure) -> None:
         """Report why a loss is not finite though every gradient is. The step is taken."""
-        diagnosed = [entry.verdict for entry in self._diagnose(failure)]
-        verdicts = diagnosed or [no_call(failure.step, self.host.rank)]
-        for verdict in verdicts:
-            event = event_of(failure.step, failure.kind, verdict, "report", 0.0)
+        found_diagnoses = [entry.verdict for entry in self._diagnose(failure)]
+        diagnoses = found_diagnoses or [no_call(failure.step, self.host.rank)]
+        for diagnosis in diagnoses:
+            event = event_of(failure.step, failure.kind, diagnosis, "report", 0.0)
             self.write(replace(event, facts={"guard": self.guard_id}))
         head = f"guard: step {failure.step}: the loss is not finite, but every gradient is; the step was taken"
-        self.say(listed(head, self.lines(verdicts)))
+        self.say(listed(head, self.lines(diagnoses)))
 
     def put_back_alone(self, step: int) -> None:
         """Restore the newest good snapshot on this rank, which is about to save bad weights. Not collective.
 
         If other ranks have bad weights too, they find them at their next step and restore the same snapshot.
         """
-        verdict = state_verdict(self.watched, WEIGHTS, step, self.host.rank)
-        put_back = self._put_back(list)
-        if put_back is None or verdict is None:
+        diagnosis = state_verdict(self.watched, WEIGHTS, step, self.host.rank)
+        restored_step = self._put_back(list)
+        if restored_step is None or diagnosis is None:
             return  # the saved values are checked in any case
-        event = event_of(step, WEIGHTS, verdict, "rollback", 0.0)
-        self.write(replace(event, facts={"guard": self.guard_id, "weights_of_step": put_back}))
-        head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {verdict.words}"
-        _LOG.warning("%s; those of step %d are saved", head, put_back)
+        event = event_of(step, WEIGHTS, diagnosis, "rollback", 0.0)
+        self.write(replace(event, facts={"guard": self.guard_id, "weights_of_step": restored_step}))
+        head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {diagnosis.words}"
+        _LOG.warning("%s; those of step %d are saved", head, restored_step)
 
     def _report(self, step: int, kind: str, words: str, *, action: str = "report") -> Event:
         event = Event(
@@ -355,7 +355,7 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         calls: Sequence[CapturedCall] = failure.calls
         if self.lockstep:
             calls = [self.namer.with_proven_names(call) for call in calls]
-        diagnosis = CallDiagnosis(
+        diagnoser = CallDiagnosis(
             self.watched,
             # Ranks that diagnose together must find the same names, so they use only those stored in the calls.
             SampleNamer(LoadedBatches()) if self.lockstep else self.namer,
@@ -366,21 +366,21 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         )
         results = [
             entry
-            for of_rank in self.watched.shared(calls, failure.controls)
-            for entry in diagnosis.verdicts(of_rank)
+            for rank_calls in self.watched.shared(calls, failure.controls)
+            for entry in diagnoser.verdicts(rank_calls)
         ]
         if state is None:
             return results or [Found(no_call(step, rank))]
         # A bad sample leaves NaN in a buffer that the model writes to. Report the buffer only if no sample is bad.
-        of_samples = [entry for entry in results if entry.verdict.cause in _OF_SAMPLES]
-        return of_samples or [Found(_as_written_buffer(state))]
+        sample_results = [entry for entry in results if entry.verdict.cause in _OF_SAMPLES]
+        return sample_results or [Found(_as_written_buffer(state))]
 
     def _from_inputs(self, failure: StepFailure) -> list[Found[CapturedCall]]:
         """Samples that were bad in the inputs of this step's models."""
         if self.lockstep:
             return []
-        diagnosis = CallDiagnosis(self.watched, self.namer, failure.kind, failure.step)
-        return diagnosis.bad_samples(failure.calls, failure.controls, self.host.rank)
+        diagnoser = CallDiagnosis(self.watched, self.namer, failure.kind, failure.step)
+        return diagnoser.bad_samples(failure.calls, failure.controls, self.host.rank)
 
     def _is_written_by_loop(self, verdict: Verdict) -> bool:
         """True if all bad frozen values are written by the model or the loop itself."""
@@ -395,11 +395,11 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         """
         # Nothing ties the failure to a sample, so the next step may well be healthy.
         is_general = all(
-            verdict.evidence.get("every_sample")
-            or verdict.evidence.get("of_the_loop")
-            or verdict.cause == "precision"
-            or (verdict.cause in ("inputs", "unknown") and not verdict.sample_ids)
-            for verdict in verdicts
+            diagnosis.evidence.get("every_sample")
+            or diagnosis.evidence.get("of_the_loop")
+            or diagnosis.cause == "precision"
+            or (diagnosis.cause in ("inputs", "unknown") and not diagnosis.sample_ids)
+            for diagnosis in verdicts
         )
         allowed = "skip" in self.config.on_nonfinite and self._policy.skips < self.config.max_skips
         return is_general and allowed and not trip.has_bad_weights(verdicts)
@@ -438,23 +438,23 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
         if put_back is None:
             return ""
         # Steps taken since the snapshot. The failed step itself was not taken.
-        lost = trip.step - 1 - put_back
-        interval = f"; a snapshot is taken every {self.state.every} steps" if lost else ""
-        undone = "1 step is undone" if lost == 1 else f"{lost} steps are undone"
-        return f"weights and optimizer are those of step {put_back}, {undone}{interval}"
+        num_lost = trip.step - 1 - put_back
+        interval = f"; a snapshot is taken every {self.state.every} steps" if num_lost else ""
+        undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
+        return f"weights and optimizer are those of step {put_back}, {undone_text}{interval}"
 
     def _done(self, trip: StepFailure, action: Action, undone: str) -> str:
         if action.kind == "fallback":
-            switches = [
-                switch
-                for suspects in self.watched.suspects.values()
-                for switch in suspects.switches
+            fallbacks = [
+                fallback
+                for context in self.watched.suspects.values()
+                for fallback in context.switches
             ]
             for name in action.switches:
-                find_switch(switches, name).turn_off()
+                find_switch(fallbacks, name).turn_off()
                 self.watched.switched_off.add(name)
-            off = f"{', '.join(action.switches)} switched off for this run"
-            return f"{off}; {undone or 'the step was not taken'}"
+            disabled_text = f"{', '.join(action.switches)} switched off for this run"
+            return f"{disabled_text}; {undone or 'the step was not taken'}"
         if action.kind == "rollback" and action.lower_lr:
             self.state.lower_rates(self.config.rollback_lr)
             return f"{undone}; learning rates are multiplied by {self.config.rollback_lr:g}"
@@ -470,8 +470,8 @@ class PluginRecovery(Episode[StepFailure, CapturedCall]):
             return state
         folder = self.folder if self.folder is not None else self.host.folder
         weights = {name: p.detach() for name, p in self.state.parameters.items()}
-        where = save_trained(weights, folder, step, is_main=self.host.rank == 0)
-        return f"{state}; {where}" if where else state
+        location = save_trained(weights, folder, step, is_main=self.host.rank == 0)
+        return f"{state}; {location}" if location else state
 
 
 def _is_about_trained_state(verdict: Verdict) -> bool:
@@ -482,13 +482,13 @@ def _is_about_trained_state(verdict: Verdict) -> bool:
 
 def _are_spoiled_as_a_whole(verdict: Verdict) -> bool:
     """True if several trained weights contain only NaN, as after an update with a NaN gradient."""
-    described = [
+    matches = [
         # Matches "name has 12 NaN among 12 values" and captures both numbers.
         re.search(r"has (\d+) NaN among (\d+)", line)
         for line in verdict.evidence.get("not_finite", ())
     ]
     # Tensors in which every value is NaN.
-    all_nan = [match for match in described if match is not None and match[1] == match[2]]
+    all_nan = [match for match in matches if match is not None and match[1] == match[2]]
     return verdict.cause == "weights" and len(all_nan) > 1
 
 

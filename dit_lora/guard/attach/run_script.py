@@ -56,7 +56,7 @@ def run_script(
         Exception: Any exception of the script.
     """
     config = LoopConfig.of(config)
-    overseer = Overseer(config, folder, _say)
+    script_guard = Overseer(config, folder, _say)
     name = ["-m", script] if module else [script]
     # The options for a child process, which guards itself in the same way.
     options = [f"--folder={folder}"]
@@ -67,10 +67,10 @@ def run_script(
     if config.spike_threshold is not None:
         options += [f"--spike-threshold={config.spike_threshold}"]
     command = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
-    with overseer.overseeing(), command.guarded():
+    with script_guard.overseeing(), command.guarded():
         run_as_main(script, arguments, module=module)
-        overseer.end()
-    return overseer.guards
+        script_guard.end()
+    return script_guard.guards
 
 
 def run_as_main(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
@@ -288,14 +288,14 @@ class Overseer:
 
     def _look_at(self, module: nn.Module) -> None:
         module_ids = {id(parameter) for parameter in module.parameters()}
-        waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        if any(id(p) in module_ids for optimizer in waiting for p in _held(optimizer)):
+        unguarded = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
+        if any(id(p) in module_ids for optimizer in unguarded for p in _held(optimizer)):
             self._begin()
 
     def _look_at_gradients(self) -> None:
         """Start guarding after the first backward: weights may be used by models that do not own them."""
-        waiting = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        if any(p.grad is not None for optimizer in waiting for p in _held(optimizer)):
+        unguarded = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
+        if any(p.grad is not None for optimizer in unguarded for p in _held(optimizer)):
             self._begin()
 
     def _leave(self) -> None:
@@ -345,9 +345,9 @@ class Overseer:
             return
         self._guards.append(weakref.ref(guard))
         count = sum(parameter.numel() for wrapper in optimizers for parameter in _held(wrapper))
-        loop = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
+        loop_kind = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
         self._say(
-            f"watching {names} with {count:,} trained numbers in {loop}; events go to {self._folder}"
+            f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}"
         )
 
 

@@ -33,13 +33,13 @@ class Turns:
         A schedule that advances once after several steps, as at the end of an epoch, is not held.
         """
         key = id(_bare(vars(owner).get("optimizer")))
-        turns = self._turns[key]
-        if not turns:
+        num_steps = self._turns[key]
+        if not num_steps:
             return None
         # 1 for a schedule that advances after each step; more for one that advances per epoch.
-        since = turns - self._moved_at.get(id(owner), 0)
-        self._moved_at[id(owner)] = turns
-        return key in self._left_out and since <= 1
+        steps_since_advance = num_steps - self._moved_at.get(id(owner), 0)
+        self._moved_at[id(owner)] = num_steps
+        return key in self._left_out and steps_since_advance <= 1
 
 
 def _bare(optimizer: Any) -> Any:

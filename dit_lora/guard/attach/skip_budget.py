@@ -36,10 +36,10 @@ class SkipBudget:
     def knows(self, verdicts: Sequence[Verdict]) -> bool:
         """True if the only causes are samples already known to be bad as stored."""
         return bool(verdicts) and all(
-            verdict.cause in _BAD_AS_STORED
-            and verdict.sample_ids
-            and all(sample in self._bad_as_stored for sample in verdict.sample_ids)
-            for verdict in verdicts
+            diagnosis.cause in _BAD_AS_STORED
+            and diagnosis.sample_ids
+            and all(sample in self._bad_as_stored for sample in diagnosis.sample_ids)
+            for diagnosis in verdicts
         )
 
     def spent(self, step: int) -> int:

@@ -29,11 +29,11 @@ class StateChecks:
     def is_suspect(self) -> bool:
         """True if this rank's trained state is not finite, or memory has altered an element. Cheap."""
         peak = largest_magnitude(self._state.checked(self._state.tensors()).values())
-        before, self._peak = self._peak, peak
+        previous_peak, self._peak = self._peak, peak
         if not isfinite(peak):
             return True
         # Looking at single elements is slow, so do it only after a jump.
-        return peak > _GROWN * before > 0 and bool(altered_state(self._watched.together))
+        return peak > _GROWN * previous_peak > 0 and bool(altered_state(self._watched.together))
 
     def has_bad_moment(self) -> bool:
         """True if this rank's optimizer state holds a value that is not finite for an element of a weight."""
@@ -47,14 +47,14 @@ class StateChecks:
 
     def find_wrong(self) -> str | None:
         """The kind of failure that the trained state shows on any rank; None if it is good. Collective."""
-        together = self._watched.together
+        joint = self._watched.together
         peak = weight_peak(self._state.parameters.values())
-        has_failed = [
+        failures = [
             not all(map(is_finite_any, self._state.checked(self._state.tensors()).values())),
-            bool(altered_state(together)),
-            has_run_away(peak, together.start_peak),
+            bool(altered_state(joint)),
+            has_run_away(peak, joint.start_peak),
         ]
-        flags = self._host.summed(torch.tensor(has_failed, device=self._host.device).float())
+        flags = self._host.summed(torch.tensor(failures, device=self._host.device).float())
         # In the order of the flags: the first that any rank has set is reported.
         kinds = (WEIGHTS, "altered_state", "diverged_weights")
         return next((kind for kind, flag in zip(kinds, flags, strict=True) if flag), None)
@@ -63,5 +63,5 @@ class StateChecks:
         """True if a frozen weight or a buffer changed without any code writing to it, on any rank. Collective."""
         record = self._watched.record
         # If the loop has frozen or unfrozen weights since, the record is rebuilt at its next step.
-        is_as_noted = not self._watched.has_changed()
-        return self._host.any_rank(record is not None and is_as_noted and record.is_damaged())
+        is_current = not self._watched.has_changed()
+        return self._host.any_rank(record is not None and is_current and record.is_damaged())

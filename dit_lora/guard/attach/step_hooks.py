@@ -140,13 +140,13 @@ class StepHooks:
         for watched in self.optimizers:
             parameters = [p for group in watched.optimizer.param_groups for p in group["params"]]
             named = [(names[id(p)], p) for p in parameters if id(p) in names]
-            before = set(watched.checks.not_checked)
+            known_unchecked = set(watched.checks.not_checked)
             checked = {id(p) for _, p in watched.checks.parameters}
             watched.checks = OptimizerChecks(named, watched.optimizer, checked)
             if any(p.grad is not None for _, p in watched.checks.parameters):
                 # The guard started, or restarted, between a backward and its step.
                 self._passes.num_backwards = max(1, self._passes.num_backwards)
-            for name in set(watched.checks.not_checked) - before:
+            for name in set(watched.checks.not_checked) - known_unchecked:
                 self._recovery.say(f"guard: {name} is not checked: it is not finite from the start")
 
     # Events of the loop
@@ -226,8 +226,8 @@ class StepHooks:
 
     def is_gate_shut(self, owner: Any) -> bool:
         """True if a schedule or an average is about to advance for a skipped step."""
-        shut = self._turns.shuts(owner)
-        return self.tripped if shut is None else shut  # an average has no optimizer
+        is_skipped = self._turns.shuts(owner)
+        return self.tripped if is_skipped is None else is_skipped  # an average has no optimizer
 
     # One optimizer step
 
@@ -474,8 +474,8 @@ class StepHooks:
 
     def _look_at_models(self) -> None:
         """Take a new snapshot if other models are trained, new models were found, or weights were loaded."""
-        has_more = self._num_held != self._watched.num_held()
-        if has_more or any(watched.checks.has_unfrozen for watched in self.optimizers):
+        has_new = self._num_held != self._watched.num_held()
+        if has_new or any(watched.checks.has_unfrozen for watched in self.optimizers):
             self._watched.survey()
             self._was_loaded = True
         # The first step shows which models the loss comes through.
@@ -540,9 +540,9 @@ class StepHooks:
         if failure.between_steps:
             failure = replace(failure, step=self.number)
         with self._diagnosing():
-            answered = self._recovery.recover(failure)
-        self.tripped = answered.is_skipped
-        if answered.went_back:
+            decision = self._recovery.recover(failure)
+        self.tripped = decision.is_skipped
+        if decision.went_back:
             self._is_due = False
         self._clear_unheld_gradients()
         self._mark_optimizers()

@@ -124,8 +124,8 @@ class LoopState:
         # A graph of the loop may have saved these tensors; keep the versions so that its backward still runs.
         live = tuple(self.tensors().values())
         with torch.autograd._unsafe_preserve_version_counter(live):
-            born_since = self.snapshots.restore(step)
-        self._drop(born_since)
+            new_names = self.snapshots.restore(step)
+        self._drop(new_names)
         for schedule in self.schedules:
             if id(schedule) in self._schedule_states:  # a schedule created since has no saved state
                 schedule.load_state_dict(copy.copy(self._schedule_states[id(schedule)]))

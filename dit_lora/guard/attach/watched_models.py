@@ -115,8 +115,8 @@ class WatchedModels:
             model for model in self._found if not any(model is candidate for candidate in named)
         ]
         # A discovered module inside a named model is a part of that model.
-        inside = {id(module) for model in named for module in model.modules()}
-        models = [*named, *(model for model in discovered if id(model) not in inside)]
+        inner_ids = {id(module) for model in named for module in model.modules()}
+        models = [*named, *(model for model in discovered if id(model) not in inner_ids)]
         if self._host.under_deepspeed:  # its optimizer holds copies
             # A DeepSpeed engine trains a single model.
             self._models = {"": models[0]}
@@ -252,9 +252,9 @@ class WatchedModels:
         infinite: Collection[str],
     ) -> Suspects:
         def peaks() -> dict[str, float]:
-            of_all = self._state.snapshots.peaks()
+            all_peaks = self._state.snapshots.peaks()
             # Optimizer state keeps the prefix in its names; this model's weights are known without it.
-            return {**of_all, **{n.removeprefix(prefix): peak for n, peak in of_all.items()}}
+            return {**all_peaks, **{n.removeprefix(prefix): peak for n, peak in all_peaks.items()}}
 
         return Suspects(
             model=model,
@@ -288,12 +288,14 @@ class WatchedModels:
             self.record.call_ends()
 
     def _fingerprint(self) -> tuple[int, int]:
-        lists = [
+        param_lists = [
             group["params"]
             for optimizer in self._state.optimizers
             for group in optimizer.param_groups
         ]
         # A loop may freeze weights for a while, as in a GAN; parameters that were trained once stay watched.
-        self._trained.update(id(p) for parameters in lists for p in parameters if p.requires_grad)
+        self._trained.update(
+            id(p) for parameters in param_lists for p in parameters if p.requires_grad
+        )
         # The second number grows when the loop unfreezes a parameter.
-        return sum(map(len, lists)), len(self._trained)
+        return sum(map(len, param_lists)), len(self._trained)

@@ -50,10 +50,10 @@ class BlockCall:
             learning if len(learning) == len(float_inputs) else (True,) * len(float_inputs)
         )
         tensors = [*module.parameters(), *float_inputs]
-        halves = {x.dtype for x in tensors if x.dtype in HALVES}
-        self.is_half = bool(halves)
+        half_dtypes = {x.dtype for x in tensors if x.dtype in HALVES}
+        self.is_half = bool(half_dtypes)
         # Of a block that mixes half-precision dtypes, the coarser one decides the tolerance.
-        self.dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float16
+        self.dtype = torch.bfloat16 if torch.bfloat16 in half_dtypes else torch.float16
         self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.inputs = [x.detach() for x in float_inputs]
 
@@ -65,7 +65,7 @@ class BlockCall:
         # Fresh leaves for each run, so that neither gradients nor in-place writes carry over.
         leaves, learning = self._fresh(wide=wide)
         args, kwargs = tree_unflatten(leaves, self._spec)
-        inside: Values = {}
+        inner_values: Values = {}
         # A block may draw random numbers; the run's generators must not advance.
         with (
             torch.enable_grad(),
@@ -73,20 +73,20 @@ class BlockCall:
             _unrounded(),
             # Replaces the hooks of a checkpoint around the block.
             saved_tensors_hooks(_kept, lambda x: x),
-            self._recorded(inside),
+            self._recorded(inner_values),
         ):
             output = _uncaptured(lambda: self.module(*args, **kwargs))
             outputs = named_outputs(self.name, output)
             grads = self._gradients(outputs, learning)
-        return {**inside, **{n: x.detach() for n, x in outputs.items()}, **grads}
+        return {**inner_values, **{n: x.detach() for n, x in outputs.items()}, **grads}
 
     def _recorded(self, inside: Values) -> AbstractContextManager[None]:
         if self._inside_of is None:
             return nullcontext()
         # The block itself is compared by its returned outputs.
         names = [name for name, _ in called_modules(self.module) if name]
-        full = [f"{self.name}.{name}" if self.name else name for name in names]
-        return recording(self._inside_of, full, inside)
+        full_names = [f"{self.name}.{name}" if self.name else name for name in names]
+        return recording(self._inside_of, full_names, inside)
 
     def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         # One flag for each floating-point leaf, in the order of the flattened arguments.
@@ -98,40 +98,42 @@ class BlockCall:
                 leaves.append(torch.float32 if is_half else leaf)
                 continue
             dtype = torch.float32 if wide and leaf.dtype in HALVES else leaf.dtype
-            fresh = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
-            leaves.append(fresh)
-            if fresh.requires_grad:
-                learning[f"{self.name}'s input {index}"] = fresh
+            copied = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
+            leaves.append(copied)
+            if copied.requires_grad:
+                learning[f"{self.name}'s input {index}"] = copied
         return leaves, learning
 
     def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
         # Differentiate from the outputs to the trained parameters and the inputs that require a gradient.
-        ends = [x for x in outputs.values() if x.requires_grad]
+        roots = [x for x in outputs.values() if x.requires_grad]
         path = f"{self.name}." if self.name else ""
         trained = {f"{path}{n}": p for n, p in self.module.named_parameters() if p.requires_grad}
-        starts = {**trained, **inputs}
-        if not ends or not starts:
+        targets = {**trained, **inputs}
+        if not roots or not targets:
             return {}
         # The reference and the kernel must compute gradients of the same weighted sum.
-        draws = torch.Generator(self.device).manual_seed(0)
-        pulls = [torch.randn(x.shape, generator=draws, device=x.device).to(x.dtype) for x in ends]
+        generator = torch.Generator(self.device).manual_seed(0)
+        output_gradients = [
+            torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in roots
+        ]
         # autograd.grad bypasses the hooks on accumulated gradients, which belong to an optimizer step.
-        grads = torch.autograd.grad(ends, [*starts.values()], pulls, allow_unused=True)
-        return gradients(dict(zip(starts, grads, strict=True)))
+        grads = torch.autograd.grad(roots, [*targets.values()], output_gradients, allow_unused=True)
+        return gradients(dict(zip(targets, grads, strict=True)))
 
 
 def _uncaptured(call: Callable[[], Any]) -> Any:
     """Call the function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
     # Run in a copy of the context, so that the variable is unchanged after the call.
-    context = copy_context()
+    context_copy = copy_context()
 
     def alone() -> Any:
-        for variable in context:
+        for variable in context_copy:
             if variable.name == _COLLECTOR:
                 variable.set(None)
         return call()
 
-    return context.run(alone)
+    return context_copy.run(alone)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,9 +164,9 @@ def _two_rows(leaf: Any) -> Any:
 def _unrounded() -> Iterator[None]:
     """Disable TF32 inside the context, so that fp32 is computed in fp32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
+    previous_flags = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        matmul.allow_tf32, cudnn.allow_tf32 = previous_flags

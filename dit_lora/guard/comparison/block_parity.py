@@ -70,12 +70,12 @@ def blocks_of(model: nn.Module) -> list[str]:
     """Names of modules that together cover the model: its repeated blocks, and the modules outside them."""
     lists = {name for name, module in model.named_modules() if _repeats(module)}
     # All ancestors of a block list: `a` and `a.b` of the list `a.b.c`.
-    around = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
+    ancestors = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
     names: list[str] = []
     for name, _ in model.named_modules():
         # `named_modules` yields submodules right after their module.
         is_part = names and name.startswith(f"{names[-1]}.")
-        if name and name not in lists and name not in around and not is_part:
+        if name and name not in lists and name not in ancestors and not is_part:
             names.append(name)
         elif name.rpartition(".")[0] in lists and not is_part:
             names.append(name)  # lists inside a block are part of the block
@@ -92,11 +92,11 @@ def _repeats(module: nn.Module) -> bool:
 @contextmanager
 def noting_inputs(model: nn.Module) -> Iterator[Learning]:
     """Record, during a training forward pass, which inputs of which blocks require a gradient."""
-    noted: Learning = {}
+    flags_by_block: Learning = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            noted.setdefault(name, tuple(x.requires_grad for x in floats((args, kwargs))))
+            flags_by_block.setdefault(name, tuple(x.requires_grad for x in floats((args, kwargs))))
 
         return hook
 
@@ -104,7 +104,7 @@ def noting_inputs(model: nn.Module) -> Iterator[Learning]:
         for name in blocks_of(model):
             block = model.get_submodule(name)
             hooks.enter_context(block.register_forward_pre_hook(note(name), with_kwargs=True))
-        yield noted
+        yield flags_by_block
 
 
 @dataclass
@@ -134,8 +134,8 @@ class BlockComparison:
         self._repeats = max(2, math.ceil(self.how.passes / max(1, sum(map(is_repeated, names)))))
         self._busy, self._seen = False, set[str]()
         with ExitStack() as stack:
-            for switch in self.others:
-                stack.enter_context(switch.off())
+            for fallback in self.others:
+                stack.enter_context(fallback.off())
             # Run the pass with the reference code: a wrong kernel must not change the inputs of later blocks.
             self._off = stack.enter_context(ExitStack())
             self._off.enter_context(self.switch.off())
@@ -187,16 +187,16 @@ class BlockComparison:
     def _call(
         self, name: str, block: nn.Module, args: Any, kwargs: Any, *, widen: bool = False
     ) -> BlockCall:
-        inside_of = self.model if self.inside is not None else None
+        outer_model = self.model if self.inside is not None else None
         learning = (self.how.learning or {}).get(name, ())
-        return BlockCall(name, block, args, kwargs, learning, inside_of=inside_of, widen=widen)
+        return BlockCall(name, block, args, kwargs, learning, inside_of=outer_model, widen=widen)
 
     def _compare(self, block: BlockCall) -> None:
         # Backends such as flash attention do not support fp32.
-        in_halves = block.is_half and self.switch.cause != "attention_backend"
+        is_half_precision = block.is_half and self.switch.cause != "attention_backend"
         # `exact` holds the reference's fp32 values, which tell an error from rounding.
         difference, exact = None, None
-        if in_halves:
+        if is_half_precision:
             try:
                 difference, exact = self._in_fp32(block)
             except torch.OutOfMemoryError:
@@ -211,16 +211,19 @@ class BlockComparison:
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
             # NaN equals nothing, so reference values that contain it cannot be compared.
-            if not all(torch.isfinite(x).all() for x in expected.values()) and not in_halves:
+            if (
+                not all(torch.isfinite(x).all() for x in expected.values())
+                and not is_half_precision
+            ):
                 self.coverage.missed[block.name] = "its stock values are not finite"
                 return
             difference = difference or self._differs(block, expected, fused, dtype, exact)
         # Release the fp32 values before the block runs again.
         del exact
         self.coverage.compared.add(block.name)
-        unsteady = self._unsteady(block, expected, fused) if self.inside is None else None
-        if unsteady is not None:
-            self.differences.append(Apart(block.name, unsteady, repeats=False))
+        run_difference = self._unsteady(block, expected, fused) if self.inside is None else None
+        if run_difference is not None:
+            self.differences.append(Apart(block.name, run_difference, repeats=False))
         elif difference is not None:
             self.differences.append(Apart(*difference, repeats=True))
 
@@ -231,8 +234,8 @@ class BlockComparison:
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
                 stack.enter_context(in_fp32(block.module))
-            for switch in self.not_in_fp32:
-                stack.enter_context(switch.off())
+            for fallback in self.not_in_fp32:
+                stack.enter_context(fallback.off())
             expected, fused = self._both(block, wide=True)
             return self._differs(block, expected, fused, torch.float32), expected
 
@@ -265,10 +268,10 @@ class BlockComparison:
                 # Flash attention's backward sums in any order, even if the reference uses another backend.
                 allowed = max(allowed, _OF_BACKEND)
         # A module outside the lists occurs once, and gets the minimum of two runs.
-        times = self._repeats if is_repeated(block.name) else 2
+        num_runs = self._repeats if is_repeated(block.name) else 2
         with self._kernel_on():
             # Make all runs even after a difference: ranks that share a sample run a block together.
-            error = max(apart(fused, block.values(wide=False)) for _ in range(times - 1))
+            error = max(apart(fused, block.values(wide=False)) for _ in range(num_runs - 1))
         return error if error > allowed else None
 
 
@@ -282,7 +285,7 @@ def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
     """Allow calling the block by itself inside the context: its weights are gathered, and autocast recomputes
     casts.
     """
-    keeps = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients
     try:
@@ -290,5 +293,5 @@ def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
         with gathered_here(block):
             yield
     finally:
-        torch.set_autocast_cache_enabled(keeps)
+        torch.set_autocast_cache_enabled(was_enabled)
         torch.clear_autocast_cache()

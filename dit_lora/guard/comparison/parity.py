@@ -79,11 +79,11 @@ def first_difference(
     compared in the whole model, in its dtype. A sharded model (FSDP2) is compared on all ranks together.
     """
     how = how or How()
-    of_blocks = switch.cause == "kernel" or switch.part_of is not None
+    is_in_blocks = switch.cause == "kernel" or switch.part_of is not None
     with ExitStack() as stack:
-        if switch.name == COMPILE or not of_blocks:
-            for other_switch in others:
-                stack.enter_context(other_switch.off())
+        if switch.name == COMPILE or not is_in_blocks:
+            for other_fallback in others:
+                stack.enter_context(other_fallback.off())
             difference = _located(switch, losses, model)
             if how.coverage is not None:
                 how.coverage.compared.add("")
@@ -103,28 +103,35 @@ def differences(
     `compare` receives a switch and the switches to turn off meanwhile, so that one kernel's error is not attributed to
     another. Turn off each yielded switch before asking for the next: then the whole is compared once more.
     """
-    wholes = [switch for switch in switches if switch.part_of is None]
+    wholes = [fallback for fallback in switches if fallback.part_of is None]
     # Compilation and kernels that add rounding come last: they run on top of the others, which must be correct first.
-    wholes.sort(key=lambda switch: (switch.name == COMPILE, switch.error > 0))
-    for switch in wholes:
-        on_top = switch.name == COMPILE or switch.error > 0
-        other_switches = [] if on_top else [o for o in wholes if _apart_from(o, switch)]
-        of_whole = compare(switch, other_switches)
-        parts = [part for part in switches if part.part_of == switch.name]
-        if of_whole is None:
+    wholes.sort(key=lambda fallback: (fallback.name == COMPILE, fallback.error > 0))
+    for fallback in wholes:
+        runs_on_top = fallback.name == COMPILE or fallback.error > 0
+        other_fallbacks = (
+            []
+            if runs_on_top
+            else [candidate for candidate in wholes if _apart_from(candidate, fallback)]
+        )
+        whole_difference = compare(fallback, other_fallbacks)
+        parts = [part for part in switches if part.part_of == fallback.name]
+        if whole_difference is None:
             continue
         has_bad_part = False
         # Compare each part with all others off, so that an error is attributed to one of them.
         for part in parts:
-            difference = compare(part, [*other_switches, *(o for o in parts if o is not part)])
+            difference = compare(
+                part,
+                [*other_fallbacks, *(candidate for candidate in parts if candidate is not part)],
+            )
             if difference is not None:
                 has_bad_part = True
                 yield part, difference
         # The bad parts are off by now, so compare the remaining parts together.
         if has_bad_part:
-            of_whole = compare(switch, other_switches)
-        if of_whole is not None:
-            yield switch, of_whole
+            whole_difference = compare(fallback, other_fallbacks)
+        if whole_difference is not None:
+            yield fallback, whole_difference
 
 
 def _apart_from(other: Switch, switch: Switch) -> bool:
@@ -145,20 +152,20 @@ def _quietly(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, copy in buffers:
+                if not torch.equal(buffer, copy):
+                    buffer.copy_(copy)
 
 
 def _learning(losses: Losses, model: nn.Module) -> Learning:
     with (
-        noting_inputs(model) as noted,
+        noting_inputs(model) as flags,
         torch.enable_grad(),
         eager(model),
         torch.random.fork_rng(cuda_devices(model)),
     ):
         losses()
-    return noted
+    return flags
 
 
 def _in_blocks(
@@ -195,11 +202,13 @@ def _in_blocks(
 def _agreed(places: Sequence[Apart], model: nn.Module) -> Apart | None:
     """The first nondeterministic place, else the first place; the same on all ranks of a sharded model."""
     # The next comparison is collective, so all ranks must choose the same place.
-    lists = gather_object([list(places)]) if needs_all_ranks(model) else [places]
-    all_places = [candidate for rank_places in lists for candidate in rank_places]
-    return next((candidate for candidate in all_places if not candidate.repeats), None) or next(
-        iter(all_places), None
-    )
+    lists_by_rank = gather_object([list(places)]) if needs_all_ranks(model) else [places]
+    all_differences = [
+        candidate for rank_differences in lists_by_rank for candidate in rank_differences
+    ]
+    return next(
+        (candidate for candidate in all_differences if not candidate.repeats), None
+    ) or next(iter(all_differences), None)
 
 
 def _located(switch: Switch, losses: Losses, model: nn.Module) -> Difference | None:
@@ -220,21 +229,21 @@ def _compare(
             references = _values(losses, model, modules)
         fused = _values(losses, model, modules)
         # Compare the kernel with itself: the reference cannot tell a race condition from an error.
-        unsteady = apart(fused, _values(losses, model, modules))
+        run_difference = apart(fused, _values(losses, model, modules))
         if any(p.is_cuda for p in model.parameters()):
             # On CUDA, PyTorch's ops may sum in any order.
-            unsteady = 0.0
+            run_difference = 0.0
     # Use the lowest dtype of the computation. Values may be stored in a higher one, such as gradients of fp32
     # adapters.
     dtypes = [x.dtype for x in references.values() if x.dtype in WHOLE]
-    lowest = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
-    first_place = first_apart(references, fused, WHOLE[lowest])
+    lowest_dtype = max(dtypes, key=lambda dtype: WHOLE[dtype].output, default=torch.float32)
+    mismatch = first_apart(references, fused, WHOLE[lowest_dtype])
     difference = None
     # A kernel that disagrees with itself cannot be compared with its reference.
-    if unsteady:
-        difference = Difference(switch.name, "the whole model", unsteady, repeats=False)
-    elif first_place is not None:
-        difference = Difference(switch.name, *first_place)
+    if run_difference:
+        difference = Difference(switch.name, "the whole model", run_difference, repeats=False)
+    elif mismatch is not None:
+        difference = Difference(switch.name, *mismatch)
     if needs_all_ranks(model):  # all ranks must return the same result
         return next(
             (candidate for candidate in gather_object([difference]) if candidate is not None), None
@@ -273,7 +282,7 @@ def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Va
         pairs = zip(trained, grads, strict=True)
         return {name: gradient for name, gradient in pairs if gradient is not None}
     # FSDP2 computes with gathered copies, so only a full backward pass sets gradients on its parameters.
-    own_grads = {name: parameter.grad for name, parameter in parameters.items()}
+    saved_grads = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
@@ -281,4 +290,4 @@ def _gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]) -> Va
         return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
-            parameter.grad = own_grads[name]
+            parameter.grad = saved_grads[name]

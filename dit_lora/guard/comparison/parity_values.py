@@ -81,11 +81,11 @@ def first_apart(
             continue
         exact_value = exact.get(name) if exact is not None else None
         if exact_value is not None and exact_value.shape == expected.shape:
-            fused_error, stock_error = (
+            fused_error, reference_error = (
                 measure(fused[name], exact_value),
                 measure(expected, exact_value),
             )
-            if fused_error <= _OF_ROUNDING * stock_error:
+            if fused_error <= _OF_ROUNDING * reference_error:
                 continue
         return name, error  # NaN differs too
     return None
@@ -104,8 +104,8 @@ def _measured(
         return _output_error(value, reference, inputs)
     if not _is_of_parameter(name):
         # Inputs of a block are not parameters of one, so measure against the largest gradient of all.
-        floor = _OF_ALL * max(largest.values(), default=0.0)
-        return _error(value, reference, max(floor, 1e-12), rows=True)
+        min_size = _OF_ALL * max(largest.values(), default=0.0)
+        return _error(value, reference, max(min_size, 1e-12), rows=True)
     return _error(value, reference, limits.floor * largest[_block_of(name)], rows=False)
 
 
@@ -243,17 +243,17 @@ def stirred(model: nn.Module) -> Iterator[None]:
         if parameter.requires_grad
     ]
     zero = [
-        (values, values.clone(), from_adapter)
-        for values, from_adapter in trained
+        (values, values.clone(), is_from_adapter)
+        for values, is_from_adapter in trained
         if not values.any()
     ]
-    for values, _, of_adapter in zero:
+    for values, _, is_of_adapter in zero:
         # Modulation layers get small embeddings, so large weights make differences visible. Adapter updates stay
         # small.
-        scale = 0.02 if of_adapter else 1.0 if values.ndim > 1 else 0.1
+        scale = 0.02 if is_of_adapter else 1.0 if values.ndim > 1 else 0.1
         values.copy_(scale * torch.randn(values.shape, generator=generator))
     try:
         yield
     finally:
-        for values, before, _ in zero:
-            values.copy_(before)
+        for values, saved, _ in zero:
+            values.copy_(saved)

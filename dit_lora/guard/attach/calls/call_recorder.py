@@ -67,16 +67,16 @@ class Recorder:
             versions.append((detached, detached._version))
             return detached
 
-        kept_args = tuple(
+        detached_args = tuple(
             [detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args]
         )
-        kept_kwargs = (
+        detached_kwargs = (
             {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
         )
         has_cuda = any(tensor.is_cuda for tensor, _ in versions)
         call = CapturedCall(
-            kept_args,
-            kept_kwargs,
+            detached_args,
+            detached_kwargs,
             log.given_names,
             torch.get_rng_state(),
             # Reading CUDA's generator state would initialize CUDA in a CPU loop.
@@ -107,10 +107,10 @@ class Recorder:
         ref = weakref.ref(call)
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                keep = _GradientHook(self, ref, number)
+                hook = _GradientHook(self, ref, number)
                 # The gradient arrives in the loop's backward, long after this call.
-                tensor.register_hook(keep)
-                call.graph = weakref.ref(keep)
+                tensor.register_hook(hook)
+                call.graph = weakref.ref(hook)
 
     @property
     def may_get_gradient(self) -> bool:

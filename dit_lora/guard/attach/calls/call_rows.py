@@ -207,16 +207,16 @@ def _split_grid(
     merged = sum(sizes) // sum(tokens)
     images: list[tuple[int, int]] = []
     patches: list[tuple[int, int]] = []
-    picture = patch = 0
+    image = patch = 0
     for num_tokens in tokens:
-        first_picture, first_patch, num_patches = picture, patch, 0
-        while num_patches < num_tokens * merged and picture < len(sizes):
-            num_patches += sizes[picture]
-            patch += sizes[picture]
-            picture += 1
+        first_image, first_patch, num_patches = image, patch, 0
+        while num_patches < num_tokens * merged and image < len(sizes):
+            num_patches += sizes[image]
+            patch += sizes[image]
+            image += 1
         # An image would belong to two samples, so the counts do not fit.
         if num_patches != num_tokens * merged:
             return None
-        images.append((first_picture, picture))
+        images.append((first_image, image))
         patches.append((first_patch, patch))
-    return (tuple(images), tuple(patches)) if picture == len(sizes) else None
+    return (tuple(images), tuple(patches)) if image == len(sizes) else None

@@ -175,9 +175,13 @@ class CapturedCall:
             # (B,): one output tensor per sample.
             losses = torch.stack([product.sum() for product in weighted])
         else:
-            only = weighted[0]
+            output_sum = weighted[0]
             # (B, ...) -> (B,). A scalar output counts as one sample.
-            losses = only.reshape(len(only), -1).sum(1) if only.ndim else only[None]
+            losses = (
+                output_sum.reshape(len(output_sum), -1).sum(1)
+                if output_sum.ndim
+                else output_sum[None]
+            )
         # A model that returns a single loss, as Transformers' do, may still have several samples.
         return LossOutput(losses, self._timesteps(max(len(losses), self.num_samples)))
 
@@ -188,12 +192,12 @@ class CapturedCall:
             yield
             return
         generator, state = self.generator
-        now = generator.get_state()
+        current_state = generator.get_state()
         generator.set_state(state)
         try:
             yield
         finally:
-            generator.set_state(now)
+            generator.set_state(current_state)
 
     def micro_batch(
         self,

@@ -67,18 +67,20 @@ class ModelDiscovery:
             return
         if recorder is None:
             recorder = self._found[id(module)] = Recorder(module, self.log)
-        begun = contain_error(lambda: recorder.begin(call.args, call.kwargs), "recording a call")
-        before = self._num_known_calls()
+        begun_call = contain_error(
+            lambda: recorder.begin(call.args, call.kwargs), "recording a call"
+        )
+        num_calls_before = self._num_known_calls()
         # Calls of the same module inside this one are not recorded again.
         recorder.is_open = True
         try:
             yield
         finally:
             recorder.is_open = False
-        if begun is not None:
-            contain_error(lambda: recorder.end(begun, call.output), "recording an output")
+        if begun_call is not None:
+            contain_error(lambda: recorder.end(begun_call, call.output), "recording an output")
         # The guard may have started with this call.
-        if id(module) not in self.known() and self._num_known_calls() > before:
+        if id(module) not in self.known() and self._num_known_calls() > num_calls_before:
             # A known model was called inside this module, and that model is the one to record.
             self._found.pop(id(module)).drop()
 

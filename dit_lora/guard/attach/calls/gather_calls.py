@@ -34,7 +34,7 @@ def shared_calls(
     None if an argument of a call cannot be sent to another rank. Collective.
     """
     # Models are not sent: each rank has its own, at the same position of this list.
-    numbers = {id(model): number for number, model in enumerate(models)}
+    model_numbers = {id(model): number for number, model in enumerate(models)}
     bad = _micro_batches_with_bad_values(calls)
     selected = list(calls)
     if any(gather_object([bool(bad)])):
@@ -43,7 +43,7 @@ def shared_calls(
     healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]
     try:
         packed = pickle.dumps(
-            [[_packed(call, numbers) for call in part] for part in (selected, healthy_calls)]
+            [[_packed(call, model_numbers) for call in part] for part in (selected, healthy_calls)]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
         # This rank has to take part in the gather all the same.
@@ -53,15 +53,18 @@ def shared_calls(
     # All ranks see this, so all of them give up together.
     if len(contents) < len(gathered):
         return None
-    shared = []
+    all_rank_calls = []
     for rank, content in contents.items():
-        theirs, controls_packed = pickle.loads(content)  # safe: written by the ranks of this run
-        unpacked = [_unpacked(call, number, models, device) for call, number in theirs]
-        healthy = [_unpacked(call, number, models, device) for call, number in controls_packed]
-        if unpacked:
-            by_model = {id(call.owner): call for call in healthy}
-            shared.append(RankCalls(rank, unpacked, by_model))
-    return shared
+        # Unpickling is safe here: the ranks of this run have written it.
+        rank_selected, packed_controls = pickle.loads(content)
+        rank_calls = [_unpacked(call, number, models, device) for call, number in rank_selected]
+        rank_controls = [
+            _unpacked(call, number, models, device) for call, number in packed_controls
+        ]
+        if rank_calls:
+            controls_by_model = {id(call.owner): call for call in rank_controls}
+            all_rank_calls.append(RankCalls(rank, rank_calls, controls_by_model))
+    return all_rank_calls
 
 
 def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
@@ -75,8 +78,8 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
 
 def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
     """Move a call to the host, without the model, which every rank has, and without the loop's generators."""
-    sent = _moved(call, torch.device("cpu"))
-    return replace(sent, owner=None, generator=None, versions=(), graph=None), numbers[
+    cpu_call = _moved(call, torch.device("cpu"))
+    return replace(cpu_call, owner=None, generator=None, versions=(), graph=None), numbers[
         id(call.owner)
     ]
 

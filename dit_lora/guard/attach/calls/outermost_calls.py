@@ -65,12 +65,14 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = OutermostCall(module, args, kwargs)
     notified: list[Listener] = []
     try:
-        with ExitStack() as around:
+        with ExitStack() as listener_contexts:
             # A listener may register another one, which is notified of this call too.
-            while news := [listener for listener in _present() if listener not in notified]:
-                for listener in news:
+            while new_listeners := [
+                listener for listener in _present() if listener not in notified
+            ]:
+                for listener in new_listeners:
                     notified.append(listener)
-                    around.enter_context(listener(call))
+                    listener_contexts.enter_context(listener(call))
             call.output = _CALL(module, *args, **kwargs)
             return call.output
     finally:

@@ -159,9 +159,9 @@ def _match_row(
 ) -> int | None:
     for shape in shapes:
         # The row without its padding, which may be at the end or at the start of each dimension.
-        starts = row[tuple(slice(0, size) for size in shape)]
-        ends = row[tuple(slice(row.shape[d] - size, None) for d, size in enumerate(shape))]
-        for part in (starts, ends) if shape != row.shape else (row,):
+        start_part = row[tuple(slice(0, size) for size in shape)]
+        end_part = row[tuple(slice(row.shape[d] - size, None) for d, size in enumerate(shape))]
+        for part in (start_part, end_part) if shape != row.shape else (row,):
             positions = by_digest.get((shape, _digest(part)))
             if positions is not None:
                 # Equal items cannot be told apart.

@@ -180,16 +180,16 @@ class DataLoaders:
     def _note(self, iterator: Any, tagged: TaggedBatch) -> None:
         if iterator not in self._indices:
             return  # the iterator started before this guard
-        waiting = self._indices[iterator]
-        index = waiting.popleft() if waiting else None
-        is_map = iterator._dataset_kind == _DatasetKind.Map
+        pending = self._indices[iterator]
+        index = pending.popleft() if pending else None
+        is_map_dataset = iterator._dataset_kind == _DatasetKind.Map
         # A stream has no indices, and without `in_order` batches come back in any order.
-        is_known = is_map and getattr(iterator, "_in_order", True)
+        has_known_order = is_map_dataset and getattr(iterator, "_in_order", True)
         indices: tuple[object, ...] = ()
         rows = tagged.rows
-        if is_known and isinstance(index, (list, tuple)) and iterator._auto_collation:
+        if has_known_order and isinstance(index, (list, tuple)) and iterator._auto_collation:
             indices = tuple(index)
-        elif is_known and not iterator._auto_collation and isinstance(index, int):
+        elif has_known_order and not iterator._auto_collation and isinstance(index, int):
             # The dataset returned a whole batch as one item: every row belongs to it.
             indices = (index,)
             tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]

@@ -113,7 +113,7 @@ class LoadedBatch:
         item = loaded.rows[row] if loaded.rows is not None else None
         if item is None or not self.item_names or self.item_names[item] is None:
             return None
-        # The only item is a whole batch, so its name alone does not identify a row.
+        # The only item is a whole batch, so its name does not identify a row.
         if self.is_ready and tensor is not None and self._is_batch(tensor):
             return f"row {row} of {self.item_names[item]}"
         return self.name_of_item(item)
@@ -133,7 +133,7 @@ class LoadedBatch:
 
     def bad_files(self) -> list[str]:
         """Names of the batch's tensor files that hold a value which is not finite."""
-        files = [path for of_item in self.item_files for path in data_files(of_item)]
+        files = [path for item_paths in self.item_files for path in data_files(item_paths)]
         return [f"file {Path(path).name}" for path in find_bad_files(files)]
 
 
@@ -202,7 +202,7 @@ class LoadedBatches:
         argument_ids = set(arguments)
         for batch in reversed(self._batches):
             if len(batch.item_names) == 1 and any(
-                id(batch_object) in argument_ids for batch_object in batch.objects
+                id(passed_object) in argument_ids for passed_object in batch.objects
             ):
                 return batch.name_of_item(0)
         return None
@@ -382,8 +382,8 @@ def _equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
         return []
     expected = row.detach().to(values.device)
     values = values.to(expected.dtype)
-    is_equal = (values == expected) | ((values != values) & (expected != expected))
-    return is_equal.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
+    is_equal_element = (values == expected) | ((values != values) & (expected != expected))
+    return is_equal_element.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
 
 
 def _bad_items(batch: LoadedBatch) -> list[BadItem]:
@@ -403,8 +403,8 @@ def _bad_items(batch: LoadedBatch) -> list[BadItem]:
     files = batch.bad_files()
     if len(files) != len(names):
         return bad
-    by_name = dict(zip(names, files, strict=True))
-    return [BadItem(by_name[item.name], item.description) for item in bad]
+    file_by_name = dict(zip(names, files, strict=True))
+    return [BadItem(file_by_name[item.name], item.description) for item in bad]
 
 
 def bad_rows(tensor: torch.Tensor) -> list[int]:
@@ -413,7 +413,7 @@ def bad_rows(tensor: torch.Tensor) -> list[int]:
         return []
     if not tensor.is_floating_point():
         return []
-    # fp64 has room for the squares.
+    # fp64 can hold the squares.
     limit = SQUARE_LIMIT if tensor.dtype is not torch.float64 else float("inf")
     # (B, ...) -> (B,): the largest magnitude of each row.
     peaks = tensor.detach().float().abs().reshape(len(tensor), -1).amax(1)
