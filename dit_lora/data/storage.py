@@ -39,6 +39,7 @@ _IS_WAITING = mmap.mmap(-1, 1)
 def waiting() -> Iterator[None]:
     """Wait for unreadable files inside the context, so that a run loses no samples to a short network failure."""
     global _max_wait_s
+    # Restore the earlier value afterwards, so that the context can be nested.
     before, _max_wait_s = _max_wait_s, MAX_WAIT_S
     try:
         yield
@@ -69,22 +70,23 @@ def read_stored(read: Callable[[], T], folder: Path) -> T:
     Raises:
         UnreadableError: The storage did not come back; the message names the folder.
     """
-    began: float | None = None
+    first_failure_s: float | None = None
     while True:
         try:
             result = read()
         except OSError as error:
             now = time.monotonic()
             # First failure inside `waiting`: start the clock and announce the wait.
-            if began is None and _max_wait_s:
-                began = now
+            if first_failure_s is None and _max_wait_s:
+                first_failure_s = now
                 _say_once(error, folder)
-            elif began is None or now - began >= _max_wait_s:
+            # Outside a run, or after the longest wait: give up.
+            elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
                 raise UnreadableError(_message(error, folder)) from error
             time.sleep(_POLL_S)
             continue
-        if began is not None:
-            _say_it_is_back(time.monotonic() - began)
+        if first_failure_s is not None:
+            _say_it_is_back(time.monotonic() - first_failure_s)
         return result
 
 
@@ -95,12 +97,14 @@ def missing_file(path: Path) -> OSError:
             file.read(1)
     except OSError as error:
         return error
+    # The file is readable again, so there is no error of the system that could be returned.
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _names(error: OSError, folder: Path) -> tuple[str, str]:
     """The folder that is waited for, and the file that could not be read with the system's reason."""
     reason = error.strerror or str(error) or type(error).__name__
+    # Errors of an open file have no name, so name the folder that the caller gave.
     if not isinstance(error.filename, str):
         return str(folder), reason
     return str(Path(error.filename).parent), f"{error.filename}: {reason}"
@@ -108,11 +112,11 @@ def _names(error: OSError, folder: Path) -> tuple[str, str]:
 
 def _message(error: OSError, folder: Path) -> str:
     """Message of the final error."""
-    where, problem = _names(error, folder)
+    location, problem = _names(error, folder)
     if not _max_wait_s:
         return f"cannot read {problem}"
     return (
-        f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {where}: no sample is left out for that, "
+        f"cannot read {problem}; waited {_max_wait_s:g} s for the folder {location}: no sample is left out for that, "
         "make it readable again"
     )
 
@@ -122,13 +126,14 @@ def _say_once(error: OSError, folder: Path) -> None:
     if _IS_WAITING[0]:
         return
     _IS_WAITING[0] = 1
-    where, problem = _names(error, folder)
-    _say(f"waiting up to {_max_wait_s:g} s for the folder {where}: cannot read {problem}")
+    location, problem = _names(error, folder)
+    _say(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
 
 
 def _say_it_is_back(seconds: float) -> None:
     """Announce the end of the wait, unless another worker has done so."""
     if _IS_WAITING[0]:
+        # The next failure may be announced again.
         _IS_WAITING[0] = 0
         _say(f"the files can be read again after {seconds:.1f} s; nothing is left out")
 

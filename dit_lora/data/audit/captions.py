@@ -52,6 +52,7 @@ def check_captions(
     reserved = _reserved_tokens(tokenizer)
     if lengths is None:
         lengths = token_lengths(clips, tokenizer)
+    # Both look-ups run over the whole set: the first one tokenises in batches, the second one counts repeats.
     long = _cut_off(clips, lengths, tokenizer, max_tokens)
     repeated = _repeated(clips, shared)
     by_id: dict[str, list[Finding]] = {}
@@ -73,6 +74,7 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
     """Number of tokens of each caption, including the tokenizer's special tokens; {} without a tokenizer."""
     if tokenizer is None:
         return {}
+    # The ids are requested without special tokens, so their number is added to each length.
     added = tokenizer.num_special_tokens_to_add()
     # Captions that repeat are tokenised once.
     captions = list(dict.fromkeys(clip.caption for clip in clips))
@@ -102,22 +104,27 @@ def _cut_off(
     """Findings by caption that quote the text which the encoder would cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
     if tokenizer is None:
+        # Without a tokenizer, count words: each word is at least one token, so a caption above the limit is certainly
+        # too long.
         limit = max_tokens or LONGEST
-        cut: dict[str, list[Finding]] = {}
+        findings: dict[str, list[Finding]] = {}
         for caption in captions:
             caption_words = caption.split()
             if len(caption_words) > limit:
-                lost = " ".join(caption_words[limit:])
-                cut[caption] = [_too_long(f"{len(caption_words):,} words", limit, lost)]
-        return cut
+                cut_text = " ".join(caption_words[limit:])
+                findings[caption] = [_too_long(f"{len(caption_words):,} words", limit, cut_text)]
+        return findings
     if max_tokens is None:
         return {}
+    # Only the captions above the limit are tokenised a second time, to quote the text after the limit.
     long = [caption for caption in captions if lengths[caption] > max_tokens]
     # `ids` have no special tokens, so their share of the limit is subtracted.
-    room = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
+    num_text_tokens = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
     return {
         caption: [
-            _too_long(f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[room:]))
+            _too_long(
+                f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:])
+            )
         ]
         for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True)
     }
@@ -136,17 +143,19 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
     """Findings by sample id that say how many other clips have the same caption."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
+        # Captions that differ only in white space count as equal.
         groups.setdefault(" ".join(clip.caption.split()), []).append(clip)
     shared_texts = {" ".join(caption.split()) for caption in shared}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
         # One instruction for an edit may apply to many pictures, so samples with references are not counted.
-        several = [clip for clip in group if not (clip.references or _is_class_of(clip, caption))]
+        repeats = [clip for clip in group if not (clip.references or _is_class_of(clip, caption))]
         # Two samples of one file, for example from two sources, count as one clip.
-        count = len({clip.media for clip in several})
+        count = len({clip.media for clip in repeats})
+        # Class names and the captions of the recipe may repeat.
         if count < 2 or caption in shared_texts:
             continue
-        for clip in several:
+        for clip in repeats:
             message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "say what sets this clip apart"
             by_id[clip.id] = [
@@ -157,6 +166,7 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
 
 def _is_class_of(clip: Clip, caption: str) -> bool:
     """Whether the caption is the name of a folder that contains the clip."""
+    # The last part of the id is the file's name, so it is not a folder.
     return any(class_name(folder) == caption for folder in clip.id.split("/")[:-1])
 
 
@@ -183,12 +193,15 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
 
 def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding]:
     """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
-    reserved_here = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
+    matches = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
     remedy = "remove it from the caption"
-    if reserved_here:
-        message = f"its caption holds {', '.join(reserved_here)}: no text to the tokenizer, but a special token"
+    if matches:
+        message = (
+            f"its caption holds {', '.join(matches)}: no text to the tokenizer, but a special token"
+        )
         yield Finding("caption_reserved_token", message, "warn", remedy)
         return
+    # Special tokens of other models show that a captioning model's output was not cleaned.
     foreign = list(dict.fromkeys(WELL_KNOWN.findall(caption)))
     if foreign:
         message = f"its caption holds {', '.join(foreign)}: a special token of text models"
@@ -198,12 +211,13 @@ def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding
 def _text(caption: str) -> Iterator[Finding]:
     """Yield findings about control characters, and about captions with few letters or digits."""
     code = "caption_not_text"
-    odd = list(dict.fromkeys(_CONTROL.findall(caption)))
-    if odd:
-        names = ", ".join(f"U+{ord(char):04X}" for char in odd[:5])
+    control_chars = list(dict.fromkeys(_CONTROL.findall(caption)))
+    if control_chars:
+        names = ", ".join(f"U+{ord(char):04X}" for char in control_chars[:5])
         message = f"its caption holds control or replacement characters ({names})"
         yield Finding(code, message, "warn", "read the captions' source in its own encoding again")
     visible = sum(not char.isspace() for char in caption)
+    # `str.isalnum` is fast but ignores combining marks, so the exact check runs only for suspicious captions.
     if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
         message = f"most of its caption is neither letter nor digit: {short(caption)}"
         yield Finding(code, message, "warn", "describe the clip in words")

@@ -49,15 +49,18 @@ def foreign_kind(head: bytes) -> str | None:
     # A tar's magic is at byte 257 of its first header.
     if head[257:262] == b"ustar":
         return "a tar archive"
+    # Control bytes show that the file is binary, so it may be media.
     if set(head) & _BINARY:
         return None
     try:
         # The head may end in the middle of a character, which has up to 4 bytes in UTF-8.
         text = head[:-3].decode("utf-8") if len(head) == HEAD else head.decode("utf-8")
     except UnicodeDecodeError as error:
+        # An error further from the end than a cut character means that the bytes are not UTF-8.
         if error.start < len(head) - 6:
             return None
         text = head[: error.start].decode("utf-8")
+    # Servers often answer a failed download with an HTML page, so it gets its own name.
     start = text.lstrip("\ufeff \t\r\n").lower()
     if start.startswith(("<!doctype html", "<html")):
         return "an HTML page"
@@ -92,27 +95,29 @@ def missing_bytes(stream: BinaryIO, size: int) -> int:
     head = stream.read(12)
     # Each container states its lengths in a different way.
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        ends = _avi_ends(stream, size)
+        end_offsets = _avi_ends(stream, size)
     elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        ends = iter([8 + int.from_bytes(head[4:8], "little")])
+        # WebP is one RIFF chunk: its length is at byte 4, and does not count the 8 bytes of the chunk's header.
+        end_offsets = iter([8 + int.from_bytes(head[4:8], "little")])
+    # The EBML signature, with which Matroska and WebM begin.
     elif head[:4] == b"\x1aE\xdf\xa3":
-        ends = _matroska_ends(stream, size)
+        end_offsets = _matroska_ends(stream, size)
     elif sniffed_suffix(head) in (".mp4", ".mov"):
-        ends = _box_ends(stream, size)
+        end_offsets = _box_ends(stream, size)
     else:
         return 0
     if size == 0:
         return 0
     # Ends within the file give values of 0 or less.
-    lacking = [end - size for end in ends]
-    return max(lacking, default=0)
+    shortfalls = [end - size for end in end_offsets]
+    return max(shortfalls, default=0)
 
 
 def _box_ends(stream: BinaryIO, size: int) -> Iterator[int]:
     """Yield the end of each MP4 box (ISO 14496-12, 4.2) as a byte offset; 0 for boxes without frames or index."""
-    at = 0
-    while at + 8 <= size:
-        stream.seek(at)
+    offset = 0
+    while offset + 8 <= size:
+        stream.seek(offset)
         header = stream.read(16)
         length, kind = int.from_bytes(header[:4]), header[4:8]
         # A length of 1 means that the next 8 bytes hold the real, 64-bit length.
@@ -121,23 +126,25 @@ def _box_ends(stream: BinaryIO, size: int) -> Iterator[int]:
         # A length of 0 means up to the end of the file; any other below 8 is not a box but trailing data.
         if length < 8 or not all(32 <= byte < 127 for byte in kind):
             return
-        at += length
-        yield at if kind in (b"mdat", b"moov", b"moof") else 0
+        offset += length
+        yield offset if kind in (b"mdat", b"moov", b"moof") else 0
 
 
 def _avi_ends(stream: BinaryIO, size: int) -> Iterator[int]:
     """Yield the end offsets of an AVI's header list and frame list; an interrupted writer leaves a length of 0."""
-    at = 12
-    while at + 12 <= size:
-        stream.seek(at)
+    # Skip `RIFF`, the length, and `AVI `.
+    offset = 12
+    while offset + 12 <= size:
+        stream.seek(offset)
         header = stream.read(12)
-        end = at + 8 + int.from_bytes(header[4:8], "little")
+        end = offset + 8 + int.from_bytes(header[4:8], "little")
         if header[:4] == b"LIST":
             yield end
+            # `movi` holds the frames; what follows is an index, which players can rebuild.
             if header[8:12] == b"movi":
                 return
         # Chunks begin at even bytes.
-        at = end + end % 2
+        offset = end + end % 2
 
 
 def _matroska_ends(stream: BinaryIO, size: int) -> Iterator[int]:
@@ -146,7 +153,9 @@ def _matroska_ends(stream: BinaryIO, size: int) -> Iterator[int]:
     header = _variable(stream)
     if header is None:
         return
+    # Skip the contents of the EBML header; the segment comes next.
     stream.seek(header, io.SEEK_CUR)
+    # The ID of the segment, 0x18538067.
     if stream.read(4) == b"\x18S\x80g":
         length = _variable(stream)
         if length is not None:

@@ -45,11 +45,13 @@ def cut_positions(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> li
     repeats = number - np.maximum.accumulate(np.where(still, 0, number))
     # Drop repeated frames, because they make the change at the next frame look large. A longer standstill stays.
     moving = number[(repeats == 0) | (repeats >= _CADENCE)]
+    # (M, H, W) and (M,), for the M pictures that are not repeats.
     pictures, changes = grey[moving], change[moving]
     deviations = pictures.reshape(len(moving), -1).std(1)
     return [
         int(moving[k])
         for k in range(1, len(moving))
+        # The change must be visible, large for the pictures' contrast, and large compared with the motion around it.
         if changes[k] >= max(_LEAST, _OF_CONTRAST * (deviations[k - 1] + deviations[k]) / 2)
         and changes[k] >= _TIMES_MOTION * _usual(changes, k)
         and not _same_scene(pictures, k)
@@ -70,9 +72,11 @@ def _same_scene(pictures: np.ndarray, k: int) -> bool:
     """Whether a picture from before k appears again at k or soon after, possibly brighter, darker or shifted."""
     start = max(0, k - 1 - _FLASH)
     detail = _detail(pictures[start : k + 1 + _FLASH])
+    # Pictures before the suspected cut, and pictures from it on.
     before, after = detail[: k - start], detail[k - start :]
     if any(_correlation(earlier, later) >= _SAME for earlier in before for later in after):
         return True
+    # A shaken camera moves the picture, so compare the two pictures at the cut with shifts too.
     return _shifted_correlation(before[-1], after[0]) >= _SAME_SHIFTED
 
 
@@ -84,6 +88,7 @@ def _detail(pictures: np.ndarray) -> np.ndarray:
     around = ((0, 0), (3, 3), (3, 3))
     # Odd reflection continues a gradient beyond the edge, so that subtracting the mean removes it there too.
     padded = np.pad(pictures.astype(np.float32), around, mode="reflect", reflect_type="odd")
+    # (N, H, W, 7, 7) to the mean of each pixel's 7 x 7 neighbourhood, (N, H, W).
     means = np.lib.stride_tricks.sliding_window_view(padded, (7, 7), axis=(1, 2)).mean((3, 4))
     return pictures - means
 
@@ -92,6 +97,7 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Pearson correlation of two pictures; 0 for pictures without contrast."""
     x, y = first - first.mean(), second - second.mean()
     norm = float(np.sqrt((x * x).sum() * (y * y).sum()))
+    # With deviations below one level, the pictures have no contrast but rounding.
     return float((x * y).sum()) / norm if norm > x.size else 0.0
 
 
@@ -100,6 +106,7 @@ def _shifted_correlation(first: np.ndarray, second: np.ndarray) -> float:
     height, width = first.shape
     best = 0.0
     for down in range(-_SHIFT, _SHIFT + 1):
+        # The overlap of the two pictures: one without its upper or lower edge, the other without the opposite one.
         rows = slice(max(0, down), height + min(0, down))
         other_rows = slice(max(0, -down), height + min(0, -down))
         for right in range(-_SHIFT, _SHIFT + 1):

@@ -45,6 +45,7 @@ def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
         groups.setdefault(len(signature.hashes), []).append(file)
     findings = {}
     for files in groups.values():
+        # Only later files get a finding, so one clip of each group of duplicates remains.
         for file, before in _alike(files, [signatures[file] for file in files]).items():
             remedy = "remove the worse of the two"
             findings[file] = Finding(
@@ -55,8 +56,10 @@ def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
 
 def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
     """For each file that looks like an earlier one, the first such file."""
+    # (N, M), one hash for each moment.
     hashes = np.stack([signature.hashes for signature in signatures])
     moments = hashes.shape[1]
+    # (N, M, 4, 4, 3): mean colours of 4 x 4 areas.
     colours = np.stack([signature.colours for signature in signatures]).astype(np.float32)
     # Subtract each clip's mean colour, so that a brighter or darker copy still matches.
     colours -= colours.mean((2, 3, 4), keepdims=True)
@@ -71,11 +74,13 @@ def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, s
         # The hashes rule out most pairs cheaply; colours are compared only for the rest.
         max_bits = max(bits for bits, _ in _ALIKE)
         for row, is_candidate in enumerate(differing <= max_bits * moments):
-            this = start + row
-            for earlier in np.flatnonzero(is_candidate[:this]).tolist():
+            later = start + row
+            for earlier in np.flatnonzero(is_candidate[:later]).tolist():
                 bits = differing[row, earlier] / moments
-                levels = np.abs(colours[this] - colours[earlier]).max()
-                if any(bits <= most_bits and levels <= high for most_bits, high in _ALIKE):
-                    originals[files[this]] = files[earlier]
+                levels = np.abs(colours[later] - colours[earlier]).max()
+                if any(
+                    bits <= bit_limit and levels <= level_limit for bit_limit, level_limit in _ALIKE
+                ):
+                    originals[files[later]] = files[earlier]
                     break
     return originals

@@ -73,6 +73,7 @@ class TensorStats:
 
     def add(self, sample: str, tensor: torch.Tensor) -> None:
         """Add one sample with finite values; raises `DitLoraError` if its number of channels differs."""
+        # Accumulate in fp64: the set may have billions of values, and fp32 sums would lose digits.
         values_CN = _by_channel(tensor, self.kind).double()
         channels, count = values_CN.shape
         squares, mean = torch.var_mean(values_CN, dim=1, correction=0)
@@ -92,6 +93,7 @@ class TensorStats:
         largest = float(values_CN.abs().max())
         if largest > self.abs_max or not self.samples:
             self.abs_max, self.abs_max_sample = largest, sample
+        # Above the limit, keep one mean and one deviation for the whole sample, so that memory stays bounded.
         if channels > CHANNELS:
             variance, mean = torch.var_mean(values_CN, correction=0)
             squares, mean, count = variance.reshape(1), mean.reshape(1), 1
@@ -121,10 +123,12 @@ class TensorStats:
                 _Statistic("mean", means, LEAST_SHIFT, _median(stds).clamp(min=_TINY)),
                 _Statistic("standard deviation", _log(stds), factor, log=True),
             ]
+        # One (samples, C) tensor for each statistic.
         scores = [part.scores() for part in parts]
-        stands_out = torch.cat(scores, dim=1).amax(dim=1) > OUTLIER
+        is_outlier = torch.cat(scores, dim=1).amax(dim=1) > OUTLIER
         code = "embedding_outlier" if self.kind == "embedding" else "latent_outlier"
-        for row in torch.nonzero(stands_out).flatten().tolist():
+        for row in torch.nonzero(is_outlier).flatten().tolist():
+            # The message quotes the statistic with the highest score, and counts the others.
             worst = max(range(len(parts)), key=lambda index: float(scores[index][row].max()))
             count = sum(int((score[row] > OUTLIER).sum()) for score in scores)
             more = f", and {count - 1} more of its statistics" if count > 1 else ""
@@ -162,21 +166,23 @@ class _Statistic:
 
     def scores(self) -> torch.Tensor:
         """Robust deviations from the median, (samples, C); 0 where the distance is below `least`."""
-        away = (self.values - _median(self.values)).abs() / self.unit
-        spread = 1.4826 * _median(away)
+        distances = (self.values - _median(self.values)).abs() / self.unit
+        # For a normal distribution, 1.4826 times the median absolute deviation equals the standard deviation.
+        spread = 1.4826 * _median(distances)
         # In a small set the spread of one channel may be small by chance: use at least the channels' median spread.
         spread = torch.maximum(spread, spread.median()).clamp(min=_TINY)
-        return torch.where(away > self.least, away / spread, torch.zeros_like(away))
+        return torch.where(distances > self.least, distances / spread, torch.zeros_like(distances))
 
     def words(self, row: int, scores: torch.Tensor) -> str:
         """Message about the channel with the highest score of one sample."""
         channel = int(scores.argmax())
-        where = f" of channel {channel}" if self.values.shape[1] > 1 else ""
+        channel_text = f" of channel {channel}" if self.values.shape[1] > 1 else ""
         pair = torch.stack([self.values[row, channel], _median(self.values)[0, channel]])
+        # Undo the logarithm, so that the message shows plain values; the smallest float stands for 0.
         if self.log:
             pair = torch.where(pair > math.log(_TINY), pair.exp(), 0.0)
         value, usual = pair.tolist()
-        return f"the {self.name}{where} is {value:.3g}, and {usual:.3g} in the median sample"
+        return f"the {self.name}{channel_text} is {value:.3g}, and {usual:.3g} in the median sample"
 
 
 def check_encoded(
@@ -194,6 +200,7 @@ def check_encoded(
     stats: dict[str, TensorStats] = {}
     for sample, tensors in samples:
         for name, tensor in tensors.items():
+            # Integer tensors, such as masks, have no meaningful mean or range.
             if not has_values(tensor):
                 continue
             # A bad value would spoil the statistics of the whole set.
@@ -239,6 +246,7 @@ def _unusable(name: str, tensor: torch.Tensor) -> Finding | None:
 def _by_channel(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Values of one sample by channel, (C, N)."""
     tensor = tensor.detach().cpu()
+    # Embeddings have their channels last: (T, D) becomes (D, T).
     if kind == "embedding" or tensor.ndim < 3:
         return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).T
     # C is the first of the last four dimensions: (K, C, F, H, W), (C, F, H, W) or (C, H, W).

@@ -40,6 +40,7 @@ class JudgedSample:
     @property
     def verdict(self) -> Verdict:
         """Verdict of the worst finding; "ok" without findings."""
+        # `VERDICTS` is sorted from harmless to severe, so the largest index is the worst verdict.
         ranks = [VERDICTS.index(finding.verdict) for finding in self.findings]
         return VERDICTS[max(ranks, default=0)]
 

@@ -36,7 +36,9 @@ def measure_image(
     picture = decoded(media, read)
     if isinstance(picture, tuple):
         return [picture], facts, None
+    # Decoding a large image takes long, so report progress before measuring it.
     alive()
+    # BOX averages each area, so that the measures describe all pixels.
     pictures, small = PictureMeasures(), picture.resize((SIDE, SIDE), Image.Resampling.BOX)
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
@@ -73,6 +75,7 @@ def odd_mode(mode: str, bits: int) -> str | None:
         return "more than 8 bits a level"
     if mode in ("RGB", "RGBA", "L", "LA"):
         return None
+    # Modes without a name here, such as CMYK, are reported by Pillow's name.
     return {"P": "a palette", "PA": "a palette", "1": "black and white only"}.get(mode, mode)
 
 
@@ -117,6 +120,7 @@ def _unopened(error: Exception) -> tuple[str, str]:
     if isinstance(error, Image.DecompressionBombError):
         return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
+        # `open_picture` raises this message for phone pictures, for which the user needs another remedy.
         if str(error) == HEIC_REASON:
             return "unreadable", HEIC_REASON
         return "unreadable", "its header is damaged, or of an image format that is not known here"
@@ -126,6 +130,7 @@ def _unopened(error: Exception) -> tuple[str, str]:
 def _undecoded(error: Exception) -> tuple[str, str]:
     """Code and message for an error while the pixels were decoded."""
     reason = message_of(error)
+    # Pillow has no exception class of its own for truncated files, only this word in its messages.
     if "truncated" in reason.lower():
         return "truncated", f"the image ends early: {reason}"
     return "corrupt", f"it cannot be decoded: {reason}"

@@ -70,6 +70,7 @@ class Requirements:
         reference_shape: ReferenceShape | None = None,
     ) -> "Requirements":
         """Requirements of a recipe. `shapes` are those that its model can train; by default all buckets."""
+        # Without the shapes of a model, every shape on a grid of 16 pixels counts as trainable.
         buckets = tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None)
         return cls(data, buckets, reference_shape)
 
@@ -86,6 +87,7 @@ def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list
     # A file that could not be decoded has no measurements of pictures.
     if probed.faults or "frames" not in facts:
         return findings
+    # Below one token nothing else matters: the other checks would only add noise.
     small = _too_small(facts)
     if small:
         return [*findings, small]
@@ -114,10 +116,12 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
     pictures = PictureMeasures()
     for frame in frames:
         small = adaptive_avg_pool2d(frame.float(), SIDE).round().byte()
+        # (3, 48, 48) to (48, 48, 3), as the measures expect.
         pictures.add(small.permute(1, 2, 0).numpy())
     # Four frames at half resolution are enough to measure contrast and range.
     for frame in frames[:: max(1, len(frames) // 4)]:
         red, green, blue = frame[:, ::2, ::2].float()
+        # ITU-R BT.601, the same weights as Pillow's mode L.
         luma = 0.299 * red + 0.587 * green + 0.114 * blue
         pictures.add_levels(luma.round().byte().numpy())
     return list(_pictures(pictures.facts(range(len(frames) + 1)), None))
@@ -126,6 +130,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
 def _name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if the suffix of the name does not match the content."""
     end, content = suffix(media), facts.get("content")
+    # The file could be decoded, although its first bytes are of no format that is listed here.
     if content is None and "frames" in facts:
         message = f"its content is {facts['container'].split(',')[0]}, and its name ends in {end}"
         yield _warn("wrong_extension", message, "rename it, or convert it")
@@ -145,11 +150,14 @@ def _too_small(facts: Mapping[str, Any]) -> Finding | None:
 
 def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about an image's pixel format, transparency, orientation and number of pictures."""
-    odd = odd_mode(facts["pixel_format"], facts["bits"])
-    if odd:
-        yield _warn("odd_pixel_format", f"{odd}, converted to RGB of 8 bits", "check its colours")
+    oddity = odd_mode(facts["pixel_format"], facts["bits"])
+    if oddity:
+        yield _warn(
+            "odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours"
+        )
     if facts["alpha"]:
         yield _warn("alpha", "its transparent parts become white", "put it before a background")
+    # 1 is upright; 0 is not defined by EXIF but occurs, and changes nothing.
     if facts["orientation"] not in (0, 1):
         message = f"turned as its EXIF orientation {facts['orientation']} says"
         yield _warn("rotated", message, "check that it is upright")
@@ -175,15 +183,15 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield _warn("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
     if facts["alpha"]:
         yield _warn("alpha", "its transparency is dropped", "put it before a background")
-    odd = [
+    oddities = [
         ("a palette", facts["palette"]),
         ("chroma in full resolution", facts["full_chroma"]),
         # Motion JPEG is always full range.
         ("full-range levels", facts["full_range"] and facts["codec"] != "mjpeg"),
     ]
-    named = ", ".join(message for message, is_so in odd if is_so)
-    if named:
-        yield _warn("odd_pixel_format", f"{name}: {named}", "check its colours")
+    description = ", ".join(message for message, is_so in oddities if is_so)
+    if description:
+        yield _warn("odd_pixel_format", f"{name}: {description}", "check its colours")
     if facts["interlaced"]:
         message = "two fields a frame: what moves looks like a comb"
         yield _warn("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
@@ -199,23 +207,26 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings where the header disagrees with the decoded frames."""
-    count, stated = facts["frames"], facts["header_frames"]
-    if stated and abs(stated - count) > max(1, _COUNT_SLACK * stated):
-        message = f"its header counts {stated} frames, and {count} come out"
+    count, header_value = facts["frames"], facts["header_frames"]
+    if header_value and abs(header_value - count) > max(1, _COUNT_SLACK * header_value):
+        message = f"its header counts {header_value} frames, and {count} come out"
         yield _warn("frame_count", message, "ffmpeg -i IN OUT writes a new header")
-    seconds, stated = facts["seconds"], facts["header_seconds"]
+    seconds, header_value = facts["seconds"], facts["header_seconds"]
     # Matroska counts the duration from 0, even if the first frame is shown later.
-    off = (
-        min(abs(stated - seconds), abs(stated - facts["header_start"] - seconds)) if stated else 0.0
+    deviation = (
+        min(abs(header_value - seconds), abs(header_value - facts["header_start"] - seconds))
+        if header_value
+        else 0.0
     )
-    if off > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
-        message = f"its header says {stated:.2f} s, and its frames last {seconds:.2f} s"
+    if deviation > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
+        message = f"its header says {header_value:.2f} s, and its frames last {seconds:.2f} s"
         yield _warn("duration", message, "ffmpeg -i IN OUT writes a new header")
 
 
 def _timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if the time stamps run backwards or the frame rate varies."""
     remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
+    # Time stamps that run backwards make the frame rate meaningless, so it is not checked then.
     if facts["backwards"]:
         message = f"its time stamps run backwards {facts['backwards']} times"
         yield _warn("variable_frame_rate", message, "encode it anew")
@@ -235,6 +246,7 @@ def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Findi
     if facts["black_share"] == 1 and facts["luma_max"] <= _BLACK_MOST:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
+    # One colour: hardly any difference in any channel and in luma.
     if facts["levels"] <= _CONSTANT_LEVELS >= facts["luma_max"] - facts["luma_min"]:
         message = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
         yield Finding("constant", message, "reject", "remove it")
@@ -258,9 +270,10 @@ def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Findi
 def _motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Iterator[Finding]:
     """Yield findings about a picture that stands still for long, and about hard cuts."""
     still = facts["still"]
-    long = seconds is not None and still["seconds"] >= _FROZEN_SECONDS - 1e-3
+    # The small tolerance keeps a standstill of exactly one second from being missed through rounding.
+    is_long = seconds is not None and still["seconds"] >= _FROZEN_SECONDS - 1e-3
     is_mostly_still = still["share"] >= _FROZEN_SHARE
-    if still["frames"] >= _FROZEN_FRAMES and (long or is_mostly_still):
+    if still["frames"] >= _FROZEN_FRAMES and (is_long or is_mostly_still):
         message = (
             f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
         )
@@ -276,15 +289,18 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Ite
     """Yield findings about the length, counted as in training: each time gets the nearest frame."""
     fps = wanted.data.fps or 1.0
     if is_image(media):
-        gives = 1
+        num_available = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
         # The same count as in `decode.WantedTimes.until`, from the frames' real times.
-        gives = math.floor(end * fps + 1e-6) + 1
-    if gives < wanted.frames:
-        message = f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {gives}"
+        num_available = math.floor(end * fps + 1e-6) + 1
+    if num_available < wanted.frames:
+        message = (
+            f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {num_available}"
+        )
         remedy = "lower data.frames, raise data.fps or remove it"
         yield Finding("too_short", message, "reject", remedy)
+    # At a lower frame rate than requested, some frames are used twice and the motion stutters.
     if not is_image(media) and wanted.frames > 1 and facts["fps"] < (1 - _FPS_SLACK) * fps:
         message = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
         yield _warn("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
@@ -293,18 +309,21 @@ def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Ite
 def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
     """Yield findings about the bucket of the clip: none fits, enlarged, or cropped."""
     height, width = shown_size(facts)
-    placed = placed_in(facts, wanted)
-    if isinstance(placed, Dropped):
+    placement = placed_in(facts, wanted)
+    if isinstance(placement, Dropped):
         # `_length` reports clips that are too short.
-        if placed.code != "too_short":
-            yield _warn(placed.code, f"it is left out: {placed.words}", "add a bucket of its shape")
+        if placement.code != "too_short":
+            yield _warn(
+                placement.code, f"it is left out: {placement.words}", "add a bucket of its shape"
+            )
         return
-    size = f"{width:g} x {height:g} for {placed.shape.width} x {placed.shape.height} pixels"
-    if placed.upscale > MOST_ENLARGED:
-        message = f"{size}: it is enlarged {placed.upscale:.2f} times"
+    # The clip has a bucket, but may still be enlarged or cropped, which costs quality.
+    size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"
+    if placement.upscale > MOST_ENLARGED:
+        message = f"{size}: it is enlarged {placement.upscale:.2f} times"
         yield _warn("upscaled", message, "lower data.height and data.width, or remove it")
-    if placed.crop > _MOST_CROPPED:
-        message = f"{size}: {placed.crop:.0%} of the picture is cropped away"
+    if placement.crop > _MOST_CROPPED:
+        message = f"{size}: {placement.crop:.0%} of the picture is cropped away"
         yield _warn("cropped", message, "add a bucket of its shape, or remove it")
 
 
@@ -317,6 +336,7 @@ def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Droppe
         frames=facts["frames"],
         height=round(height),
         width=round(width),
+        # Only videos have a duration among their facts.
         is_image="seconds" not in facts,
     )
     return place(header, wanted.shapes, wanted.data)
@@ -325,6 +345,7 @@ def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Droppe
 def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
     """Height and width in square pixels, upright."""
     height, width = facts["height"], facts["width"] * facts.get("pixel_aspect", 1.0)
+    # A quarter turn swaps height and width; images are measured upright and have no rotation here.
     if facts.get("rotation", 0) % 180:
         height, width = width, height
     return round(height, 1), round(width, 1)

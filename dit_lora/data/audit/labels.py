@@ -46,20 +46,22 @@ def check_labels(
     for clip in clips:
         if clip.caption not in outside:
             name = names[clip.caption]
+            # A sample that comes several times in an epoch counts as often.
             counts[name] = counts.get(name, 0) + clip.times
             first_ids.setdefault(name, clip.id)
-    odd = _out_of_balance(counts)
-    for label, message in odd.items():
+    imbalanced = _out_of_balance(counts)
+    for label, message in imbalanced.items():
         remedy = "add samples to the small classes, or thin out or weigh down the large ones"
         finding = Finding("label_imbalance", message, "warn", remedy)
         findings.setdefault(first_ids[label], []).append(finding)
     notes = []
-    if odd:
-        class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in odd]
+    if imbalanced:
+        class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in imbalanced]
         notes.append(
-            f"{len(odd):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
+            f"{len(imbalanced):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
             f"median class's {_median(counts):,.5g} samples: {_some(class_counts)}."
         )
+    # Classes without samples are not an error: the table may belong to a larger set.
     unused = [label for label in dict.fromkeys(table or ()) if label not in counts]
     if unused:
         notes.append(
@@ -71,6 +73,7 @@ def check_labels(
 
 def _names(table: Sequence[str]) -> dict[str, str]:
     """Map each name and synonym to its entry in the table; a whole entry takes precedence over a synonym."""
+    # ImageNet's entries list synonyms, such as `tench, Tinca tinca`.
     parts = {part.strip(): entry for entry in table for part in entry.split(",")}
     return parts | {entry: entry for entry in table}
 
@@ -80,9 +83,10 @@ def _unknown(label: str, names: Mapping[str, str], count: int, *, near: bool) ->
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.
-    plain = {_plain(name): name for name in reversed(list(names))} if near else {}
-    close = get_close_matches(_plain(label), plain, n=1, cutoff=0.6)
-    nearest = f"; the nearest is {plain[close[0]]!r}" if close else ""
+    by_plain_name = {_plain(name): name for name in reversed(list(names))} if near else {}
+    # Below a similarity of 0.6, a suggestion would be misleading.
+    close = get_close_matches(_plain(label), by_plain_name, n=1, cutoff=0.6)
+    nearest = f"; the nearest is {by_plain_name[close[0]]!r}" if close else ""
     message = f"class {label!r} is not among the {count:,} of the table{nearest}"
     remedy = "rename the class, remove the sample, or add the class to data.classes"
     return Finding("label_unknown", message, "reject", remedy)
@@ -97,6 +101,7 @@ def _out_of_balance(counts: Mapping[str, float]) -> dict[str, str]:
     """Message for each label with far fewer or more samples than the median class, smallest class first."""
     median, messages = _median(counts), {}
     for label, count in sorted(counts.items(), key=lambda item: item[1]):
+        # The median is robust: one huge class does not make all others look small.
         if IMBALANCE * count < median or count > IMBALANCE * median:
             side = "less than a tenth" if count < median else "more than ten times"
             samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"

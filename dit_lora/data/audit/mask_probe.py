@@ -15,6 +15,7 @@ def measure_mask(
     mask: LossMask, alive: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
+    # A mask is a still picture, also for a video.
     if not is_image(mask.media):
         return [("not_media", "a mask is a picture, and it is not named as one")], {}, None
     grey = decoded(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))

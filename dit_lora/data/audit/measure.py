@@ -15,8 +15,10 @@ from dit_lora.data.audit.signature import GRID, Signature
 SIDE = 48
 """Side of the small pictures, in pixels."""
 
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
-_BATCH = 64  # pictures measured at once
+# Weights of red, green and blue (ITU-R BT.601).
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
+# Number of pictures that are measured at once.
+_BATCH = 64
 
 # A picture is black if at least 98% of its areas are no brighter than this level; FFmpeg's blackdetect has 10% of
 # the range and 98% of the pixels. In the darkest of seven real clips (a kitchen) at most 57% are that dark; with 200
@@ -51,6 +53,7 @@ class PictureMeasures:
 
     def add_levels(self, luma: np.ndarray) -> None:
         """Add the luma levels of a full-size picture, uint8 (H, W); a few pictures of a clip are enough."""
+        # A histogram of 256 levels has everything that is needed, so the picture itself is not kept.
         counts = np.bincount(luma.ravel(), minlength=256)
         shares = counts / counts.sum()
         mean = (shares * np.arange(256)).sum()
@@ -64,12 +67,14 @@ class PictureMeasures:
         rgb = np.stack(self._waiting)
         self._waiting.clear()
         count = len(rgb)
+        # (N, 48, 48, 3) to (N, 48, 48).
         luma = rgb.astype(np.float32) @ _LUMA
         half, cell = SIDE // 2, SIDE // GRID
         # (N, 48, 48, 3) to mean colours of GRID x GRID areas, (N, GRID, GRID, 3).
         blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
         # The first picture of the clip is compared with itself, so its change is 0.
         before = rgb[:1] if self._last is None else self._last
+        # int16, because differences of uint8 would wrap around.
         pairs = np.concatenate([before, rgb]).astype(np.int16)
         self._batches.append(
             {
@@ -77,6 +82,7 @@ class PictureMeasures:
                 "lit": (luma > _BLACK_LEVEL).mean((1, 2)),
                 "least": rgb.min((1, 2)),
                 "most": rgb.max((1, 2)),
+                # (N, 48, 48) to (N, 24, 24), from which cuts and hashes are computed.
                 "grey": luma.reshape(count, half, 2, half, 2).mean((2, 4)).astype(np.uint8),
                 "colours": blocks.astype(np.uint8),
                 "change": np.abs(np.diff(pairs, axis=0)).mean((1, 2, 3)),
@@ -94,6 +100,7 @@ class PictureMeasures:
             difference = np.abs(picture - self._run)
             if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
                 return True
+        # The picture changed, so it begins a new run.
         self._run = picture
         return False
 
@@ -105,6 +112,7 @@ class PictureMeasures:
             for name in self._batches[0]
         }
         change, grey = measured["change"], measured["grey"]
+        # True for each picture in which at least 98% of the areas are dark, (N,).
         black = 1 - measured["lit"] >= _BLACK_SHARE
         still = np.array(self._still)
         low, high = self._range()
@@ -126,6 +134,7 @@ class PictureMeasures:
 
     def _range(self) -> tuple[int, int]:
         """Darkest and brightest level, ignoring a small share of the pixels at either end."""
+        # Share of the pixels at or below each level, (256,).
         reached = np.cumsum(self._levels) / self._levels.sum()
         low, high = np.searchsorted(reached, [_TAIL, 1 - _TAIL])
         return int(low), int(high)
@@ -143,6 +152,7 @@ def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
 
 def _longest(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
     """Longest stretch of still pictures: start, seconds, share of the clip, and frames."""
+    # Each picture that is not a repeat begins a stretch; the end of the clip closes the last one.
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))
     starts = np.concatenate([[0], starts])
     seconds = np.diff(np.asarray(times)[starts])

@@ -48,6 +48,7 @@ class AuditMemo:
     def put(self, media: Media | LossMask, digest: str, probed: ProbedFile) -> None:
         """Store a probe; the memo is saved every `_SAVED_EVERY` seconds."""
         key = _key(media, digest)
+        # JSON cannot hold bytes, so the thumbnail is stored as base64.
         thumbnail = base64.b64encode(probed.thumbnail).decode() if probed.thumbnail else None
         self._lines[key] = json.dumps({"key": key, **asdict(probed), "thumbnail": thumbnail})
         self._changed = True
@@ -64,6 +65,7 @@ class AuditMemo:
 def _key(media: Media | LossMask, digest: str) -> str:
     """Key of a file's bytes. Its kind (image, video, mask) is part of it, because the kind decides how it is read."""
     if isinstance(media, LossMask):
+        # An alpha mask is read from the same bytes as its picture, but measured differently.
         kind = "alpha" if media.alpha else "mask"
     else:
         kind = "image" if is_image(media) else "video"

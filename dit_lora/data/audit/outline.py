@@ -20,7 +20,8 @@ the second: edits of colours or light, drawings, edges, mosaics, an object moved
 """
 
 _SIDE, _CELLS, _ANGLES, _AREAS = 48, 8, 8, 4
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+# Weights of red, green and blue (ITU-R BT.601).
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 # Standard deviation of a picture's levels below which its edges are only noise.
 _FAINT = 3.0
 # Maximum difference, in levels, of two areas of the same colour.
@@ -47,6 +48,7 @@ class Outline:
         """Outline of a picture, uint8 (H, W, 3)."""
         small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
         levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
+        # (48, 48, 3) to the mean of 4 x 4 areas, (4, 4, 3).
         colours = levels.reshape(_AREAS, area, _AREAS, area, 3).mean((1, 3)).round()
         return cls(_edges(levels @ _LUMA), colours.astype(np.uint8))
 
@@ -58,6 +60,7 @@ class Outline:
     @classmethod
     def parse(cls, text: str) -> "Outline":
         """Read an outline from its `text`."""
+        # The edges come first, one byte for each cell and angle; the colours follow.
         data, length = bytes.fromhex(text), _CELLS * _CELLS * _ANGLES
         edges = np.frombuffer(data[:length], np.int8).reshape(_CELLS, _CELLS, _ANGLES)
         return cls(edges, np.frombuffer(data[length:], np.uint8).reshape(_AREAS, _AREAS, 3))
@@ -68,8 +71,10 @@ class Outline:
         None if a picture is faint and no area has the same colour.
         """
         difference = np.abs(self.colours.astype(int) - other.colours).max(-1)
+        # Share of areas whose colour is nearly the same, for edits that redraw the edges.
         stayed = float((difference <= _SAME).mean())
         edges, other_edges = self.edges.astype(float).ravel(), other.edges.astype(float).ravel()
+        # 0 if a picture is faint: then only its colours can be compared.
         size = np.sqrt((edges @ edges) * (other_edges @ other_edges))
         if not size:
             return stayed or None
@@ -110,6 +115,7 @@ def looks_copied(picture: bytes, other: bytes) -> bool:
     )
     rows, columns = (length // _CELL * _CELL for length in small_pixels.shape[:2])
     difference = (small_pixels.astype(np.float32) - large_pixels)[:rows, :columns]
+    # (rows, columns, 3) to the mean luma difference of each 4 x 4 cell.
     cells = (difference @ _LUMA).reshape(rows // _CELL, _CELL, -1, _CELL).mean((1, 3))
     if np.abs(cells).max(initial=0) > _COPIED:
         return False
@@ -128,13 +134,16 @@ def _edges(luma: np.ndarray) -> np.ndarray:
     turn = np.arctan2(down, right) % np.pi / np.pi * _ANGLES
     # Each pixel's strength is shared between the two nearest angles.
     angle, share = np.floor(turn).astype(int), turn % 1
+    # Row and column of each pixel's cell, (48, 48).
     row, column = np.mgrid[:_SIDE, :_SIDE] // (_SIDE // _CELLS)
     cell = (row * _CELLS + column) * _ANGLES
     histogram = np.zeros(_CELLS * _CELLS * _ANGLES)
-    for near, weight in ((angle, 1 - share), (angle + 1, share)):
-        bin_index = (cell + near % _ANGLES).ravel()
+    for nearest_angle, weight in ((angle, 1 - share), (angle + 1, share)):
+        # The angle after the last one is the first one again.
+        bin_index = (cell + nearest_angle % _ANGLES).ravel()
         histogram += np.bincount(bin_index, (weight * strength).ravel(), len(histogram))
     # The square root keeps one strong edge from dominating all others.
     cells = np.sqrt(histogram).reshape(_CELLS, _CELLS, _ANGLES)
+    # Subtract the mean over the cells, so that only differences between parts of the picture count.
     cells -= cells.mean((0, 1))
     return (cells / max(float(np.abs(cells).max()), 1e-6) * 127).round().astype(np.int8)

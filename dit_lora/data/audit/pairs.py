@@ -39,14 +39,17 @@ def judge_beside(
     """Yield findings about a sample's references and its mask; `hashed` has the digests of all readable files."""
     target = probes[clip.media]
     for number, reference in enumerate(clip.references, start=1):
-        which = _which(number, len(clip.references))
+        reference_name = _which(number, len(clip.references))
         probed_reference = probes[reference]
-        yield from _judge_reference(reference, probed_reference, which)
+        yield from _judge_reference(reference, probed_reference, reference_name)
         if not (_has_pictures(target) and _has_pictures(probed_reference)):
             continue
-        yield from _sizes(target.facts, probed_reference.facts, wanted, which)
+        yield from _sizes(target.facts, probed_reference.facts, wanted, reference_name)
+        # Equal bytes are certain; a copy in another format needs the thumbnails.
         if hashed[clip.media] == hashed[reference] or _is_copy(target, probed_reference):
-            message = f"{which} is the same picture: from it the model learns to change nothing"
+            message = (
+                f"{reference_name} is the same picture: from it the model learns to change nothing"
+            )
             yield _warn("reference_same", message, "remove it, unless it is meant")
     if clip.mask is not None:
         yield from _judge_mask(clip.mask, probes[clip.mask], target)
@@ -57,10 +60,12 @@ def facts_beside(clip: Clip, probes: Probes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
-        of_references = [probes[reference].facts.get("outlines") for reference in clip.references]
+        outlines_by_reference = [
+            probes[reference].facts.get("outlines") for reference in clip.references
+        ]
         values = [
             likeness(outlines, reference_outlines) if outlines and reference_outlines else None
-            for reference_outlines in of_references
+            for reference_outlines in outlines_by_reference
         ]
         facts["likeness"] = [None if value is None else round(value, 3) for value in values]
     if clip.mask is not None:
@@ -94,11 +99,12 @@ def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
     """Notes about all references together, and about all masks together."""
     notes = []
     for number, by_file in _likenesses(judged).items():
+        # Unlike references may be intended, so this is a note on the whole set and not a finding per sample.
         if _share_alike(by_file) < _FEW_ALIKE:
-            few = sum(value >= ALIKE for value in by_file.values())
-            which = _which(number, _most_references(judged))
+            num_similar = sum(value >= ALIKE for value in by_file.values())
+            reference_name = _which(number, _most_references(judged))
             notes.append(
-                f"In {few:,} of {len(by_file):,} pairs, a sample looks like {which} in place, "
+                f"In {num_similar:,} of {len(by_file):,} pairs, a sample looks like {reference_name} in place, "
                 "as an edited picture does. "
                 "Where a subject is put into another scene, few do; else look whether the pairs are the right ones."
             )
@@ -108,6 +114,7 @@ def pair_notes(judged: Sequence[JudgedSample]) -> list[str]:
     masks = [
         sample.facts["learned"] for sample in judged if sample.facts.get("learned") is not None
     ]
+    # 1 means that a mask is white everywhere.
     if masks and min(masks) == 1:
         notes.append(
             f"The masks of all {len(masks):,} samples that have one are white: nothing is masked."
@@ -153,6 +160,7 @@ def _judge_reference(reference: Media, probed: ProbedFile, which: str) -> Iterat
     for finding in judge(reference, probed, None):
         if finding.code in _NOT_OF_REFERENCES:
             continue
+        # The missing file is the reference and not the sample, so it gets a code of its own.
         code = "reference_missing" if finding.code == "missing" else finding.code
         message = f"{which} {reference.name}: {finding.words}"
         verdict = "warn" if code in _ONLY_WARNED else finding.verdict
@@ -171,10 +179,11 @@ def _sizes(
     if wanted is None or wanted.reference_shape is None:
         return
     # The size in which a reference is encoded may depend on the shape of the sample.
-    placed = placed_in(own, wanted)
-    if isinstance(placed, Dropped):
+    placement = placed_in(own, wanted)
+    if isinstance(placement, Dropped):
         return
-    shape = wanted.reference_shape(round(height), round(width), placed.shape)
+    shape = wanted.reference_shape(round(height), round(width), placement.shape)
+    # Only a reference that is enlarged on both sides is reported, so take the smaller factor.
     factor = min(shape.height / height, shape.width / width)
     if factor > MOST_ENLARGED:
         message = f"{size}, and is encoded in {shape.width} x {shape.height}: it is enlarged {factor:.2f} times"

@@ -44,10 +44,11 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
         if not media.exists():
             return _rejected("missing", *_GONE)
         with open_bytes(media) as stream:
+            # Seeking to the end returns the size, also for bytes in memory and members of a tar.
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
             head = stream.read(HEAD)
-            lacks, ends = missing_bytes(stream, size), has_end(stream, size)
+            num_missing, is_terminated = missing_bytes(stream, size), has_end(stream, size)
     except OSError as error:
         if error.errno in _NOT_THERE:
             return _rejected("missing", *_GONE)
@@ -66,14 +67,17 @@ def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) ->
     facts = {"bytes": size, "content": sniffed_suffix(head[:64]), **facts}
     faults = [Finding(code, message, "reject", ANEW) for code, message in failures]
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
+    # Decoding failed and the first bytes are of no known format: the file is not a damaged video, but no media at all.
     if "frames" not in facts and not has_no_video and not is_known(head):
         return _rejected("not_media", "its bytes are of no video or image format known here")
     # A file that ends early explains all decoding errors; only faults of another kind are kept.
-    if lacks > 0:
+    if num_missing > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
-        message = f"the file ends early: {lacks} bytes of its {size + lacks} are missing"
+        message = (
+            f"the file ends early: {num_missing} bytes of its {size + num_missing} are missing"
+        )
         faults.append(Finding("truncated", message, "reject", ANEW))
-    elif faults and not ends:
+    elif faults and not is_terminated:
         message = f"the image ends early, after {size} bytes"
         faults = [Finding("truncated", message, "reject", ANEW)]
     return ProbedFile(tuple(faults), facts, thumbnail)

@@ -51,6 +51,7 @@ def audit_media(
         progress: Whether to show a progress bar.
     """
     digests = digests or Digests(Path(os.devnull))
+    # A file that several clips use is decoded once.
     media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
     hashed: dict[Probed, str] = {}
     probes: _Known = {}
@@ -88,8 +89,8 @@ def remembered(
         probe = _look_up(medium, hashed, memo, digests)
         if probe is not None:
             probes[medium] = probe
-    known_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
-    return _judged(known_clips, probes, hashed, Requirements.of(data, shapes) if data else None)
+    probed_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
+    return _judged(probed_clips, probes, hashed, Requirements.of(data, shapes) if data else None)
 
 
 def _probed(
@@ -128,6 +129,7 @@ def _look_up(
     except OSError:
         # The probe will report the reason.
         return None
+    # The digest is needed without a memo too, to find exact duplicates.
     return memo.get(media, hashed[media]) if memo else None
 
 
@@ -149,16 +151,19 @@ def _compared(
 ) -> dict[str, list[Finding]]:
     """Findings, by sample id, from comparing samples with each other."""
     # Rejected files may have no pictures to compare.
-    sound = [clip for clip in clips if judged[clip.id].verdict != "reject"]
-    contents = {clip.id: tuple(hashed[medium] for medium in _made_from(clip)) for clip in sound}
+    usable_clips = [clip for clip in clips if judged[clip.id].verdict != "reject"]
+    # A mask and a first image do not make a sample different, so only the media and the references count.
+    contents = {
+        clip.id: tuple(hashed[medium] for medium in _made_from(clip)) for clip in usable_clips
+    }
     exact = exact_duplicates(contents)
     signatures = {
         clip.id: Signature.parse(probes[clip.media].facts["hash"])
-        for clip in sound
+        for clip in usable_clips
         # Edits of one picture look alike, so samples with references are not compared.
         if clip.id not in exact and not clip.references
     }
-    findings = unlike_references([judged[clip.id] for clip in sound])
+    findings = unlike_references([judged[clip.id] for clip in usable_clips])
     for file, finding in {**exact, **near_duplicates(signatures)}.items():
         findings.setdefault(file, []).append(finding)
     return findings
@@ -172,6 +177,7 @@ def _shown(clip: Clip, judged: JudgedSample, probes: _Known) -> JudgedSample:
     """Add thumbnails to a sample that has a finding, references or a mask."""
     if judged.verdict == "ok" and not clip.references and clip.mask is None:
         return judged
+    # Thumbnails are kept only where the report shows them: a large set would fill the memory.
     return replace(
         judged,
         thumbnail=probes[clip.media].thumbnail,
@@ -186,6 +192,7 @@ def _judge_clip(
     """All findings about one clip by itself, its first image, references and mask."""
     findings = judge(clip.media, probes[clip.media], wanted)
     if clip.mask is not None and clip.mask.alpha:
+        # The transparency is used as the mask here, so it is not reported as lost.
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
         findings += [

@@ -11,8 +11,10 @@ import numpy as np
 GRID = 4
 """Number of areas along a side whose mean colours are compared."""
 
-_MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of a clip's length
-_HASHED = 24  # pixels a side
+# Shares of a clip's length.
+_MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)
+# Side of the picture that is hashed, in pixels.
+_HASHED = 24
 _BITS = 64
 
 
@@ -32,8 +34,10 @@ class Signature:
     @classmethod
     def of(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
         """Signature of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3); `times` are N starts and the end, in seconds."""
+        # Time of each picture's beginning; the last element of `times` is the end of the clip.
         starts = np.asarray(times[:-1])
         target_times = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
+        # The last picture that began at or before each moment.
         chosen = np.clip(np.searchsorted(starts, target_times, side="right") - 1, 0, len(grey) - 1)
         return cls(np.array([_hash(grey[k]) for k in chosen], np.uint64), colours[chosen])
 
@@ -55,6 +59,7 @@ class Signature:
 
 def _hash(grey: np.ndarray) -> int:
     """The pHash of one grey picture, (24, 24), as an integer of 64 bits."""
+    # A two-dimensional DCT, (24, 24) to (8, 8), flattened to (64,).
     frequencies = (_DCT @ grey.astype(np.float64) @ _DCT.T).ravel()
     # The lowest frequency is the brightness, in which copies may differ.
     frequencies[0] = 0.0

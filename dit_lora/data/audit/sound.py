@@ -32,19 +32,20 @@ def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dic
             for frame in sound_frames(container):
                 alive()
                 if not facts:
-                    begins = (frame.time or 0.0) - origin
+                    start_s = (frame.time or 0.0) - origin
                     rate, channels = frame.sample_rate, frame.layout.nb_channels
-                    facts |= {"rate": rate, "channels": channels, "begins": round(begins, 3)}
-                    ends = begins
+                    facts |= {"rate": rate, "channels": channels, "begins": round(start_s, 3)}
+                    end_s = start_s
                 # A frame without a time stamp follows the previous one.
-                at = ends if frame.time is None else frame.time - origin
-                ends = at + frame.samples / frame.sample_rate
-                facts["ends"] = round(ends, 3)
+                frame_start_s = end_s if frame.time is None else frame.time - origin
+                end_s = frame_start_s + frame.samples / frame.sample_rate
+                # Written in every iteration, so that a file that fails later still has the part that was decoded.
+                facts["ends"] = round(end_s, 3)
                 # (channels, samples); the loudest channel counts.
                 for converted in to_floats.resample(frame):
-                    loud = np.abs(converted.to_ndarray()).max(axis=0)
-                    peak, samples = max(peak, float(loud.max())), samples + len(loud)
-                    clipped += _clipped(loud)
+                    levels = np.abs(converted.to_ndarray()).max(axis=0)
+                    peak, samples = max(peak, float(levels.max())), samples + len(levels)
+                    clipped += _clipped(levels)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         facts["fault"] = message_of(error)
     if not facts:
@@ -54,6 +55,7 @@ def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dic
 
 def _clipped(loud: np.ndarray) -> int:
     """Count the samples that begin a run of `_RUN` samples at full level."""
+    # The padding gives one window for each sample; the windows that reach into it are never full.
     flat = np.concatenate([loud >= _FULL, np.zeros(_RUN - 1, bool)])
     return int(np.lib.stride_tricks.sliding_window_view(flat, _RUN).all(axis=1).sum())
 
@@ -68,6 +70,7 @@ def judge_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[F
         message = f"sound_corrupt: its sound cannot be decoded: {sound['fault']}"
         yield _reject(message, "encode it anew, or remove it")
         return
+    # The message begins with the code of the finding and a colon.
     short = sound_too_short(sound["ends"], frames, fps)
     if short:
         yield _reject(short, "lower data.frames, or remove it")
@@ -87,6 +90,7 @@ def _reject(words: str, remedy: str) -> Finding:
 
 def sound_note(judged: Sequence[JudgedSample]) -> list[str]:
     """A line that says how many clips of a set have sound; empty without clips."""
+    # Images have no duration, and no sound.
     clips = [sample for sample in judged if "seconds" in sample.facts]
     heard = sum(1 for sample in clips if sample.facts.get("sound"))
     return [f"sound: {heard:,} of {len(clips):,} clips have some"] if clips else []

@@ -52,12 +52,13 @@ def merge(
 def totals(judged: Sequence[JudgedSample]) -> dict[str, Any]:
     """Numbers of samples: in all, by verdict, and by code with the most frequent first."""
     verdicts = Counter(sample.verdict for sample in judged)
+    # A set per sample: a code that occurs twice in one sample counts once.
     codes = Counter(code for sample in judged for code in {f.code for f in sample.findings})
-    ordered = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
+    sorted_codes = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
     return {
         "samples": len(judged),
         **{verdict: verdicts[verdict] for verdict in VERDICTS},
-        "codes": dict(ordered),
+        "codes": dict(sorted_codes),
     }
 
 
@@ -84,12 +85,13 @@ def as_json(
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     filled = {name: value for name, value in optional.items() if value}
-    plain: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **filled})
-    return plain
+    result: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **filled})
+    return result
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
     """Write the result of `as_json` atomically, one sample per line."""
+    # One line per sample keeps the file readable and easy to compare with a line-based diff.
     samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
     other_parts = "".join(
         f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
@@ -138,6 +140,7 @@ def _plain(value: Any) -> Any:
     """The value as one that strict JSON can hold."""
     if value is None or isinstance(value, bool | int | str):
         return value
+    # NumPy integers are not instances of int, and json cannot write them.
     if isinstance(value, Integral):
         return int(value)
     # This includes Fraction, as which PyAV gives rates.

@@ -20,7 +20,8 @@ from dit_lora.data.media.video_header import num_shown_frames, read_container
 
 _SAMPLES = 8
 """Number of sampled frames at which every other one is dropped and the sampling stride doubles."""
-_SHOWN = 4  # frames in a thumbnail
+# Number of frames in a thumbnail.
+_SHOWN = 4
 # Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
 _HIGHEST = 142
 # Number of errors after which decoding stops.
@@ -31,7 +32,8 @@ _ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
 # Transfer characteristics and colour primaries of ITU-T H.273.
 _HDR_CURVES = {16: "PQ", 18: "HLG"}
 _BT2020 = 9
-_FULL_RANGE = 2  # FFmpeg's AVCOL_RANGE_JPEG
+# FFmpeg's AVCOL_RANGE_JPEG.
+_FULL_RANGE = 2
 
 
 def measure_video(
@@ -42,6 +44,7 @@ def measure_video(
     try:
         with open_media(media) as container:
             facts["container"] = container.format.name
+            # A sound file may contain its cover as a video stream; only other streams are videos.
             streams = _video_streams(container)
             if not streams:
                 cover = bool(container.streams.video)
@@ -62,6 +65,7 @@ def measure_video(
     except _ERRORS as error:
         return [("unreadable", f"it cannot be opened as a video: {message_of(error)}")], facts, None
     if not frames.times:
+        # A stream without frames may end without any error.
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
     # Training opens files with `read_container`, so a file that it refuses is refused here too.
@@ -134,6 +138,7 @@ class _Frames:
         limit = FrameLimit()
         for frame in self._decoded(container, stream, alive):
             try:
+                # The limit stops small files that claim a huge number of frames.
                 limit.take()
             except ValueError as error:
                 self.failures.append(("corrupt", str(error)))
@@ -174,6 +179,7 @@ class _Frames:
             self._damaged.append(self.times[-1] - self.times[0])
         self._interlaced += frame.interlaced_frame
         if number == 0:
+            # Assume the same display matrix and pixel format for the rest of the video.
             self._orientation = Orientation.from_frame(frame)
             self._format = _format(frame)
         self._pictures.add(self._scaled(self._to_small, frame, SIDE, SIDE))
@@ -198,7 +204,9 @@ class _Frames:
     def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
         """Height and width of a thumbnail in pixels, before it is rotated upright."""
         height, width = frame.height, frame.width * self._pixel_aspect
+        # Width and height as shown, after the rotation.
         across, down = (height, width) if self._orientation.is_on_its_side else (width, height)
+        # Both sides must fit: four frames share the width, and tall frames are limited by the height.
         scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
@@ -225,16 +233,17 @@ class _Frames:
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         final_interval = float(intervals[-1]) if len(intervals) else 0.0
-        usual = float(np.median(intervals)) if len(intervals) else 1 / self._rate
-        irregular = np.abs(intervals - usual) > _DEVIATION * usual
+        usual_interval = float(np.median(intervals)) if len(intervals) else 1 / self._rate
+        # Compare each interval with the median one; containers round time stamps.
+        irregular = np.abs(intervals - usual_interval) > _DEVIATION * usual_interval
         # Lengths of stretches need times that do not run backwards; the count of those that do is a fact of its own.
         forward = np.maximum.accumulate(seconds)
-        ends = [*forward.tolist(), float(forward[-1] + max(0.0, usual))]
+        boundaries = [*forward.tolist(), float(forward[-1] + max(0.0, usual_interval))]
         span = float(seconds[-1])
         return {
             **self._format,
             "frames": len(seconds),
-            "seconds": round(ends[-1], 3),
+            "seconds": round(boundaries[-1], 3),
             "fps": float(f"{(len(seconds) - 1) / span:.6g}") if span > 0 else self._rate,
             "last_at": float(seconds[-1]),
             "last_interval": final_interval,
@@ -249,7 +258,7 @@ class _Frames:
             "rotation": 90 * self._orientation.quarter_turns,
             "mirrored": self._orientation.is_mirrored,
             "interlaced": self._interlaced > len(seconds) / 2,
-            **self._pictures.facts(ends),
+            **self._pictures.facts(boundaries),
             "outlines": [Outline.of(picture).text for picture in self._shown()],
         }
 
@@ -262,6 +271,7 @@ class _Frames:
     def thumbnail(self) -> bytes:
         """A JPEG of a few frames side by side."""
         pictures = self._shown()
+        # Pictures can be joined only at equal heights; rounding may differ by a pixel.
         height = min(picture.shape[0] for picture in pictures)
         return jpeg([picture[:height] for picture in pictures])
 
@@ -271,6 +281,7 @@ def _format(frame: av.VideoFrame) -> dict[str, Any]:
     pixels = frame.format
     name, primaries = pixels.name, int(frame.color_primaries)
     curve = _HDR_CURVES.get(int(frame.color_trc), "BT.2020" if primaries == _BT2020 else None)
+    # RGB and grey pictures have no chroma, and are full range without being odd.
     colour = not pixels.is_rgb and len(pixels.components) >= 3
     facts = {
         "pixel_format": name,

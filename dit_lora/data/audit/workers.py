@@ -23,7 +23,8 @@ PATIENCE = 60.0
 
 _ALIVE = None
 """Message that means "still working", sent instead of a result."""
-_HEARTBEAT = 1.0  # seconds
+# Minimum interval between two signs of life, in seconds.
+_HEARTBEAT = 1.0
 
 
 def probe_all(
@@ -37,6 +38,7 @@ def probe_all(
     has_more = True
     try:
         while True:
+            # Give every idle worker a file before waiting, so that all processes stay busy.
             while has_more and (idle := _idle(pool, workers)):
                 job = next(media, None)
                 has_more = job is not None
@@ -60,6 +62,7 @@ def probe_all(
                     continue
                 if result is not None:
                     yield result
+            # A worker that was killed is replaced by a new one in the next round.
             pool = [worker for worker in pool if worker.usable]
     finally:
         for worker in pool:
@@ -128,6 +131,7 @@ class _Worker:
             self.deadline = time.monotonic() + patience
             return None
         assert self.number is not None
+        # Without a number, the worker counts as idle.
         numbered, self.number = (self.number, result), None
         return numbered
 
@@ -147,6 +151,7 @@ class _Worker:
 
 def _cause(code: int | None) -> str:
     """The signal or exit code with which a process ended."""
+    # multiprocessing reports a signal as a negative exit code.
     if code is not None and code < 0:
         return signal.Signals(-code).name
     return f"exit code {code}"
@@ -171,6 +176,7 @@ def _serve(pipe: Connection) -> None:
 def _silent() -> Iterator[None]:
     """Redirect stderr to nothing: libraries such as libtiff write to it directly, which breaks the progress bar."""
     sys.stderr.flush()
+    # Redirect the file descriptor and not `sys.stderr`, because C libraries write to descriptor 2.
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -190,6 +196,7 @@ class _Heart:
 
     def beat(self) -> None:
         now = time.monotonic()
+        # Called after every packet; a message each time would slow the decoding down.
         if now - self.last > _HEARTBEAT:
             self.last = now
             self.pipe.send(_ALIVE)

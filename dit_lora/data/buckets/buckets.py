@@ -92,6 +92,7 @@ def buckets_of(
             listed("no shape of data can be trained (frames x height x width)", lines)
         )
     if refused:
+        # Some shapes remain, so leave out the others with a message.
         say(listed("buckets that cannot be trained are left out", lines))
     return tuple(sorted(shapes - refused.keys()))
 
@@ -104,6 +105,7 @@ def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) 
     least; of these, the shape that crops least. An image has one frame. With `data.buckets`, a clip that
     exceeds the allowed crop or enlargement is dropped.
     """
+    # The number of frames comes first: it decides how much of the clip is used.
     frames = _frames(source, buckets, data.fps)
     if frames is None:
         return Dropped("too_short", _shortage(source, buckets, data.fps))
@@ -112,6 +114,7 @@ def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) 
 
 def _resolutions(data: DataConfig) -> tuple[float, ...]:
     """Side of a square with the area of each resolution, in pixels, ascending."""
+    # Without resolutions, there is one: that of the recipe's own height and width.
     resolutions = data.buckets.resolutions if data.buckets else None
     return tuple(sorted({*resolutions})) if resolutions else (math.sqrt(data.height * data.width),)
 
@@ -121,6 +124,7 @@ def _sides(
 ) -> tuple[int, int] | None:
     """Height and width nearest to a resolution and a ratio; None if none is within the budget."""
     budget = VideoShape.of(data).volume * (1 + TOLERANCE)
+    # A ratio is written width to height, such as 16:9.
     aspect = Fraction(ratio.replace(":", "/"))
     if resolution**2 * frames > budget:
         return None
@@ -136,19 +140,22 @@ def _sides(
     for sides in as_configured:
         if error(sides) < TOLERANCE and data.height % step == data.width % step == 0:
             return sides
+    # Exact sides of the requested area and ratio; sides on the grid around them are tried below.
     height = math.sqrt(resolution**2 / aspect)
-    near = [
+    candidates = [
         (high, wide)
         for high in _multiples(height, step)
         for wide in _multiples(height * aspect, step)
         if high * wide * frames <= budget
     ]
-    return min(near, key=lambda sides: (error(sides), sides), default=None)
+    # Compare the sides too, so that equal errors give the same choice on every machine.
+    return min(candidates, key=lambda sides: (error(sides), sides), default=None)
 
 
 def _multiples(side: float, step: int) -> list[int]:
     """The multiples of `step` around a side."""
     middle = round(side / step)
+    # Two steps to either side: the best pair need not be the nearest in each side.
     return [step * count for count in range(max(1, middle - 2), middle + 3)]
 
 
@@ -157,9 +164,11 @@ def _frames(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | Non
     lengths = sorted({shape.frames for shape in buckets}, reverse=True)
     if source.is_image:
         return 1 if 1 in lengths else None
-    sure = next((frames for frames in lengths if _count(source, 0.0, frames, fps) == frames), None)
-    if sure is not None:
-        return sure
+    certain = next(
+        (frames for frames in lengths if _count(source, 0.0, frames, fps) == frames), None
+    )
+    if certain is not None:
+        return certain
     # Some files do not count the last frame's duration, so they may have one frame more than stated;
     # only decoding shows whether they do.
     shortest = lengths[-1]
@@ -182,9 +191,9 @@ def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | N
     min_frames = min(shape.frames for shape in buckets)
     if source.is_image:
         return f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
-    gives = _count(source, 0.0, min_frames, fps, spare=1)
+    num_available = _count(source, 0.0, min_frames, fps, spare=1)
     return (
-        f"too short: it gives at most {gives} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
+        f"too short: it gives at most {num_available} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
         f"{min_frames}; lower data.frames, raise data.fps or remove it"
     )
 
@@ -192,6 +201,7 @@ def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | N
 def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
     """Share cropped away, and enlargement, of a picture that is scaled to cover a shape and cropped at the centre."""
     scale = max(shape.height / source.height, shape.width / source.width)
+    # Share of the scaled picture's area that is inside the shape.
     remaining = shape.height * shape.width / (source.height * source.width * scale**2)
     return max(0.0, 1 - remaining), max(1.0, scale)
 
@@ -199,29 +209,32 @@ def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
 def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
     """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
-    most_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
-    most_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
+    max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
+    max_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
+    # (crop, enlargement, shape) of each candidate.
     costs = [(*_cost(source, shape), shape) for shape in shapes]
-    allowed = [cost for cost in costs if cost[0] <= most_crop and cost[1] <= most_upscale]
+    allowed = [cost for cost in costs if cost[0] <= max_crop and cost[1] <= max_upscale]
     resolutions = _resolutions(data)
     levels: dict[float, list[tuple[float, float, VideoShape]]] = {}
+    # If no shape is allowed, continue with all of them, to name the best one in the message.
     for cost in allowed or costs:
         levels.setdefault(_level(cost[2], resolutions), []).append(cost)
     # For each resolution, take the shape that crops least, which is the one nearest to the clip's aspect ratio.
-    speakers = {level: min(costs_of_level) for level, costs_of_level in levels.items()}
-    unenlarged = [level for level, cost in speakers.items() if cost[1] <= ENLARGEMENT]
+    best_by_level = {level: min(level_costs) for level, level_costs in levels.items()}
+    unenlarged = [level for level, cost in best_by_level.items() if cost[1] <= ENLARGEMENT]
     # Choose the highest resolution without enlargement, or else the one that enlarges least.
     level = max(unenlarged, default=None) or min(
-        speakers, key=lambda candidate: (speakers[candidate][1], candidate)
+        best_by_level, key=lambda candidate: (best_by_level[candidate][1], candidate)
     )
-    crop, upscale, best = speakers[level]
+    crop, upscale, best = best_by_level[level]
     if allowed:
         return Placed(best, _starts(source, best.frames, data), crop, upscale, source)
+    # Nothing is allowed: say which limit the best shape exceeds.
     size = f"its picture of {source.width}x{source.height}"
-    if crop > most_crop:
-        limit = f"data.buckets.max_crop is {most_crop:g}"
+    if crop > max_crop:
+        limit = f"data.buckets.max_crop is {max_crop:g}"
         return Dropped("cropped", f"{best} would lose {crop:.0%} of {size}; {limit}")
-    limit = f"data.buckets.max_upscale is {most_upscale:g}"
+    limit = f"data.buckets.max_upscale is {max_upscale:g}"
     return Dropped("upscaled", f"{best} would enlarge {size} {upscale:.2f} times; {limit}")
 
 
@@ -236,6 +249,7 @@ def _starts(source: VideoHeader, frames: int, data: DataConfig) -> tuple[float, 
     # Without length or frame rate in the header, or fps in the recipe, the start of a second window is unknown.
     if data.fps is None or None in (source.seconds, source.fps):
         return (0.0,)
+    # By default, windows follow one another without overlap.
     stride = data.window_stride or frames / data.fps
     starts = [0.0]
     while data.windows == "all" or len(starts) < data.windows:

@@ -55,18 +55,19 @@ class BucketReport:
         group: int,
     ) -> "BucketReport":
         """Report on named clips; `group` is the number of samples of one optimizer step."""
-        placed = [clip for _, clip in clips if isinstance(clip, Placed)]
+        placed_clips = [clip for _, clip in clips if isinstance(clip, Placed)]
         dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, Dropped))
-        samples = sum(len(clip.starts) for clip in placed)
+        samples = sum(len(clip.starts) for clip in placed_clips)
+        # Buckets without clips get a row too, for the advice to remove them.
         by_shape: dict[VideoShape, list[Placed]] = {shape: [] for shape in sorted(buckets)}
-        for clip in placed:
+        for clip in placed_clips:
             by_shape[clip.shape].append(clip)
         rows = tuple(_row(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
         advice = [
             *_advice_on_dropped(dropped, len(clips)),
             *_advice_on_sizes(rows, group),
-            *_advice_on_pictures(placed, buckets),
-            *_advice_on_lengths(placed, data),
+            *_advice_on_pictures(placed_clips, buckets),
+            *_advice_on_lengths(placed_clips, data),
         ]
         return cls(rows, dropped, tuple(advice))
 
@@ -95,6 +96,7 @@ class BucketReport:
                 str(row.upscaled),
             )
             for row in self.rows
+            # Unused buckets are mentioned in the advice, and would only lengthen the table.
             if row.clips
         ]
         # Columns are right-aligned to their widest cell.
@@ -114,18 +116,19 @@ def advice_on_references(shapes: Sequence[VideoShape], group: int) -> list[str]:
     `shapes` has one shape per sample; `group` is the number of samples of a step.
     """
     counts = Counter(shapes)
+    # The same shapes with references removed: as many as there are buckets in use.
     without_references = {replace(shape, references=()) for shape in counts}
     rare = sorted((shape for shape in counts if counts[shape] < group), key=counts.__getitem__)
     # If references do not split the samples further, the advice about buckets covers it.
     if not rare or len(counts) == len(without_references):
         return []
-    described = [
+    descriptions = [
         f"{shape} ({_counted(counts[shape], 'sample')}, every {_epochs(group / counts[shape])})"
         for shape in rare
     ]
     return [
         f"with their references, samples have {len(counts)} shapes, and a step takes {group} samples of one; these "
-        f"do not come in every epoch: {_few(described)}; give references fewer sizes, or lower train.batch_size "
+        f"do not come in every epoch: {_few(descriptions)}; give references fewer sizes, or lower train.batch_size "
         "or accumulate"
     ]
 
@@ -155,6 +158,7 @@ def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> li
         "upscaled": "lower buckets.resolutions would keep those enlarged",
     }
     counts = Counter(clip.code for _, clip in dropped)
+    # The advice is for the most frequent reason; sorting makes ties reproducible.
     worst = max(sorted(counts), key=lambda code: counts[code])
     return [f"{_part(len(dropped), clips)} are left out: {remedies[worst]}"]
 
@@ -164,14 +168,15 @@ def _advice_on_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
     # Such a bucket collects samples over several epochs until it fills a step.
     small = [row for row in used if row.samples < group]
     advice = []
+    # With a single bucket in use, there is nothing to even out.
     if small and len(used) > 1:
-        described = [
+        descriptions = [
             f"{row.shape} ({_counted(row.samples, 'sample')}, every {_epochs(group / row.samples)})"
             for row in small
         ]
         advice.append(
             f"buckets with fewer samples than a step takes ({group}) do not come in every epoch: "
-            f"{_few(described)}; a smaller train.accumulate or fewer buckets make them more even"
+            f"{_few(descriptions)}; a smaller train.accumulate or fewer buckets make them more even"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
@@ -202,12 +207,13 @@ def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape])
                 f"{_part(count, total)} are {word} and no bucket is: add {word} "
                 "buckets.aspect_ratios"
             )
-    cut = [clip for clip in placed if clip.crop > HEAVY_CROP]
-    if cut and len(cut) >= MANY * total:
-        common = Counter(_ratio(clip.source) for clip in cut)
+    cropped_clips = [clip for clip in placed if clip.crop > HEAVY_CROP]
+    if cropped_clips and len(cropped_clips) >= MANY * total:
+        common = Counter(_ratio(clip.source) for clip in cropped_clips)
+        # The most frequent aspect ratio among the heavily cropped clips.
         (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
         advice.append(
-            f"{_part(len(cut), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
+            f"{_part(len(cropped_clips), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
             f"{count} of them are about {ratio}: add such a ratio to buckets.aspect_ratios"
         )
     return advice
@@ -217,18 +223,19 @@ def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
     """Advice if many clips are so long that less than half of them is ever used."""
     if data.fps is None:
         return []
-    available = used = long = 0
+    available = used = num_long = 0
     for clip in placed:
         if clip.source.seconds is None or clip.shape.frames == 1:
             continue
         # The small addend keeps rounding errors from losing a window.
-        holds = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
-        long += holds >= 2 * len(clip.starts)
-        available, used = available + max(holds, len(clip.starts)), used + len(clip.starts)
-    if not long or long < MANY * len(placed):
+        num_windows = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
+        # Long: at least twice as many windows would fit as are used.
+        num_long += num_windows >= 2 * len(clip.starts)
+        available, used = available + max(num_windows, len(clip.starts)), used + len(clip.starts)
+    if not num_long or num_long < MANY * len(placed):
         return []
     return [
-        f"{_part(long, len(placed))} are more than twice as long as what is used of them: "
+        f"{_part(num_long, len(placed))} are more than twice as long as what is used of them: "
         f"data.windows: all makes about {available} samples of them in place of {used}"
     ]
 
@@ -237,12 +244,12 @@ def _ratio(source: VideoHeader) -> str:
     """The nearest ratio of width to height in small numbers, such as 16:9."""
     short, long = sorted((source.width, source.height))
     # Common ratios have denominators up to 9, as in 16:9.
-    near = Fraction(long, short).limit_denominator(9)
+    nearest = Fraction(long, short).limit_denominator(9)
     is_wide = source.width == long
     return (
-        f"{near.numerator}:{near.denominator}"
+        f"{nearest.numerator}:{nearest.denominator}"
         if is_wide
-        else f"{near.denominator}:{near.numerator}"
+        else f"{nearest.denominator}:{nearest.numerator}"
     )
 
 

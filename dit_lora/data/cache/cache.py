@@ -52,6 +52,7 @@ class CacheError(DitLoraError):
 
 def entry_key(facts: Mapping[str, Any]) -> str:
     """SHA-256 hex digest of JSON-serializable facts; equal facts have equal keys."""
+    # Sorted keys make the digest independent of the order in which facts are collected.
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -65,6 +66,7 @@ def encoded(
     """
     # Wide dtypes first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    # Contiguous tensors in host memory, whose bytes can be written directly.
     host = {name: tensors[name].detach().cpu().contiguous() for name in names}
     if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
         bad = describe_all(host, MAX_ABS)
@@ -72,6 +74,7 @@ def encoded(
     layout = EntryLayout(
         tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items())
     )
+    # View the bytes without a copy.
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
     return Encoded(key, sample, facts, layout, parts, digest(layout, parts))
 
@@ -95,6 +98,7 @@ class TensorCache:
 
     @cached_property
     def _index(self) -> Index:
+        # Headers are read at the first use, and not when the object is created.
         index = Index(self.root)
         index.refresh()
         return index
@@ -151,6 +155,7 @@ class TensorCache:
                 f"cannot write the cache entry of {entries[0].sample}{more} in {self.root}: "
                 f"{error.strerror}; free space or set data.cache; entries already written are whole"
             ) from error
+        # If the index does not exist yet, its first refresh will find the shard.
         if "_index" in self.__dict__:
             self._index.refresh([path.name])
 
@@ -175,13 +180,14 @@ class TensorCache:
             tensors, is_as_written = read_stored(lambda: self._load(key), self.root)
         except ShardError as error:
             # Integers have no NaN, so they are zero.
-            lost = {
+            placeholder = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return lost, f"its cache entry {self._place(key)} cannot be read: {error}"
+            return placeholder, f"its cache entry {self._place(key)} cannot be read: {error}"
         if is_as_written:
             return tensors, None
+        # The digest differs. Name bad values if there are some, since they say more than the digest.
         bad = describe_all(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self._place(key)}, {bad}"
@@ -196,11 +202,12 @@ class TensorCache:
         The shard stays unchanged, because other processes may be reading it.
         """
         path = self.path(key)
-        aside = tombstone(path, key)
+        mark_path = tombstone(path, key)
+        # Without a shard there is nothing to mark: the entry is missing anyway.
         if path.exists():
-            aside.touch()
+            mark_path.touch()
             self.refresh()
-        return aside
+        return mark_path
 
     def entries(self) -> Iterator[StoredEntry]:
         """Yield every usable entry with its sample and facts, in the order of the shards' names."""
@@ -259,12 +266,14 @@ class TensorCache:
 
     def _opened(self, shard: Path) -> OpenShard | None:
         """The open shard; None if the file differs from the one whose header is in the index."""
+        # Removed and inserted again below, so that the dictionary is ordered by last use.
         opened = self._open.pop(shard, None)
         if opened is None:
             try:
                 opened = OpenShard(shard)
             except (FileNotFoundError, ShardError):
                 return None
+        # The file was replaced after its header was read: the offsets in the index may be wrong.
         if opened.stamp() != self._index.stamp(shard):
             return None
         self._open[shard] = opened

@@ -35,6 +35,7 @@ class Digests:
     def pixels(self, media: Media) -> str:
         """The digest, with a suffix if this version decodes the same bytes to different pixels; raises `OSError`."""
         values = self._values(media)
+        # The mark needs a look into the file, so it is computed only when pixels are asked for.
         if len(values) == 1:
             values.append(decode_mark(media))
             self._known[media.place].append(values[1])
@@ -61,6 +62,7 @@ class Digests:
     def component(self, folder: Path) -> str:
         """One digest for a checkpoint component: names and contents of its configs and weights."""
         files = [p for p in files_below(folder) if p.suffix in _COMPONENT_SUFFIXES]
+        # Relative names, so that a moved checkpoint keeps its digest.
         lines = [f"{path.relative_to(folder).as_posix()} {self.file(path)}" for path in files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -83,6 +83,7 @@ def fill(
     for job in jobs:
         # Equal captions and equal files have equal keys.
         by_key.setdefault(job.key, job)
+    # A launch's name may contain characters that a file name cannot.
     name = xxhash.xxh3_64_hexdigest(launch.encode())
     return _Filling(cache, by_key, functools.cache(load_encoder), name, on_progress).run()
 
@@ -92,6 +93,7 @@ def gate(cache: TensorCache, *, seconds: float = -1) -> Iterator[None]:
     """Prevent other processes from claiming or releasing a unit inside the context; raises `filelock.Timeout`."""
     folder = cache.root / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
+    # A negative timeout waits without limit.
     with FileLock(folder / f"{_GATE}.lock", timeout=seconds):
         yield
 
@@ -104,6 +106,7 @@ def unit_locks(cache: TensorCache) -> list[Path]:
 def is_held(lock: Path) -> bool:
     """Whether a process holds the lock. Call it inside `gate`."""
     try:
+        # Taking the lock succeeds only if no living process has it.
         with FileLock(lock, blocking=False):
             return False
     except Timeout:
@@ -115,6 +118,7 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
     """Claim a unit until the end of the context; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
+    # Claim inside the gate: otherwise the file could be deleted between opening and locking it.
     with gate(cache), suppress(Timeout):
         lock.acquire()
     try:
@@ -149,6 +153,7 @@ class _Filling:
         """Work on units until every entry exists or has failed."""
         self._look()
         keys = list(self.jobs)
+        # Small sets get smaller units, so that each process has some.
         size = max(1, min(PER_UNIT, len(keys) // _UNITS))
         units = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
         while self.lost:
@@ -179,6 +184,7 @@ class _Filling:
         """Update which entries exist, and which failed in other processes."""
         self.lost = set(self.cache.missing(list(self.lost)))
         for note in (self.cache.root / LOCKS).glob(f"{self.launch}.*{FAILED}"):
+            # The note's name is `<launch>.<key>.failed`.
             key = note.name.split(".")[1]
             if key in self.lost:
                 self._fail(key, note.read_text(encoding="utf-8"))
@@ -197,6 +203,7 @@ class _Filling:
                     note = self.cache.root / LOCKS / f"{self.launch}.{job.key}{FAILED}"
                     write_whole(note, str(error))
                     self._fail(job.key, str(error))
+                # Large entries are written early, to bound the memory.
                 if sum(entry.layout.nbytes for entry in entries) >= UNIT_BYTES:
                     self._write(entries)
                 self._tell(len(entries))
@@ -211,6 +218,7 @@ class _Filling:
         entries.clear()
         if batch:
             self.cache.write_all(batch)
+            # Only now do these entries exist for other processes.
             self.lost.difference_update(entry.key for entry in batch)
             self.filled.made += len(batch)
 

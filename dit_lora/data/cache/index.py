@@ -37,9 +37,11 @@ class Index:
         self._former: dict[str, Header] = {}
         """Last known headers of shards that were removed or can no longer be read."""
         self._torn: set[str] = set()
-        self._dead: set[str] = set()  # names of tombstones
+        # File names of the marks of bad entries.
+        self._dead: set[str] = set()
         self._layouts: dict[object, EntryLayout] = {}
-        self._folder = _NO_FILE  # its time of change, and when it was looked at
+        # The folder's time of change, and when it was listed; both in nanoseconds.
+        self._folder = _NO_FILE
 
     def stamp(self, shard: Path) -> tuple[int, int]:
         """Size and modification time of a shard when its header was read."""
@@ -52,15 +54,18 @@ class Index:
 
     def may_have_changed(self) -> bool:
         """Whether files may have been added or removed since the last `refresh`."""
-        changed, looked = self._folder
-        now = _stamp(self.root)[1]
-        return now != changed or (now != -1 and looked - now < _SAME_TIME_NS)
+        changed_ns, listed_ns = self._folder
+        current_ns = _stamp(self.root)[1]
+        # A change soon after the listing may have left the same time, so a recent folder counts as changed.
+        return current_ns != changed_ns or (
+            current_ns != -1 and listed_ns - current_ns < _SAME_TIME_NS
+        )
 
     def refresh(self, reread: Iterable[str] = ()) -> None:
         """List the folder again, and read new shards and those named in `reread`."""
         # Take the time before listing, so that a change in between is noticed next time.
-        looked, changed = time.time_ns(), _stamp(self.root)[1]
-        files = os.listdir(self.root) if changed != -1 else []
+        listed_ns, changed_ns = time.time_ns(), _stamp(self.root)[1]
+        files = os.listdir(self.root) if changed_ns != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
         to_reread = {
             *reread,
@@ -70,18 +75,19 @@ class Index:
         for name in removed:
             header = self._headers.pop(name)
             if header.entries:
+                # Remember what the shard held: this tells damaged entries from unreachable ones later.
                 self._former[name] = header
         self._torn -= removed
         new = sorted(names - self._headers.keys())
         for name in new:
             self._headers[name] = self._read(name)
-        dead = {name for name in files if name.endswith(DEAD)}
-        if removed or dead != self._dead:
+        bad_marks = {name for name in files if name.endswith(DEAD)}
+        if removed or bad_marks != self._dead:
             # Another shard may hold a copy of an entry that went away, so choose again among all shards.
-            self._dead, new = dead, list(self._headers)
+            self._dead, new = bad_marks, list(self._headers)
             self.entries.clear()
         self._choose(new)
-        self._folder = changed, looked
+        self._folder = changed_ns, listed_ns
 
     def require_lost(self, key: str) -> None:
         """Raise `OSError` unless an unusable entry is certainly damaged or marked bad in its shard.
@@ -94,6 +100,7 @@ class Index:
             return
         former = [name for name, header in self._former.items() if _holds(header, key)]
         shards = former or sorted(self._torn)
+        # Opening and reading raise the `OSError` if the storage is at fault.
         for name in shards:
             with open(self.root / name, "rb") as file:
                 file.read(1)
@@ -122,6 +129,7 @@ class Index:
                 # A mark applies only to the copy in that shard; other copies of the key stay usable.
                 is_dead = self._dead and f"{stem}.{entry.key}{DEAD}" in self._dead
                 if entry.is_whole and not is_dead:
+                    # The first copy of a key wins.
                     self.entries.setdefault(entry.key, entry)
 
 

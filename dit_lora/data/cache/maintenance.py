@@ -46,8 +46,8 @@ class CacheProblem:
     words: str
 
     def __str__(self) -> str:
-        where = f"{self.sample}, entry {self.key} of {self.path}" if self.key else f"{self.path}"
-        return f"{where}: {self.words}"
+        location = f"{self.sample}, entry {self.key} of {self.path}" if self.key else f"{self.path}"
+        return f"{location}: {self.words}"
 
 
 @dataclass
@@ -162,6 +162,7 @@ def stats(cache: TensorCache) -> CacheStats:
                 total.duplicates += 1
             else:
                 keys.add(entry.key)
+                # Entries with the same names, dtypes and shapes are counted together.
                 kind = _kind(entry)
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
@@ -193,6 +194,7 @@ def prune(
                 raise DitLoraError(
                     f"{cache.root} is being filled ({len(busy)} units in work); prune it when that is done"
                 )
+            # No unit is in progress, so no other process writes shards or locks now.
             result = _Pruning(cache, keep).run(on_progress)
     except Timeout as error:
         raise DitLoraError(
@@ -223,15 +225,16 @@ class _Pruning:
         self.copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
-            staying = [entry for entry in header.entries if self._stays(entry, header)]
+            kept_entries = [entry for entry in header.entries if self._stays(entry, header)]
             # If all entries of a shard stay, the shard stays too.
-            if staying and len(staying) == len(header.entries):
+            if kept_entries and len(kept_entries) == len(header.entries):
                 continue
+            # The shard is replaced: its remaining entries are collected for a new one.
             self.sources.append(path)
-            for entry in staying:
-                carried = self._carried(entry)
-                if carried is not None:
-                    self.pending.append(carried)
+            for entry in kept_entries:
+                copied_entry = self._carried(entry)
+                if copied_entry is not None:
+                    self.pending.append(copied_entry)
             size = sum(entry.layout.nbytes for entry in self.pending)
             if len(self.pending) >= PER_UNIT or size >= UNIT_BYTES:
                 self._flush()
@@ -257,6 +260,7 @@ class _Pruning:
         elif self.copies[entry.key] > 1 and (problem := _read(entry)[1]):
             self.done.problems.append(problem)
         else:
+            # Later copies of this key count as duplicates.
             self.seen.add(entry.key)
             return True
         return False
@@ -283,6 +287,7 @@ class _Pruning:
             self.written.add(path)
             self.done.written += 1
             self.done.freed -= path.stat().st_size
+        # The new shard is on the disk, so the old ones can go.
         for path in self.sources:
             # A shard's name is the digest of its header, so the new shard may be one of the sources:
             # a prune that was killed may have written it.
@@ -302,6 +307,7 @@ def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[t
             problems.append(CacheProblem("unreadable", path, None, None, str(error)))
             if isinstance(error, OSError):
                 continue
+            # A damaged header counts as one without entries, so that pruning removes the shard.
             header = Header([], (0, 0), is_named=True)
         yield path, header
 

@@ -28,7 +28,8 @@ from dit_lora.parsing import parse_json
 
 SUFFIX, DEAD, PARTIAL = ".safetensors", ".bad", ".partial"
 
-_DTYPES = {  # by safetensors' names
+# By safetensors' names.
+_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -182,14 +183,17 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
     header = _header(entries)
     path = folder / f"{xxhash.xxh3_128(header).hexdigest()}{SUFFIX}"
     folder.mkdir(parents=True, exist_ok=True)
+    # A hidden name, so that no reader takes the incomplete file for a shard.
     partial = folder / f".{path.stem}.{uuid.uuid4().hex[:8]}{PARTIAL}"
     try:
         with partial.open("xb") as file:
+            # A safetensors file begins with the length of its header, as 8 bytes in little-endian order.
             file.write(len(header).to_bytes(8, "little") + header)
             for entry in entries:
                 for part in entry.parts:
                     file.write(part.data)
             file.flush()
+            # The contents must be on the disk before the rename makes them visible.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -216,6 +220,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _header(entries: Sequence[Encoded]) -> bytes:
     """The safetensors header of a shard, without its length."""
+    # Facts with one value in all entries are written once, which keeps headers small.
     first_facts = entries[0].facts
     other_facts = [entry.facts for entry in entries[1:]]
     shared = {
@@ -224,7 +229,7 @@ def _header(entries: Sequence[Encoded]) -> bytes:
         if all(name in facts and facts[name] == value for facts in other_facts)
     }
     metadata = {_FACTS: json.dumps(shared, sort_keys=True)}
-    described: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for entry in entries:
         unshared = {name: value for name, value in entry.facts.items() if name not in shared}
@@ -232,13 +237,13 @@ def _header(entries: Sequence[Encoded]) -> bytes:
         metadata[entry.key] = f"{entry.digest.hex()} {line}"
         for name, dtype, shape in entry.layout.tensors:
             begin, end = entry.layout.bounds[name]
-            described[f"{entry.key}/{name}"] = {
+            header[f"{entry.key}/{name}"] = {
                 "dtype": dtype,
                 "shape": shape,
                 "data_offsets": [start + begin, start + end],
             }
         start += entry.layout.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     # Pad to 8 bytes, as safetensors does.
     return text + b" " * (-len(text) % 8)
 
@@ -257,13 +262,13 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
             raise ShardError(f"{path} has no whole header; its entries are lost")
         text = file.read(length)
     try:
-        described = parse_json(text)
-        metadata = described.pop("__metadata__")
+        descriptions = parse_json(text)
+        metadata = descriptions.pop("__metadata__")
         shared = metadata.pop(_FACTS)
         if not isinstance(parse_json(shared), dict):
             raise TypeError
         groups: dict[str, list[tuple[str, Any]]] = {}
-        for full_name, tensor in described.items():
+        for full_name, tensor in descriptions.items():
             key, _, name = full_name.partition("/")
             groups.setdefault(key, []).append((name, tensor))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -278,6 +283,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
             _require_sample(line[33:])
         except (ValueError, LookupError, TypeError):
             continue
+        # Offsets in the header count from its end; the file begins with 8 bytes of length.
         start += 8 + length
         is_whole = start + layout.nbytes <= state.st_size
         entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
@@ -296,14 +302,17 @@ def _placed(
     tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]
 ) -> tuple[int, EntryLayout]:
     """Offset of an entry's bytes after the header, and their layout; raises `ValueError` if they are invalid."""
-    described = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
-    layout = layouts.get(described)
+    descriptions = tuple(
+        (name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors
+    )
+    layout = layouts.get(descriptions)
     if layout is None:
         # Not isinstance: JSON may contain `true`, which is an instance of int.
-        if any(type(side) is not int or side < 0 for _, _, shape in described for side in shape):
+        if any(type(side) is not int or side < 0 for _, _, shape in descriptions for side in shape):
             raise ValueError
-        layout = layouts[described] = EntryLayout(described)
+        layout = layouts[descriptions] = EntryLayout(descriptions)
     start = tensors[0][1]["data_offsets"][0]
+    # The offsets must be exactly those of the layout, without gaps or overlaps.
     expected = [[start + begin, start + end] for begin, end in layout.bounds.values()]
     offsets = [tensor["data_offsets"] for _, tensor in tensors]
     if type(start) is not int or start < 0 or offsets != expected:
@@ -345,7 +354,9 @@ class OpenShard:
         # Using a mapped page that cannot be read also kills the process, while reading the file raises an `OSError`.
         for begin in range(start, entry.end, len(_SPARE)):
             os.preadv(self._handle, [_SPARE[: entry.end - begin]], begin)
+        # No copy: the tensor shares the pages of the memory map.
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
+        # An entry behind one whose size is not a multiple of 8 is not aligned, so it is copied.
         return data if start % _ALIGNED == 0 else data.clone()
 
 

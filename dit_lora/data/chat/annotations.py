@@ -17,7 +17,8 @@ from dit_lora.data.sources.scan import read_all
 from dit_lora.errors import DitLoraError
 
 _REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
-_IMAGES = IMAGE_SUFFIXES - {".gif"}  # conversations about GIFs are about motion
+# Conversations about GIFs are about motion, so a GIF counts as a video.
+_IMAGES = IMAGE_SUFFIXES - {".gif"}
 _NOT_READ = ("caption_column", "image_column", "caption", "generate")
 
 
@@ -40,6 +41,7 @@ class _File:
     def __init__(self, source: SourceConfig) -> None:
         self._path = Path(source.path).expanduser()
         self._root = Path(source.media).expanduser() if source.media else self._path.parent
+        # Options of captioned clips would be ignored silently, so they are an error.
         unread = [name for name in _NOT_READ if getattr(source, name) is not None]
         if unread:
             raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
@@ -68,6 +70,7 @@ class _File:
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
         if not self._conversations.all:
+            # Nothing can be used: show the first problem as an example.
             problem = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
@@ -88,6 +91,7 @@ class _File:
             name = self._below_root(sample)
         if name is not None:
             self._named[name] += 1
+            # A second record about the same file gets a number.
             sample_id = name if self._named[name] == 1 else f"{name}#{self._named[name]}"
         for code, message in sample.faults:
             self._problem(sample_id, record, code, message)
@@ -111,6 +115,7 @@ class _File:
                 media,
                 sample.turns,
                 sample.independent,
+                # The same system text occurs in many records, so keep only one copy.
                 sys.intern(sample.system),
                 sample.start,
                 sample.end,
@@ -124,16 +129,14 @@ class _File:
 
     def _below_root(self, sample: ChatRecord) -> str | None:
         """Path of the media file below the root; None if it has none. Faults are added to the sample."""
-        named = sample.file or ""
-        if _REMOTE.match(named):
-            message = f"{named[:80]} is no path; download it and name the file"
+        file_name = sample.file or ""
+        if _REMOTE.match(file_name):
+            message = f"{file_name[:80]} is no path; download it and name the file"
             sample.wrong("remote_media", message)
             return None
-        name = below(self._root, named)
+        name = below(self._root, file_name)
         if name is None:
-            message = (
-                f"{named} leads out of {self._root}; set data.media to a folder that it is below"
-            )
+            message = f"{file_name} leads out of {self._root}; set data.media to a folder that it is below"
             sample.wrong("unsafe_path", message)
             return None
         # Check each file once, even if many records are about it.
@@ -142,6 +145,7 @@ class _File:
             self._look(name, os.path.join(self._root, name))
         if name in self._absent:
             sample.wrong(*self._absent[name])
+        # The record's key says image or video, and the name of the file must agree with it.
         elif (os.path.splitext(name)[1].lower() in _IMAGES) != (sample.kind == "image"):
             kinds = ", ".join(sorted(_IMAGES))
             message = f"it is named as {sample.kind}, and images end in {kinds}: {name}"

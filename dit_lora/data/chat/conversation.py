@@ -64,6 +64,7 @@ def trim_answer(text: str) -> str:
 
     A single space before an answer is not indentation; data sets write it between the role and the text.
     """
+    # Blank lines before the answer carry no meaning, while the indent of its first line does.
     text = _BLANK_LINES.sub("", text).rstrip()
     indent = text[: len(text) - len(text.lstrip())]
     return text[1:] if indent == " " else text

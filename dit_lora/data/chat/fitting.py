@@ -39,6 +39,7 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
         NothingToLearnError: The conversation has no answer token.
         TooLongError: It does not fit even with every question cut to `KEPT` tokens.
     """
+    # Check this first: a sample without answers cannot be trained on at any length.
     if not rendered.answers:
         raise NothingToLearnError(
             f"none of its {len(rendered)} tokens is an answer's, so there is nothing to learn; give the sample an "
@@ -50,15 +51,15 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
     media, answers, fixed = (rendered.count(part) for part in ("media", "answer", "fixed"))
     unshortened = media + answers + fixed
     questions = [len(piece.ids) for piece in rendered.pieces if piece.part == "question"]
-    room = max_tokens - unshortened
+    question_budget = max_tokens - unshortened
     min_tokens = sum(min(length, KEPT) for length in questions)
-    if room < min_tokens:
+    if question_budget < min_tokens:
         raise TooLongError(
             f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
             f"least {KEPT} tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
-    lengths = iter(_levelled(questions, room))
+    lengths = iter(_levelled(questions, question_budget))
     return replace(
         rendered,
         pieces=tuple(
@@ -70,13 +71,13 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
 
 def _levelled(lengths: Sequence[int], room: int) -> list[int]:
     """Lengths that sum to `room`: the longest are cut to one level, which differs by at most a token."""
-    cut = list(lengths)
-    ordered = sorted(range(len(cut)), key=lambda index: cut[index])
+    new_lengths = list(lengths)
+    indices = sorted(range(len(new_lengths)), key=lambda index: new_lengths[index])
     # From the shortest on, each takes its full length or an equal share of the remaining tokens.
-    for position, index in enumerate(ordered):
-        cut[index] = min(cut[index], room // (len(ordered) - position))
-        room -= cut[index]
-    return cut
+    for position, index in enumerate(indices):
+        new_lengths[index] = min(new_lengths[index], room // (len(indices) - position))
+        room -= new_lengths[index]
+    return new_lengths
 
 
 def _shortened(piece: Piece, length: int) -> Piece:
@@ -84,6 +85,7 @@ def _shortened(piece: Piece, length: int) -> Piece:
     num_dropped = len(piece.ids) - length
     if not num_dropped:
         return piece
+    # With an odd length, the beginning keeps one token more than the end.
     head = length - length // 2
     ids = piece.ids[:head] + piece.ids[head + num_dropped :]
     return replace(piece, ids=ids, dropped=piece.dropped + num_dropped)

@@ -53,6 +53,7 @@ def frame_seconds(
     parts = _parts(duration, fps, count, start, end)
     if generator is None:
         return tuple((begin + stop) // 2 / fps for begin, stop in parts)
+    # float64, so that rounding never reaches the next frame.
     draws = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
     return tuple(
         (begin + math.floor(draw * (stop - begin + 1))) / fps
@@ -84,9 +85,11 @@ def _parts(
     # The small addend keeps rounding errors from turning 30 frames into 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))
+    # A part needs at least one frame.
     used = min(count, frames)
     bounds = [before + index * frames // used for index in range(used + 1)]
     parts = [(bounds[index], bounds[index + 1] - 1) for index in range(used)]
+    # Repeat the last part if there are fewer frames than requested.
     return parts + parts[-1:] * (count - used)
 
 
@@ -118,6 +121,7 @@ def read_at(
 
     def fitted(image: Image.Image, stretch: float) -> np.ndarray:
         if box is not None:
+            # Crop before resizing, so that the result has the full resolution.
             image = image.crop(_pixels(box, image.width, image.height))
         if fit == "cover":
             return cover(image, stretch, height, width)
@@ -137,8 +141,8 @@ def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of a box in pixels; it has at least one pixel."""
     x = min(round(box.left * width), width - 1)
     top = min(round(box.top * height), height - 1)
-    kept_width, kept_height = max(1, round(box.width * width)), max(1, round(box.height * height))
-    return x, top, min(width, x + kept_width), min(height, top + kept_height)
+    box_width, box_height = max(1, round(box.width * width)), max(1, round(box.height * height))
+    return x, top, min(width, x + box_width), min(height, top + box_height)
 
 
 def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) -> Box:
@@ -157,6 +161,7 @@ def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) ->
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)
         if width <= 1 and height <= 1:
             return Box((1 - height) * down, (1 - width) * across, height, width)
+    # Fallback: the largest crop in the centre whose ratio is within the bounds.
     width = min(1.0, _RATIOS[1] / aspect)
     height = min(1.0, aspect / _RATIOS[0])
     return Box((1 - height) / 2, (1 - width) / 2, height, width)

@@ -48,8 +48,8 @@ def _lines(file: IO[str]) -> Iterator[Record]:
         try:
             yield Record(number, parse_json(line.rstrip()))
         except ParseError as error:
-            where = "" if error.at is None else f"column {error.at + 1}: "
-            yield Record(number, None, where + error.words)
+            location = "" if error.at is None else f"column {error.at + 1}: "
+            yield Record(number, None, location + error.words)
 
 
 class _ListReader:
@@ -72,6 +72,7 @@ class _ListReader:
             number += 1
             yield Record(number, self._value())
             separator = self._take(",]", "a comma or the end of the list")
+        # Text after the list means that the file is damaged, for example two lists joined.
         if self._next():
             self._fail("nothing more is expected after the list", self._at)
 
@@ -121,6 +122,7 @@ class _ListReader:
 
     def _place(self, at: int) -> tuple[int, int]:
         """Line and column in the file of a position in the text."""
+        # Line breaks between the start of the text in memory and the position.
         breaks = self._text.count("\n", 0, at)
         if not breaks:
             return self._line, self._column + at

@@ -131,12 +131,14 @@ def render_prompt(
         is_last = index == len(conversation.turns) - 1
         # The turn that holds the media is already open, so its question does not begin a new one.
         opened = style.media_in_question and index == 0 and conversation.kind != "text"
+        # A prompt lacks only the last turn's answer; earlier answers are part of it.
         after += _turn(style, turn, index, opened=opened, answered=answered or not is_last)
     if style.stripped:
         before, after = _stripped(before), _stripped(after)
     pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
     pieces += tokenized(tokenizer, after)
     if tokenizer.bos_token_id is not None:
+        # One BOS token for the whole prompt, as upstream adds it.
         pieces.insert(0, Piece((tokenizer.bos_token_id,), "fixed"))
     return Rendered(tuple(pieces))
 
@@ -166,6 +168,7 @@ def _timestamps(seconds: Sequence[float]) -> str:
     """The sentence about the frames' times as in video_utils.py, with one decimal as Python prints it."""
     if not seconds:
         return ""
+    # Python prints 1.0 and not 1, which changes the tokens.
     listed = ", ".join(str(round(second, 1)) for second in seconds)
     return f" The video contains {len(seconds)} frames sampled at {listed} seconds."
 
@@ -176,6 +179,7 @@ def _turn(
     """The spans of one turn: question, header and, if `answered`, the answer."""
     question, answer = turn.question, turn.answer
     if style.media_in_question:
+        # In this format, upstream strips both.
         question, answer = question.strip(), answer.strip()
     spans = [Span(style.header, "fixed")]
     if question or style.media_in_question:

@@ -64,20 +64,20 @@ def parse_record(record: object) -> ChatRecord:
     if not isinstance(record, Mapping):
         sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
         return sample
-    named = list(_named_media(record, sample))
+    media = list(_named_media(record, sample))
     # The keys decide the format: VideoChat2, or messages with roles.
     if "QA" in record:
         _read_qa(record["QA"], sample)
         sample.independent = True
     elif "messages" in record or "conversations" in record:
         key = "messages" if "messages" in record else "conversations"
-        _Messages(sample, record[key], key, named).read(record.get("system"))
+        _Messages(sample, record[key], key, media).read(record.get("system"))
     else:
         keys = ", ".join(map(str, record)) or "none"
         sample.wrong(
             "record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}"
         )
-    _choose_medium(record, sample, named)
+    _choose_medium(record, sample, media)
     _read_part(record, sample)
     _check_texts(sample)
     return sample
@@ -87,6 +87,7 @@ def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tupl
     """Yield the media that the record names under its own keys, with their kind."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
+        # A key may hold one name or a list of names.
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and name.strip():
                 yield kind, name
@@ -99,6 +100,7 @@ def _choose_medium(
     record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[Kind, str]]
 ) -> None:
     """Set the record's only media file; several are a fault."""
+    # The same file may be named by a key and again by a part of a message.
     media = list(dict.fromkeys(media))
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
@@ -124,24 +126,25 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
         sample.wrong("no_answer", "its QA is empty")
     turns = []
     for number, turn in enumerate(qa, start=1):
-        where = f"QA {number}"
+        location = f"QA {number}"
         if not isinstance(turn, Mapping):
-            sample.wrong("record_type", f"{where} is of type {_type(turn)}, not an object")
+            sample.wrong("record_type", f"{location} is of type {_type(turn)}, not an object")
             continue
-        lacks = [key for key in ("q", "a") if turn.get(key) is None]
-        if lacks:
-            sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
+        missing_keys = [key for key in ("q", "a") if turn.get(key) is None]
+        if missing_keys:
+            sample.wrong("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
+        # The instruction `i` is optional.
         texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
-                message = f"{key} of {where} is of type {_type(text)}, not text"
+                message = f"{key} of {location} is of type {_type(text)}, not text"
                 sample.wrong("record_type", message)
-        if not lacks and all(isinstance(text, str) for text in texts.values()):
+        if not missing_keys and all(isinstance(text, str) for text in texts.values()):
             # Keep white space: VideoChat2 tokenises these texts unchanged.
             # The same instructions occur in many records, so intern them.
             turns.append(Turn(turn["q"], turn["a"], sys.intern(texts.get("i", ""))))
             if is_blank(turns[-1].answer):
-                sample.wrong("answer_empty", f"the answer of {where} is empty")
+                sample.wrong("answer_empty", f"the answer of {location} is empty")
     sample.turns = tuple(turns)
 
 
@@ -184,31 +187,34 @@ class _Messages:
 
     def _read_message(self, number: int, message: object) -> str | None:
         """Read a message and return its role; None if the role is missing or unknown."""
-        where, sample = f"message {number}", self._sample
+        location, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
-            sample.wrong("record_type", f"{where} is of type {_type(message)}, not an object")
+            sample.wrong("record_type", f"{location} is of type {_type(message)}, not an object")
             return None
         # LLaVA names the keys from and value, other formats role and content.
         keys = ("from", "value") if "from" in message else ("role", "content")
-        lacks = [key for key in keys if message.get(key) is None]
-        if lacks:
-            sample.wrong("record_keys", f"{where} lacks {' and '.join(lacks)}")
-        stated = message.get(keys[0])
-        role = _ROLES.get(stated) if isinstance(stated, str) else None
-        if role is None and stated is not None:
-            reason = f"{where} is of the role {_shown(stated)}; those read are {', '.join(_ROLES)}"
+        missing_keys = [key for key in keys if message.get(key) is None]
+        if missing_keys:
+            sample.wrong("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
+        role_name = message.get(keys[0])
+        role = _ROLES.get(role_name) if isinstance(role_name, str) else None
+        if role is None and role_name is not None:
+            reason = (
+                f"{location} is of the role {_shown(role_name)}; those read are {', '.join(_ROLES)}"
+            )
             sample.wrong("role_unknown", reason)
-        text = "" if lacks else self._text(message[keys[1]], where, role)
+        text = "" if missing_keys else self._text(message[keys[1]], location, role)
         if role == "system":
+            # Prompt formats have room for a system text only at the beginning.
             if number > 1:
-                sample.wrong("roles_order", f"{where} is the system's; only the first may be")
+                sample.wrong("roles_order", f"{location} is the system's; only the first may be")
             sample.system = text
         elif role == "user":
             if self._question is not None:
-                sample.wrong("roles_order", f"{where} is a question after a question")
+                sample.wrong("roles_order", f"{location} is a question after a question")
             self._question = text
         elif role == "assistant":
-            self._answer(text, where, lacks=bool(lacks))
+            self._answer(text, location, lacks=bool(missing_keys))
         return role
 
     def _answer(self, text: str, where: str, *, lacks: bool) -> None:
@@ -228,6 +234,7 @@ class _Messages:
             message = f"the content of {where} is of type {_type(content)}, neither text nor parts"
             self._sample.wrong("record_type", message)
             return ""
+        # A message's content may be a list of parts: texts, images and videos.
         texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -249,6 +256,7 @@ class _Messages:
         """Remove the placeholders for media from a question, and note their positions."""
         if role != "user":
             return text
+        # One entry per placeholder, with the number of the turn that it is in.
         self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
         return _PLACEHOLDER.sub("", text)
 
@@ -257,24 +265,25 @@ class _Messages:
         if role != "user":
             self._sample.wrong("placeholder", f"{where} has a medium; only questions may")
         self._places.append(len(self._turns))
-        named = next((part[key] for key in (kind, *_FILE_KEYS) if part.get(key)), None)
-        if isinstance(named, str):
-            self._media.append((_MEDIA_KEYS[kind], named))
+        file_name = next((part[key] for key in (kind, *_FILE_KEYS) if part.get(key)), None)
+        if isinstance(file_name, str):
+            self._media.append((_MEDIA_KEYS[kind], file_name))
             self._filled += 1
-        elif named is not None:
-            message = f"the {kind} of {where} must be a file's name; got {_shown(named)}"
+        elif file_name is not None:
+            message = f"the {kind} of {where} must be a file's name; got {_shown(file_name)}"
             self._sample.wrong("record_type", message)
 
     def _check_places(self) -> None:
         """Check that the placeholders match the media, and that they are all in the first question."""
         # Compare only the media that no part names: they are under the record's own keys.
-        unfilled, named = len(self._places) - self._filled, len(self._media) - self._filled
-        if unfilled > named and len(self._media) <= 1:
+        num_unnamed, num_named = len(self._places) - self._filled, len(self._media) - self._filled
+        if num_unnamed > num_named and len(self._media) <= 1:
             message = (
-                f"its text has {unfilled} places for media such as <image> or <video>, and its "
-                f"keys name {named}"
+                f"its text has {num_unnamed} places for media such as <image> or <video>, and its "
+                f"keys name {num_named}"
             )
             self._sample.wrong("placeholder", message)
+        # 0 is the first turn; every other number is a later one.
         if any(self._places):
             message = "its medium belongs to a later question; only the first may have it"
             self._sample.wrong("placeholder", message)
@@ -289,6 +298,7 @@ def _read_part(record: Mapping[Any, Any], sample: ChatRecord) -> None:
     if sample.kind != "video" and not sample.faults:
         sample.wrong("time_range", f"it has a {' and '.join(bounds)}, and no video")
     for key, value in bounds.items():
+        # bool is a subclass of int, and `true` is no time.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
             message = f"its {key} must be seconds from 0 on; got {_shown(value)}"
@@ -321,8 +331,8 @@ def _check_texts(sample: ChatRecord) -> None:
     # Without media, an empty question leaves nothing that the answer could refer to.
     first_turn = sample.turns[0] if sample.turns else None
     first_text = first_turn.question + first_turn.instruction if first_turn else ""
-    is_asked = sample.kind != "text" or first_turn is None or not is_blank(first_text)
-    if not is_asked and not sample.faults:
+    has_question = sample.kind != "text" or first_turn is None or not is_blank(first_text)
+    if not has_question and not sample.faults:
         sample.wrong("question_empty", "it has no medium, and its first question is empty")
 
 

@@ -35,6 +35,7 @@ class Rendered:
     @property
     def labels(self) -> list[int]:
         """For each token its id if it is trained on, else `IGNORE`; not shifted."""
+        # One label per token, so that labels and ids have equal lengths.
         return [
             token if piece.part == "answer" else IGNORE
             for piece in self.pieces

@@ -36,6 +36,7 @@ def tokenized(
             "checkpoint with a tokenizer.json"
         )
     spans = [span for span in spans if span.text]
+    # End of each span in the joined text, in characters.
     ends = list(accumulate(len(span.text) for span in spans))
     text = "".join(span.text for span in spans)
     encoded = tokenizer(
@@ -45,6 +46,7 @@ def tokenized(
         # Silence the warning about the tokenizer's own limit; chat.max_tokens is the limit here.
         verbose=False,
     )
+    # Index of the span of each token.
     owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
     # Each question and answer is a separate piece; all spans between them are joined to one piece.
@@ -57,6 +59,7 @@ def tokenized(
 def _piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
     """Key of the piece that a token of this span belongs to."""
     part = spans[owner].part
+    # -1 joins neighbouring spans of fixed text or media to one piece.
     return (part, owner) if part in ("question", "answer") else (part, -1)
 
 
@@ -66,6 +69,7 @@ def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) ->
     Byte-level tokenizers may omit white space from the reported characters: a token without characters belongs
     to those before it.
     """
+    # The span of the token's last character, and below that of its first.
     end_span = bisect_right(ends, max(stop - 1, 0))
     start_span = min(bisect_right(ends, start), end_span)
     parts = [span.part for span in spans[start_span : end_span + 1]]

@@ -61,8 +61,8 @@ def render_template(
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
     # Do not add a second beginning-of-text token if the template writes one.
-    written = isinstance(bos, str) and text.startswith(bos)
-    pieces = tokenized(tokenizer, spans, add_special_tokens=not written)
+    has_bos = isinstance(bos, str) and text.startswith(bos)
+    pieces = tokenized(tokenizer, spans, add_special_tokens=not has_bos)
     rendered = Rendered(tuple(pieces))
     _refuse_stray_media(rendered, tokenizer)
     return rendered
@@ -74,15 +74,17 @@ def _spans(
     """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
     system = conversation.system
     messages = [_message("system", system)] if system else []
-    spans, written = list[Span](), ""
+    spans, text_so_far = list[Span](), ""
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
+        # Media are in the first question only.
         kind = conversation.kind if index == 0 else "text"
         messages.append(_message("user", question, kind))
         # At inference the model sees this text before an answer, so the answer is the text after it.
         prompt = _written(template, messages, generation=True)
-        spans += _asked(_beyond(written, prompt, "an earlier turn"), question)
+        # Only the text that this turn adds; earlier text is in `spans` already.
+        spans += _asked(_beyond(text_so_far, prompt, "an earlier turn"), question)
         if not index and system.strip() not in prompt:
             raise DitLoraError(
                 "the chat template leaves out the system text; set chat.system and `system` of the samples to "
@@ -91,8 +93,8 @@ def _spans(
         if is_last and not answered:
             break
         messages.append(_message("assistant", answer))
-        written = _written(template, messages, generation=False)
-        reply = _beyond(prompt, written, "the prompt of an answer")
+        text_so_far = _written(template, messages, generation=False)
+        reply = _beyond(prompt, text_so_far, "the prompt of an answer")
         spans += _answered(reply, answer, ends, last=is_last)
     return spans
 
@@ -130,20 +132,23 @@ def _beyond(before: str, text: str, what: str) -> str:
 def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: bool) -> list[Span]:
     """Spans of an answer with its end of turn, and of the fixed text after it."""
     if answer not in reply:
-        answer = answer.strip()  # templates may trim answers, and inference sees the trimmed text
+        # Templates may trim answers, and inference sees the trimmed text.
+        answer = answer.strip()
     if answer not in reply:
         raise DitLoraError(
             f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
         )
     stop = reply.index(answer) + len(answer)
     end_of_text, special = ends
+    # Position after the first occurrence of each special token behind the answer.
     after_ends = []
     for end in special:
-        at = reply.find(end, stop)
-        if at >= 0:
-            after_ends.append(at + len(end))
+        position = reply.find(end, stop)
+        if position >= 0:
+            after_ends.append(position + len(end))
     if after_ends:
         stop = min(after_ends)
+    # The template does not end its answers, so add the end of text.
     elif last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
@@ -162,22 +167,26 @@ def _message(role: str, text: str, kind: str = "text") -> Message:
 def _asked(prompt: str, question: str) -> list[Span]:
     """Spans of a prompt, with the question as a separate one."""
     # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
-    at = prompt.rfind(question) if question else -1
-    if at < 0:
+    position = prompt.rfind(question) if question else -1
+    if position < 0:
         return [Span(prompt, "fixed")]
-    after = at + len(question)
-    return [Span(prompt[:at], "fixed"), Span(question, "question"), Span(prompt[after:], "fixed")]
+    after = position + len(question)
+    return [
+        Span(prompt[:position], "fixed"),
+        Span(question, "question"),
+        Span(prompt[after:], "fixed"),
+    ]
 
 
 def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
     """The spans with the expansion of the placeholder as a separate span."""
     if media is None:
         return list(spans)
-    written = sum(span.text.count(media.placeholder) for span in spans)
-    if written != 1:
+    num_placeholders = sum(span.text.count(media.placeholder) for span in spans)
+    if num_placeholders != 1:
         raise DitLoraError(
-            f"the chat template and the text hold the media's placeholder {media.placeholder!r} {written} times; it "
-            "must stand there once, and never in a question or an answer"
+            f"the chat template and the text hold the media's placeholder {media.placeholder!r} {num_placeholders} "
+            "times; it must stand there once, and never in a question or an answer"
         )
     expanded = []
     for span in spans:
@@ -202,6 +211,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
 
 def _refuse_stray_media(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `DitLoraError` if media tokens occur in other text: the model counts them per media file."""
+    # Only tokens that were added to the vocabulary: a timestamp's digits are ordinary text.
     added = set(tokenizer.added_tokens_decoder)
     media = {token for p in rendered.pieces if p.part == "media" for token in p.ids} & added
     stray = {token for p in rendered.pieces if p.part != "media" for token in p.ids} & media

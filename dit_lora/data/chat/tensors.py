@@ -8,6 +8,7 @@ from dit_lora.numerics.objectives import IGNORE
 
 def bucket_length(tokens: int, step: int) -> int:
     """The smallest multiple of `step` that is at least `tokens`."""
+    # Floor division of the negative number rounds up.
     return -(-tokens // step) * step
 
 
@@ -31,6 +32,7 @@ def to_tensors(
     tensors = {
         "input_ids": _padded(ids, length, pad, "tokens"),
         "labels": _padded([ids[index] for index in learned], answers, IGNORE, "answer tokens"),
+        # The hidden state before a token predicts it, hence the shift by one.
         "answer_positions": _padded(
             [index - 1 for index in learned], answers, 0, "answer positions"
         ),

@@ -66,6 +66,7 @@ def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list
                 for index, (token, text) in enumerate(zip(piece.ids, texts, strict=True))
             )
         pieces.append(ShownPiece(piece.part, len(piece.ids), tokens, piece.dropped))
+        # Media count in the positions, although they have no text.
         position += len(piece.ids)
     return pieces
 
@@ -82,6 +83,7 @@ def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
     tokens = ", ".join(f"{count} {name}" for name, count in counts(rendered).items())
+    # Only questions are ever shortened.
     dropped = sum(piece.dropped for piece in rendered.pieces)
     shortened = f"; {dropped} of the questions left out" if dropped else ""
     return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
@@ -135,12 +137,12 @@ class _Reader:
     def read(self, token: int) -> str:
         """Text that this token adds."""
         self._ids.append(token)
-        before, now = self._decode(self._ids[: self._known]), self._decode(self._ids)
+        known_text, text = self._decode(self._ids[: self._known]), self._decode(self._ids)
         # A UTF-8 character has up to 4 bytes: this token ends inside one, which the next tokens complete.
-        if now.endswith("\ufffd") and len(self._ids) - self._known < 4:
+        if text.endswith("\ufffd") and len(self._ids) - self._known < 4:
             return ""
         self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
-        return now[len(before) :]
+        return text[len(known_text) :]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -148,6 +150,7 @@ class _Reader:
 
 def _visible(text: str) -> str:
     """The text with visible signs for line breaks and other invisible characters."""
+    # Control characters are shown as signs, so that they have no effect on the terminal.
     signs = {"\n": "↵", "\t": "→"}
     return "".join(
         signs.get(character, character if character.isprintable() else "\ufffd")

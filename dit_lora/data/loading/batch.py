@@ -34,6 +34,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device, except for the tensors in `ON_HOST`."""
+        # The masks of captions without the trigger word stay on the host too, hence the prefix is removed.
         moved = {
             name: t if name.removeprefix(PRESERVE) in ON_HOST else t.to(device, non_blocking=True)
             for name, t in self.tensors.items()
@@ -44,6 +45,7 @@ class Batch:
         """One sample of the batch, as a batch of one."""
         sample = self.ids[index]
         faults = {sample: self.faults[sample]} if sample in self.faults else {}
+        # Slices keep the batch dimension: (B, ...) becomes (1, ...).
         tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
         ahead = None if self.ahead is None else self.ahead.single(index)
         return Batch((sample,), (self.draws[index],), tensors, faults, ahead)
@@ -59,6 +61,7 @@ class Batch:
         change: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
         """The batch with these tensors, and with `change` applied to the random inputs drawn ahead."""
+        # The random inputs follow the tensors: to the same device, or into pinned memory.
         ahead = None if self.ahead is None else self.ahead.each(change)
         return replace(self, tensors=tensors, ahead=ahead)
 
@@ -69,6 +72,7 @@ def draw_number(sample_id: str, epoch: int, copy: int = 0) -> int:
     It does not depend on the sample's position, so leaving out other samples does not change it.
     """
     draw = fold(epoch, "draws", sample_id)
+    # The first copy keeps the seed that it has in data without repeats.
     return fold(draw, "copies", copy) if copy else draw
 
 
@@ -77,6 +81,7 @@ def collate(samples: Sequence[Batch]) -> Batch:
     return Batch(
         ids=tuple(sample.ids[0] for sample in samples),
         draws=tuple(sample.draws[0] for sample in samples),
+        # (1, ...) of each sample to (B, ...).
         tensors={
             name: torch.cat([sample.tensors[name] for sample in samples])
             for name in samples[0].tensors

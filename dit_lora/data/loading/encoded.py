@@ -44,12 +44,14 @@ class Entry:
     def preserve_text_key_of(self, draw: int) -> str | None:
         """Key of one of the captions without the trigger word, chosen by `draw`; None if there are none."""
         keys = self.preserve_text_keys
+        # The draw spreads the choices evenly over the captions.
         return keys[fold(draw, "preserve") % len(keys)] if keys else None
 
     def video_key_of(self, draw: int) -> str:
         """Key of the clip or, for half of the draws, of its mirrored version."""
         if self.mirror_key is None:
             return self.video_key
+        # The choice depends only on the sample's draw, so a resumed run makes the same one.
         mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
         return self.mirror_key if mirrored else self.video_key
 
@@ -95,6 +97,7 @@ class EncodedClips:
         keys: dict[VideoShape | None, list[str]] = {}
         for entry in self.entries:
             keys.setdefault(entry.shape, []).append(entry.video_key)
+        # The largest bucket first: its peak memory decides whether the run fits.
         shapes = sorted(keys, key=lambda shape: shape.volume if shape else 0, reverse=True)
         return {shape: self.videos.first_spec(keys[shape]) for shape in shapes}
 
@@ -155,12 +158,14 @@ class EncodedClips:
         return Batch(
             ids=(entry.id,),
             draws=(draw,),
+            # Add the batch dimension: (...) becomes (1, ...).
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
     def one_of_each_kind(self) -> Sequence[Entry]:
         """No entries, because every sample uses the whole model."""
+        # The interface is for chat models, in which a sample without pictures skips the vision encoder.
         return ()
 
     def known(self) -> dict[str, torch.Tensor]:
@@ -194,6 +199,7 @@ class CachedClips(EncodedClips):
         """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
+        # The clip's entry and its mirrored one, each with the shapes of its bucket.
         keys = {
             key: self.video_specs[entry.shape]
             for entry in bad
@@ -201,6 +207,7 @@ class CachedClips(EncodedClips):
             if key
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
+        # Captions are shared between samples, so each key occurs once.
         text_keys = dict.fromkeys(
             key
             for entry in bad
@@ -208,12 +215,12 @@ class CachedClips(EncodedClips):
             if key
         )
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
-        aside = []
+        mark_paths = []
         for cache, key, spec in [*videos, *texts]:
             # The fault may be in the clip or in the caption, so mark only the entries that are bad now.
             if cache.path(key).exists() and cache.read(key, spec)[1]:
-                aside.append(cache.set_aside(key))
-        return aside
+                mark_paths.append(cache.set_aside(key))
+        return mark_paths
 
 
 class ClipDataset(OrderedDataset):
@@ -256,6 +263,7 @@ class Picker:
         draw = draw_number(entry.id, epoch, copy)
         # Only the seed decides, so that every worker and a resumed run drop the same captions.
         share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        # An empty caption of the sample itself takes precedence.
         empty = entry.empty_text_key or self.empty_text_key
         text_key = empty if share < self.caption_dropout else entry.text_key
         return Pick(entry, text_key, draw)

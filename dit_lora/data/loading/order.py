@@ -22,7 +22,8 @@ from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.streams import fold
 
-_FOREVER = 2**40  # epochs
+# Epoch that no run reaches; it stands for "never comes back".
+_FOREVER = 2**40
 
 
 class Draw(NamedTuple):
@@ -59,11 +60,14 @@ class Order:
         self.quarantine = quarantine
         self.group = group
         buckets = [None] * len(ids) if buckets is None else buckets
+        # Buckets are numbered in the order in which they first occur.
         numbers = {bucket: number for number, bucket in enumerate(dict.fromkeys(buckets or [None]))}
         self._bucket = np.array([numbers[bucket] for bucket in buckets], np.int64)
         self.buckets = len(numbers)
         self._copies = _Copies.of(ids, times, seed)
+        # Samples with a fractional number of times, which need a count of their own for each epoch.
         self._partial = np.flatnonzero(self._copies.share)
+        # Draws of each bucket that come in every epoch, (buckets,).
         self._per_epoch = self._by_bucket(self._bucket, self._copies.whole)
         self.forget()
 
@@ -102,10 +106,14 @@ class Order:
     def _counts(self, epoch: int) -> np.ndarray:
         """Number of draws of each bucket before an epoch, int64 (buckets,), without those in quarantine."""
         partial = self._copies.extra_before(epoch, self._partial)
+        # Whole copies are proportional to the epoch; the extra ones are added by sample.
         total = self._per_epoch * epoch + self._by_bucket(self._bucket[self._partial], partial)
-        lost = self._left_out()
-        if len(lost.index):
-            total -= self._by_bucket(self._bucket[lost.index], lost.before(epoch, self._copies))
+        removed = self._left_out()
+        if len(removed.index):
+            # Draws that the quarantine removes do not fill steps.
+            total -= self._by_bucket(
+                self._bucket[removed.index], removed.before(epoch, self._copies)
+            )
         return total
 
     def _by_bucket(self, buckets: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -124,13 +132,14 @@ class Order:
         # (N, 3): epoch, copy and index of each draw, in the order of the stream.
         draws = self._stream(epoch, np.arange(len(self.ids)))
         # Stable sort by bucket: within a bucket, draws keep the order of the stream.
-        arrived = self._bucket[draws[:, 2]]
-        by_bucket = np.argsort(arrived, kind="stable")
-        borders = np.searchsorted(arrived[by_bucket], np.arange(self.buckets + 1))
+        bucket_of_draw = self._bucket[draws[:, 2]]
+        by_bucket = np.argsort(bucket_of_draw, kind="stable")
+        borders = np.searchsorted(bucket_of_draw[by_bucket], np.arange(self.buckets + 1))
         # Number of draws that earlier epochs left in each queue.
         waiting = self._counts(epoch) % self.group
         steps, filled_at = [], []
         for bucket, (begin, end) in enumerate(pairwise(borders.tolist())):
+            # Draws of earlier epochs are at the head of the queue.
             members, ahead = by_bucket[begin:end], int(waiting[bucket])
             count = (ahead + len(members)) // self.group
             if count:
@@ -146,6 +155,7 @@ class Order:
             return np.empty((0, 3), np.int64)
         members = np.flatnonzero(self._bucket == bucket)
         parts, missing = [], length
+        # Go back epoch by epoch until enough draws are collected.
         while missing > 0:
             epoch -= 1
             draws = self._stream(epoch, members)
@@ -157,6 +167,7 @@ class Order:
                 epoch = bisect_left(
                     range(epoch), until, key=lambda earlier: self._counts(earlier)[bucket]
                 )
+        # The oldest epoch comes first.
         return np.concatenate(parts[::-1])[-length:]
 
     def _stream(self, epoch: int, members: np.ndarray) -> np.ndarray:
@@ -170,16 +181,18 @@ class Order:
         if len(index) > len(members):
             # Number the copies of each sample in the order in which they come.
             keys = keys[np.lexsort((keys, index))]
+        # A stable sort, so that equal hashes have one order everywhere.
         order = np.argsort(keys, kind="stable")
         index, copy = index[order], copy[order]
-        stays = copy < self._left_out().kept_in(epoch, len(self.ids))[index]
+        is_kept = copy < self._left_out().kept_in(epoch, len(self.ids))[index]
         draws = np.stack([np.full(len(index), epoch), copy, index], axis=1)
-        return draws[stays]
+        return draws[is_kept]
 
     def _keys(self, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
         """Sort keys of draws, uint64 (N,): hashes of seed, epoch, sample and copy."""
         hashed = hashlib.blake2b
         names = ["order", *(f"order+{number}" for number in range(1, int(copy.max(initial=0)) + 1))]
+        # The first copy has the name that it has in data without repeats.
         starts = [f"{self.seed}/{name}/{epoch}/" for name in names]
         pairs = zip(copy.tolist(), index.tolist(), strict=True)
         ids = self.ids
@@ -215,6 +228,7 @@ class _Copies:
 
     def extra_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
         """Number of extra copies of each of these samples before an epoch."""
+        # A share of 0.5 gives one extra copy in every second epoch, shifted by the phase.
         return np.floor(self.share[index] * epoch + self.phase[index]).astype(np.int64)
 
     def before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -244,6 +258,7 @@ class _Lost:
                 # A record's first epoch may keep some copies, so it is a separate range.
                 edges |= {record.from_epoch, record.from_epoch + 1, end}
             settled = max([settled, *(edge for edge in edges if edge < _FOREVER)])
+            # Between two edges, the records that apply do not change.
             for start, end in pairwise(sorted(edges)):
                 copies_left = quarantine.kept_in(sample, start)
                 if copies_left is not None:
@@ -262,6 +277,6 @@ class _Lost:
     def kept_in(self, epoch: int, samples: int) -> np.ndarray:
         """Number of copies of each sample that stay in an epoch; the largest integer if all do."""
         limits = np.full(samples, np.iinfo(np.int64).max)
-        now = (self.start <= epoch) & (epoch < self.end)
-        limits[self.index[now]] = self.kept[now]
+        is_active = (self.start <= epoch) & (epoch < self.end)
+        limits[self.index[is_active]] = self.kept[is_active]
         return limits

@@ -35,12 +35,13 @@ class LeftOut:
         """Number of the sample's copies that stay in an epoch; None if this record leaves none out."""
         if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
             return None
+        # In its first epoch, copies before the failed one were trained on already.
         return self.from_copy if epoch == self.from_epoch else 0
 
     def told(self) -> str:
         """Lines for people: which sample is left out, for how long, why, and on what evidence."""
-        how_long = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
-        line = f"{self.sample_id}: from epoch {self.from_epoch} {how_long}, since step {self.step}"
+        duration = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
+        line = f"{self.sample_id}: from epoch {self.from_epoch} {duration}, since step {self.step}"
         facts = [f"{name}: {json.dumps(value)}" for name, value in self.evidence.items()]
         return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])
 
@@ -91,6 +92,7 @@ class Quarantine:
                         raise
                     quarantine.torn += 1
                     continue
+                # A complete line that does not fit is an error, and is not skipped.
                 quarantine.add([_record(values)])
             return quarantine
         except (OSError, ValueError, TypeError) as error:

@@ -60,12 +60,14 @@ class Reader(Generic[T]):
                 if self._last is None:
                     raise
                 self._why = str(error)
+        # A failure of the first read was raised, so there is a last batch here.
         assert self._last is not None
         return self._last, self._why
 
     def _read(self) -> T:
         """Read the next micro-batch; raises `UnreadableError` if the machine or a worker failed."""
         try:
+            # The iterator starts the worker processes, so it is created only when data is needed.
             if self._stream is None:
                 self._stream = iter(self._batches)
             return next(self._stream)
@@ -93,6 +95,7 @@ def _is_of_connection(error: OSError | EOFError) -> bool:
 
 def _words(error: OSError | EOFError) -> str:
     """The error's message, with the name of the file."""
+    # The last line of a worker's traceback is its message.
     message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
     name = getattr(error, "filename", None)
     return message if name is None else f"{message}: {name}"
@@ -156,6 +159,7 @@ def build_loader(
     Workers read `source` instead of the dataset if given. Raises `ValueError` if the steps of the order and of
     the sampler differ in size.
     """
+    # With several buckets, a step of the order must be a step of the sampler; otherwise a step would mix shapes.
     group = dataset.order.group
     if dataset.order.buckets > 1 and group != how.sampler.group:
         raise ValueError(

@@ -40,5 +40,6 @@ class PositionSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start_step, self.steps):
             for micro in range(self.accumulate):
+                # Micro-steps come first, then ranks: each rank has a contiguous slice of every micro-step.
                 start = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
                 yield list(range(start, start + self.batch_size))

@@ -41,8 +41,8 @@ def unusable_sound(
     if not header.has_sound:
         return no_sound(header.is_image)
     # Headers are rounded, and may be off by one packet.
-    ends = header.sound_ends
-    return None if ends is None else sound_too_short(ends + SLACK, frames, fps, start)
+    end_s = header.sound_ends
+    return None if end_s is None else sound_too_short(end_s + SLACK, frames, fps, start)
 
 
 def read_sound(
@@ -63,16 +63,18 @@ def read_sound(
         raise ClipError(f"{media.name}: {no_sound(True)}")
     errors = (av.error.FFmpegError, OSError, ValueError)
     try:
-        pieces, ends = read_media(
+        # In a run, this waits for storage that cannot be reached.
+        pieces, end_s = read_media(
             media, lambda: _pieces(media, start, start + frames / fps), errors
         )
     except errors as error:
         raise ClipError(f"{media.name}: its sound cannot be decoded: {reason(error)}") from error
-    if ends is None:
+    if end_s is None:
         raise ClipError(f"{media.name}: {no_sound(False)}")
-    short = sound_too_short(ends, frames, fps, start)
+    short = sound_too_short(end_s, frames, fps, start)
     if short:
         raise ClipError(f"{media.name}: {short}")
+    # Parts without sound stay silent.
     waveform = np.zeros((how.channels, how.samples(frames, fps)), np.float32)
     # Pieces may begin before or end after the span; `_put` cuts them.
     for seconds, piece in pieces:
@@ -111,6 +113,7 @@ class _Reading:
     def __init__(self, media: Media) -> None:
         self.media, self.stamp = media, media.stamp()
         with open_media(media) as container:
+            # All times count from the first picture, as those of the frames do.
             self._origin = first_time(container, video_stream(container))
         self._decoded = self._timed()
         self._kept: deque[_Timed] = deque()
@@ -128,12 +131,14 @@ class _Reading:
     def pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
         """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
         self._window = (start, end)
+        # Drop the frames before the window: later windows begin no earlier.
         while self._kept and self._kept[0].ends <= start - _MARGIN:
             self._ends = self._kept.popleft().ends
         pieces: list[_Piece] = []
-        ends = self._ends
+        end_s = self._ends
         for timed in self._from_kept():
-            ends = timed.ends
+            end_s = timed.ends
+            # The span is complete; the frame stays in the buffer for the next window.
             if timed.seconds >= end + _MARGIN:
                 break
             if timed.ends <= start - _MARGIN:
@@ -142,7 +147,7 @@ class _Reading:
             if timed.jumps or not pieces:
                 pieces.append((timed.seconds, []))
             pieces[-1][1].append(timed.frame)
-        return pieces, ends
+        return pieces, end_s
 
     def _from_kept(self) -> Iterator[_Timed]:
         """Yield the frames that were kept, then decode more, and keep those that are not before the window."""
@@ -156,22 +161,22 @@ class _Reading:
 
     def _timed(self) -> Iterator[_Timed]:
         """Yield every sound frame with its times."""
-        ends: float | None = None
+        end_s: float | None = None
         with open_media(self.media) as container:
             for frame in sound_frames(container):
                 if frame.time is None:
-                    if ends is None:
+                    if end_s is None:
                         raise ValueError("its sound has no time stamps")
-                    seconds = ends
+                    seconds = end_s
                 else:
                     seconds = frame.time - self._origin
                 length = frame.samples / frame.sample_rate
                 # Without a gap, use the end of the previous frame: it is more exact than a rounded time stamp.
-                jumps = ends is None or abs(seconds - ends) > _JUMP
-                if not jumps and ends is not None:
-                    seconds = ends
-                ends = seconds + length
-                yield _Timed(frame, seconds, ends, jumps)
+                jumps = end_s is None or abs(seconds - end_s) > _JUMP
+                if not jumps and end_s is not None:
+                    seconds = end_s
+                end_s = seconds + length
+                yield _Timed(frame, seconds, end_s, jumps)
 
 
 class _Last(threading.local):
@@ -186,6 +191,7 @@ _LAST = _Last()
 def _pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
     """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
     reading, _LAST.reading = _LAST.reading, None
+    # Another file, or an earlier window: begin again.
     if reading is None or not reading.serves(media, start, end):
         reading = _Reading(media)
     result = reading.pieces(start, end)
@@ -202,17 +208,22 @@ def _resampled(frames: list[av.AudioFrame], how: SoundFormat) -> np.ndarray:
     resampler = av.AudioResampler(format=_FORMAT, layout=layout, rate=how.rate)
     resampled = []
     for frame in frames:
+        # The frames of a piece have no gaps between them, so their time stamps are not needed.
         frame.pts = None
         resampled += resampler.resample(frame)
+    # Flush the samples that the filter still holds.
     resampled += resampler.resample(None)
     samples = np.concatenate([piece.to_ndarray() for piece in resampled], axis=1) / _FULL
+    # Stereo to mono is the mean of both channels.
     if len(samples) > how.channels == 1:
         samples = samples.mean(axis=0, keepdims=True)
+    # Mono to stereo repeats the channel.
     return np.broadcast_to(samples, (how.channels, samples.shape[1])).astype(np.float32)
 
 
 def _put(waveform: np.ndarray, piece: np.ndarray, at: int) -> None:
     """Write a piece into a waveform at a position, which may be negative."""
+    # Cut off what comes before the waveform.
     piece, at = piece[:, max(0, -at) :], max(0, at)
     length = min(piece.shape[1], waveform.shape[1] - at)
     if length > 0:

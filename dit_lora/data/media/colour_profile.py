@@ -29,6 +29,7 @@ def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     source_mode, converter = transform
     if "transparency" in image.info or image.mode == "PA":
         image = image.convert("RGBA")
+    # lcms converts colours only, so the transparency is kept aside and put back.
     alpha = image.getchannel("A") if "A" in image.getbands() else None
     converted = converter.apply(image.convert(source_mode))
     if alpha is not None:
@@ -39,6 +40,7 @@ def convert_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 def has_other_colours(image: Image.Image) -> bool:
     """Whether `convert_to_srgb` would change the colours of an opened picture."""
     profile = image.info.get("icc_profile")
+    # `open_image` reduces 16-bit grey to mode L before the conversion.
     mode = "L" if image.mode.startswith("I") else image.mode
     return profile is not None and _transform(profile, mode) is not None
 
@@ -56,7 +58,9 @@ def _transform(profile: bytes, mode: str) -> tuple[str, Any] | None:
         srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
         transform = ImageCms.ImageCmsTransform(source, srgb, source_mode, "RGB")
     except (OSError, ImageCms.PyCMSError):
-        return None  # viewers ignore a damaged profile too
+        # Viewers ignore a damaged profile too.
+        return None
+    # A grid of colours over the whole range, (1, 4096) pixels.
     probe = _PROBE.convert(source_mode)
     before = np.asarray(probe.convert("RGB"), np.int16)
     after = np.asarray(transform.apply(probe), np.int16)

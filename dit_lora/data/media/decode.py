@@ -56,6 +56,7 @@ class WantedTimes:
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """Decode from the key frame before the first time; yields the nearest frames with their number of times."""
         origin = first_time(container, stream)
+        # Times count from the first frame, time stamps from the container's own zero.
         target = _tick(stream, origin + self.start)
         return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
 
@@ -82,6 +83,7 @@ class Instants:
 
     def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
         """Seconds for which the last frame is used: as long as it is shown, and at least `_TAIL`."""
+        # Not every container states how long a frame is shown.
         display_time = (
             float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
         )
@@ -135,6 +137,7 @@ def nearest_frames(
         # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
         if quick and wanted.start > 0 and not guessed:
+            # Seek only if there is something to skip.
             chosen = wanted.from_key_frames(container, stream)
         else:
             chosen = _pick(_timed(container.decode(stream)), wanted)
@@ -164,6 +167,7 @@ def _pick(
             return
         previous, previous_at = frame, seconds
     if previous is not None:
+        # The end of the file: the last frame serves the remaining times that it is near enough to.
         times = wanted.until(previous_at + wanted.last_stands(previous, interval)) - num_served
         if times > 0:
             yield previous, times
@@ -211,6 +215,7 @@ def _from_key_frame(
     count = 0
     for frame in chain.from_iterable(packet.decode() for packet in packets):
         if count == 0 and not (
+            # Only a real key frame, decoded first, gives the same pictures as decoding from the beginning.
             frame.pts == head and frame.key_frame and frame.pict_type == PictureType.I
         ):
             raise ValueError("the key frame is none that decoding can start at")
@@ -226,6 +231,7 @@ def _search(
     """Time of the last key frame not after `target`, in ticks, and the packets from it on."""
     aim = target
     for _ in range(3):
+        # FFmpeg seeks to a key frame at or before the aim.
         container.seek(aim, stream=stream)
         packets = container.demux(stream)
         head = next(packets)

@@ -22,7 +22,8 @@ def decode_mark(media: Media) -> str:
                 return "srgb" if has_other_colours(image) else ""
         with open_media(media) as container:
             frame = first_frame(container, video_stream(container))
-            is_other = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
-            return "display" if is_other else ""
+            is_changed = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
+            return "display" if is_changed else ""
     except (av.error.FFmpegError, *DAMAGED):
-        return ""  # decoding says what is wrong
+        # Decoding reports what is wrong with the file.
+        return ""

@@ -22,7 +22,8 @@ class Orientation(NamedTuple):
         14496-12, 8.3.2; FFmpeg's `libavutil/display.h`). Angles between quarter turns are rounded, as players
         do.
         """
-        side_data: Any = frame.side_data  # PyAV's stub does not know this kind
+        # PyAV's stub does not know this kind of side data.
+        side_data: Any = frame.side_data
         data = side_data.get("DISPLAYMATRIX")
         if data is None:
             return cls()
@@ -40,5 +41,6 @@ class Orientation(NamedTuple):
     def apply(self, picture: np.ndarray) -> np.ndarray:
         """Turn a stored picture, (H, W, ...), upright. The result is contiguous."""
         if self.is_mirrored:
+            # Mirroring comes before the rotation, since the two do not commute.
             picture = picture[:, ::-1]
         return np.ascontiguousarray(np.rot90(picture, self.quarter_turns))

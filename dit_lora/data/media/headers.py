@@ -14,8 +14,10 @@ from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.files import write_whole
 from dit_lora.parsing import parse_json
 
-_VERSION = 3  # raised when the same file would give another header
-_THREADS = 8  # opening a file waits for the disk
+# Raised when the same file would give another header.
+_VERSION = 3
+# Opening a file waits for the disk, so more threads than cores are useful.
+_THREADS = 8
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps a sequence in a progress bar, like tqdm."""
@@ -46,6 +48,7 @@ class Headers:
             # `map` keeps the order of `unread`, so the progress bar and the results advance together.
             for index, header in zip(progress(unread) if unread else (), fresh, strict=False):
                 headers[index] = header
+                # Errors are not stored: the file may be repaired or come back.
                 if isinstance(header, VideoHeader):
                     self._known[media[index].place] = (_stamp(media[index]), asdict(header))
         return [headers[index] for index in range(len(media))]
@@ -59,7 +62,8 @@ def _stamp(media: Media) -> list[int]:
     try:
         return list(media.stamp())
     except OSError:
-        return []  # missing: reading it will report that
+        # The file is missing; reading it will report that.
+        return []
 
 
 def _read(media: Media) -> VideoHeader | ClipError:

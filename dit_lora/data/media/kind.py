@@ -24,6 +24,7 @@ def is_image(media: Media | Path) -> bool:
     """
     media = as_media(media)
     try:
+        # The stamp is part of the cache's key, so a changed file is read again.
         return _is_image(media, media.stamp())
     except OSError:
         return suffix(media) in IMAGE_SUFFIXES
@@ -34,6 +35,7 @@ def _is_image(media: Media, stamp: Stamp) -> bool:
     content = sniffed_suffix(read_head(media))
     if content == ".gif":
         return not _is_animated(media)
+    # The content decides; the name counts only for formats that are not recognized.
     return (content or suffix(media)) in IMAGE_SUFFIXES | {HEIC}
 
 
@@ -42,4 +44,5 @@ def _is_animated(media: Media) -> bool:
         with open_picture(media) as image:
             return bool(getattr(image, "is_animated", False))
     except DAMAGED:
+        # A damaged GIF counts as a picture; the audit reports the damage.
         return False

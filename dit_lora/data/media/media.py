@@ -143,6 +143,7 @@ class TarMember:
 
     @property
     def place(self) -> str:
+        # The offset distinguishes members of the same name.
         return f"{os.path.abspath(self.tar)}:{self.member}@{self.offset}"
 
     def source(self) -> io.BytesIO:
@@ -151,6 +152,7 @@ class TarMember:
             return io.BytesIO(stream.read(self.size))
 
     def stamp(self) -> Stamp:
+        # The member's size replaces the tar's; the times and the inode are those of the tar.
         return self.size, *file_stamp(self.tar)[1:]
 
     def exists(self) -> bool:
@@ -162,6 +164,7 @@ def below(folder: Path, name: str) -> str | None:
 
     Only the name is checked: links in the folder belong to its owner, and are followed.
     """
+    # The empty part gives the prefix a separator at its end, so that `/data2` is not below `/data`.
     prefix = os.path.join(os.path.abspath(folder), "")
     path = os.path.normpath(os.path.join(prefix, name))
     return path[len(prefix) :] if path.startswith(prefix) else None
@@ -217,6 +220,7 @@ def require_readable(media: Media) -> bool:
         nonlocal tries
         tries += 1
         with open_bytes(media) as stream:
+            # Read to the end: the first bytes may be readable although a later block is not.
             while stream.read(_AT_A_TIME):
                 pass
 
@@ -239,17 +243,19 @@ def read_media(
     Raises:
         UnreadableError: The bytes cannot be read.
     """
-    is_again = False
+    has_failed_before = False
     while True:
         try:
             return read()
         except errors:
+            # Outside a run, errors are reported at once.
             if not is_waiting():
                 raise
-            was_away = require_readable(media)
-            if is_again and not was_away:
+            was_unreachable = require_readable(media)
+            # All bytes can be read and the error is the same: the medium itself is damaged.
+            if has_failed_before and not was_unreachable:
                 raise
-        is_again = True
+        has_failed_before = True
 
 
 def sniffed_suffix(head: bytes) -> str | None:
@@ -261,6 +267,7 @@ def sniffed_suffix(head: bytes) -> str | None:
         brand = head[8:12]
         if brand in _STILL_BRANDS:
             return ".avif" if b"avif" in head or b"avis" in head else HEIC
+        # Every other brand counts as MP4.
         return ".mov" if brand == b"qt  " else ".mp4"
     # QuickTime files that are older than `ftyp`.
     if head[4:8] in (b"moov", b"mdat") or head[:8] == b"\0\0\0\x08wide":

@@ -12,7 +12,8 @@ import av
 import numpy as np
 from PIL import Image
 
-_PIECE = 2**18  # number of bytes that are decompressed at a time
+# Number of bytes that are decompressed at a time.
+_PIECE = 2**18
 _PNG_START = 8
 _METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -29,16 +30,21 @@ _ADAM7 = (
 """First column, first row, and their steps, for each pass of an interlaced PNG (PNG specification, 8.2)."""
 _FILLED = (127, 128)
 """Values that libjpeg fills in for missing data: grey in every channel, or its complement in CMYK."""
-_CORNER = 4  # pixels; a block has 8, of which the picture may show fewer
+# Pixels; a block of a JPEG has 8, of which the picture may show fewer.
+_CORNER = 4
 
 
 def missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
     """Why the decoded image is incomplete; None if it is complete. `stream` contains its file."""
     stream.seek(0)
     if image.format == "PNG":
-        lacks = _png_lacks(stream)
+        num_missing = _png_lacks(stream)
         # An incomplete JPEG is only suspected from its last pixels, and then decoded a second time to be sure.
-        return f"the image is truncated: {lacks:,} bytes of its rows are missing" if lacks else None
+        return (
+            f"the image is truncated: {num_missing:,} bytes of its rows are missing"
+            if num_missing
+            else None
+        )
     if image.format in ("JPEG", "MPO") and _may_lack(image) and _jpeg_breaks(stream.read()):
         return "the image is truncated: its coded data ends before its last row"
     return None
@@ -46,10 +52,13 @@ def missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
 
 def _png_lacks(stream: BinaryIO) -> int:
     """Number of bytes of filtered rows that are missing from the IDAT chunks."""
-    stream.seek(_PNG_START + 8)  # length and name of IHDR
+    # Skip the length and the type of IHDR.
+    stream.seek(_PNG_START + 8)
     header = stream.read(13)
+    # PNG numbers are big-endian, the default of `int.from_bytes`.
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
     bits = header[8] * _SAMPLES[header[9]]
+    # Byte 12 of IHDR is the interlace method; without interlacing there is one pass over all pixels.
     passes = _ADAM7 if header[12] else ((0, 0, 1, 1),)
     size = 0
     for column, row, across, down in passes:
@@ -59,6 +68,7 @@ def _png_lacks(stream: BinaryIO) -> int:
     inflate = zlib.decompressobj()
     for data in _image_data(stream):
         while data and size > 0 and not inflate.eof:
+            # Decompress in pieces, so that a small file cannot fill the memory.
             size -= len(inflate.decompress(data, _PIECE))
             data = inflate.unconsumed_tail
     return max(0, size)
@@ -70,6 +80,7 @@ def has_late_metadata(stream: BinaryIO) -> bool:
     for kind, _ in _chunks(stream):
         if is_late and kind in _METADATA:
             return True
+        # Everything behind the first IDAT chunk is late.
         is_late = is_late or kind == b"IDAT"
     return False
 
@@ -83,17 +94,19 @@ def _image_data(stream: BinaryIO) -> Iterator[bytes]:
 
 def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Yield type and length of each chunk of a PNG, with the stream at its contents."""
-    at = _PNG_START
-    stream.seek(at)
+    offset = _PNG_START
+    stream.seek(offset)
     while len(head := stream.read(8)) == 8 and head[4:] != b"IEND":
         length = int.from_bytes(head[:4])
         yield head[4:], length
-        at += 8 + length + 4  # head, contents, CRC
-        stream.seek(at)
+        # Length and type, contents, CRC.
+        offset += 8 + length + 4
+        stream.seek(offset)
 
 
 def _may_lack(image: Image.Image) -> bool:
     """Whether the last pixels have the decoder's filling value, or the image is progressive (they tell nothing)."""
+    # Missing data is always at the end of the picture, so the lower right corner shows it.
     corner = np.asarray(image)[-_CORNER:, -_CORNER:]
     return bool("progressive" in image.info or np.isin(corner, _FILLED).all())
 
@@ -101,6 +114,7 @@ def _may_lack(image: Image.Image) -> bool:
 def _jpeg_breaks(data: bytes) -> bool:
     """Whether FFmpeg's decoder, told to stop at errors, fails where libjpeg would fill in pixels."""
     decoder = av.CodecContext.create("mjpeg", "r")
+    # By default this decoder conceals errors.
     decoder.options = {"err_detect": "explode"}
     decoder.thread_count = 1
     try:

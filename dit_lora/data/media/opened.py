@@ -57,6 +57,7 @@ def open_media(media: Media) -> av.container.InputContainer:
     Metadata may be in any encoding. Decoders refuse pictures above `MOST_PIXELS`. Raises `OSError` or
     `av.error.FFmpegError`.
     """
+    # Bytes in memory need no protocol at all.
     source = media.source()
     options = {
         "protocol_whitelist": "file" if isinstance(source, Path) else _NO_PROTOCOL,
@@ -109,6 +110,7 @@ def open_picture(media: Media) -> Iterator[Image.Image]:
     try:
         opened = Image.open(media.source(), formats=formats)
     except UnidentifiedImageError as error:
+        # Pillow's own message does not tell the user what to do about phone pictures.
         if sniffed_suffix(read_head(media)) == HEIC:
             raise UnidentifiedImageError(HEIC_REASON) from error
         raise

@@ -29,7 +29,8 @@ DAMAGED = (
     ArithmeticError,
     AttributeError,
     MemoryError,
-    RuntimeError,  # AVIF's decoder
+    # Raised by AVIF's decoder.
+    RuntimeError,
     struct.error,
     zlib.error,
     Image.DecompressionBombError,
@@ -68,6 +69,7 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
 def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
     """The decoded picture in its own mode, upright, with 8 bits per level, and its ICC profile."""
     with open_picture(media) as opened:
+        # Decode before checking for missing rows, and before the file is closed.
         opened.load()
         _require_whole(media, opened)
         profile = opened.info.get("icc_profile")
@@ -90,9 +92,9 @@ def _on(image: Image.Image, colour: str) -> Image.Image:
 def _require_whole(media: Media, image: Image.Image) -> None:
     """Raise `ValueError` if pixels of the image are missing in its file."""
     with open_bytes(media) as stream:
-        lacks = missing_rows(stream, image)
-    if lacks:
-        raise ValueError(lacks)
+        problem = missing_rows(stream, image)
+    if problem:
+        raise ValueError(problem)
 
 
 def image_size(media: Media) -> tuple[int, int]:
@@ -109,6 +111,7 @@ def image_size(media: Media) -> tuple[int, int]:
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
         is_turned = orientation in _QUARTER_TURNS and tags.get(ORIENTATION) not in _QUARTER_TURNS
+        # (height, width) of the upright image.
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
@@ -116,6 +119,7 @@ def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
     """Picture of a frame, turned as its display matrix says, and the picture's pixel aspect ratio `stretch`."""
     orientation = Orientation.from_frame(frame)
     picture = orientation.apply(frame.to_ndarray(format="rgb24"))
+    # A rotation by 90 degrees also turns the pixels' shape.
     return Image.fromarray(picture), 1 / stretch if orientation.is_on_its_side else stretch
 
 
@@ -129,9 +133,10 @@ def cover(
     """Scale an image to cover the shape and crop it at the centre: uint8 (H, W, 3), or (H, W) for mode L."""
     # In square pixels, the picture is `stretch` times as wide as stored.
     scale = max(width / (image.width * stretch), height / image.height)
-    kept_width, kept_height = width / scale / stretch, height / scale
-    x, y = (image.width - kept_width) / 2, (image.height - kept_height) / 2
-    box = (x, y, x + kept_width, y + kept_height)
+    crop_width, crop_height = width / scale / stretch, height / scale
+    # The box is in stored pixels, centred; Pillow resizes only this part.
+    x, y = (image.width - crop_width) / 2, (image.height - crop_height) / 2
+    box = (x, y, x + crop_width, y + crop_height)
     return np.asarray(image.resize((width, height), resample, box=box))
 
 

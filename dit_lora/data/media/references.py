@@ -26,6 +26,7 @@ def read_reference(
     With `clip`, the frames of a clip of that shape instead, scaled and cropped to it. Raises `ClipError` if the
     file cannot be read as far as needed.
     """
+    # A video reference has as many frames as its sample, at the same times.
     if clip is not None and clip.frames > 1:
         size = {"height": clip.height, "width": clip.width}
         return read_frames(media, frames=clip.frames, fps=fps, start=start, **size)
@@ -38,6 +39,7 @@ def read_reference(
 def _own_size(image: Image.Image, stretch: float) -> np.ndarray:
     """A picture in square pixels, uint8 (H, W, 3)."""
     if stretch != 1:
+        # Stretch only the width, so that the height keeps its stored resolution.
         size = (max(1, round(image.width * stretch)), image.height)
         image = image.resize(size, Image.Resampling.LANCZOS)
     return np.asarray(image)
@@ -69,6 +71,7 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
 
 def wrong_mask(mask: tuple[int, int], picture: tuple[int, int]) -> str | None:
     """Why a mask of that height and width does not fit a picture of the other; None if it does."""
+    # Quotient of the two aspect ratios, width by height.
     ratio = mask[1] * picture[0] / (mask[0] * picture[1])
     if abs(ratio - 1) <= NEAR:
         return None

@@ -31,11 +31,13 @@ def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list
     waveform = sound.waveform.float().clamp(-1, 1)
     layout = _LAYOUTS[len(waveform) - 1]
     track = container.add_stream("aac", rate=sound.rate, layout=layout)
+    # One thread, so that equal sound gives equal bytes.
     track.codec_context.thread_count = 1
     frame = av.AudioFrame.from_ndarray(
         waveform.contiguous().cpu().numpy(), format="fltp", layout=layout
     )
     frame.sample_rate, frame.pts = sound.rate, 0
+    # Encoding nothing flushes the encoder.
     return [*track.encode(frame), *track.encode()]
 
 

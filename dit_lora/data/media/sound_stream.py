@@ -33,9 +33,9 @@ def sound_ends(container: av.container.InputContainer, video: av.VideoStream) ->
     sound = sound_stream(container)
     if sound is None or not sound.duration or sound.time_base is None:
         return None
-    ends = ((sound.start_time or 0) + sound.duration) * sound.time_base
+    end_time = ((sound.start_time or 0) + sound.duration) * sound.time_base
     first_picture = (video.start_time or 0) * (video.time_base or Fraction(0))
-    return float(ends - first_picture)
+    return float(end_time - first_picture)
 
 
 def no_sound(is_picture: bool) -> str:
@@ -46,6 +46,7 @@ def no_sound(is_picture: bool) -> str:
 
 def sound_too_short(ends: float, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why sound that ends `ends` seconds after the first frame is too short; None if it is long enough."""
+    # Time at which the last frame begins.
     last_frame = start + (frames - 1) / fps
     if ends >= last_frame - SLACK:
         return None

@@ -88,8 +88,9 @@ def pictures_at(
 
     def decode(quick: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
-        for near in nearest_frames(media, wanted, quick=quick):
-            chosen += [fit(*upright(near.frame, near.stretch))] * near.times
+        for nearest in nearest_frames(media, wanted, quick=quick):
+            # A frame that is nearest to several times is repeated.
+            chosen += [fit(*upright(nearest.frame, nearest.stretch))] * nearest.times
         return chosen
 
     def read() -> list[np.ndarray]:
@@ -151,12 +152,14 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=rate, options=_H264)
+        # One thread, so that equal frames give equal bytes.
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
         colours = _COLOURS_HD if _is_hd(*video.shape[1:3]) else _COLOURS_SD
         codec = stream.codec_context
         codec.colorspace, codec.color_primaries, codec.color_trc = colours
         codec.color_range = ColorRange.MPEG
+        # Streams must be added before the first packet is written.
         packets = [] if sound is None else sound_packets(container, sound)
         for pixels in video.numpy():
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
@@ -180,6 +183,7 @@ def read_header(media: Media | Path) -> VideoHeader:
 
     def read() -> VideoHeader:
         if is_image(media):
+            # An image has neither a frame rate nor a duration.
             return VideoHeader(None, None, 1, *image_size(media), is_image=True)
         with open_media(media) as container:
             return read_container(container)
@@ -206,8 +210,9 @@ def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.
     if header.seconds is None or header.fps is None:
         return None
     times = WantedTimes(frames, fps, start)
-    gives = times.until(header.seconds + 0.5 / header.fps)
-    return _shortage(times, gives) if gives < frames else None
+    # The header may not count the last frame, which is used for half of its duration.
+    num_available = times.until(header.seconds + 0.5 / header.fps)
+    return _shortage(times, num_available) if num_available < frames else None
 
 
 def _shortage(wanted: WantedTimes, gives: int) -> str:

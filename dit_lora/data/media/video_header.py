@@ -35,6 +35,7 @@ def read_container(container: av.container.InputContainer) -> VideoHeader:
     Raises `av.error.FFmpegError` or `ValueError` if there is no first frame that training could use.
     """
     stream = video_stream(container)
+    # More threads would decode frames ahead that nobody needs.
     stream.codec_context.thread_count = 1
     frame = first_frame(container, stream)
     height, width = frame.height, round(frame.width * float(stream.sample_aspect_ratio or 1))
@@ -79,6 +80,7 @@ def first_frame(container: av.container.InputContainer, stream: av.VideoStream) 
     frame = next(container.decode(stream), None)
     if frame is None:
         raise ValueError("no frame comes out of it")
+    # Raises if the frame has no time stamp or is damaged.
     frame_time(frame)
     return frame
 
@@ -96,5 +98,6 @@ def num_shown_frames(stream: av.VideoStream) -> int | None:
     """Number of frames in the header, without those hidden by an edit list; None if it is not stated."""
     if not stream.frames:
         return None
+    # An edit list marks the index entries of hidden frames as discarded.
     hidden = sum(entry.is_discard for entry in stream.index_entries)
     return stream.frames - hidden

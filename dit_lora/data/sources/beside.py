@@ -21,6 +21,7 @@ def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
     any clip. With `walked`, every file below the source's folder is a sample; such a folder inside it is an
     error too.
     """
+    # A folder inside the root would be read as samples itself.
     root = Path(source.path).expanduser() if walked else None
     option = "reference_folders"
     references = [_Folder.of(name, option, REFERENCE, root) for name in source.reference_folders]
@@ -33,6 +34,7 @@ def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
     for clip in scanned.clips:
         # A clip needs exactly one file in every folder.
         faults = [folder.fault(clip) for folder in (*references, *masks)]
+        # A sample has at most one problem per code, so faults of several folders are joined.
         merged = by_code([fault for fault in faults if fault is not None])
         problems += [ClipProblem(clip.id, code, message) for code, message in merged]
         if not merged:
@@ -46,11 +48,11 @@ def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
     """Use the alpha channel of each picture as its mask, if the source has `alpha_mask`."""
     if not source.alpha_mask:
         return scanned
-    masked = [
+    masked_clips = [
         replace(clip, mask=LossMask(clip.media, alpha=True)) if is_image(clip.media) else clip
         for clip in scanned.clips
     ]
-    return scanned._replace(clips=masked)
+    return scanned._replace(clips=masked_clips)
 
 
 def refuse_folders(source: SourceConfig) -> None:
@@ -91,6 +93,7 @@ class _Folder:
             )
         files: dict[str, list[str]] = {}
         for file in Listing(path).media:
+            # Several files of one name with different suffixes are an ambiguity, which is reported per clip.
             files.setdefault(os.path.splitext(file)[0], []).append(file)
         return cls(name, option, what, files)
 
@@ -99,15 +102,16 @@ class _Folder:
         if not clips or any(_stem(clip) in self.files for clip in clips):
             return
         example = next((file for files in self.files.values() for file in files), None)
-        has = f"it has {example}" if example else "it has no picture and no video"
+        contents = f"it has {example}" if example else "it has no picture and no video"
         raise DitLoraError(
             f"{self.option}: no file in {self.name} has the name of a sample in {source}, "
-            f"such as {_stem(clips[0])} with any suffix; {has}"
+            f"such as {_stem(clips[0])} with any suffix; {contents}"
         )
 
     def fault(self, clip: Clip) -> Fault | None:
         """The fault of a clip's file in this folder; None if it has none."""
         files = self.files.get(_stem(clip), [])
+        # A broken link is listed, but does not exist.
         if not files or not self._path(files[0]).exists():
             return f"{self.what}_missing", f"it has no {self.what} of its name in {self.name}"
         if len(files) > 1:

@@ -17,18 +17,21 @@ def json_text(value: object) -> str:
 
 def set_value(line: str, key: str, value: str) -> str:
     """Set a key of a line that contains one JSON object; a missing key is added at the end of the object."""
-    at = _skip_space(line, _skip_space(line, 0) + 1)
-    is_empty = line[at] == "}"
-    span, end = None, at
-    while line[at] != "}":
-        name, at = parse_json_at(line, at)
-        start = _skip_space(line, _skip_space(line, at) + 1)  # after the colon
+    position = _skip_space(line, _skip_space(line, 0) + 1)
+    # An empty object needs no comma before the new key.
+    is_empty = line[position] == "}"
+    span, end = None, position
+    while line[position] != "}":
+        name, position = parse_json_at(line, position)
+        # The value begins after the colon.
+        start = _skip_space(line, _skip_space(line, position) + 1)
         _, end = parse_json_at(line, start)
         if name == key:
-            span = (start, end)  # JSON readers use the last of several equal keys
-        at = _skip_space(line, end)
-        if line[at] == ",":
-            at = _skip_space(line, at + 1)
+            # JSON readers use the last of several equal keys.
+            span = (start, end)
+        position = _skip_space(line, end)
+        if line[position] == ",":
+            position = _skip_space(line, position + 1)
     if span is not None:
         return f"{line[: span[0]]}{json_text(value)}{line[span[1] :]}"
     comma = "" if is_empty else ", "

@@ -64,6 +64,7 @@ class CaptionTable:
                 f"{root} has its captions in {' and '.join(other_lists)}, in whose place a {TABLE} would be read; "
                 f"write them into a {TABLE} first, or edit them there"
             )
+        # Listing a large folder is slow, so reuse the listing while no folder has changed.
         is_listed = previous is not None and previous.listing.is_current()
         listing = previous.listing if previous is not None and is_listed else Listing(root)
         if not listing.media:
@@ -77,6 +78,7 @@ class CaptionTable:
         stamp = _stamp(root, listing)
         if previous is not None and stamp == previous._stamp:
             previous.listing = listing
+            # Files may have been added, although the table is the same.
             previous._set_media()
             return previous
         table = cls(root, {}, listing.media, listing, _stamp=stamp)
@@ -101,10 +103,13 @@ class CaptionTable:
         new = dict(captions)
         if not new:
             return
+        # A new table replaces the .txt files, so their captions are copied into it.
         if not self._lines:
             new = {**self.captions, **new}
         file_column, caption_column = self._columns
+        # Work on copies: if writing fails, this object still matches the file.
         lines, rows = list(self._lines), dict(self._rows)
+        # Drop the empty element after the last newline; it is added again below.
         if lines and not lines[-1]:
             lines.pop()
         # A table with Windows line ends gets new rows with the same line ends.
@@ -132,6 +137,7 @@ class CaptionTable:
         path = self.root / TABLE
         text = read_text(path)
         with path.open("rb") as file:
+            # Kept for writing: an edit must not remove a byte order mark.
             self._bom = _BOM if file.read(len(_BOM)) == _BOM else b""
         self._lines = text.split("\n") if text else []
         records = dict(self._records())
@@ -147,6 +153,7 @@ class CaptionTable:
                 continue
             self._rows[name] = row_index
             caption = record.get(caption_column)
+            # Labels may be numbers; an empty caption counts as missing.
             if isinstance(caption, str | int | float) and str(caption):
                 self.captions[name] = str(caption)
             other_cells = (
@@ -162,6 +169,7 @@ class CaptionTable:
         self.media = [
             name
             for name in self.listing.media
+            # A mask or reference that also has a row of its own is a sample.
             if name in self._rows or name not in self._not_samples
         ]
         self.names = set(self.media)
@@ -184,6 +192,7 @@ class CaptionTable:
             if text_file in self.listing.texts:
                 # Training collapses white space in .txt captions too.
                 caption = " ".join(read_text(self.root / text_file).split())
+                # An empty .txt file counts as no caption.
                 self.captions |= {name: caption} if caption else {}
 
 
@@ -195,7 +204,8 @@ def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[C
     """
     folder = root / WORK_FOLDER
     if not root.is_dir():
-        CaptionTable.read(root)  # raises the error for a missing folder, before one is created
+        # Raises the error for a missing folder, before one is created.
+        CaptionTable.read(root)
     try:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder / "table.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -203,6 +213,7 @@ def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[C
         raise DitLoraError(f"cannot write {folder}: {error.strerror}") from error
     try:
         try:
+            # The kernel releases the lock if the process dies.
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             raise DitLoraError(

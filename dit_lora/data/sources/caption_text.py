@@ -10,7 +10,8 @@ MOST_BYTES = 4 * MOST_CHARACTERS
 _LONE = re.compile("[\ud800-\udfff]")
 # Printable according to Python, but blank in every font: Hangul fillers, and Braille without a dot.
 _UNSEEN = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-_SHOWN = 80  # maximum characters of a caption in a message
+# Maximum number of characters of a caption in a message.
+_SHOWN = 80
 
 Fault = tuple[str, str]
 """A code of the audit, and a message."""
@@ -37,6 +38,7 @@ def encoding_hint(error: Exception) -> str:
     """The probable encoding of a text that is not UTF-8, and how to convert it; empty for any other error."""
     if not isinstance(error, UnicodeDecodeError):
         return ""
+    # UTF-16 files usually begin with a byte order mark.
     start = error.object[:2]
     encoding = "UTF-16" if start in (b"\xff\xfe", b"\xfe\xff") else "Windows-1252"
     command = f"iconv -f {encoding.replace('Windows-', 'CP')} -t UTF-8 OLD > NEW"
@@ -57,6 +59,7 @@ def has_lone_surrogate(text: str) -> bool:
 
 def has_word(text: str, word: str) -> bool:
     """Whether the text contains the word (or words), not as part of a longer word."""
+    # Not `\b`, because the word may begin or end with a character that is not a letter.
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 

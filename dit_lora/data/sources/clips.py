@@ -88,11 +88,13 @@ class Gathered:
         The source's `caption` replaces every other caption. `no_caption` is the code and message used if
         `caption` is None.
         """
+        # A second entry with this id is a problem of the sample; the last one is stored.
         if id in self._clips:
             self.refuse(id, "duplicate_clip", "listed twice")
         text = self._caption if self._caption is not None else _text(caption)
         if text is not None:
             fault = caption_fault(text)
+        # No caption at all; the reader may have given a more exact reason.
         elif caption is None:
             fault = no_caption
         else:
@@ -127,9 +129,11 @@ def in_order(given: Sequence[Held | None]) -> tuple[list[Held], Fault | None]:
     Models identify references by their order, which an empty cell would shift.
     """
     references = [reference for reference in given if reference is not None]
+    # Index of the first empty cell; the number of references if there is none.
     empty = next(
         (index for index, reference in enumerate(given) if reference is None), len(references)
     )
+    # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
         return references, None
     message = f"its reference {empty + 1} is empty, and there are others behind it"

@@ -35,6 +35,7 @@ def read_folder(root: Path, source: SourceConfig, memo: Path | None) -> Scan:
             raise DitLoraError(
                 f"{source.path} is to be generated, and has no references and no masks; remove them or generate"
             )
+        # Generated images need no captions of their own: the source's caption applies to all of them.
         return _plain(Listing(root), source)
     if not root.is_dir():
         raise DitLoraError(
@@ -67,6 +68,7 @@ def class_name(folder: str) -> str:
 
 def _read_layout(root: Path, source: SourceConfig, memo: Path | None) -> tuple[str, Scan]:
     """Name and contents of the layout that the folder has."""
+    # A table takes precedence over every other layout.
     table = next((root / name for name in TABLES if (root / name).is_file()), None)
     if table is not None:
         return table.name, read_table(table, source)
@@ -111,6 +113,7 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
         raise DitLoraError(
             f"{prompts.parent}: {missing[0]} is missing; the layout needs both files"
         )
+    # Trailing newlines would count as empty lines.
     captions = read_text(prompts).rstrip("\n").splitlines()
     names = read_text(videos).rstrip("\n").splitlines()
     # Pairing unequal lists would silently shift captions.
@@ -122,6 +125,7 @@ def _paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Scan:
     gathered = Gathered(source.caption)
     folder = ListedFiles(prompts.parent, source, gathered)
     for number, (name, caption) in enumerate(zip(names, captions, strict=True), start=1):
+        # Listed names are not reported as left out.
         folder.note_names([name.strip()])
         if name.strip():
             folder.add(name.strip(), caption)
@@ -155,6 +159,7 @@ def _text_files(listing: Listing) -> Scan:
         text_file = f"{name.rpartition('.')[0]}.txt"
         text, fault = None, ("caption_missing", f"it has no caption: there is no {text_file}")
         if text_file not in listing.texts:
+            # The .txt may exist under a name that differs only in case, which is hard to see.
             similar = similar_name(root / text_file)
             fault = (fault[0], f"{fault[1]}; {similar}") if similar else fault
         else:
@@ -169,6 +174,7 @@ def _text_files(listing: Listing) -> Scan:
             except (OSError, UnicodeDecodeError) as error:
                 message = f"{text_file} cannot be read as UTF-8 text: {error}{encoding_hint(error)}"
                 fault = ("caption_not_text", message)
+        # In kohya's layout, the name of the top folder says how often its pictures come.
         folder = kohya.get(name.partition("/")[0], _NOT_KOHYA)
         gathered.add(name, MediaFile(root / name), text, times=folder.repeats, no_caption=fault)
     return gathered.scan((*kohya_notes(kohya), *unread_notes(listing), *orphan_notes(listing)))
@@ -182,11 +188,12 @@ def _class_folders(listing: Listing) -> Scan:
     gathered = _gather_broken(listing)
     kohya = kohya_folders(listing)
     names = {folder: class_name(folder) for folder in listing.folders}
-    names |= {folder: of_kohya.caption for folder, of_kohya in kohya.items()}
+    names |= {folder: kohya_folder.caption for folder, kohya_folder in kohya.items()}
     for name in listing.media:
         top = name.partition("/")[0]
         times = kohya.get(top, _NOT_KOHYA).repeats
         gathered.add(name, MediaFile(listing.root / name), names[top], times=times)
+    # A class without samples is usually a mistake, such as files of an unsupported format.
     for empty in sorted(names.keys() - {name.partition("/")[0] for name in listing.media}):
         gathered.refuse(empty, "missing", "this class folder holds no video and no image")
     return gathered.scan((*kohya_notes(kohya), *unread_notes(listing)))

@@ -136,6 +136,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     images = _cells(source.path, rows, columns.image, from_hub)
     masks = _cells(source.path, rows, columns.mask, from_hub)
     references = [_lists(source.path, rows, name, from_hub) for name in columns.references]
+    # With one caption for the whole source, no column of captions is read.
     captions: Sequence[object] = [None] * len(rows)
     if columns.caption is not None:
         captions = _stored(rows, rows.data.column(columns.caption)).to_pylist()
@@ -144,11 +145,14 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     lists = zip(*references, strict=True) if references else repeat((), len(rows))
     cells_by_row = zip(cells, images, masks, lists, captions, strict=True)
     for row, (cell, image, mask, reference_cells, text) in enumerate(cells_by_row):
+        # Rows have no names, so the number of the row is the id; the suffix tells images from videos.
         sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
             gathered.refuse(sample_id, *cell.fault)
-        ordered, faults = _belonging(
-            image, mask, [reference for of_column in reference_cells for reference in of_column]
+        ordered_references, faults = _belonging(
+            image,
+            mask,
+            [reference for column_cells in reference_cells for reference in column_cells],
         )
         for fault in faults:
             gathered.refuse(sample_id, *fault)
@@ -160,9 +164,14 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
                     sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
-            masked = LossMask(mask.media) if mask.media else None
+            loss_mask = LossMask(mask.media) if mask.media else None
             gathered.add(
-                sample_id, cell.media, text, image=image.media, references=ordered, mask=masked
+                sample_id,
+                cell.media,
+                text,
+                image=image.media,
+                references=ordered_references,
+                mask=loss_mask,
             )
     return gathered.scan()
 
@@ -172,27 +181,28 @@ def _belonging(
 ) -> tuple[list[Media], list[Fault]]:
     """A sample's references in order, and the faults of its first image, mask and references."""
     faults = []
-    named = [
+    labelled_cells = [
         ("first image", first),
         (MASK, mask),
         *((REFERENCE, reference) for reference in references),
     ]
-    for part, cell in named:
+    for part, cell in labelled_cells:
         # An empty cell means that the sample has no such file.
         if cell.fault is not None and cell.fault != _NOTHING:
             code, message = cell.fault
             code = f"{part}_missing" if code == "missing" and part in (MASK, REFERENCE) else code
             faults.append((code, f"its {part}: {message}"))
-    ordered, gap = in_order([reference.media for reference in references])
+    ordered_references, gap = in_order([reference.media for reference in references])
     # An unreadable cell leaves a gap too, but is already reported.
     if gap is not None and not faults:
         faults.append(gap)
-    return ordered, by_code(faults)
+    return ordered_references, by_code(faults)
 
 
 def _load(path: str) -> Any:
     """Load a dataset from a folder or the Hub, and choose its split."""
     try:
+        # Imported here, because the package is optional.
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
@@ -205,6 +215,7 @@ def _load(path: str) -> Any:
         require_regular(root)
         for state in (root / "state.json", *root.glob("*/state.json")):
             if state.is_file():
+                # Check the state files first: `datasets` reads them without checking what they refer to.
                 read_typed(state, _State)
     try:
         loaded = (
@@ -215,6 +226,7 @@ def _load(path: str) -> Any:
     except (DatasetsError, *_OF_DAMAGE) as error:
         if root.is_dir():
             raise _damaged(path, error) from error
+        # Errors of the Hub have several lines; the first one says enough.
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(
             f"no folder {path}, and as a dataset it cannot be read: {reason}"
@@ -253,11 +265,12 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
         for name, feature in features.items()
         if isinstance(feature, List | LargeList) and isinstance(feature.feature, Image | Video)
     ]
-    of_references = source.reference_columns
-    if of_references is None:
-        of_references = tuple({REFERENCES} & {*images, *videos, *lists})
+    reference_columns = source.reference_columns
+    if reference_columns is None:
+        reference_columns = tuple({REFERENCES} & {*images, *videos, *lists})
     # A column of references never contains samples, even if references are not used.
-    not_media = {source.image_column, source.mask_column, REFERENCES, *of_references}
+    not_media = {source.image_column, source.mask_column, REFERENCES, *reference_columns}
+    # Videos take precedence over images.
     media = [name for name in (*videos, *images) if name not in not_media]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
     texts = [
@@ -270,26 +283,29 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
     # A column of classes is used regardless of its name, unless `caption_column` is set.
     if not caption_names and source.caption_column is None:
         caption_names = labels
-    lacks = []
+    # Collect everything that is missing, so that one run reports all of it.
+    missing_columns = []
     if not media:
-        lacks.append("videos or images")
+        missing_columns.append("videos or images")
     if source.caption is None and not caption_names:
-        lacks.append(f"text or classes among {', '.join(captions)}")
+        missing_columns.append(f"text or classes among {', '.join(captions)}")
     for name in (source.image_column, source.mask_column):
         if name is not None and name not in images:
-            lacks.append(f"images called {name}")
+            missing_columns.append(f"images called {name}")
     media_columns = (*images, *videos, *lists)
-    lacks += [f"images called {name}" for name in of_references if name not in media_columns]
-    if lacks:
-        has = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
-        message = f"{source.path} has no column of {', none of '.join(lacks)}; it has {has}"
+    missing_columns += [
+        f"images called {name}" for name in reference_columns if name not in media_columns
+    ]
+    if missing_columns:
+        existing_columns = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
+        message = f"{source.path} has no column of {', none of '.join(missing_columns)}; it has {existing_columns}"
         if not media:
             message += (
                 ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
             )
         raise DitLoraError(message)
     caption = caption_names[0] if source.caption is None else None
-    return _Columns(media[0], source.image_column, of_references, source.mask_column, caption)
+    return _Columns(media[0], source.image_column, reference_columns, source.mask_column, caption)
 
 
 def _stored(rows: Any, column: Any) -> Any:
@@ -330,6 +346,7 @@ class _Column:
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
         stamps = [file_stamp(file) for file in files]
+        # Part of the cell's stamp, so that a rewritten dataset is read again.
         written = max((max(mtime, ctime) for _, mtime, _, ctime in stamps), default=0)
         # `_fingerprint` has no public equivalent either.
         return cls(path, name, from_hub, encoded, rows._fingerprint, written)
@@ -353,11 +370,12 @@ class _Column:
         """
         suffix: str | None = os.path.splitext(name or "")[1].lower()
         if size is None:
-            elsewhere = _elsewhere(name, suffix or "", self.from_hub) if name else None
-            return elsewhere or _Cell("", None, _NOTHING)
+            external_file = _elsewhere(name, suffix or "", self.from_hub) if name else None
+            return external_file or _Cell("", None, _NOTHING)
         too_large = too_many_bytes(size)
         if too_large is not None:
             return _Cell("", None, too_large)
+        # Without a usable name, the first bytes decide.
         if suffix not in _SUFFIXES:
             head_bytes = head()
             suffix = sniffed_suffix(head_bytes)
@@ -387,6 +405,7 @@ def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_
         yield from repeat(_Cell(""), len(rows))
         return
     column = _Column.of(path, rows, name, from_hub)
+    # The encoded bytes of each cell; nothing is decoded.
     content = compute.struct_field(rows.data.column(name), "bytes")
     names = compute.struct_field(rows.data.column(name), "path")
     table_rows = _places(rows)

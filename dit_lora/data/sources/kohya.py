@@ -24,6 +24,7 @@ def kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
     """The folders directly in the root by name, if all media are in folders named this way; empty otherwise."""
     tops = dict.fromkeys(name.partition("/")[0] for name in listing.media)
     matches = {top: _NAME.fullmatch(top) for top in tops}
+    # One folder that is named differently means that the names are classes after all.
     if not all("/" in name for name in listing.media) or not all(matches.values()):
         return {}
     return {
@@ -35,9 +36,9 @@ def kohya_notes(folders: Mapping[str, KohyaFolder]) -> list[str]:
     """A note about how the folder names were interpreted."""
     if not folders:
         return []
-    described = [
+    descriptions = [
         f"{top!r} is the caption {folder.caption!r}, {folder.repeats} times an epoch"
         for top, folder in list(folders.items())[:_SHOWN]
     ]
     more = ", ..." if len(folders) > _SHOWN else ""
-    return [f"folders are named as kohya's: {', '.join(described)}{more}"]
+    return [f"folders are named as kohya's: {', '.join(descriptions)}{more}"]

@@ -97,6 +97,7 @@ def orphan_notes(listing: Listing) -> list[str]:
 
 def unlisted_notes(listing: Listing, table: str, named: Set[str], beside: Set[Path]) -> list[str]:
     """Notes about media that a table names in no column; `beside` are the folders of references and masks."""
+    # References and masks in their own folders are not samples, so a table need not list them.
     unlisted = [
         name
         for name in listing.media

@@ -36,6 +36,7 @@ class Listing:
     _listed_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
+        # The real path of the root, so that a link back to it is noticed.
         for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
             suffix = os.path.splitext(name)[1].lower()
             if suffix in _MEDIA:
@@ -77,6 +78,7 @@ class Listing:
         except OSError as error:
             raise DitLoraError(f"cannot read the folder {folder}: {error.strerror}") from error
         for entry in entries:
+            # Hidden entries include the folder of caption locks and files of the operating system.
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
@@ -88,6 +90,7 @@ class Listing:
                     yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
                 continue
             if entry.is_symlink() and not os.path.exists(entry.path):
+                # Still listed, so that the reader can report it as missing.
                 self.broken.add(prefix + entry.name)
             yield prefix + entry.name
 
@@ -95,5 +98,6 @@ class Listing:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:
+        # Raised for a link to itself.
         return False

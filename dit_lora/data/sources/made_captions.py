@@ -35,9 +35,9 @@ class MadeCaptions:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(handle)
-            where = self._folder.parent
+            folder = self._folder.parent
             raise DitLoraError(
-                f"another process writes captions of {where}; wait until it has ended"
+                f"another process writes captions of {folder}; wait until it has ended"
             ) from error
         try:
             yield
@@ -53,10 +53,12 @@ class MadeCaptions:
 
         A caption that was added to the table in the meantime, for example in an editor, stays.
         """
+        # One file per rank.
         files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
         waiting = {
             str(row["file"]): str(row["caption"])
             for file in files
+            # Damaged lines, which a killed process may have left, are skipped.
             for row in read_lines(file)[0]
             if {"file", "caption"} <= row.keys()
         }

@@ -31,6 +31,7 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
 
     def read(source: SourceConfig) -> tuple[list[Clip], list[ClipProblem]]:
         scanned = _read(source, cache / "tars" if cache else None)
+        # Name the source in each note: several sources may have the same kind of note.
         notes.extend(f"{source.path}: {note}" for note in scanned.notes)
         return scanned.clips, scanned.problems
 
@@ -41,9 +42,9 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
     """Read every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan`."""
     scanned = scan(data, cache)
     if scanned.problems:
-        where = data.path or "data.sources"
+        location = data.path or "data.sources"
         problems = [one_line(f"{problem.file}: {problem.words}") for problem in scanned.problems]
-        raise DitLoraError(listed(f"{where}: correct or remove these samples", problems))
+        raise DitLoraError(listed(f"{location}: correct or remove these samples", problems))
     return scanned.clips
 
 
@@ -56,6 +57,7 @@ def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
     # A source with one caption for all samples is not read: it may not be generated yet.
     if uncaptioned:
         remaining = data.model_copy(update={"sources": uncaptioned}) if data.sources else data
+        # With `data.rejects: skip`, faulty samples are left out instead of stopping the run.
         skips = data.rejects == "skip"
         clips = scan(remaining, cache).clips if skips else read_clips(remaining, cache)
         names |= {clip.caption for clip in clips}
@@ -90,24 +92,25 @@ def read_all(
             # Collect the errors, so that one run reports all unreadable sources.
             results.append(read(source))
         except DitLoraError as error:
-            where = f"data.sources[{number}]" if data.sources else "data.path"
-            faults.append(f"{where}: {error}")
+            location = f"data.sources[{number}]" if data.sources else "data.path"
+            faults.append(f"{location}: {error}")
     if faults:
-        several = listed("these sources cannot be read", faults)
-        raise DitLoraError(faults[0] if len(faults) == 1 else several)
+        message = listed("these sources cannot be read", faults)
+        raise DitLoraError(faults[0] if len(faults) == 1 else message)
     if not data.sources:
         return results[0]
+    # A weight is relative to the other sources, so it is applied once all of them are read.
     times = _times_of(
         data.sources, [sum(sample.times for sample in samples) for samples, _ in results]
     )
     names = _names_of(data.sources)
     merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
-    for source, (samples, problems), name, often in zip(
+    for source, (samples, problems), name, repeats in zip(
         data.sources, results, names, times, strict=True
     ):
         weight = source.loss_weight
         merged[0].extend(
-            replace(sample, id=name + sample.id, times=often * sample.times, loss_weight=weight)
+            replace(sample, id=name + sample.id, times=repeats * sample.times, loss_weight=weight)
             for sample in samples
         )
         merged[1].extend(replace(problem, file=name + problem.file) for problem in problems)
@@ -120,6 +123,7 @@ def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
     for source in sources:
         base = Path(source.path).expanduser().absolute().name
         name, number = f"{base}/", 2
+        # Two sources may have folders of the same name, such as `train`.
         while name in names:
             name, number = f"{base}-{number}/", number + 1
         names.append(name)

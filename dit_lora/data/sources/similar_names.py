@@ -15,6 +15,7 @@ def similar_name(path: Path) -> str | None:
     match = names.get(_key(path.name))
     if match is None or match == path.name:
         return None
+    # macOS stores accents as separate characters (NFD), most other systems as one (NFC).
     same_case = unicodedata.normalize("NFC", match) == unicodedata.normalize("NFC", path.name)
     difference = "in another Unicode form" if same_case else "in upper and lower case"
     return f"{match!r} is there, whose name differs {difference}; rename it to {path.name!r}"

@@ -35,6 +35,7 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     Raises `DitLoraError` if the table cannot be read or lacks a column.
     """
     gathered = Gathered(source.caption)
+    # `rows` reads only the requested columns, which matters for Parquet files with images in them.
     columns, rows = _READERS[table.suffix](table, gathered)
     # An empty table has no columns; `read_folder` reports that there is no clip.
     if not columns:
@@ -48,19 +49,22 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
     if source.image_column:
         purpose = "the first image (image_column)"
         needed.append(_column(table, columns, (source.image_column,), purpose))
-    of_references = _reference_columns(table, columns, source)
-    needed += of_references
+    reference_columns = _reference_columns(table, columns, source)
+    needed += reference_columns
     if source.mask_column:
         purpose = "the mask (mask_column)"
         needed.append(_column(table, columns, (source.mask_column,), purpose))
     folder = ListedFiles(table.parent, source, gathered)
     for number, row in enumerate(rows(needed), start=1):
         name = row.get(file_column)
+        # A file in any column is used, so it is not reported as left out.
         folder.note_names(row.values())
         if name:
             extra_cells = Beside(
                 image=row.get(source.image_column) if source.image_column else None,
-                references=tuple(n for column in of_references for n in _names(row.get(column))),
+                references=tuple(
+                    n for column in reference_columns for n in _names(row.get(column))
+                ),
                 mask=row.get(source.mask_column) if source.mask_column else None,
             )
             folder.add(str(name), row.get(caption_column), extra_cells)
@@ -87,6 +91,7 @@ def _names(cell: object) -> list[object]:
         # A file name may begin with a bracket too, and is not JSON then.
         with suppress(ValueError):
             cell = parse_json(cell)
+    # An empty cell gives a list with an empty name, which keeps the order of references.
     return cell if isinstance(cell, list) else [cell]
 
 
@@ -129,6 +134,7 @@ class ListedFiles:
         """Notes about files that the list does not name; none with `media`, which several lists may share."""
         if self._source.media is not None:
             return []
+        # Listing the folder is needed only for the notes; the samples come from the list.
         listing = Listing(self._root)
         folders = (*self._source.reference_folders, self._source.mask_folder)
         extra_folders = {Path(folder).expanduser().absolute() for folder in folders if folder}
@@ -139,8 +145,10 @@ class ListedFiles:
         """Add one sample; its id is its path below the root, or the name as written if that is refused."""
         path = below(self._root, name)
         if path is None:
+            # The sample has no path below the root, so its name as written is its id.
             self._found.refuse(name, *self._leads_out(name))
             return
+        # Continue with a missing file: its other faults are reported as well.
         media = MediaFile(self._root / path)
         if not media.exists():
             similar = similar_name(self._root / path)
@@ -151,19 +159,22 @@ class ListedFiles:
         image = self._other("first image", beside.image, faults)
         references = [self._other(REFERENCE, cell, faults) for cell in beside.references]
         mask = self._other(MASK, beside.mask, faults)
-        ordered, gap = in_order(references)
+        ordered_references, gap = in_order(references)
         # A missing file leaves a gap too, but is already reported.
         if gap is not None and not faults:
             faults.append(gap)
         for fault in by_code(faults):
             self._found.refuse(path, *fault)
-        masked = LossMask(mask) if mask else None
-        self._found.add(path, media, caption, image=image, references=ordered, mask=masked)
+        loss_mask = LossMask(mask) if mask else None
+        self._found.add(
+            path, media, caption, image=image, references=ordered_references, mask=loss_mask
+        )
 
     def _other(self, what: str, cell: object, faults: list[Fault]) -> MediaFile | None:
         """An additional file of a sample; None if there is none, with a fault if one was named."""
         if cell is None or cell == "":
             return None
+        # A cell of another type than text cannot be a name.
         path = below(self._root, cell) if isinstance(cell, str) else None
         if path is not None and MediaFile(self._root / path).exists():
             return MediaFile(self._root / path)
@@ -198,6 +209,7 @@ def _read_jsonl(path: Path, gathered: Gathered) -> _Read:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
+        # A bad line is a problem of that line, and the others are still read.
         fault = "not an object"
         try:
             record = parse_json(line)

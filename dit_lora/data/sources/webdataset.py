@@ -28,8 +28,10 @@ from dit_lora.parsing import parse_json
 # First bytes of gzip, bzip2, xz and zstd files.
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _CAPTIONS = ("txt", "json", "cls")
-_VERSION = 1  # raised when the same tar would get another index
-_MOST_JSON = 2**24  # bytes; a .json may contain more than the caption
+# Raised when the same tar would get another index.
+_VERSION = 1
+# Maximum size of a .json in bytes; it may contain more than the caption.
+_MOST_JSON = 2**24
 # A tar ends with blocks of zeros.
 _END = bytes(tarfile.BLOCKSIZE)
 
@@ -77,8 +79,8 @@ def _read(
             # Refused members are part of the stored index, so they are reported on every scan.
             for name, code, message in index.refused:
                 gathered.refuse(prefix + name, code, message)
-            adding = _Samples(path, prefix, source, gathered, stream)
-            num_added = sum(adding.add(key, members) for key, members in index.samples.items())
+            adder = _Samples(path, prefix, source, gathered, stream)
+            num_added = sum(adder.add(key, members) for key, members in index.samples.items())
     except OSError as error:
         gathered.refuse(file, "unreadable", error.strerror or str(error))
         return
@@ -112,6 +114,7 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
     status = os.fstat(stream.fileno())
     if memo is None:
         return _index(stream, status.st_size)
+    # A tar that was moved gets a new index, because the memo's file name depends on its path.
     location = os.path.abspath(path)
     key = [
         _VERSION,
@@ -140,7 +143,7 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
 
 def _index(stream: BinaryIO, size: int) -> _Index:
     """Read the index of a tar from the headers of its members."""
-    index, left_out = _Index(), set()
+    index, rejected_keys = _Index(), set()
     if stream.read(8).startswith(_PACKED_MAGIC):
         message = "a compressed tar cannot be read in place; decompress it, for example with gunzip"
         index.fault = ("unreadable", message)
@@ -152,21 +155,24 @@ def _index(stream: BinaryIO, size: int) -> _Index:
         # The sample's key ends at the first dot, as in the webdataset package.
         stem, _, extension = base.partition(".")
         key, extension = posixpath.join(folder, stem), extension.lower()
+        # A key is added even if its first member is refused, so that the sample can be dropped below.
         members = index.samples.setdefault(key, {})
         fault = _wrong(member, size, extension in members)
         if fault is not None:
-            left_out.add(key)
+            rejected_keys.add(key)
             index.refused.append((member.name, *fault))
+        # Folders and hidden files are no members of a sample.
         elif member.isreg() and not any(part.startswith(".") for part in name.split("/")):
             members[extension] = (name, member.offset_data, member.size)
     # Drop samples with a refused member entirely: the rest of such a sample may have a wrong caption or medium.
-    index.samples = {k: m for k, m in index.samples.items() if m and k not in left_out}
+    index.samples = {k: m for k, m in index.samples.items() if m and k not in rejected_keys}
     return index
 
 
 def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.TarInfo]:
     """Yield the headers of all members; sets the index's fault if they end before the tar does."""
     try:
+        # This reads the first header already.
         opened = tarfile.TarFile(fileobj=stream)
     except (tarfile.TarError, ValueError) as error:
         index.fault = ("unreadable", f"it cannot be read as a tar: {error}")
@@ -190,6 +196,7 @@ def _wrong(member: tarfile.TarInfo, size: int, is_there: bool) -> tuple[str, str
     unsafe = _unsafe(member)
     if unsafe is not None:
         return "unsafe_name", unsafe
+    # Two captions or two videos of one name would be ambiguous.
     if is_there:
         return "duplicate_clip", "a member of this name is there twice"
     if member.offset_data + member.size > size:
@@ -210,6 +217,7 @@ class _Samples:
     def add(self, key: str, members: Members) -> bool:
         """Add a sample; returns False if the members are not a sample, or it is refused."""
         extra = _Beside.of(members, self.source)
+        # References and masks are pictures too, so they are excluded first.
         media = _media([name for name in _pictured(members) if name not in extra.all])
         captions = [name for name in _CAPTIONS if name in members]
         if not media:
@@ -224,6 +232,7 @@ class _Samples:
             message = f"it has {len(media)} videos or images, and a sample has one: {extensions}"
             self.found.refuse(self.prefix + key, "duplicate_clip", message)
             return False
+        # Name, offset and size of the member.
         member = TarMember(self.path, *members[media[0]])
         too_large = too_many_bytes(member.size)
         if too_large is not None:
@@ -253,6 +262,7 @@ class _Samples:
         if self.source.caption is not None:
             return None, ("", "")
         if self.source.caption_column is not None:
+            # A column can only be a key of a .json.
             captions = [name for name in captions if name == "json"]
         if not captions:
             suffixes = ".json" if self.source.caption_column else ".txt, .json or .cls"
@@ -284,6 +294,7 @@ def _unsafe(member: tarfile.TarInfo) -> str | None:
         return "a device or a pipe"
     if member.name.startswith("/"):
         return "its name is absolute"
+    # `..` could lead out of the folder into which a tar is unpacked.
     return "its name leaves the folder" if ".." in member.name.split("/") else None
 
 
@@ -292,6 +303,7 @@ def _media(pictured: Sequence[str]) -> list[str]:
     ranks: dict[tuple[bool, bool], list[str]] = {}
     for extension in pictured:
         is_image = _end(extension) in IMAGE_SUFFIXES
+        # False sorts before True: videos first, then extensions of a single part.
         ranks.setdefault((is_image, "." in extension), []).append(extension)
     return ranks[min(ranks)] if ranks else []
 
@@ -324,20 +336,21 @@ class _Beside:
         result = cls([], [], [])
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
+            # By default, references are sorted by their number and not by their name: 2 comes before 10.
             columns = sorted(filter(_NUMBERED.fullmatch, by_middle), key=_number)
-        named = [(REFERENCE, column, result.references) for column in columns]
+        extra_columns = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
-            named.append((MASK, source.mask_column, result.masks))
-        for part, column, into in named:
+            extra_columns.append((MASK, source.mask_column, result.masks))
+        for part, column, target_list in extra_columns:
             extensions = by_middle.get(column.lower(), [])
-            into += extensions
+            target_list += extensions
             if not extensions:
                 message = f"it has no {part}: there is no .{column}.png or the like"
                 result.faults.append((f"{part}_missing", message))
             elif len(extensions) > 1:
-                several = ", ".join(f".{name}" for name in extensions)
+                file_list = ", ".join(f".{name}" for name in extensions)
                 result.faults.append(
-                    (f"{part}_ambiguous", f"it has several of one name: {several}")
+                    (f"{part}_ambiguous", f"it has several of one name: {file_list}")
                 )
         return result
 

@@ -31,6 +31,7 @@ def write_shapes(
     out.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
     for index in range(clips):
+        # Colours change fastest, then shapes.
         colour = list(COLOURS)[index % len(COLOURS)]
         shape = SHAPES[index // len(COLOURS) % len(SHAPES)]
         rightwards = index % 2 == 0
@@ -40,8 +41,8 @@ def write_shapes(
         if frames == 1:
             paths.append(write_sample(stem, video, None))
             # A single frame shows the position where the movement would start.
-            where = "left" if rightwards else "right"
-            text = f"a {colour} {shape} at the {where} of a dark background"
+            position = "left" if rightwards else "right"
+            text = f"a {colour} {shape} at the {position} of a dark background"
             stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
             continue
         path = stem.with_suffix(".mp4")
@@ -68,6 +69,7 @@ def write_class_folders(
     for index in range(images):
         colour, shape = classes[index % len(classes)]
         number = index // len(classes)
+        # One long movement for each class; every sample is cut from it at another position.
         steps = frames + (images - 1) // len(classes)
         video = render(shape, colour, True, steps, height, width)[number : number + frames]
         folder = out / f"{colour}_{shape}"
@@ -80,11 +82,13 @@ def render(
     shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
     """A clip of a moving shape, uint8 (frames, height, width, 3)."""
+    # Coordinates relative to the shape's centre: y is (H, 1) and x is (1, W), which broadcast to (H, W).
     y = torch.arange(height).view(-1, 1) - height / 2
     radius = height / 4
     video = torch.tensor(_BACKGROUND, dtype=torch.uint8).repeat(frames, height, width, 1)
     for frame in range(frames):
         progress = frame / max(1, frames - 1)
+        # The shape stays inside the picture: its centre keeps one radius of distance from both sides.
         centre = radius + (width - 2 * radius) * (progress if rightwards else 1 - progress)
         x = torch.arange(width).view(1, -1) - centre
         inside = (

@@ -30,6 +30,7 @@ def write_conversations(
 def _facts(index: int) -> tuple[str, str, bool]:
     """Colour, shape, and whether it moves right; any twelve consecutive indices cover all combinations."""
     colours, shapes = list(COLOURS), list(SHAPES)
+    # After six clips, all colours and shapes have occurred, so the direction is swapped.
     per_side = len(colours) * len(shapes)
     colour, shape = colours[index % len(colours)], shapes[index // len(colours) % len(shapes)]
     return colour, shape, (index + index // per_side) % 2 == 0
@@ -55,6 +56,7 @@ def _image(out: Path, index: int, height: int, width: int) -> dict[str, Any]:
     side = "left" if at_left else "right"
     path = write_sample(out / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None)
     caption = f"A {colour} {shape} at the {side} of a dark background."
+    # An empty question makes the answer a caption.
     answers = {"": caption} if index % 2 else _looks(colour, shape)
     return {"image": path.relative_to(out).as_posix(), "QA": _turns("image", answers)}
 

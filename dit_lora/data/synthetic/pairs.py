@@ -13,7 +13,8 @@ from dit_lora.files import write_whole
 SIDES = {"left": (0.0, 0.5), "right": (1.0, 0.5), "top": (0.5, 0.0), "bottom": (0.5, 1.0)}
 """Position of a shape as shares of the way from left to right and from top to bottom."""
 
-_BAND = 8  # pixels between the bands of a background
+# Number of pixels between the bands of a background.
+_BAND = 8
 
 
 def write_edit_pairs(
@@ -32,23 +33,29 @@ def write_edit_pairs(
     reference. With more than one frame, mp4 clips are written in which the shape moves there, coloured before
     and grey after. Captions are in .txt files, and in metadata.jsonl, which names all the files.
     """
+    # A generator of its own, so that equal seeds give equal pairs.
     generator = torch.Generator().manual_seed(seed)
     paths, lines = [], []
     for index in range(pairs):
         kind, side = SHAPES[index % len(SHAPES)], list(SIDES)[index // len(SHAPES) % len(SIDES)]
         colours = torch.randint(0, 128, (2, 3), generator=generator)
-        colours[0] += 128  # a bright shape on a dark background
-        colours[0, index % 3] //= 3  # that is not grey
+        # A bright shape on a dark background.
+        colours[0] += 128
+        # One weaker channel, so that the shape is not grey.
+        colours[0, index % 3] //= 3
         start = torch.rand(2, generator=generator)
+        # At least two positions: before and after the movement.
         progress = torch.linspace(0, 1, max(2, frames)).view(-1, 1)
         positions = torch.lerp(start, torch.tensor(SIDES[side]), progress).tolist()
         moved = _drawn(kind, colours, positions, height, width)
         if frames == 1:
             before, after, text = moved[:1], moved[1:], f"move the shape to the {side}"
         else:
+            # The mean of the three channels is a grey of the same brightness.
             colours[0] = colours[0].sum() // 3
             before, after = moved, _drawn(kind, colours, positions, height, width)
             text = f"the shape moves to the {side}, and is grey"
+        # (F, H, W, 3) to (1, H, W, 1): pixels that change in any frame.
         differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
         mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
         folders = {"after": after, "before": before, "mask": mask}
@@ -56,8 +63,8 @@ def write_edit_pairs(
             write_sample(out / name / f"{index:03d}", video, fps) for name, video in folders.items()
         ]
         write_whole(files[0].with_suffix(".txt"), text + "\n")
-        target, reference, masked = (file.relative_to(out).as_posix() for file in files)
-        row = {"file_name": target, "references": [reference], "mask": masked, "text": text}
+        target, reference, mask_name = (file.relative_to(out).as_posix() for file in files)
+        row = {"file_name": target, "references": [reference], "mask": mask_name, "text": text}
         lines.append(json.dumps(row))
         paths.append(files[0])
     write_whole(out / "metadata.jsonl", "\n".join(lines) + "\n")
@@ -70,6 +77,7 @@ def _drawn(
     """Frames, uint8 (frames, height, width, 3); `colours` of the shape and of the banded background are (2, 3)."""
     radius = min(height, width) / 4
     rows, columns = torch.arange(height).view(-1, 1), torch.arange(width).view(1, -1)
+    # Diagonal bands, (H, W).
     bands = (rows + columns) // _BAND % 2 == 0
     ground = torch.where(bands[..., None], colours[1], colours[1] // 2)
     frames = []

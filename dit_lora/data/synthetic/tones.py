@@ -22,7 +22,10 @@ def tone(shape: str, rightwards: bool, seconds: float) -> Sound:
     pitch = _LOW * (_HIGH / _LOW) ** progress
     phase = 2 * math.pi * pitch.cumsum(0) / RATE
     partials = TIMBRES[shape]
+    # One wave per partial, at multiples of the pitch; strengths of 0 leave a partial out.
     waves = [strength * (number * phase).sin() for number, strength in enumerate(partials, 1)]
+    # Divide by the sum of the strengths, so that the wave never exceeds the chosen loudness.
     wave = _LOUD * torch.stack(waves).sum(0) / sum(partials)
+    # Constant power: the squares of cosine and sine sum to 1.
     angle = progress * math.pi / 2
     return Sound(torch.stack([wave * angle.cos(), wave * angle.sin()]).float(), RATE)
