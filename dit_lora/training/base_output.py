@@ -87,16 +87,25 @@ def note_base(setup: AnySetup, resume_from: Path | None) -> BaseOutput:
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseOutput(None)
     # At the end, base weights that train are not a base: the record needs their values at loading.
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)]
-    loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in named}
+    trainable_base = [
+        (n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)
+    ]
+    loaded = {name: local(p.detach()).to("cpu", copy=True) for name, p in trainable_base}
+    # Only the main process reads the run's folder; every rank then gets the same record.
     record = _first_record(setup.session.dir, resume_from) if main else None
     (first_record,) = broadcast_object_list([record])
+    # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
     base = BaseOutput(None, loaded, begins_alone=does_nothing(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
     today = _now(setup, base, first_record["inputs"] if first_record else made_up_inputs(setup))
-    (noted,) = broadcast_object_list([first_record or today])  # the main process's
-    base.noted = noted
-    agree(setup.session.accelerator, _unlike(setup, noted, today, resumed=first_record is not None))
+    # Every rank takes the main process's record.
+    (reference_output,) = broadcast_object_list([first_record or today])
+    base.noted = reference_output
+    # Ranks compare with the same record, and all raise if one of them differs.
+    agree(
+        setup.session.accelerator,
+        _unlike(setup, reference_output, today, resumed=first_record is not None),
+    )
     return base
 
 
@@ -105,6 +114,7 @@ def keep_base(setup: AnySetup, base: BaseOutput, start_step: int) -> None:
     file = setup.session.dir / BASE_OUTPUT
     if base.noted is None:
         return
+    # A new record gets the present step; an old one keeps the step that it was made at.
     base.since = base.noted.setdefault("since", start_step)
     if NOT_RECORDED in base.noted:
         reason = base.noted[NOT_RECORDED]
@@ -131,24 +141,26 @@ def base_fault(setup: AnySetup, base: BaseOutput) -> str | None:
         return None
     if NOT_RECORDED in base.noted:
         return f"not recorded at the run's start: {base.noted[NOT_RECORDED]}"
-    now = _now(setup, base, base.noted["inputs"])
-    if NOT_RECORDED in now:
+    current = _now(setup, base, base.noted["inputs"])
+    if NOT_RECORDED in current:
         # An output that cannot be computed counts as infinitely far.
-        now = {**base.noted, "norm": math.nan}
+        current = {**base.noted, "norm": math.nan}
     limit = tolerance(base.noted, setup.transformer, setup.dtype)
     rank = setup.session.accelerator.process_index
-    distances = gather_object([(distance(now, base.noted), -rank, socket.gethostname())])
+    distances = gather_object([(distance(current, base.noted), -rank, socket.gethostname())])
     # The furthest rank; of several, the lowest.
-    away, worst, host = max(distances)
-    if away <= limit:
+    max_deviation, worst, host = max(distances)
+    if max_deviation <= limit:
         return None
     # The host is named only if there are several ranks.
-    where = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
-    is_away = f"{percent(away)} from then" if math.isfinite(away) else "not finite"
+    location = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
+    deviation_text = (
+        f"{percent(max_deviation)} from then" if math.isfinite(max_deviation) else "not finite"
+    )
     start = "the run's start" if not base.since else f"step {base.since}, where its record begins"
     message = (
-        f"the base is not what it was at {start}: with adapters and kernels off its output{where} is {is_away} "
-        f"(up to {percent(limit)} is rounding)"
+        f"the base is not what it was at {start}: with adapters and kernels off its output{location} is "
+        f"{deviation_text} (up to {percent(limit)} is rounding)"
     )
     # Before memory is named as the cause: if switching a backend off restores the output, the weights are right.
     backend = _backend_at_fault(setup, base, limit)
@@ -171,15 +183,18 @@ def kernel_fault(setup: AnySetup, base: BaseOutput, noted: Mapping[str, Any]) ->
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = min(1.0, distance(noted, noted["base"])) if "base" in noted else 1.0
     allowed = LATER * (base.kernels + KERNEL * effect)
-    apart, _ = _kernels_apart(setup, noted["inputs"], allowed, expected=noted)
-    if not apart:
+    differing_kernels, _ = _kernels_apart(setup, noted["inputs"], allowed, expected=noted)
+    if not differing_kernels:
         return None
-    which = ", ".join(f"{switch.name} ({_amount(away)})" for switch, away in apart.items())
-    off = " ".join(_off(switch) for switch in apart)
+    kernel_names = ", ".join(
+        f"{switch.name} ({_amount(deviation)})" for switch, deviation in differing_kernels.items()
+    )
+    off_settings = " ".join(_off(switch) for switch in differing_kernels)
     return (
         f"kernels went wrong in the run: with them the model's output is not what its own code makes of the same "
-        f"weights: {which}, and {percent(base.kernels)} at the start. From some step on the adapter was trained "
-        f"with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with {off}"
+        f"weights: {kernel_names}, and {percent(base.kernels)} at the start. From some step on the adapter was "
+        f"trained with that; go on from an earlier checkpoint (train.resume=PATH in another run.dir) with "
+        f"{off_settings}"
     )
 
 
@@ -190,15 +205,17 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
     Names are added to `switched_off`. Inputs and scale are those of the check at the end, so a kernel that passes here
     fails there only if it changes. Raises `DitLoraError` on every rank if the recipe requires one of these kernels.
     """
-    noted, accelerator = base.noted, setup.session.accelerator
-    if noted is not None and NOT_RECORDED in noted:
+    record, accelerator = base.noted, setup.session.accelerator
+    if record is not None and NOT_RECORDED in record:
         return []
-    inputs = noted["inputs"] if noted else made_up_inputs(setup)
-    apart, base.kernels = _kernels_apart(setup, inputs, KERNEL)
+    inputs = record["inputs"] if record else made_up_inputs(setup)
+    differing_kernels, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     worst: dict[str, float] = {}
-    for name, away in gather_object([(switch.name, away) for switch, away in apart.items()]):
+    for name, deviation in gather_object(
+        [(switch.name, deviation) for switch, deviation in differing_kernels.items()]
+    ):
         # The largest distance over all ranks, so that every rank takes the same decision.
-        worst[name] = max(away, worst.get(name, 0.0))
+        worst[name] = max(deviation, worst.get(name, 0.0))
     events = []
     for switch in model_switches(setup.transformer):
         if switch.name not in worst:
@@ -207,6 +224,7 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
             f"kernel {switch.name}: with it the model's output is "
             f"{_amount(worst[switch.name])} from its own code's"
         )
+        # Collective: the switches have the same order on all ranks, and `worst` is equal.
         agree(accelerator, DitLoraError(refusal(switch, message)) if switch.insisted else None)
         switch.turn_off()
         switched_off.append(switch.name)
@@ -214,7 +232,9 @@ def check_kernels(setup: AnySetup, base: BaseOutput, switched_off: list[str]) ->
             kernel_event(0, "preflight", f"{message}; switched off for this run", switch.name)
         )
     if events:
-        choose_checkpointing(setup)  # without the kernel, more is kept for backward
+        # Without the kernel, more is kept for backward.
+        choose_checkpointing(setup)
+        # Measured again without these kernels: `kernel_fault` compares with this distance at the end.
         _, base.kernels = _kernels_apart(setup, inputs, KERNEL)
     return events
 
@@ -227,8 +247,10 @@ def _first_record(folder: Path, resume_from: Path | None) -> dict[str, Any] | No
     for file in (folder / BASE_OUTPUT, resume_from.absolute().parents[1] / BASE_OUTPUT):
         try:
             record = read_typed(file, dict[str, Any])
+        # A missing or damaged file counts as no record.
         except (OSError, ValueError):
             continue
+        # A record of a failed measurement has only a reason, and nothing to compare with.
         if "values" in record:
             return record
     return None
@@ -239,12 +261,12 @@ def _now(setup: AnySetup, base: BaseOutput, inputs: Inputs) -> dict[str, Any]:
     model, dtype = setup.transformer, setup.dtype
     try:
         with without_kernels(model), _as_loaded(model, base.loaded):
-            noted = output_now(setup.task.stock(setup.checkpoint), model, inputs, dtype)
+            output = output_now(setup.task.stock(setup.checkpoint), model, inputs, dtype)
     except torch.OutOfMemoryError:
         return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
     # JSON has no NaN, and nothing could be compared with it.
-    if is_finite(noted):
-        return noted
+    if is_finite(output):
+        return output
     return {
         NOT_RECORDED: "the base's output of made-up inputs is not finite, with every kernel off"
     }
@@ -279,22 +301,23 @@ def _unlike(
     setup: AnySetup, noted: Mapping[str, Any], own: Mapping[str, Any], *, resumed: bool
 ) -> DitLoraError | None:
     """The error to raise if this rank's base differs from the recorded output; None if it matches."""
+    # One of the two outputs could not be computed: there is nothing to compare.
     if NOT_RECORDED in noted or NOT_RECORDED in own:
         return None
     limit = tolerance(noted, setup.transformer, setup.dtype)
-    away = distance(own, noted)
-    if away <= limit:
+    deviation = distance(own, noted)
+    if deviation <= limit:
         return None
-    where = f"rank {setup.session.accelerator.process_index} ({socket.gethostname()})"
-    measured = f"{percent(away)} away, where up to {percent(limit)} is rounding"
+    location = f"rank {setup.session.accelerator.process_index} ({socket.gethostname()})"
+    measured = f"{percent(deviation)} away, where up to {percent(limit)} is rounding"
     if not resumed:
         return DitLoraError(
-            f"{where} has another base than rank 0: its output of the same inputs is {measured}; "
+            f"{location} has another base than rank 0: its output of the same inputs is {measured}; "
             "its files or its memory are damaged: compare the checkpoint's files on both, or leave that machine out"
         )
     return DitLoraError(
         f"the base is not what it was at this run's first start: its output of the same inputs ({BASE_OUTPUT}) is "
-        f"{measured}, on {where}; restore its files and the packages' versions (environment.json), "
+        f"{measured}, on {location}; restore its files and the packages' versions (environment.json), "
         "take another machine, "
         "or start afresh with train.resume=none in another run.dir"
     )
@@ -303,11 +326,12 @@ def _unlike(
 def _backend_at_fault(setup: AnySetup, base: BaseOutput, limit: float) -> str | None:
     """Name of the attention backend that, switched off, restores the base's output on all ranks; None if none does."""
     assert base.noted is not None
+    # Every rank tests the same backends in the same order, because the gather below is collective.
     for switch in attention_switches():
         with switch.off():
-            now = _now(setup, base, base.noted["inputs"])
-        as_it_was = NOT_RECORDED not in now and distance(now, base.noted) <= limit
-        if all(gather_object([as_it_was])):
+            current = _now(setup, base, base.noted["inputs"])
+        is_restored = NOT_RECORDED not in current and distance(current, base.noted) <= limit
+        if all(gather_object([is_restored])):
             return switch.name
     return None
 
@@ -317,17 +341,18 @@ def _is_whole(setup: AnySetup, base: BaseOutput, limit: float) -> bool:
     """True if an unpatched model with this run's weights gives the output from the start. False except on the main
     process.
     """
-    live, dtype, noted = setup.transformer, setup.dtype, base.noted
+    live, dtype, record = setup.transformer, setup.dtype, base.noted
     if not setup.session.is_main or setup.engine.lockstep or why_apart(live) is not None:
         return False
-    assert noted is not None
-    stock = setup.task.stock(setup.checkpoint)
+    assert record is not None
+    reference_model = setup.task.stock(setup.checkpoint)
     # The same tensors without the run's hooks: if their output is right, the weights are.
-    fresh = sharing_weights(stock.without_values(dtype), live, dtype, trained=False)
+    fresh = sharing_weights(reference_model.without_values(dtype), live, dtype, trained=False)
     parameters = dict(fresh.named_parameters())
     for name, values in base.loaded.items():
+        # PEFT moves a wrapped layer's weights to `base_layer`; an unpatched model has no such level.
         parameters[name.replace(".base_layer.", ".")].copy_(values)
-    return distance(output_now(stock, fresh, noted["inputs"], dtype), noted) <= limit
+    return distance(output_now(reference_model, fresh, record["inputs"], dtype), record) <= limit
 
 
 @torch.no_grad()
@@ -340,42 +365,46 @@ def _kernels_apart(
     combination, the first stands for all. The second result is the distance with all kernels together.
     """
     model, dtype = setup.transformer, setup.dtype
-    kernels, stock = kernels_of(model), setup.task.stock(setup.checkpoint)
+    kernels, reference_model = kernels_of(model), setup.task.stock(setup.checkpoint)
     if not kernels:
         return {}, 0.0
     if expected is None:
         with without_kernels(model):
-            expected = output_now(stock, model, inputs, dtype)
+            expected = output_now(reference_model, model, inputs, dtype)
     limit = tolerance(expected, model, dtype) + allowed
     # Kernels with their own rounding error have a larger limit: measure them one by one, and the rest without them.
     coarse = [switch for switch in kernels if switch.error]
 
     def away() -> float:
-        measured = [distance(output_now(stock, model, inputs, dtype), expected)]
-        if setup.engine.lockstep:  # one answer for all ranks, so that all take the same branch
+        measured = [distance(output_now(reference_model, model, inputs, dtype), expected)]
+        # One answer for all ranks, so that all take the same branch.
+        if setup.engine.lockstep:
             broadcast_object_list(measured)
         return measured[0]
 
     if not is_finite(expected):
         return {}, 0.0  # there is nothing to compare with
-    with ExitStack() as off:
+    with ExitStack() as kernels_off:
         for switch in coarse:
-            off.enter_context(switch.off())
-        together = away()
-        distances = _alone_apart(model, limit, away) if together > limit else {}
-    if together > limit and not distances:
-        distances = {next(kernel for kernel in kernels if kernel not in coarse): together}
+            kernels_off.enter_context(switch.off())
+        joint_distance = away()
+        distances = _alone_apart(model, limit, away) if joint_distance > limit else {}
+    if joint_distance > limit and not distances:
+        # Wrong only in combination: no kernel exceeds the limit by itself, and the first stands for all.
+        distances = {next(kernel for kernel in kernels if kernel not in coarse): joint_distance}
     for switch in coarse:
+        # Independent errors of the blocks add up with the root of their number.
         rounding = switch.error * math.sqrt(max(1, expected["blocks"]))
         if (distance_with_it := away()) > limit + rounding:
             distances[switch] = distance_with_it
-    return distances, together
+    return distances, joint_distance
 
 
 def _alone_apart(model: nn.Module, limit: float, away: Callable[[], float]) -> dict[Switch, float]:
     """Measure each kernel with all others off; returns those that exceed the limit, with their distance."""
     # torch.compile is not one of the kernels.
     parts = [part for part in model_switches(model) if part.name != COMPILE]
+    # A switch that has parts is tested through them.
     wholes = {part.part_of for part in parts}
     distances: dict[Switch, float] = {}
     for switch in parts:

@@ -26,6 +26,7 @@ class TrainedEMA:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        # It clones the weights, so the averages start at their present values.
         self._average = EMAModel(self._own(), decay=decay, foreach=True)
         self.bounds = AverageBounds()
 
@@ -71,14 +72,15 @@ class AverageBounds:
 
     def note(self, weights: Tensors, averages: Tensors) -> None:
         """Widen the bounds by these values, which are taken as sound."""
+        # After a resume, earlier peaks of the weights are known only through their averages.
         for peaks in (_peaks(weights), _peaks(averages)):
             for name, peak in peaks.items():
                 self.seen[name] = max(peak, self.seen.get(name, 0.0))
 
     def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
         """Finite averages that exceed every magnitude their weights had: name to (largest magnitude, bound)."""
-        now = _peaks(weights)
-        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in now.items()}
+        current_peaks = _peaks(weights)
+        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in current_peaks.items()}
         return {
             name: (peak, bounds[name])
             for name, peak in _peaks(averages).items()
@@ -91,6 +93,7 @@ def _peaks(tensors: Tensors) -> dict[str, float]:
     parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
     # A rank's shard of a small tensor may be empty: it has no largest value.
     filled = {name: tensor for name, tensor in parts.items() if tensor.numel()}
+    # The maximum norm of every tensor, with one call for all.
     norms = torch._foreach_norm([*filled.values()], ord=float("inf")) if filled else []
     values = torch.stack([norm.float() for norm in norms]).tolist() if filled else []
     return dict.fromkeys(parts, 0.0) | dict(zip(filled, values, strict=True))

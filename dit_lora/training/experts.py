@@ -20,6 +20,7 @@ def require_fresh(turns: Sequence[Recipe]) -> None:
     """Raise `DitLoraError` if a later expert's run folder already holds a run: this run would fail when its turn
     comes.
     """
+    # The first expert's folder is checked when its run starts.
     for recipe in turns[1:]:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
@@ -35,6 +36,7 @@ def is_done(recipe: Recipe) -> bool:
     folder = Path(recipe.run.dir)
     if recipe.train.resume == "none" or not (folder / "status.json").is_file():
         return False
+    # The state says that the run ended, the digests that its last checkpoint is complete.
     ended = read_typed(folder / "status.json", Status).get("state") == "finished"
     return ended and is_whole(checkpoint_path(folder, recipe.train.steps))
 

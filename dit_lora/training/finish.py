@@ -60,7 +60,8 @@ def finish(run: Run) -> Written:
     setup, steps = run.setup, run.setup.recipe.train.steps
     written = Written()
     with averaged(run):
-        weights = setup.engine.weights()  # collective where they are sharded
+        # Collective where weights are sharded.
+        weights = setup.engine.weights()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
         with setup.session.phases.timing("output noted"):
@@ -157,22 +158,33 @@ def verify_result(
     weight is in memory twice. If these are spread over ranks or devices, the output is not compared: `output` says so
     and refers to `dit-lora verify`.
     """
-    stock, dtype, live = setup.task.stock(setup.checkpoint), setup.dtype, setup.transformer
-    apart = why_apart(live)
+    reference_model, dtype, live = (
+        setup.task.stock(setup.checkpoint),
+        setup.dtype,
+        setup.transformer,
+    )
+    # The reason if a fresh model cannot share the run's weights, for example because they are sharded.
+    unsharable_reason = why_apart(live)
     full = setup.recipe.train.mode == "full"
-    fresh = stock.without_values(dtype)
+    fresh = reference_model.without_values(dtype)
     # The run's own frozen tensors, not a copy: there may be no memory for a second base.
-    if apart is None:
+    if unsharable_reason is None:
         fresh = sharing_weights(fresh, live, dtype, trained=full)
-    later = f"{apart}; dit-lora verify {setup.session.dir.name} does" if apart else None
+    # The output is then not compared here; `dit-lora verify` loads the written file.
+    later = (
+        f"{unsharable_reason}; dit-lora verify {setup.session.dir.name} does"
+        if unsharable_reason
+        else None
+    )
     allow = setup.recipe.guard.allow_extreme_update
-    result = Result(path, made, made["base_model"], stock, dtype, later, allow, own=True)
+    result = Result(path, made, made["base_model"], reference_model, dtype, later, allow, own=True)
     part = made.get("part", "transformer") if full else ""
     folder = path if full else path.parent
+    # Recorded with the result, so that a file that changes later is not taken for a verified one.
     digests = digests_of(setup.session.dir, result_files(folder, part))
     if full:
         files = sorted((path / made.get("part", "transformer")).glob("*.safetensors"))
-        checks = pipeline_checks(files, fresh.state_dict(), stock.name, weights)
+        checks = pipeline_checks(files, fresh.state_dict(), reference_model.name, weights)
         verification = check_pipeline(result, checks, lambda: fresh)
     else:
         verification = check_adapter(result, fresh)
@@ -186,19 +198,23 @@ def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
 
     If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """
+    # On every rank, because it is collective in any case.
     fault = base_fault(setup, base)
     if not (setup.session.is_main or setup.engine.lockstep):
         return {}
-    stock = setup.task.stock(setup.checkpoint)
+    reference_model = setup.task.stock(setup.checkpoint)
     try:
         # Without the frozen adapters below: users load the result on the plain base, and `verify` has no other.
         with under_off(setup.transformer):
-            noted = note_output(stock, setup.transformer, made_up_inputs(setup), setup.dtype)
-            if fault is None and NOT_RECORDED not in noted:
-                fault = kernel_fault(setup, base, noted)
+            output = note_output(
+                reference_model, setup.transformer, made_up_inputs(setup), setup.dtype
+            )
+            # A changed base explains a wrong output already: kernels are compared only without one.
+            if fault is None and NOT_RECORDED not in output:
+                fault = kernel_fault(setup, base, output)
     except torch.OutOfMemoryError:
-        noted = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
-    return {**noted, WRONG: fault} if fault else noted
+        output = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
+    return {**output, WRONG: fault} if fault else output
 
 
 def require_verified(session: Session, verification: Verification | None) -> None:

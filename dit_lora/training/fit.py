@@ -196,7 +196,8 @@ def _after_step(run: Run, result: StepResult) -> None:
     setup, recovery, step = run.setup, run.recovery, result.step
     train, phases = setup.recipe.train, setup.session.phases
     if result.stop_code:
-        run.checkpoints.settle()  # raises what could not be written: it stopped the run as a signal does
+        # Raises what could not be written: it stopped the run as a signal does.
+        run.checkpoints.settle()
     is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
     with phases.timing("kernels compared"):
@@ -228,9 +229,8 @@ def _require_sound(run: Run, step: int, *, frozen: bool) -> None:
     """
     setup, suspects = run.setup, run.recovery.suspects
     accelerator = setup.session.accelerator
-    require_agreement(
-        run, step
-    )  # first: a rank that lost its weights by itself has no wrong learning rate
+    # First: a rank that lost its weights by itself has no wrong learning rate.
+    require_agreement(run, step)
     require_not_lost(setup.engine, suspects.start_peak, step)
     require_finite_everywhere(accelerator, own_state(setup.engine, run.ema), step)
     require_unaltered(accelerator, suspects, step, frozen=frozen)
@@ -248,7 +248,8 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
     setup, step, watcher = run.setup, result.step, run.watcher
     modules, hidden = watcher.statistics(step), watcher.hidden_infinities(step)
     line = metrics_line(result, setup.task.loss_parts(setup, result))
-    spikes = watcher.observe(line)  # on every rank: the adaptive clip depends on it
+    # On every rank: the adaptive clip depends on it.
+    spikes = watcher.observe(line)
     if run.journal is None:
         return
     run.journal.step(line, modules)
@@ -262,6 +263,7 @@ def _note(run: Run, bar: tqdm, result: StepResult) -> None:
         _report(run, step, "spike", spike.words)
     if hidden:
         # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
+        # At most five names in the message.
         modules_text = ", ".join(hidden[:5]) + (
             f" and {len(hidden) - 5} more" if hidden[5:] else ""
         )
@@ -279,9 +281,9 @@ def _report(
     run: Run, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
 ) -> None:
     """Log an unusual but healthy step and write an event; no action is taken. Writes on the main process only."""
-    verdict = {"cause": cause, "words": words, **facts}
+    diagnosis = {"cause": cause, "words": words, **facts}
     if run.journal is not None:
-        run.journal.event(Event(step, kind, verdict))
+        run.journal.event(Event(step, kind, diagnosis))
     run.setup.session.say(f"guard: step {step}: {words}")
 
 
@@ -293,7 +295,7 @@ def validate(run: Run, step: int) -> None:
     setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional
     of_base = step == 0 and run.base.begins_alone
     weights_context = base_alone(setup.transformer) if of_base else averaged(run)
-    together = needs_all_ranks(setup.model)
+    is_collective = needs_all_ranks(setup.model)
     with ExitStack() as stack:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
         if not optional.attempt("validations", step, lambda: _entered(stack, weights_context)):
@@ -303,7 +305,7 @@ def validate(run: Run, step: int) -> None:
                 "held-out losses",
                 step,
                 lambda: setup.task.held_out_loss(setup),
-                is_collective=together,
+                is_collective=is_collective,
             )
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
@@ -315,7 +317,7 @@ def validate(run: Run, step: int) -> None:
                 _report(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
             optional.attempt(
-                "samples", step, lambda: setup.task.show(setup, step), is_collective=together
+                "samples", step, lambda: setup.task.show(setup, step), is_collective=is_collective
             )
         setup.session.trackers.samples(step, setup.recipe.validation.sampled)
 
@@ -374,7 +376,8 @@ def _last_effort(run: Run, step: int) -> str:
     # This process has taken no step: the state it started from is already on the disk.
     if step <= run.start_step:
         return ""
-    if session.lock.lost() is None:  # else the saver, on the main process, refuses
+    # With a lost lock the writer, on the main process, must go on refusing.
+    if session.lock.lost() is None:
         run.checkpoints.saver.forget()
     try:
         run.checkpoints.save(step, run.recovery.record(), wait=True)

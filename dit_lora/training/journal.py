@@ -52,7 +52,8 @@ class Journal:
         self._told = False
         self._idle: Counter[str] = Counter()
         if start_step == 0:
-            (run_dir / "held_out.jsonl").unlink(missing_ok=True)  # maybe another recipe's
+            # The file may be another recipe's.
+            (run_dir / "held_out.jsonl").unlink(missing_ok=True)
         for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
             torn = read_lines(run_dir / name)[1]
             if torn:
@@ -97,6 +98,7 @@ class Journal:
         or None.
         """
         self._recent.append((line["data_seconds"], line["seconds"]))
+        # Pairs of (waited, spent) of the last steps, summed by column.
         waited, spent = (sum(column) for column in zip(*self._recent, strict=True))
         if self._told or len(self._recent) < WINDOW or waited <= STARVED * spent:
             return None
@@ -112,7 +114,8 @@ class Journal:
             if self._idle[name] < IDLE:
                 self._idle[name] = 0 if norm else self._idle[name] + 1
             else:
-                self._idle[name] = IDLE + 1  # told
+                # Past the bound once it was reported, so that the line below finds it only once.
+                self._idle[name] = IDLE + 1
         return [name for name, steps in self._idle.items() if steps == IDLE]
 
     def held_out(self, step: int, loss: float) -> None:
@@ -136,8 +139,8 @@ class Journal:
         """
         if not samples:
             return
-        verdict = {"cause": "data", "words": "; ".join(samples.values())}
-        event = Event(step, "data_rejected", verdict, "skip", sample_ids=tuple(samples))
+        diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
+        event = Event(step, "data_rejected", diagnosis, "skip", sample_ids=tuple(samples))
         # A resumed run finds the same samples again: only a changed list is a new event.
         earlier = [line for line in _lines(self.dir / "events.jsonl") if line["kind"] == event.kind]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
@@ -189,12 +192,14 @@ def held_out_losses(run_dir: Path) -> dict[int, float]:
 
 def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
     """A `metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
+    # All plain numbers; `lr` is left out, because it repeats the first entry of `lr_groups`.
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
     # Derived here; metrics.jsonl does not contain it.
     flat["samples_per_second"] = line["samples"] / line["seconds"]
     for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
+        # Names become `lr/adapter`, `grad_norm/adapter` or `loss_by_timestep/0-249`.
         prefix = name.removesuffix("_groups")
         flat |= {f"{prefix}/{key}": value for key, value in line.get(name, {}).items()}
     return flat
@@ -214,6 +219,7 @@ def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]
     """
     lines = [line for line in _lines(path) if first <= line["step"] <= last_step]
     if path.exists():
+        # Replaced as a whole: a kill in between leaves the old lines or the new ones.
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
 

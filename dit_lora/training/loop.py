@@ -203,11 +203,11 @@ def _launched(
 
 def _tell_taken(loop: Loop, progress: _Progress) -> None:
     """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
-    sent, progress.sent = progress.sent, None
+    pending, progress.sent = progress.sent, None
     # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
     with suppress(torch.AcceleratorError):
-        if sent is not None and sent.rows.arrives(_MOST_WAIT):
-            outcome = _read(loop, sent)
+        if pending is not None and pending.rows.arrives(_MOST_WAIT):
+            outcome = _read(loop, pending)
             if isinstance(outcome, StepResult):
                 loop.note(outcome)
 
@@ -222,11 +222,11 @@ def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], No
     """Wait for the pending step's metrics and handle them. Returns False if batches must be requested again from
     `progress.done`.
     """
-    sent, progress.sent = progress.sent, None
-    if sent is None:
+    pending, progress.sent = progress.sent, None
+    if pending is None:
         return True
-    outcome = _read(loop, sent)
-    step = sent.step
+    outcome = _read(loop, pending)
+    step = pending.step
     if isinstance(outcome, StepResult):
         try:
             on_step(outcome)
@@ -253,8 +253,8 @@ def _read(loop: Loop, sent: _Sent) -> StepResult | Trip:
     """Wait for a step's metrics. The host reads nothing else from a step."""
     with sent.step.timed():
         rows = sent.rows.read()
-    trip = _trip(rows, sent.step.number, loop.copies)
-    return _result(rows, sent, loop.copies) if trip is None else trip
+    failure = _trip(rows, sent.step.number, loop.copies)
+    return _result(rows, sent, loop.copies) if failure is None else failure
 
 
 def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
@@ -324,9 +324,11 @@ def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
     # With context parallelism the first of the ranks that share a sample stands for them: (samples' ranks,
     # micro-steps).
     bad = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
-    where = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
-    if where:
-        return Trip(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(where))
+    failed_positions = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
+    if failed_positions:
+        return Trip(
+            step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions)
+        )
     # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = (rows.flags > 0).any(0).tolist()

@@ -63,7 +63,8 @@ def prepare(
     with phases.timing("checkpoint read"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = start_of_guard(setup, record)
-    with phases.timing("memory counted"):  # what is free once the model is placed
+    # Counts what is free once the model is placed.
+    with phases.timing("memory counted"):
         checkpoint_blocks(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
@@ -175,6 +176,7 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         default = field.get_default(call_default_factory=True)
         if name in LATER and getattr(recipe.lora, name) == default:
             del flat[f"lora.{name}"]
+    # Replaced by digests and scales: moving a file does not change the training.
     flat.pop("lora.under", None)
     if recipe.lora.under:
         flat["lora.under"] = [
@@ -183,26 +185,31 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
     if recipe.lora.from_file:
         # The file's folder and name are not part of its content.
         flat["lora.init"] = " ".join(_digests(setup.data.adapters["continued"]))
+        # These are values of the file, whether the recipe repeats them or not.
         for name in (
             "rank",
             "alpha",
             "targets",
-        ):  # values of the file, whether the recipe repeats them or not
+        ):
             del flat[f"lora.{name}"]
     # Compiled blocks round differently; omitted if off, as in checkpoints from before the option.
     if recipe.train.compile:
         flat["train.compile"] = True
-    if recipe.kernels.fp8 != "off":  # likewise
+    # Omitted if off, for the same reason.
+    if recipe.kernels.fp8 != "off":
         flat["kernels.fp8"] = recipe.kernels.fp8
     optim = dict(values["optim"])
     groups = optim.pop("groups")
     if optim["name"] == DEFAULT:
-        del optim["name"]  # as in checkpoints from before there was a choice
+        # As in checkpoints from before there was a choice.
+        del optim["name"]
     flat |= {f"optim.{key}": value for key, value in optim.items()}
+    # Groups that do not train are omitted.
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
     groups_given = recipe.optim.groups.given().values()
     if any((group.schedule or recipe.optim.schedule) != "constant" for group in groups_given):
-        flat["train.steps"] = recipe.train.steps  # where the schedule ends
+        # A schedule ends at this step. With a constant rate a run may be extended.
+        flat["train.steps"] = recipe.train.steps
     return flat
 
 

@@ -22,6 +22,7 @@ def trained_losses(
     """The family's losses of a batch; adds the preservation loss if the batch has captions without the trigger
     word.
     """
+    # One weight per sample, (rows,).
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
         return checkpoint.losses(model, batch, streams)
@@ -34,9 +35,11 @@ def trained_losses(
     }
     with trained_off(model), torch.no_grad():
         base = _predicted(checkpoint, model, preserved_batch, streams)
-    learned = checkpoint.losses(model, main_batch, streams)
-    moved = difference(_predicted(checkpoint, model, preserved_batch, streams), base, len(weight))
-    return LossOutput(learned.losses + weight * moved, learned.timesteps)
+    main_output = checkpoint.losses(model, main_batch, streams)
+    preservation_loss = difference(
+        _predicted(checkpoint, model, preserved_batch, streams), base, len(weight)
+    )
+    return LossOutput(main_output.losses + weight * preservation_loss, main_output.timesteps)
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], rows: int) -> torch.Tensor:
@@ -49,8 +52,10 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], rows: int) 
         (square.float() - their_output.float()).square()
         for square, their_output in zip(ours, theirs, strict=True)
     ]
+    # Batched outputs: the mean over all but the sample, then the sum over outputs.
     if all(len(square) == rows for square in squares):
         return torch.stack([square.flatten(1).mean(1) for square in squares]).sum(0)
+    # One tensor per sample: (outputs * rows,) to (outputs, rows), summed over outputs.
     return torch.stack([square.mean() for square in squares]).view(-1, rows).sum(0)
 
 

@@ -51,7 +51,8 @@ def resume(
     # A message, not an error: sums in another order are the same training up to rounding.
     if differs:
         session.say(f"continued elsewhere: {differs}")
-    if train.resume == "auto":  # which takes the newest whole one
+    # `auto` takes the newest complete checkpoint; newer ones are torn.
+    if train.resume == "auto":
         for step, newer in checkpoint_steps(session.dir).items():
             if step > loaded.step:
                 session.say(f"warning: passed over {newer}: it is torn or altered")
@@ -128,7 +129,8 @@ class Checkpoints:
         """Wait until every checkpoint is on the disk. Raises on all ranks if writing failed. Collective."""
         error = self.saver.wait()
         if error is not None:
-            error.shown = True  # by the error that is raised here
+            # The error that is raised below shows it.
+            error.shown = True
         agree(self.setup.session.accelerator, error)
 
     def trouble(self) -> int:

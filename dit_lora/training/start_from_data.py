@@ -25,7 +25,8 @@ from dit_lora.training.session.session import Session
 
 SAMPLES = 32
 """Number of samples to look at, spread evenly over the training set; each is run once."""
-_ROWS = 1024  # rows per layer and forward pass
+# Rows per layer and forward pass.
+_ROWS = 1024
 
 
 def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.Module) -> str:
@@ -98,6 +99,7 @@ class LayerInputs:
     @torch.no_grad()
     def put(self) -> bool:
         """Set A on all ranks to the components of rank 0. Returns False if there were too few rows."""
+        # Missing until the first `partial_fit`.
         components = getattr(self._pca, "components_", None)
         if components is None:
             return False

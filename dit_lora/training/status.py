@@ -13,7 +13,8 @@ from dit_lora.files import read_json, write_whole
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.training.session.session import Session
 
-_LISTED = 500  # rejected samples; counts are of all
+# Number of rejected samples in the list; counts are of all.
+_LISTED = 500
 _LONGEST = len("interrupted")
 
 
@@ -50,7 +51,8 @@ def _note(session: Session, recipe_file: str, state: str) -> None:
     try:
         write_whole(path, text)
     except OSError:
-        with contextlib.suppress(OSError), path.open("r+b") as file:  # no run should end by this
+        # No run should end because of this file.
+        with contextlib.suppress(OSError), path.open("r+b") as file:
             file.write(text.encode())
 
 

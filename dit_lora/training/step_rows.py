@@ -90,7 +90,9 @@ def own_row(
     The last entry of `norms` is the norm over all groups. `gradient_flags` come from `Gate.gradients`, so that the
     host decides by the same values that gated the optimizer. `poisoned` is true if a weight is not finite.
     """
+    # (groups + 1,)
     stacked = torch.stack([local(norm) for norm in norms.values()])
+    # Each field is (1, width), in double so that all fit into one row.
     return StepRows(
         torch.cat([*losses]).double()[None],
         torch.cat([*timesteps]).double()[None],

@@ -40,14 +40,15 @@ def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -
     parts = []
     # A missing key counts as equal: checkpoints from before it was recorded.
     if any(stored.get(key, own[key]) != own[key] for key in _SPLIT):
-        draws = "; dropout draws otherwise" if dropout else ""
-        was, now = (
+        # Dropout is seeded by micro-step and rank, which another split assigns to other samples.
+        dropout_note = "; dropout draws otherwise" if dropout else ""
+        stored_text, current_text = (
             " x ".join(str(topology[key]) for key in _SPLIT)
             for topology in ({**own, **stored}, own)
         )
         parts.append(
-            f"processes x accumulate x batch_size were {was}, now {now}: the same samples in each step, "
-            f"summed in another order{draws}"
+            f"processes x accumulate x batch_size were {stored_text}, now {current_text}: the same samples in each "
+            f"step, summed in another order{dropout_note}"
         )
     if stored.get("sharding", own["sharding"]) != own["sharding"]:
         parts.append(
@@ -55,11 +56,11 @@ def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -
         )
     changed_keys = [key for key in ("device", "torch") if stored.get(key, own[key]) != own[key]]
     if changed_keys:
-        was, now = (
+        stored_text, current_text = (
             " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, own)
         )
         parts.append(
-            f"{' and '.join(changed_keys)} was {was}, now {now}: other kernels, which round otherwise"
+            f"{' and '.join(changed_keys)} was {stored_text}, now {current_text}: other kernels, which round otherwise"
         )
     return "; ".join(parts) + "; equal within rounding, not bit for bit" if parts else None
 
@@ -73,6 +74,7 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
     """Advice for a resume with another number of samples per step: the train.accumulate that restores it, or the
     launch.
     """
+    # Without a launch, or with an unusual value in the checkpoint, there is nothing to advise.
     if key != SAMPLES or not place or not isinstance(samples, int):
         return ""
     processes, batch = place["data_ranks"], place["train.batch_size"]
@@ -83,6 +85,7 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
     share = samples // processes
     # The largest micro-batch up to the requested size, which is known to fit into memory.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
+    # The batch size is named only if it has to change.
     values = [f"train.batch_size={fits}"] * (fits != batch) + [f"train.accumulate={share // fits}"]
     return f"; on {processes} process(es), {' '.join(values)} restores it"
 

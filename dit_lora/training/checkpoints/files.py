@@ -30,6 +30,7 @@ from dit_lora.training.checkpoints.compatibility import samples_remedy
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = WEIGHTS_FILE, "optimizer.safetensors", STATE_FILE
 _EMA = AVERAGES_FILE
+# A checkpoint's folder, with at least six digits as `checkpoint_path` writes them.
 _NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = (".step_*.partial", ".step_*.removed")
 """Patterns of the folders that a killed process leaves behind while writing or removing a checkpoint."""
@@ -102,12 +103,14 @@ def save_checkpoint(
     # Here and not in the caller: no caller may make a non-finite state the newest checkpoint.
     _require_finite(run_dir, step, {**state.weights, **state.optimizer, **state.averages})
     staged = final.with_name(f".{final.name}.partial")
-    about = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
+    metadata = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
     contents: dict[str, bytes | Tensors] = {
         _WEIGHTS: state.weights,
         _OPTIMIZER: state.optimizer,
         **({_EMA: state.averages} if state.averages else {}),
-        _STATE: json.dumps(about | {"place": dict(place or {})}, indent=2, sort_keys=True).encode(),
+        _STATE: json.dumps(
+            metadata | {"place": dict(place or {})}, indent=2, sort_keys=True
+        ).encode(),
     }
     try:
         # Left by a killed process. This process holds the run's lock, so nobody else is writing there.
@@ -121,16 +124,19 @@ def save_checkpoint(
         # The manifest comes last: a folder without it is torn, whatever else is in it.
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
-            _remove(final)  # torn: it has no manifest, or its files do not match it
+            # Torn: it has no manifest, or its files do not match it.
+            _remove(final)
         # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
         _sync_folder(final.parent)
         # Only now: the newer checkpoint is safe.
         prune(run_dir, step, keep, best)
     except (OSError, SafetensorError) as error:
+        # A half-written folder would keep the space that the disk may lack.
         shutil.rmtree(staged, ignore_errors=True)
         earlier = newest_checkpoint(run_dir)
         resort = f"the newest whole one is {earlier}" if earlier else "there is no earlier one"
+        # `strerror` leaves out the path, which the message names itself.
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DitLoraError(
             f"cannot save the checkpoint of step {step} to {final}: {reason}; {resort}. "
@@ -178,6 +184,7 @@ def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint, or None. Skips torn ones, which a killed process leaves behind."""
+    # Newest first: an older checkpoint is read only if all newer ones are torn.
     candidates = reversed(checkpoint_steps(run_dir).values())
     return next((path for path in candidates if is_whole(path)), None)
 
@@ -189,10 +196,11 @@ def load_checkpoint(
 
     Raises the errors of `require_same_recipe`.
     """
-    about = require_same_recipe(path, identity, place)
+    metadata = require_same_recipe(path, identity, place)
+    # Runs without an EMA write no such file.
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
     state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
-    return Loaded(path, about["step"], about["guard"], about.get("place", {}), state)
+    return Loaded(path, metadata["step"], metadata["guard"], metadata.get("place", {}), state)
 
 
 def require_same_recipe(
@@ -203,9 +211,9 @@ def require_same_recipe(
     Reads no weights. With `place`, the present launch, the error names the train.accumulate that restores the samples
     per step.
     """
-    about: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
+    metadata: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
     # Through JSON like the stored identity: a tuple would differ from the list that it became.
-    stored, current = about["identity"], parse_json(json.dumps(dict(identity)))
+    stored, current = metadata["identity"], parse_json(json.dumps(dict(identity)))
     # Listed in full: a user should fix all differences in one go.
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
@@ -222,7 +230,7 @@ def require_same_recipe(
                 different,
             )
         )
-    return about
+    return metadata
 
 
 def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
@@ -234,6 +242,7 @@ def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
         or own.get("model.family") in CHAT_FAMILIES
     ):
         return ""
+    # The path is RUN/checkpoints/step_NNNNNN.
     run = path.absolute().parents[1]
     return (
         " (the schedule ends there); for more steps after the end, "
@@ -254,6 +263,7 @@ def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> No
     """Remove all but the `keep` newest checkpoints up to `step` and those of `best`. Later checkpoints stay."""
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
+    # In ascending order, so these are all but the `keep` newest.
     for number in earlier[:-keep]:
         if number not in best:
             _remove(checkpoint_path(run_dir, number))
@@ -264,6 +274,7 @@ def is_whole(path: Path) -> bool:
     try:
         digests = read_typed(path / MANIFEST, Manifest)["sha256"]
         return all(_digest(path / name) == digest for name, digest in digests.items())
+    # A file is missing, or the manifest is damaged.
     except (OSError, ValueError, KeyError):
         return False
 

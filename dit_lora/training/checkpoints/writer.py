@@ -96,6 +96,7 @@ class Saver:
         copies, self._live = self._copies.read(step), {}
         parts = {
             part: {
+                # Back to the names within each field.
                 name.removeprefix(f"{part}/"): tensor
                 for name, tensor in copies.items()
                 if name.startswith(f"{part}/")

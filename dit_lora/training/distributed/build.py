@@ -18,8 +18,8 @@ def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
     accelerator = session.accelerator
     # At most one of these: the checks of launch and recipe refuse combinations.
     if session.sharding is not None:
-        called_alone = get_family(session.recipe.model.family).called_alone
-        return shard(accelerator, model, optimizer, session.sharding, called_alone)
+        directly_called = get_family(session.recipe.model.family).called_alone
+        return shard(accelerator, model, optimizer, session.sharding, directly_called)
     if session.zero is not None:
         return Zero2(accelerator, model, optimizer)
     degree = session.recipe.train.context_parallel
@@ -27,5 +27,7 @@ def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
         model, optimizer = accelerator.prepare(model, optimizer)
         return ContextParallel(accelerator, model, optimizer, degree=degree)
     # With offload the model is already on two devices, and Accelerate must not move it to one.
-    placed = placement(model, optimizer)
-    return Engine(accelerator, *accelerator.prepare(model, optimizer, device_placement=placed))
+    device_placement = placement(model, optimizer)
+    return Engine(
+        accelerator, *accelerator.prepare(model, optimizer, device_placement=device_placement)
+    )

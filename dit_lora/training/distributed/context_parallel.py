@@ -49,7 +49,8 @@ def share_context(session: Session, checkpoint: Trained, data: Prepared, model: 
     if not has_context_plan(model):
         name = type(model).__name__
         raise DitLoraError(f"{option}: {name} has no plan for its tokens; CogVideoX has one")
-    denoiser = cast(Denoiser, checkpoint)  # only diffusion transformers have such a plan
+    # Only diffusion transformers have such a plan.
+    denoiser = cast(Denoiser, checkpoint)
     tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
     # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
     problems = context_problems(model, degree, tokens)
@@ -67,4 +68,5 @@ def share_context(session: Session, checkpoint: Trained, data: Prepared, model: 
         problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
     if problems:
         raise DitLoraError(listed(f"{option} cannot be", problems))
+    # The kernels are in place by now: splitting needs their attention processors.
     split_context(model, degree, accelerator.device, accelerator.process_index, ranks)

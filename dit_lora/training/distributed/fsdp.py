@@ -102,12 +102,13 @@ def shard(
     # Raised for models that return a view, as all of Diffusers' do; nothing writes to their output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
-    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # its autocast
+    # Only Accelerate's autocast is wanted.
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     # One dimension over all ranks: every weight is sharded over all of them.
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    apart = [model.get_submodule(name) for name in called_alone]
+    inner_modules = [model.get_submodule(name) for name in called_alone]
     # Inner modules first: `fully_shard` gives a module the parameters that no inner module has taken.
-    for module in (*apart, *_outermost(repeated_blocks(model)), model):
+    for module in (*inner_modules, *_outermost(repeated_blocks(model)), model):
         before = {name: dict(getattr(module, name)) for name in _HOOKS}
         # Reshard after each forward pass: whole weights would miss changes to the shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -115,9 +116,9 @@ def shard(
         module.__dict__[GATHERING] = added
     _gather_for_features(model)
     # `fully_shard` replaced the parameters with DTensors; the optimizer still holds the old ones.
-    named = dict(model.named_parameters())
+    parameters_by_name = dict(model.named_parameters())
     for group in optimizer.param_groups:
-        group["params"] = [named[name] for name in group["param_names"]]
+        group["params"] = [parameters_by_name[name] for name in group["param_names"]]
     return Sharded(accelerator, model, optimizer, sharding=sharding)
 
 
@@ -129,20 +130,21 @@ def _gather_for_features(model: nn.Module) -> None:
     """Gather the root's weights when a method of `_FEATURES` is called outside a forward pass."""
     trunk: Any = getattr(model, "base_model", model)
     for name in _FEATURES if trunk is not model else ():
-        stock = getattr(trunk, name, None)
-        if stock is None:
+        method = getattr(trunk, name, None)
+        if method is None:
             continue
         # FSDP2 wraps methods of the sharded module only, so add the inner model's method to it under another name.
         gathered_name = f"_gathered_{name}"
-        setattr(model, gathered_name, stock)
+        setattr(model, gathered_name, method)
         register_fsdp_forward_method(model, gathered_name)
-        trunk.__dict__[name] = _inside_or_by(model, stock, getattr(model, gathered_name))
+        trunk.__dict__[name] = _inside_or_by(model, method, getattr(model, gathered_name))
 
 
 def _inside_or_by(
     model: Any, stock: Callable[..., Any], gathering: Callable[..., Any]
 ) -> Callable[..., Any]:
-    @functools.wraps(stock)  # `generate` reads its signature
+    # `generate` reads the method's signature.
+    @functools.wraps(stock)
     def features(*args: Any, **kwargs: Any) -> Any:
         # Inside a forward pass the root is already gathered; gathering twice would reshard it too early.
         is_outside = isinstance(model.get_input_embeddings().weight, DTensor)

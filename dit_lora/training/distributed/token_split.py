@@ -80,6 +80,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, rank
     mesh = init_device_mesh(
         device.type, (ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
     )
+    # Ulysses: ranks exchange tokens for heads before attention, and back after it.
     context = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)
     config.setup(rank, ranks, device, mesh=mesh)

@@ -27,14 +27,14 @@ _BUCKET = 50_000_000
 
 def import_deepspeed(device: str) -> Any:
     """Import `deepspeed` without its log output and without compiling extensions."""
-    os.environ.setdefault("DS_ACCELERATOR", device)  # else it searches for one, and logs that
+    # Otherwise DeepSpeed searches for an accelerator, and logs that.
+    os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", r".*all_gather_into_tensor", FutureWarning
-    )  # from its own calls
+    # DeepSpeed's own calls cause this warning.
+    warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
     # On a CPU it would spend a minute compiling a shared-memory collective; gloo suffices.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -89,7 +89,11 @@ class Zero2(Engine):
         self._micro_steps = 0
         # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
-        trained = sum(parameter.numel() for named in parameters for parameter in named.values())
+        trained = sum(
+            parameter.numel()
+            for group_parameters in parameters
+            for parameter in group_parameters.values()
+        )
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket = min(_BUCKET, trained)
         # DeepSpeed replaces the groups' parameters with its parts; the caller's groups must not change.
@@ -102,8 +106,8 @@ class Zero2(Engine):
         self.optimizer = self._zero.optimizer
         flat = (group["params"][0] for group in self.optimizer.param_groups)
         self._parts = [
-            _Part(part, part.numel() * accelerator.process_index, named)
-            for part, named in zip(flat, parameters, strict=True)
+            _Part(part, part.numel() * accelerator.process_index, group_parameters)
+            for part, group_parameters in zip(flat, parameters, strict=True)
         ]
         self._disarm()
 
@@ -257,7 +261,8 @@ class Zero2(Engine):
 
     def _own_moment(self, part: _Part, kind: str, moments: Tensors) -> torch.Tensor:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
-        if kind == "step":  # one for the whole part: its parameters have taken the same steps
+        # One step count for the whole part: its parameters have taken the same steps.
+        if kind == "step":
             return next(iter(values.values())).to(part.tensor.device, copy=True)
         # The flat group is padded to a multiple of the ranks; a checkpoint holds no padding.
         flat_value = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)

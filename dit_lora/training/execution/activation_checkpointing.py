@@ -27,6 +27,8 @@ Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 """Modes from no recomputation to the largest memory saving."""
 
+# Op names without their overload: PyTorch's fused attention, FlashAttention's forward ops under any namespace, and
+# this package's linear attention.
 _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_\w+"
     r"|aten::_(flash|efficient|cudnn)_attention_forward"
@@ -48,6 +50,7 @@ def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
     With dropout, a kept call would not draw its random numbers again, and all later dropout would draw other numbers.
     """
+    # The probability may come by keyword or by position; left out, it is 0.
     return is_attention(op) and not any(
         kwargs.get(name, args[position] if position < len(args) else 0)
         for position, name in _dropout_arguments(op)
@@ -65,7 +68,8 @@ def _dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 def supports_checkpointing(transformer: nn.Module) -> bool:
     """True if Diffusers' or Transformers' gradient checkpointing works on this model."""
-    if getattr(transformer, "supports_gradient_checkpointing", False):  # Transformers
+    # Transformers' models; one of them may still have no block that reads the switch.
+    if getattr(transformer, "supports_gradient_checkpointing", False):
         return any(hasattr(module, "gradient_checkpointing") for module in transformer.modules())
     return bool(getattr(transformer, "_supports_gradient_checkpointing", False))
 
@@ -190,6 +194,7 @@ def _selectively(block: Callable[..., Any], *args: Any) -> Any:
     contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _policy)
     module = called_block(block)
     if module is not None and not torch.compiler.is_compiling():
+        # Once all attention calls of a block are known to be marked, cheaper contexts keep the same outputs.
         contexts = partial(_few_contexts if module in _MARKED else _all_contexts, module)
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
@@ -200,6 +205,7 @@ _MARKED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 def _few_contexts(block: nn.Module) -> tuple["_AtCalls", "_AtCalls"]:
     """Contexts for a forward and its recomputation in which only marked attention calls run under dispatch modes."""
+    # The first keeps outputs in the forward pass, the second returns them in the recomputation.
     keeping, handing_out = create_selective_checkpoint_contexts(_policy)
     return _AtCalls(keeping, block), _AtCalls(handing_out)
 
@@ -256,6 +262,7 @@ class _WithNotes:
     def policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Answer like `_policy`, and record kept outputs of unmarked calls."""
         decision = _policy(context, op, *args, **kwargs)
+        # The cheap contexts would not keep this output.
         self._missed |= decision is CheckpointPolicy.MUST_SAVE and not self._is_inside
         return decision
 
@@ -275,11 +282,13 @@ class _WithNotes:
     def __exit__(self, *raised: Any) -> None:
         self.mode.__exit__(*raised)
         exchange_keeper(self._before)
+        # Only a complete forward pass tells how many attention calls the block makes.
         if not self._missed and raised[0] is None:
             _MARKED[self._block] = self._calls
 
 
 def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Everything that is not kept is recomputed in the backward pass.
     is_kept = keeps_outputs(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -67,6 +67,7 @@ class _Ledger:
         saved |= self._activations([tensor])
         return tensor.detach()
 
+    # Tells other code that this hook leaves the saved tensors as they are.
     setattr(pack, ONLY_COUNTS, True)
 
     @contextmanager
@@ -86,6 +87,7 @@ class _Ledger:
         """
         # Full checkpointing keeps the blocks' inputs, selective also their attention outputs, `none` all that they
         # save.
+        # `none` below also keeps the inputs of calls that are recomputed in every mode.
         kept_in_full = self.outside.union(*(block.inputs for block in self.blocks))
         some = [block for block in self.blocks if not block.in_every_mode]
         always = [block for block in self.blocks if block.in_every_mode]
@@ -101,6 +103,7 @@ class _Ledger:
         }
 
     def _peak(self, kept: set[int]) -> int:
+        # A recomputed block holds what it saves until its backward pass ends; blocks take turns.
         recomputed_bytes = (self._bytes(block.saved - kept) for block in self.blocks)
         return self._bytes(kept) + max(recomputed_bytes, default=0)
 
@@ -166,6 +169,7 @@ def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
     """Record checkpointed blocks and chunks of logits in the ledger while the context is open."""
 
     def run(block: Callable[..., Any], *args: Any) -> Any:
+        # Transformers passes a partial that holds further inputs of the block.
         partial_kwargs = block.keywords if isinstance(block, partial) else {}
         with ledger.block(tree_leaves((args, partial_kwargs)), in_every_mode=False):
             return block(*args)
@@ -175,6 +179,7 @@ def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
             return function(*args)
 
     patches = Patches()
+    # The losses recompute chunks of logits in every mode, whatever `train.checkpointing` is.
     patches.method(objectives, "recomputed", recomputed)
     try:
         with blocks_called_by(transformer, run):
@@ -200,6 +205,7 @@ def advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
     fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
     best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
     mode = best if asked == "auto" else asked
+    # At most two other modes, for example `selective would need 3.1, full 1.2`, in GiB.
     alternatives = ", ".join(
         f"{alternative} {'would need ' * is_first}{_gib(needs[alternative])}"
         for alternative, is_first in zip(

@@ -34,6 +34,7 @@ def base_alone(model: nn.Module) -> Iterator[None]:
     # Only DoRA has these parameters.
     magnitudes = any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
     try:
+        # In place: optimizer, engine and hooks hold these tensors.
         for part in idle:
             part.zero_()
         with trained_off(model) if magnitudes else nullcontext():
@@ -45,5 +46,5 @@ def base_alone(model: nn.Module) -> Iterator[None]:
 
 def _idle_parts(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the parameters that train and start at zero; they share the parameters' memory."""
-    named = model.named_parameters()
-    return [local(p.detach()) for name, p in named if p.requires_grad and is_idle(name)]
+    named_parameters = model.named_parameters()
+    return [local(p.detach()) for name, p in named_parameters if p.requires_grad and is_idle(name)]

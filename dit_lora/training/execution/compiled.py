@@ -49,7 +49,8 @@ _UNWRAPPED = (
     TypeError,
     ValueError,
 )
-_SHAPES = 256  # graphs per block's code; beyond torch's default of 8 it would silently run eager
+# Graphs per block's code; beyond torch's default of 8 it would silently run eager.
+_SHAPES = 256
 
 
 def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelerator) -> None:
@@ -68,7 +69,8 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
         )
     _require_compiler(accelerator.device)
     # Next to the encodings, where the next start finds it; the temporary folder may be emptied.
-    if os.environ.get(_CACHE) in (None, default_cache_dir()):  # torch sets it to this by itself
+    # Torch sets the variable to its default folder by itself: this counts as not set.
+    if os.environ.get(_CACHE) in (None, default_cache_dir()):
         os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
     # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
     torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
@@ -99,10 +101,10 @@ def _plain_path(folder: Path) -> str:
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for parent in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
+        # The link's own folder must have a plain path too.
         if shlex.quote(parent) == parent and os.access(parent, os.W_OK):
-            aside = tempfile.mkdtemp(
-                prefix="dit_lora_compile_", dir=parent
-            )  # readable by this user only
+            # `mkdtemp` makes a folder that only this user can read.
+            aside = tempfile.mkdtemp(prefix="dit_lora_compile_", dir=parent)
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
             # A symbolic link with a plain name; the cache itself stays where the recipe puts it.
             link = Path(aside, "cache")
@@ -168,10 +170,10 @@ def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:
     The layer gets its own class, as in FSDP2: the layer's base class wraps each class's forward, and only the
     outermost one checkpoints (in Transformers 5.0, `__call__` does).
     """
-    stock = type(layer)
+    layer_class = type(layer)
     # The forward without its checkpointing wrapper, whose state would be compiled in.
-    forward = _switched(getattr(stock.forward, "__wrapped__", stock.forward), state)
-    layer.__class__ = type(stock.__name__, (stock,), {"forward": forward})
+    forward = _switched(getattr(layer_class.forward, "__wrapped__", layer_class.forward), state)
+    layer.__class__ = type(layer_class.__name__, (layer_class,), {"forward": forward})
 
 
 def _either(state: _State, whole: Callable[[], bool] | None) -> bool:

@@ -37,9 +37,12 @@ class FakeStep:
         device: torch.device = CPU,
     ) -> None:
         if device.type == "cpu":
-            device = CPU  # Accelerate uses cpu:0 in several processes; a fake tensor there does not equal one on cpu
+            # Accelerate uses cpu:0 in several processes; a fake tensor there does not equal one on cpu.
+            device = CPU
+        # A wrapper, because `functional_call` replaces the weights of one module call.
         self._step = _Step(model)
         floats = {name: spec for name, spec in batch.items() if spec[1].is_floating_point}
+        # Fake copies of all weights and buffers; the real ones give only shapes and dtypes.
         with _FakeMode(allow_non_fake_inputs=True):
             self.weights: Tensors = {
                 name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
@@ -89,6 +92,7 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     """A mask's indices, one tensor per dimension; anything else is returned in a list."""
     if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
         return [index]
+    # (true elements, dims) to one index of (true elements,) per dimension.
     return index.nonzero().unbind(1)
 
 
@@ -138,6 +142,7 @@ class Live(TorchDispatchMode):
             del self._known[number]
             self.now -= size
 
+        # The callback runs when the last tensor of this storage is freed.
         self._known[number] = weakref.ref(storage, gone)
         self.now += size
 
@@ -148,6 +153,7 @@ def _called_by_autograd() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back
+    # The Python function that starts the autograd engine: only C++ is between it and the op.
     return frame.f_code.co_name == "_engine_run_backward"
 
 

@@ -44,14 +44,16 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
             f"train.offload=group: {accelerator.distributed_type.value} places the weights itself; launch "
             "with accelerate_configs/ddp.yaml or in one process, or set it to none"
         )
-    called_alone = get_family(recipe.model.family).called_alone
-    transformer.__dict__[_OFFLOAD] = Offload(transformer, accelerator.device, called_alone)
+    directly_called = get_family(recipe.model.family).called_alone
+    transformer.__dict__[_OFFLOAD] = Offload(transformer, accelerator.device, directly_called)
 
 
 def placement(*prepared: Any) -> list[bool] | None:
     """`device_placement` for `Accelerator.prepare` of these objects; None (its default) without offload."""
-    away = [isinstance(module, nn.Module) and _OFFLOAD in module.__dict__ for module in prepared]
-    return [not module for module in away] if any(away) else None
+    offloaded_flags = [
+        isinstance(module, nn.Module) and _OFFLOAD in module.__dict__ for module in prepared
+    ]
+    return [not module for module in offloaded_flags] if any(offloaded_flags) else None
 
 
 class Offload:
@@ -84,8 +86,8 @@ class Offload:
 
     def _place(self, transformer: nn.Module) -> None:
         offloaded = {p for group in self.groups.values() for p in group.parameters}
-        named = [*transformer.named_parameters(), *transformer.named_buffers()]
-        for _, tensor in named:
+        named_tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
+        for _, tensor in named_tensors:
             if tensor not in offloaded:
                 tensor.data = tensor.data.to(self._device)
             elif self._copies is not None:
@@ -93,8 +95,10 @@ class Offload:
                 tensor.data = tensor.data.pin_memory()
         # DDP refuses a model on two devices, and has no public way to exclude weights. These need no broadcast: all
         # ranks read the same files.
-        away = {name for name, tensor in named if tensor in offloaded}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, away)
+        offloaded_names = {name for name, tensor in named_tensors if tensor in offloaded}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            transformer, offloaded_names
+        )
 
     def _enter(self, group: "_Group", *_: Any) -> None:
         """Bring a block's weights before it computes, in a forward pass or its recomputation.
@@ -132,7 +136,8 @@ class Offload:
         if self._copies is not None:
             # The memory may belong to a released block that queued work still reads.
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):  # no effect if None
+        # Has no effect if there is no stream.
+        with torch.cuda.stream(self._copies):
             group.bring(self._device)
             if self._copies is not None:
                 group.arrived = self._copies.record_event()

@@ -49,9 +49,9 @@ def _require_ranks_agree(run: Run, step: int) -> None:
     }
     snapshots = run.recovery.snapshots
     snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
-    verdict = differing_rank(accelerator, state, snapshot, step)
-    if verdict is not None:
-        raise PoisonedStateError(f"step {step}: {verdict.words}", "ranks_differ", verdict)
+    diagnosis = differing_rank(accelerator, state, snapshot, step)
+    if diagnosis is not None:
+        raise PoisonedStateError(f"step {step}: {diagnosis.words}", "ranks_differ", diagnosis)
 
 
 def differing_rank(
@@ -62,9 +62,9 @@ def differing_rank(
     It is the rank that the majority contradicts. Of two ranks it is the one further from `held`, a state they shared.
     """
     # One number per rank: tensors are compared by name only if these differ.
-    own_digest = torch.tensor([digest(state.values())], device=accelerator.device)
-    everyones = accelerator.gather(own_digest)
-    if (everyones == everyones[0]).all():
+    local_digest = torch.tensor([digest(state.values())], device=accelerator.device)
+    digests_by_rank = accelerator.gather(local_digest)
+    if (digests_by_rank == digests_by_rank[0]).all():
         return None
     # Digests by name only now: a healthy check sends one number.
     digests = gather_object([{name: digest([tensor]) for name, tensor in state.items()}])
@@ -76,6 +76,7 @@ def differing_rank(
     if not at_fault:
         at_fault = _furthest(moves, names)
     hosts = gather_object([socket.gethostname()])
+    # At most 20 names go into the event; `differing_tensors` counts all.
     evidence = {
         "ranks": at_fault or list(range(len(hosts))),
         "hosts": [hosts[rank] for rank in at_fault] or hosts,
@@ -134,6 +135,7 @@ def _moved(tensor: torch.Tensor, held: torch.Tensor | None) -> float:
     if held is not None and held.shape == values.shape:
         values = values - held.to(values.device).double()
     peak = values.abs().max().item() if values.numel() else 0.0
+    # NaN cannot be ordered: it counts as infinitely far.
     return math.inf if math.isnan(peak) else peak
 
 
@@ -150,12 +152,14 @@ def _require_sound_averages(run: Run, step: int) -> None:
     weights, averages = trainable_state(run.setup.transformer), _named(run.ema.tensors())
     exceeding = run.ema.bounds.beyond(weights, averages)
     rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
+    # Only ranks with a bad average report; the first of them is named.
     reports: list[Any] = gather_object([(rank, host, exceeding)] if exceeding else [])
     if not reports:
         # Only after all ranks agree that they are sound: a bad value would widen its own bound.
         run.ema.bounds.note(weights, averages)
         return
     rank, host, exceeding = reports[0]
+    # The message names one average, the evidence up to 20.
     name, (peak, bound) = next(iter(exceeding.items()))
     more = f" (and {len(exceeding) - 1} more)" if len(exceeding) > 1 else ""
     message = (
@@ -163,8 +167,8 @@ def _require_sound_averages(run: Run, step: int) -> None:
         f"beyond {bound:.3g}: it changed in memory"
     )
     evidence = {"beyond": {name: list(pair) for name, pair in [*exceeding.items()][:20]}}
-    verdict = Verdict("weights", message, step, rank, module=_module(name), evidence=evidence)
-    raise PoisonedStateError(f"step {step}: {message}", "diverged_averages", verdict)
+    diagnosis = Verdict("weights", message, step, rank, module=_module(name), evidence=evidence)
+    raise PoisonedStateError(f"step {step}: {message}", "diverged_averages", diagnosis)
 
 
 def _named(averages: Tensors) -> dict[str, torch.Tensor]:

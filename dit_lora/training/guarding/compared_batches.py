@@ -36,6 +36,7 @@ def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
         if candidate.ids[0] != batch.ids[0]
         and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
+    # The same sample with another random seed, and so with other noise and another timestep.
     reseeded = replace(batch, draws=tuple(fold(draw, "redrawn", 0) for draw in batch.draws))
     return collate([batch, *fitting[:1], reseeded][:ROWS])
 
@@ -43,6 +44,7 @@ def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
 def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
     """The batch as a micro-batch for comparisons, which belongs to no training step."""
     on_device = batch.to(setup.session.accelerator.device)
+    # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
     rank = 0 if setup.engine.lockstep else setup.session.accelerator.process_index
     position = Place(setup.recipe.train.seed, 0, 0, rank)
     return replayable(
@@ -62,6 +64,7 @@ def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batc
     samples = [sample for _, sample in good]
     while good and len(samples) < count:
         entry, _ = good[len(samples) % len(good)]
+        # The sample's number is its random seed: a repeated entry gets other noise.
         samples.append(setup.data.clips.sample(entry, len(samples)))
     return samples
 
@@ -83,6 +86,7 @@ def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
     fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
     groups = [[e for e in trained_on if e.shape == shape] for shape in (largest, fullest)]
+    # The largest bucket may also be the fullest one.
     if groups[0] == groups[1]:
         groups.pop()
     batches = [samples_of(setup, entries, size) for entries in groups]

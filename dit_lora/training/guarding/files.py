@@ -53,6 +53,7 @@ class RecoveryFiles:
                 self.journal.rewind(step)
                 if other_trajectory:
                     remove_checkpoints_after(self.setup.session.dir, step)
+            # The losses of later steps are dropped from the log, so other checkpoints may be the best now.
             self.checkpoints.note_best(step)
         # Collective, so not inside the condition: every rank's medians are rolled back with the run.
         prime_spikes(self.watcher, self.journal)
@@ -66,6 +67,7 @@ class RecoveryFiles:
     def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
         """Save after a skipped step, with the guard's record, if a checkpoint is due."""
         train = self.setup.recipe.train
+        # A skipped step has no result, so the code that saves after a step does not run for it.
         if step % train.save_every == 0 or step == train.steps:
             self.save(step, guard)
 
@@ -97,19 +99,23 @@ class RecoveryFiles:
         setup = self.setup
         if self._bundles >= setup.recipe.guard.bundles:
             return None
+        # Counted even if this rank writes nothing: ranks that call this together must keep equal counts.
         self._bundles += 1
         # Before any rank returns: all of them gather sharded weights.
         weights = setup.engine.weights()
         if setup.engine.lockstep and not setup.session.is_main:
-            return None  # all ranks have the same
+            # All ranks have the same micro-batch and weights.
+            return None
         position = f"rank_{micro_batch.rank}_micro_step_{micro_batch.micro_step}"
         name = f"step_{micro_batch.step:06d}_{position}"
-        earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))  # of the same step
+        # Bundles of the same step and micro-batch: the step failed before.
+        earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))
         folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         try:
             facts, limit = self._facts(micro_batch, event), setup.recipe.guard.bundle_mib
             write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
-        except OSError as error:  # a run is worth more than a bundle
+        # A run is worth more than a bundle.
+        except OSError as error:
             message = f"warning: cannot write {folder}: {error.strerror}"
             tqdm.write(printable(message), file=sys.stderr)
             return None

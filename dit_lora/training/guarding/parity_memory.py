@@ -42,7 +42,9 @@ class ParityMemory:
         # If weights have trained since the last comparison, their values were never compared.
         weights_compared = parity.start_step in (0, recovery.state.passed)
         is_known = weights_compared and setup.recipe.guard.preflight != ANEW
+        # Without switches there is nothing to compare, and nothing to look up.
         is_remembered = bool(parity.switches) and is_known and is_cached(self.file, self._facts)
+        # One rank without a cached result makes all ranks compare, because comparing is collective.
         self.knows: bool = all(gather_object([is_remembered]))
         """True if every rank has made the same comparison before, and found no difference."""
 
@@ -56,9 +58,9 @@ class ParityMemory:
 def _facts(setup: AnySetup, parity: ParityWatch, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     recipe, accelerator, model = setup.recipe, setup.session.accelerator, setup.transformer
     environment = probe_environment()
-    named = (*model.named_parameters(), *model.named_buffers())
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
     # Names, shapes and dtypes, not values: kernels are compared for a layout.
-    layout = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named]
+    layout = [(name, tuple(x.shape), str(x.dtype), x.requires_grad) for name, x in named_tensors]
     return {
         "what": "kernels",
         "version": __version__,

@@ -76,6 +76,7 @@ class ParityWatch:
         """Hold the state after preflight; `compared`: preflight compared the kernels."""
         config = self.setup.recipe.guard
         if config.parity_every and self.switches:
+            # One snapshot is enough: training only returns to the last comparison that passed.
             self._held = Snapshots(
                 lambda: own_state(self.setup.engine, self.ema),
                 every=config.parity_every,
@@ -92,13 +93,15 @@ class ParityWatch:
 
         Without torch.compile once the run has started: compiled code is compared only before the first step.
         """
-        off = self.recovery.state.switched_off
+        disabled_names = self.recovery.state.switched_off
         switches = self.recovery.suspects.switches
         # A part is off too if its parent is.
-        on = [switch for switch in switches if not {switch.name, switch.part_of} & {*off}]
+        enabled_switches = [
+            switch for switch in switches if not {switch.name, switch.part_of} & {*disabled_names}
+        ]
         return [
             switch
-            for switch in on
+            for switch in enabled_switches
             if (switch.cause == "kernel" or switch.insisted)
             and not (switch.name == COMPILE and self._held is not None)
         ]
@@ -110,10 +113,10 @@ class ParityWatch:
             and self.recovery.state.passed is not None
             and start_step < self.recovery.state.passed
         ):
-            self._hold(
-                start_step
-            )  # the guard rolled back, so the held state belongs to a discarded step
+            # The guard rolled back, so the held state belongs to a discarded step.
+            self._hold(start_step)
         for batch in batches:
+            # Before the yield: the present step's batch can be compared after that step.
             self._recent.append(batch)
             yield batch
 
@@ -129,6 +132,7 @@ class ParityWatch:
         self.only, self._turn = some_blocks(self.blocks, self._turn)
         # A bad sample's NaN would look like the kernel's.
         good = [batch for batch in self._recent if not batch.faults]
+        # The newest good batch; if it is too small, the next newest that fits is joined to it.
         batch = several_rows(good[-1], good[:-1][::-1])
         differing = []
         for switch, difference, rank in self.differing([micro_batch_of(self.setup, batch)]):
@@ -145,8 +149,8 @@ class ParityWatch:
             blocks_of(self.setup.transformer),
             [module for _, module in self.places],
         )
-        ours = {*OPS, ATTENTION, KERNELS, COMPILE}
-        if any(s.name.partition(":")[0] not in ours for s in self.switches):
+        fused_op_names = {*OPS, ATTENTION, KERNELS, COMPILE}
+        if any(s.name.partition(":")[0] not in fused_op_names for s in self.switches):
             return names
         return [name for name in names if any(_holds(name, module) for module in replaced_modules)]
 
@@ -169,12 +173,10 @@ class ParityWatch:
                 difference = self._difference(micro_batch, switch, others, passes)
                 # A kernel may be wrong on a single GPU: all ranks must switch it off together.
                 by_rank: list[Difference | None] = gather_object([difference])
-                first_difference = next(
-                    ((r, d) for r, d in enumerate(by_rank) if d is not None), None
-                )
-                if first_difference is not None:
-                    ranks[switch.name] = first_difference[0]
-                    return first_difference[1]
+                first_found = next(((r, d) for r, d in enumerate(by_rank) if d is not None), None)
+                if first_found is not None:
+                    ranks[switch.name] = first_found[0]
+                    return first_found[1]
             return None
 
         for switch, difference in differences(self.switches, compare):
@@ -187,7 +189,8 @@ class ParityWatch:
         model = self.setup.transformer
         in_blocks = switch.name != COMPILE and (switch.cause == "kernel" or switch.part_of)
         if switch.name == COMPILE and self.setup.recipe.train.batch_size == 1:
-            one = one.single(0)  # for two samples it would be compiled once more
+            # For two samples it would be compiled once more.
+            one = one.single(0)
         # The unpatched model may need more memory than the chosen checkpointing mode allows for.
         mode = "none" if in_blocks else least_memory(model)
         settings = How(self.learning, self.coverage, passes, self.only)
@@ -207,6 +210,7 @@ class ParityWatch:
         compared = set.intersection(*(coverage.compared for coverage in by_rank))
         missed = {name: reason for coverage in by_rank for name, reason in coverage.missed.items()}
         replaced_modules = [module for _, module in self.places]
+        # A missed block matters only if a replaced op is inside it.
         telling = {
             n for n in missed if not replaced_modules or any(_holds(n, m) for m in replaced_modules)
         }
@@ -226,6 +230,7 @@ class ParityWatch:
         for switch in self.switches:
             modules = [module for op, module in self.places if op == switch.name]
             reached = [m for m in modules if any(_holds(block, m) for block in compared)]
+            # A switch that has parts is compared through them.
             is_whole = any(part.part_of == switch.name for part in self.switches)
             if not is_whole and not (reached if modules else compared):
                 unreached.append((switch, reason))
@@ -247,14 +252,16 @@ class ParityWatch:
         self.recovery.state.passed = step
         if self._held is not None:
             self._held.take(step)
-            self._held.read(step)  # finish the copy before the optimizer writes
+            # Finish the copy before the optimizer writes.
+            self._held.read(step)
             self._lr_scale = self.recovery.state.lr_scale
 
     def _act(self, step: int, wrong_kernels: list[Any], seconds: float) -> None:
-        recovery, rungs = self.recovery, self.setup.recipe.guard.on_nonfinite
-        target = self._target() if "rollback" in rungs else None
+        recovery, actions = self.recovery, self.setup.recipe.guard.on_nonfinite
+        # A rollback needs a state to return to, and a fallback must be allowed at all; else the run stops.
+        target = self._target() if "rollback" in actions else None
         action = "fallback" if target is None else "rollback"
-        action = action if "fallback" in rungs else "stop"
+        action = action if "fallback" in actions else "stop"
         lines, events = [], []
         for name, difference, rank in wrong_kernels:
             message_text = f"{difference.words}; switched off for this run"
@@ -285,7 +292,8 @@ class ParityWatch:
             f"guard: step {step}: a kernel has gone wrong; {consequence or 'training goes on'}"
         )
         recovery.files.say(listed(summary, lines))
-        choose_checkpointing(self.setup)  # without the kernel, more is kept for backward
+        # Without the kernel, more is kept for backward.
+        choose_checkpointing(self.setup)
         if target is not None:
             self._go_back(target)
             raise WentBackError(target)
@@ -296,6 +304,7 @@ class ParityWatch:
         steps = self._held.steps if self._held is not None else []
         if not steps or self._held is None:
             return None
+        # Bad on any rank counts: all ranks restore the same step.
         bad = gather_object(self._held.not_finite(steps[-1]))
         return None if bad else steps[-1]
 
@@ -327,6 +336,7 @@ def some_blocks(names: Sequence[str], turn: int) -> tuple[set[str], int]:
     repeated = [name for name in names if is_repeated(name)]
     if len(repeated) <= _BLOCKS:
         return {*names}, turn
+    # The first and the last are in every comparison; the others take turns.
     between, count = repeated[1:-1], _BLOCKS - 2
     chosen = {between[(turn + k) % len(between)] for k in range(count)}
     # Blocks that are not repeated are always compared.

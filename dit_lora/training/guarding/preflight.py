@@ -75,7 +75,8 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> li
     try:
         # Hooks do not run inside a compiled block, so they could not name the module at fault.
         with eager(setup.transformer):
-            if not any(f.fatal for f in findings):  # these problems may make the first forward fail
+            # Fatal findings may make the first forward pass fail.
+            if not any(f.fatal for f in findings):
                 with timing("gradients"):
                     micro_batch, of_flow, records = _first_healthy(
                         setup, recovery.quarantine, parity
@@ -182,6 +183,7 @@ def _good_samples(setup: AnySetup, quarantine: Quarantine) -> list[list[Batch]]:
     first comes. If the bucket has too few samples, some are repeated with other seeds.
     """
     size, entries = setup.recipe.train.batch_size, kept_entries(setup, quarantine)
+    # A smaller shape is tried only if no sample of a larger one is good.
     for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
         samples = samples_of(setup, [e for e in entries if e.shape == shape], _TRIES * size)
         if samples:
@@ -204,6 +206,7 @@ def _flow(setup: AnySetup, micro_batch: MicroBatch, seen: _Seen) -> list[CheckFi
     `seen` records the micro-batch's forward pass for other checks.
     """
     dtype = setup.dtype
+    # Only bf16 training runs under autocast.
     policy = dtype if dtype is torch.bfloat16 else None
     findings: list[CheckFinding] = []
 
@@ -272,7 +275,8 @@ def _switch_off(recovery: RunRecovery, backends: list[str]) -> list[Event]:
     for backend in sorted(set(gather_object(backends))):
         name = f"attention:{backend}"
         if name not in switches:
-            continue  # already off, or the only backend left
+            # Already off, or the only backend left.
+            continue
         turn_off(recovery, switches[name])
         message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
         events.append(kernel_event(0, "preflight", message, name, cause="attention_backend"))
@@ -295,6 +299,7 @@ def _kernels(setup: AnySetup, recovery: RunRecovery, parity: ParityWatch) -> lis
         return []
     parity.only = _one_of_each_kind(setup, parity)
     events = _compared(setup, recovery, parity, batches)
+    # Only a comparison that covered everything and found nothing may be skipped at the next start.
     memory.keep(sound=bool(parity.switches) and not events and not parity.coverage.missed)
     return events
 
@@ -313,6 +318,7 @@ def _compared(
     start, events = parity.start_step, list[Event]()
     # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity.differing(batches):
+        # A kernel that the recipe requires by name is not switched off silently: the run is refused.
         refused = DitLoraError(refusal(switch, difference.words)) if switch.insisted else None
         agree(setup.session.accelerator, refused)
         turn_off(recovery, switch)
@@ -332,7 +338,8 @@ def _compared(
         message = f"{message}; {state}"
         events.append(kernel_event(start, "preflight", message, switch.name, action=action))
     if events:
-        choose_checkpointing(setup)  # without the kernel, more is kept for backward
+        # Without the kernel, more is kept for backward.
+        choose_checkpointing(setup)
     missed = parity.coverage.missed
     if missed and not events:
         reason = next(iter(missed.values()))

@@ -100,9 +100,9 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on every rank if no action
         applies.
         """
-        answered = self.resolve(RunTrip(trip, micro_batches, control))
-        assert answered.target is not None  # a run's resolution always has a target
-        return answered.target
+        resolution = self.resolve(RunTrip(trip, micro_batches, control))
+        assert resolution.target is not None  # a run's resolution always has a target
+        return resolution.target
 
     @property
     def lockstep(self) -> bool:
@@ -115,11 +115,11 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         diagnosed = self._diagnose(trip.trip, trip.micro_batches, trip.control)
         # Only other ranks can tell a bad sample from a bad rank.
         diagnosed = tried_elsewhere(diagnosed, self.suspects, trip.kind, self.share)
-        return [Found(verdict, micro_batch) for micro_batch, verdict in diagnosed]
+        return [Found(diagnosis, micro_batch) for micro_batch, diagnosis in diagnosed]
 
     def agreed(self, trip: RunTrip, found: Sequence[Found[MicroBatch]]) -> list[Verdict]:
-        verdict = trip.trip.verdict
-        return [verdict] if verdict is not None else super().agreed(trip, found)
+        diagnosis = trip.trip.verdict
+        return [diagnosis] if diagnosis is not None else super().agreed(trip, found)
 
     def chosen(self, trip: RunTrip, verdicts: Sequence[Verdict]) -> Action:
         skipped = [v.sample_id for v in self.quarantine.records]
@@ -140,28 +140,34 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
         if trip.kind in OF_WEIGHTS:
             last_batch = micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
-            verdict = bad_state(last_batch, self.suspects) or run_away(last_batch, self.suspects)
-            verdicts = [replace(verdict, micro_step=None)]
+            diagnosis = bad_state(last_batch, self.suspects) or run_away(last_batch, self.suspects)
+            diagnoses = [replace(diagnosis, micro_step=None)]
             if self.suspects.lockstep:
-                broadcast_object_list(verdicts)
-            return [(last_batch, verdicts[0])]
+                broadcast_object_list(diagnoses)
+            return [(last_batch, diagnoses[0])]
         if self.suspects.lockstep:
             return self._diagnose_together(trip, micro_batches, control)
         # Each rank diagnoses its own micro-batches in parallel. A bad loss names its micro-batches; a bad gradient
         # makes all suspect.
-        mine = [
+        suspect_batches = [
             micro_batch
             for micro_batch in micro_batches
             if not trip.micro_batches
             or (micro_batch.rank, micro_batch.micro_step) in trip.micro_batches
         ]
-        if control is None:  # in the first step, use another micro-batch of the same step
+        # In the first step, use another micro-batch of the same step.
+        if control is None:
             control = next(
-                (micro_batch for micro_batch in micro_batches if micro_batch not in mine), None
+                (
+                    micro_batch
+                    for micro_batch in micro_batches
+                    if micro_batch not in suspect_batches
+                ),
+                None,
             )
         return [
             (micro_batch, diagnose(micro_batch, self.suspects, kind=trip.kind, control=control))
-            for micro_batch in mine
+            for micro_batch in suspect_batches
         ]
 
     def _diagnose_together(
@@ -185,22 +191,22 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
             )
         diagnosed = []
         for position in positions:
-            owner, mine = position[0], position in local_batches
+            owner, is_owner = position[0], position in local_batches
             micro_batch = self.share(local_batches.get(position), owner)
-            shared_control = self.share(control if mine else None, owner)
+            shared_control = self.share(control if is_owner else None, owner)
             if micro_batch is None:
                 raise ValueError(f"no rank has the micro-batch {position}")
             try:
-                verdict = [
+                shared_diagnosis = [
                     diagnose(micro_batch, self.suspects, kind=trip.kind, control=shared_control)
                 ]
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
                 raise self._stopped_in_a_pass(trip, micro_batch) from error
             # The owner's verdict counts on every rank: the loop must not branch on local evidence.
-            broadcast_object_list(verdict, from_process=owner)
-            diagnosed.append((micro_batch, verdict[0]))
-            if verdict[0].cause in OF_STATE:
+            broadcast_object_list(shared_diagnosis, from_process=owner)
+            diagnosed.append((micro_batch, shared_diagnosis[0]))
+            if shared_diagnosis[0].cause in OF_STATE:
                 break  # all ranks share the state: it is why the others fail
         return diagnosed
 
@@ -214,12 +220,12 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
             "share a pass cannot go on alone; continue with train.resume=auto and train.checkpointing=full, a smaller "
             "train.batch_size, or more ranks"
         )
-        verdict = Verdict("unknown", message, trip.step, rank, one.micro_step, sample_ids=one.ids)
-        event = event_of(trip.step, trip.kind, verdict, "stop", 0.0)
+        diagnosis = Verdict("unknown", message, trip.step, rank, one.micro_step, sample_ids=one.ids)
+        event = event_of(trip.step, trip.kind, diagnosis, "stop", 0.0)
         self.files.event(event)
         kind = trip.kind.replace("_", " ")
         summary = f"step {trip.step}: {kind}; nothing was saved at this step"
-        return NonFiniteError(listed(summary, verdict_lines([verdict])), event.record())
+        return NonFiniteError(listed(summary, verdict_lines([diagnosis])), event.record())
 
     def possible(self, trip: RunTrip, action: Action, verdicts: Sequence[Verdict]) -> Action:
         """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
@@ -284,18 +290,19 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     def _leave_out(self, action: Action, step: int, verdicts: Sequence[Verdict]) -> list[str]:
         # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
         first_position = (step - 1) * self.samples_per_step
-        draws: dict[str, Draw] = {}  # the first of each sample
+        # The first use of each sample in this step.
+        first_uses: dict[str, Draw] = {}
         for position in range(first_position, first_position + self.samples_per_step):
             draw = self.order.draw_at(position)
-            draws.setdefault(self.order.ids[draw.sample], draw)
+            first_uses.setdefault(self.order.ids[draw.sample], draw)
         # By sample: the verdict that names it.
         causes = {s: v for v in verdicts for s in v.sample_ids}
         self.quarantine.add(
             LeftOut(
                 sample,
-                from_epoch=draws[sample].epoch,
-                from_copy=draws[sample].copy,
-                to_epoch=None if action.kind == "quarantine" else draws[sample].epoch,
+                from_epoch=first_uses[sample].epoch,
+                from_copy=first_uses[sample].copy,
+                to_epoch=None if action.kind == "quarantine" else first_uses[sample].epoch,
                 step=step,
                 cause=causes[sample].cause,
                 reason=causes[sample].words,
@@ -314,7 +321,7 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
     def stopped(
         self, trip: RunTrip, verdicts: Sequence[Verdict], answered: Resolved, event: Event
     ) -> NonFiniteError:
-        samples = [sample for verdict in verdicts for sample in verdict.sample_ids]
+        samples = [sample for diagnosis in verdicts for sample in diagnosis.sample_ids]
         notes = [*answered.notes, *self.files.set_aside_bad(samples)]
         # May restore a snapshot; what is saved below is that state.
         good = self._go_to_last_good(trip.trip, verdicts)
@@ -342,11 +349,15 @@ class RunRecovery(Episode[RunTrip, MicroBatch]):
 
         Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.
         """
-        of_state = [verdict for verdict in verdicts if verdict.cause in OF_STATE]
-        frozen = bool(of_state) and all(verdict.evidence.get("frozen") for verdict in of_state)
-        if trip.kind not in OF_WEIGHTS and (frozen or not of_state):
+        state_diagnoses = [diagnosis for diagnosis in verdicts if diagnosis.cause in OF_STATE]
+        frozen = bool(state_diagnoses) and all(
+            diagnosis.evidence.get("frozen") for diagnosis in state_diagnoses
+        )
+        # The gate left weights and optimizer state as they were before this step.
+        if trip.kind not in OF_WEIGHTS and (frozen or not state_diagnoses):
             return trip.step - 1
-        if frozen:  # found only at a save: the first wrong step is unknown
+        # Frozen weights are checked only before a save: the first wrong step is unknown.
+        if frozen:
             return None
         steps = self._finite_snapshots()
         if not steps or steps[-1] <= self.files.newest_saved():
@@ -360,15 +371,16 @@ def _evidence(verdict: Verdict) -> dict[str, Any]:
     names = ("replays", "control", "control_with_the_same_draws", "losses")
     facts = {name: verdict.evidence[name] for name in names if name in verdict.evidence}
     if not facts:
-        return {}  # no measurement was needed; the message has the fact
+        # No measurement was needed; the message has the fact.
+        return {}
     return {**facts, "rank": verdict.rank, "timesteps": list(verdict.timesteps)}
 
 
 def _advice(verdicts: Sequence[Verdict]) -> str:
-    causes = {verdict.cause for verdict in verdicts}
+    causes = {diagnosis.cause for diagnosis in verdicts}
     if causes <= {"data", "transient"}:
         return "continue with train.resume=auto"
-    if any("weight_decay" in verdict.evidence for verdict in verdicts):
+    if any("weight_decay" in diagnosis.evidence for diagnosis in verdicts):
         return "start afresh, or from an earlier checkpoint, with a lower optim.weight_decay"
     if "rank" in causes:
         return "continue with train.resume=auto, without the device that is named"

@@ -33,7 +33,8 @@ from dit_lora.training.micro_batch import Place, replayable, sample_losses, sent
 from dit_lora.training.session.session import agreeing
 from dit_lora.training.task import AnySetup
 
-_CANDIDATES = 4  # samples to try
+# Number of samples to try as a control.
+_CANDIDATES = 4
 
 
 def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
@@ -45,7 +46,8 @@ def start_of_guard(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
     in_use = {switch.name for switch in switches}
     # A known fault stays switched off: otherwise each resume would run into it again.
     for name in state.switched_off:
-        if name not in in_use:  # another machine, or the recipe has it off now
+        # On another machine, or if the recipe has it off now, there is nothing to switch off.
+        if name not in in_use:
             continue
         find_switch(switches, name).turn_off()
         setup.session.say(f"guard: {name} stays off: an earlier verdict of this run")
@@ -123,6 +125,7 @@ def chosen_norms(setup: AnySetup) -> Norms | None:
     # Agree on errors first: a rank with an error would never reach the gather below.
     with agreeing(setup.session.accelerator):
         norms, reason_off = choose_norms(setup.recipe.kernels.finite_norm, trained)
+    # If one rank cannot use the kernel, all ranks use PyTorch.
     reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
     setup.session.say(
         f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}"
@@ -132,22 +135,25 @@ def chosen_norms(setup: AnySetup) -> Norms | None:
 
 def _quarantine(setup: AnySetup) -> Quarantine:
     """Load this run's list of excluded samples; a new list starts from the one that `guard.quarantine` names."""
+    # The run's own list wins over the recipe's: it also has what this run has excluded.
     own_list = setup.session.dir / QUARANTINE
-    named = setup.recipe.guard.quarantine
+    source_path = setup.recipe.guard.quarantine
     quarantine = Quarantine.load(own_list)
     if quarantine.records:
         setup.session.say(_says_who_is_out(quarantine, setup.session.dir))
     if quarantine.torn:
         setup.session.say(f"warning: {own_list}: passed over {quarantine.torn} torn line(s)")
-    if named is None:
+    if source_path is None:
         return quarantine
     if own_list.exists():
         setup.session.say(f"guard.quarantine is not read: the run has its own list, {own_list}")
         return quarantine
-    if not Path(named).exists():
-        raise DitLoraError(f"guard.quarantine: {named} does not exist")
+    if not Path(source_path).exists():
+        raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
     ids = {entry.id for entry in setup.data.clips.entries}
-    earlier = [record for record in Quarantine.load(Path(named)).records if record.to_epoch is None]
+    earlier = [
+        record for record in Quarantine.load(Path(source_path)).records if record.to_epoch is None
+    ]
     quarantine.add(
         [
             # From the first epoch on: this run has not used them yet.
@@ -158,9 +164,9 @@ def _quarantine(setup: AnySetup) -> Quarantine:
     )
     remaining = ids - {record.sample_id for record in quarantine.records}
     if not remaining:
-        raise DitLoraError(f"guard.quarantine: {named} leaves out all {len(ids)} samples")
+        raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
     setup.session.say(
-        f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {named}"
+        f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}"
     )
     return quarantine
 
@@ -184,6 +190,7 @@ def _another_sample(
     """
     entries = {entry.id: entry for entry in setup.data.clips.entries}
     excluded = {entry.sample_id for entry in quarantine.records} | {*without}
+    # Without a bucket no candidate matches, and there is no control.
     bucket = entries[wanted.ids[0]].shape if wanted.ids[0] in entries else None
     position = Place(setup.recipe.train.seed, wanted.step, wanted.micro_step, wanted.rank)
     candidates = [
@@ -194,7 +201,8 @@ def _another_sample(
     for entry in candidates[:_CANDIDATES]:
         try:
             batch = setup.data.clips.sample(entry, fold(position.seed, "control", entry.id))
-        except UnreadableError:  # try another one: other ranks wait for this rank
+        # Try another one: the other ranks wait for this rank.
+        except UnreadableError:
             continue
         # A bad control would hide the fault of the sample that it is compared with.
         if not batch.faults and not describe_all(batch.tensors, MAX_ABS):
@@ -206,6 +214,7 @@ def _another_sample(
 def _shared(setup: AnySetup, own: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Send the micro-batch of rank `owner` to every rank. Collective."""
     seed = setup.recipe.train.seed
+    # Sent from the rank `owner`; the other ranks pass None.
     (parts,) = broadcast_object_list([sent(own, seed) if own is not None else None], owner)
     if own is not None or parts is None:
         return own

@@ -50,6 +50,7 @@ def require_unaltered(
     # Only when a checkpoint is written: it reads the whole base.
     if frozen and suspects.frozen is not None:
         altered += suspects.frozen.changed()
+    # Every rank raises if one of them found altered values.
     altered = gather_object(altered)
     if altered:
         message = listed(f"step {step} is not saved: it was altered", altered[:20])

@@ -31,9 +31,9 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
     if len(hosts) == 1:
         return own
     if suspects.lockstep:
-        return [(micro_batch, _on_host(verdict, hosts)) for micro_batch, verdict in own]
+        return [(micro_batch, _on_host(diagnosis, hosts)) for micro_batch, diagnosis in own]
     # One micro-batch per rank is enough to test the rank.
-    suspected = [index for index, (_, verdict) in enumerate(own) if _is_by_replays(verdict)][:1]
+    suspected = [index for index, (_, diagnosis) in enumerate(own) if _is_by_replays(diagnosis)][:1]
     tried = list(own)
     # Every rank takes part for each owner, in the same order: `share` and the runs are collective.
     for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
@@ -43,13 +43,13 @@ def tried_elsewhere(own: Diagnosed, suspects: Suspects, kind: str, share: Share)
         index = suspected[0] if is_mine else 0
         outcomes = _everywhere(share(own[index][0] if is_mine else None, owner), suspects, kind)
         if is_mine:
-            micro_batch, verdict = own[index]
-            tried[index] = micro_batch, _on_host(_compared(verdict, outcomes), hosts)
+            micro_batch, diagnosis = own[index]
+            tried[index] = micro_batch, _on_host(_compared(diagnosis, outcomes), hosts)
             if tried[index][1].cause == "rank":
                 # The rank's other micro-batches of the step failed there too.
                 tried = [
-                    (micro_batch, _as_of(tried[index][1], verdict))
-                    for micro_batch, verdict in tried
+                    (micro_batch, _as_of(tried[index][1], diagnosis))
+                    for micro_batch, diagnosis in tried
                 ]
     return tried
 
@@ -65,12 +65,14 @@ def _is_by_replays(verdict: Verdict) -> bool:
 
 def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[list[Healthy]]:
     """Replay on every rank; returns each rank's outcomes, only one per rank if none is healthy. Collective."""
-    assert one is not None  # provided by its owner
+    # Its owner provides it.
+    assert one is not None
 
     def healthy() -> Healthy:
         try:
             return run(one, suspects.model).is_healthy(needs_gradient=kind == "zero_gradient")
-        except torch.OutOfMemoryError:  # the other ranks wait for this rank's result
+        # The other ranks wait for this rank's result.
+        except torch.OutOfMemoryError:
             return None
 
     first_runs: list[Healthy] = gather_object([healthy()])
@@ -84,11 +86,11 @@ def _everywhere(one: MicroBatch | None, suspects: Suspects, kind: str) -> list[l
 def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdict:
     """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
     # A rank that could not run it proves nothing.
-    if any(healthy is None for of_rank in outcomes for healthy in of_rank):
+    if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
         return _not_tried(verdict)
-    if any(len(set(of_rank)) > 1 for of_rank in outcomes):
+    if any(len(set(rank_outcomes)) > 1 for rank_outcomes in outcomes):
         # A rank that disagrees with itself: the fault is not reproducible.
-        runs = [healthy for of_rank in outcomes for healthy in of_rank]
+        runs = [healthy for rank_outcomes in outcomes for healthy in rank_outcomes]
         evidence = {**verdict.evidence, "replays": {"failed": runs.count(False), "of": len(runs)}}
         failed, times = runs.count(False), len(runs)
         message = f"it fails in {failed} of {times} runs on equal bits, over {len(outcomes)} ranks: hardware or memory"
@@ -102,8 +104,11 @@ def _compared(verdict: Verdict, outcomes: Sequence[Sequence[Healthy]]) -> Verdic
         return _without_blame(verdict, "transient", message, verdict.evidence)
     if len(failing) == len(outcomes):
         return verdict
-    on, times = ", ".join(map(str, failing)), len(outcomes[0])
-    message = f"it fails on rank {on} each of {times} times, and other ranks run the same micro-batch and are healthy"
+    failing_text, times = ", ".join(map(str, failing)), len(outcomes[0])
+    message = (
+        f"it fails on rank {failing_text} each of {times} times, and other ranks run the same micro-batch and "
+        "are healthy"
+    )
     evidence = {**verdict.evidence, "ranks": {"failing": failing, "of": len(outcomes)}}
     return replace(_without_blame(verdict, "rank", message, evidence), rank=failing[0])
 

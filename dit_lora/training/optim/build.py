@@ -27,6 +27,7 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
         raise DitLoraError(
             f"optim.name={name}: {record.package} is not installed; pip install 'dit-lora[{record.extra}]'"
         )
+    # Paged optimizers move their state between GPU and host, which only CUDA offers.
     if record.unpaged is not None and device.type != "cuda":
         raise DitLoraError(
             f"optim.name={name} pages memory between a CUDA GPU and the host, and this run is on "
@@ -42,10 +43,11 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
     parameter.grad = torch.ones_like(parameter)
     try:
         build_optimizer([{"params": [parameter], "lr": 1.0}], optim).step()
+    # Raised by its native library, or because that is missing.
     except (
         RuntimeError,
         AttributeError,
-    ) as error:  # from its native library, or because that is missing
+    ) as error:
         package = OPTIMIZERS[optim.name].package
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
@@ -58,10 +60,12 @@ def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
     """Build the optimizer `optim.name` over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
     arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
+    # Some optimizers print a message if the weight decay is among their defaults.
     if record.decay_in_groups:
         groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
     else:
         arguments["weight_decay"] = optim.weight_decay
+    # `package.module:Class`, imported only if it is used.
     module, _, name = record.target.partition(":")
     optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **arguments)
     return optimizer
@@ -93,6 +97,7 @@ def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: flo
         return 1.0
     # From 0 in the first step after warm-up to almost 1 in the last.
     progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
+    # A line, or half a cosine wave, from 1 to 0.
     remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return least + (1.0 - least) * remaining
 
@@ -101,6 +106,7 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
     """Set each group's learning rate for this step; returns them by name, multiplied by Prodigy's estimate if it has
     one.
     """
+    # Names of group keys that multiply the rate, such as Prodigy's estimate.
     factors = of_all(lambda record: (record.rate_factor,) if record.rate_factor else ())
     rates = {}
     for group in groups:
@@ -124,6 +130,7 @@ def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torc
         groups_of = [
             index for index, group_gradients in enumerate(gradients) for _ in group_gradients
         ]
+        # `norms` returns one value per group, (groups,).
         return dict(zip(names, norms(flat, groups_of, len(names)).unbind(), strict=True))
     device = groups[0]["params"][0].device
     return {
@@ -164,6 +171,7 @@ def clip_gradients(
         bound = adaptive(group["name"])
         if bound is not None:
             _scale([group], norms[group["name"]], bound)
+            # Scaling leaves a norm as it was, or at the bound.
             clipped_norms[group["name"]] = norms[group["name"]].clamp(max=bound)
     clips = {name: group.clip for name, group in optim.groups.given().items()}
     # Groups without their own clip are clipped together.
@@ -183,6 +191,7 @@ def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
 
 def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
     """Scale like torch's `clip_grads_with_norm_`, which refuses a full norm for sharded gradients."""
+    # 1e-6 as in PyTorch, against a division by zero. The clamp never scales up.
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     gradients = defaultdict(list)
     for group in groups:

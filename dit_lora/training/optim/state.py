@@ -23,6 +23,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
         group["name"]: group_numbers(group) for group in optimizer.param_groups
     }
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
+        # Empty for a parameter that has had no gradient yet.
         holders[prefix] = optimizer.state.get(parameter, {})
     for prefix, holder in holders.items():
         for name, value in holder.items():
@@ -42,26 +43,28 @@ def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
     """Load an `optimizer_state` into a new optimizer of the same kind and groups."""
-    bare: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    # Unwraps Accelerate's optimizer.
+    inner_optimizer: Any = getattr(optimizer, "optimizer", optimizer)
     by_parameter: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in stored.items():
         prefix, _, name = key.rpartition("/")
         by_parameter.setdefault(prefix, {})[name] = value
     # Shared tables have no prefix.
     tables = by_parameter.get("", {})
-    for number, group in enumerate(bare.param_groups):
+    for number, group in enumerate(inner_optimizer.param_groups):
         put_back(group, group["name"], stored)
-        named = zip(group["param_names"], group["params"], strict=True)
-        for index, (name, parameter) in enumerate(named):
-            bare.state.pop(parameter, None)
+        group_parameters = zip(group["param_names"], group["params"], strict=True)
+        for index, (name, parameter) in enumerate(group_parameters):
+            inner_optimizer.state.pop(parameter, None)
             values = by_parameter.get(f"{group['name']}/{name}")
-            if values is None:  # it had no gradient yet
+            # The parameter had no gradient before the checkpoint.
+            if values is None:
                 continue
-            if hasattr(bare, "init_state"):
+            if hasattr(inner_optimizer, "init_state"):
                 # bitsandbytes allocates its buffers itself: they may be paged.
-                bare.init_state(group, parameter, number, index)
-                values |= {n: tables[n] for n in _shared() if n in bare.state[parameter]}
-            _fill(bare.state[parameter], values, parameter.device)
+                inner_optimizer.init_state(group, parameter, number, index)
+                values |= {n: tables[n] for n in _shared() if n in inner_optimizer.state[parameter]}
+            _fill(inner_optimizer.state[parameter], values, parameter.device)
 
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
@@ -80,6 +83,7 @@ def _shared() -> tuple[str, ...]:
 
 def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
     for name, value in values.items():
+        # Into a tensor that the optimizer has allocated, else as a new tensor or a Python number.
         if isinstance(state.get(name), torch.Tensor):
             state[name].copy_(value)
         else:

@@ -9,8 +9,10 @@ import torch
 from dit_lora.errors import DitLoraError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_SETTING = ":4096:8"  # eight buffers of 4 MiB; otherwise cuBLAS picks algorithms by the space that its streams left
-_NONE = "does not have a deterministic implementation"  # in PyTorch's error
+# Eight buffers of 4 MiB; otherwise cuBLAS picks algorithms by the space that its streams left.
+_SETTING = ":4096:8"
+# Part of PyTorch's error message.
+_NONE = "does not have a deterministic implementation"
 
 
 def set_workspace() -> None:
@@ -29,7 +31,8 @@ def deterministic_algorithms(asked: bool) -> Iterator[None]:
         return
     set_workspace()
     before = torch.are_deterministic_algorithms_enabled()
-    memory = torch.utils.deterministic  # a module whose properties mypy does not see
+    # A module whose properties mypy does not see.
+    memory = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -38,6 +41,7 @@ def deterministic_algorithms(asked: bool) -> Iterator[None]:
     except RuntimeError as error:
         if _NONE not in str(error):
             raise
+        # The word before the phrase is the op's name.
         reason = str(error).partition(_NONE)[0].split()[-1]
         raise DitLoraError(
             f"train.deterministic: PyTorch's {reason} has no deterministic way here; set it to false"

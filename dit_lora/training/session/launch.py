@@ -30,7 +30,9 @@ def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
     accelerate/commands/launch.py). With --cpu it always sets the address on a machine with several GPUs.
     """
     by_accelerate = _SET_BY_ACCELERATE in environment
+    # A rendezvous address without a world size: several processes were requested, one was started.
     meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
+    # With --cpu the address is always set on such a machine, so it says nothing.
     by_default = gpus > 1 and _is_on(environment.get("ACCELERATE_USE_CPU", ""))
     return by_accelerate and meets and not by_default
 
@@ -113,6 +115,7 @@ def require_shared(
     without a gradient.
     """
     optimizer = recipe.optim.name
+    # The optimizer stays if it can be sharded; else the advice names the default one.
     is_shared = sharding in OPTIMIZERS[optimizer].sharding
     refused = [
         f"{name}={value}: set it to {instead}"

@@ -58,6 +58,7 @@ class OptionalWork:
             NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError: These end training too.
         """
         earlier = self._left_out.get(name)
+        # Failures are shared, so all ranks skip the work together.
         if earlier is not None and earlier.is_over:
             earlier.steps.append(step)
             return None
@@ -68,6 +69,7 @@ class OptionalWork:
             raise
         # Pipelines, codecs and drivers raise errors of any class, and none should end a run.
         except Exception as error:
+            # The other ranks are inside the forward pass, and would never reach the gather below.
             if is_collective and not getattr(error, "collective", False) and self._is_shared():
                 raise
             failure = _words(error), is_out_of_memory(error)
@@ -81,8 +83,10 @@ class OptionalWork:
         left_out = self._left_out.setdefault(name, _LeftOut(reason))
         left_out.steps.append(step)
         left_out.is_over |= is_over
-        when = "from here on" if is_over else "this time"
-        self._say(f"warning: step {step}: {name} are left out {when}: {reason}; training goes on")
+        scope_text = "from here on" if is_over else "this time"
+        self._say(
+            f"warning: step {step}: {name} are left out {scope_text}: {reason}; training goes on"
+        )
         return None
 
     def lines(self) -> list[str]:
@@ -113,6 +117,7 @@ def as_failure(error: Exception) -> DitLoraError:
 def _words(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
+    # One line, whatever the error contains.
     text = " ".join(str(error).split())
     if isinstance(error, DitLoraError):
         return text

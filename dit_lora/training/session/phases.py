@@ -56,6 +56,7 @@ class Phases:
         age, cpu = _age(os.getpid()), time.process_time()
         phases = cls(_began=time.perf_counter() - age)
         if launcher is not None:
+            # The clocks may disagree by a moment: a launcher is never younger than its process.
             before = max(0.0, _age(launcher) - age)
             phases._began -= before
             phases.note("launcher", before, 0.0)
@@ -85,6 +86,7 @@ class Phases:
             if self.stage == "before":
                 self.wait()
             self._open.pop()
+            # A phase that was open while the stage changed belongs to neither stage.
             if stage == self.stage:
                 took = time.perf_counter() - began[0], time.process_time() - began[1]
                 self.note(name, *took)

@@ -120,6 +120,7 @@ class RunLock:
             ) from error
         self._own = holder
         _held[self._key] = self
+        # A daemon thread: it must not keep a finished process alive.
         threading.Thread(target=self._beat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
@@ -136,7 +137,9 @@ class RunLock:
             if self._handle >= 0 and self._is_in_place():
                 self.path.unlink()
         self._close()
-        with suppress(OSError):  # fails if the folder is not empty: a run is in it
+        # Fails if the folder is not empty: a run is in it.
+        with suppress(OSError):
+            # The innermost folder comes first.
             for folder in self._made:
                 folder.rmdir()
 
@@ -159,25 +162,30 @@ class RunLock:
 
     def _take(self) -> Holder:
         """Open and lock the file, once the process that it names is known to be dead."""
-        holder = Holder.own()
+        this_process = Holder.own()
         for _ in range(_TRIES):
+            # Without O_TRUNC: the file still names the last holder. O_CLOEXEC keeps it out of child programs.
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             locked = _flock(self._handle, fcntl.LOCK_EX)
+            # Another process holds it, perhaps only to look at it: try again.
             if locked is False:
                 self._close()
                 time.sleep(_PAUSE)
                 continue
-            if not self._is_in_place():  # its holder released it in between
+            # Its holder released it in between.
+            if not self._is_in_place():
                 self._close()
                 continue
             # A host to which the filesystem does not forward locks can only read the file's text.
-            named = holder_of(self.path.parent)
-            if named is not None and not self._is_over(named, holder, honoured=locked is True):
+            holder = holder_of(self.path.parent)
+            if holder is not None and not self._is_over(
+                holder, this_process, honoured=locked is True
+            ):
                 self._close()
-                raise self._refusal(named)
+                raise self._refusal(holder)
             # Another process may have replaced the file meanwhile.
             if self._is_in_place():
-                return holder
+                return this_process
             self._close()
         raise self._refusal(holder_of(self.path.parent))
 
@@ -187,6 +195,7 @@ class RunLock:
         if named.shares_kernel(own):
             if honoured:
                 return True
+            # Process ids can be compared only within one namespace.
             if named.namespace == own.namespace:
                 return not _is_running(named)
         if named.was_requeued_as(own):
@@ -200,6 +209,7 @@ class RunLock:
         """True if the lock shows a heartbeat; waits as long as one may take."""
         # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
         last_beat = self._time()
+        # At most `STALE`, even if the file's time is in the future.
         wait = min(STALE, STALE - (_now_at(self.path.parent) - last_beat))
         if wait <= 0:
             return False
@@ -219,12 +229,14 @@ class RunLock:
     def _beat(self) -> None:
         """Update the heartbeat, and check that the lock still belongs to this process."""
         while not self._ended.wait(BEAT):
-            with suppress(OSError):  # the disk may be unavailable for a while
+            # The disk may be unavailable for a while.
+            with suppress(OSError):
+                # The heartbeat: sets the mtime to the present time.
                 os.utime(self._handle)
-                named = holder_of(self.path.parent)
-                if named is not None and self._own is not None and named.token != self._own.token:
+                holder = holder_of(self.path.parent)
+                if holder is not None and self._own is not None and holder.token != self._own.token:
                     self._lost = DitLoraError(
-                        f"run.dir {self.path.parent} was taken by {named}, which held this process for dead; "
+                        f"run.dir {self.path.parent} was taken by {holder}, which held this process for dead; "
                         "nothing more is written to it"
                     )
                     return
@@ -270,20 +282,22 @@ def is_live(folder: Path) -> bool | None:
     """True if the process that a run's lock names is still training; None without a lock, or if this cannot be
     determined.
     """
-    path, named = folder / LOCK, holder_of(folder)
-    if named is None:
+    path, holder = folder / LOCK, holder_of(folder)
+    if holder is None:
         return None
     this_process = Holder.own()
     try:
-        if time.time() - path.stat().st_mtime < STALE and not named.shares_kernel(this_process):
+        if time.time() - path.stat().st_mtime < STALE and not holder.shares_kernel(this_process):
             return True
         with open_inside(folder, path) as file:
+            # A shared lock for an instant: closing the file releases it.
             locked = _flock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return None
     if locked is False:
         return True
-    return False if locked and named.shares_kernel(this_process) else None
+    # On the same kernel a granted lock proves that the holder has ended; elsewhere it proves nothing.
+    return False if locked and holder.shares_kernel(this_process) else None
 
 
 def _flock(handle: int, kind: int) -> bool | None:
@@ -302,16 +316,19 @@ def _flock(handle: int, kind: int) -> bool | None:
 def _is_running(named: Holder) -> bool:
     """True if this host runs the named process, and not a later one with the same id."""
     try:
+        # Start times are rounded, so allow for a second.
         return abs(psutil.Process(named.pid).create_time() - named.born) < 1
     except psutil.NoSuchProcess:
         return False
-    except psutil.Error:  # a process of another user
+    # A process of another user exists, but cannot be inspected.
+    except psutil.Error:
         return True
 
 
 def _now_at(folder: Path) -> float:
     """The present time by the clock of the machine that stores the folder."""
     probe = folder / f".{LOCK}.{os.getpid()}.clock"
+    # The machine that stores the file sets its time.
     probe.touch()
     try:
         return probe.stat().st_mtime

@@ -113,7 +113,8 @@ class Session:
     def say(self, line: str) -> None:
         """Write one line for the user, on the main process only."""
         if self.is_main:
-            tqdm.write(printable(line), file=sys.stderr)  # above a progress bar, if any
+            # Above a progress bar, if there is one.
+            tqdm.write(printable(line), file=sys.stderr)
 
 
 @contextmanager
@@ -135,6 +136,7 @@ def running(
 @contextmanager
 def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[Session]:
     session = _start(recipe, after)
+    # Until the run has ended without an error.
     failed = True
     try:
         yield session
@@ -158,7 +160,8 @@ def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[S
         if last or failed:
             session.accelerator.end_training()
         else:
-            session.accelerator.free_memory()  # it keeps references to everything it prepared
+            # Accelerate keeps references to everything it prepared.
+            session.accelerator.free_memory()
 
 
 def _start(recipe: Recipe, after: Session | None) -> Session:
@@ -228,6 +231,7 @@ def require_free_folder(session: Session) -> None:
 
 def _take_folder(session: Session) -> None:
     folder = session.dir
+    # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise DitLoraError(
@@ -291,9 +295,12 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
         nonlocal last_signal
         before, last_signal = last_signal, time.monotonic()
         if requested["code"]:
+            # The launcher has forwarded the same signal.
             if last_signal - before < _PASSED_ON:
                 return
+            # A second request: end at once, without saving.
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        # Exit codes of a shell: 130 for SIGINT, 143 for SIGTERM.
         requested["code"] = 128 + number
         # A plain write: the signal may have interrupted one of Python's own writes.
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
@@ -314,9 +321,9 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
 
 def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     """Raise on every rank if any rank passes an error, with the first one's message. Ranks wait as in `meet`."""
-    own_error = None if error is None else (str(error), error.exit_code)
-    everyones = shared(accelerator, own_error)
-    first_error = next((item for item in everyones if item is not None), None)
+    local_error = None if error is None else (str(error), error.exit_code)
+    errors_by_rank = shared(accelerator, local_error)
+    first_error = next((item for item in errors_by_rank if item is not None), None)
     if first_error is None:
         return
     # The same message on all ranks: the launcher may show any of them.
@@ -330,9 +337,9 @@ def shared(accelerator: Accelerator, own: Any) -> list[Any]:
     if accelerator.num_processes == 1:
         return [own]
     # One entry per rank.
-    everyones = [None] * accelerator.num_processes
-    dist.all_gather_object(everyones, own, group=_waiting_room(dist.group.WORLD))
-    return everyones
+    values_by_rank = [None] * accelerator.num_processes
+    dist.all_gather_object(values_by_rank, own, group=_waiting_room(dist.group.WORLD))
+    return values_by_rank
 
 
 @contextmanager

@@ -28,7 +28,9 @@ def base_loss(
     cached_finding = None
     if setup.recipe.guard.preflight != ANEW:
         cached_finding = next(iter(cached_findings(path, facts)), None)
+    # The text of the finding is the loss itself, in full precision.
     losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
+    # One rank without a cached loss makes all ranks measure it, because that is collective.
     if all(loss is not None for loss in losses):
         setup.session.say(
             "held-out loss: of this base, data and draws it was measured before; "

@@ -108,8 +108,9 @@ def common_prefix(captions: Sequence[str]) -> str | None:
 def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
     recipe = setup.recipe
     data = recipe.data
-    named = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
-    common = {"datasets": sorted(named), "left_out": len(setup.data.rejected)}
+    # Only names on the Hub; local paths are private.
+    hub_names = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
+    common = {"datasets": sorted(hub_names), "left_out": len(setup.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
         model = stock_class(setup.transformer)
         library = model.__module__.partition(".")[0]
@@ -152,6 +153,7 @@ def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
 def _references(clips: Sequence[Clip]) -> dict[str, int]:
     """Number of clips by number of references, most frequent first; empty if no clip has any."""
     counted = Counter(len(clip.references) for clip in clips)
+    # The keys are numbers of references: `any` is true if one is not zero.
     return {str(number): count for number, count in counted.most_common()} if any(counted) else {}
 
 
@@ -194,14 +196,15 @@ def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
-    conditions = dict(checkpoint.conditions(clips[0].caption))
+    # Any clip will do: only the kinds of arguments are read.
+    prompt_kwargs = dict(checkpoint.conditions(clips[0].caption))
     references = int(next(iter(_references(clips)), 0))
-    called, output = _called(setup, conditions, references)
-    ours = cls.__module__.startswith("dit_lora.")
-    labels = conditions.get("class_labels")
+    called, output = _called(setup, prompt_kwargs, references)
+    is_own_class = cls.__module__.startswith("dit_lora.")
+    labels = prompt_kwargs.get("class_labels")
     return {
         "class": cls.__name__,
-        "module": cls.__module__ if ours else "diffusers",
+        "module": cls.__module__ if is_own_class else "diffusers",
         "loads_lora": hasattr(cls, "load_lora_weights"),
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
@@ -259,8 +262,9 @@ def _called(
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
-        takes = checkpoint.references
-        frames = shape.frames if takes and takes.clips else 1
+        supported = checkpoint.references
+        frames = shape.frames if supported and supported.clips else 1
+        # (frames, H, W, 3)
         black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)
         files = [
             write_sample(Path(folder) / f"reference_{number}", black, setup.recipe.data.fps)

@@ -41,19 +41,20 @@ def measured_loss(
         return None, True
     accelerator, model = setup.session.accelerator, setup.transformer
     seed = fold(setup.recipe.train.seed, "held_out")
-    sums = torch.zeros(
-        2, dtype=torch.float64, device=accelerator.device
-    )  # sum of losses, sum of weights
+    # Sum of losses, sum of weights.
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     faults: dict[str, str] = {}
-    together, rank = needs_all_ranks(model), accelerator.process_index
+    is_collective, rank = needs_all_ranks(model), accelerator.process_index
     # In a collective forward all ranks need the same draws, or they would wait for each other.
-    own_share = draws if together else draws[rank :: accelerator.num_processes]
+    local_samples = draws if is_collective else draws[rank :: accelerator.num_processes]
 
     def measure() -> None:
-        for held_out in own_share:
+        for held_out in local_samples:
             sample, sample_faults = _sample_of(clips, held_out)
             # In a collective forward, leave the sample out if it is bad on any rank.
-            is_bad = any(gather_object([bool(sample_faults)])) if together else bool(sample_faults)
+            is_bad = (
+                any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
+            )
             if is_bad or sample is None:
                 faults.update(sample_faults)
                 continue
@@ -67,7 +68,7 @@ def measured_loss(
             )
 
     with evaluating(setup.model):
-        if together:
+        if is_collective:
             measure()
         else:
             # A rank that runs out of memory must still take part in the sums below.

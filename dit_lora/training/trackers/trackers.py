@@ -98,6 +98,7 @@ class Trackers:
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
             write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
+        # Steps that a killed run has logged after its last checkpoint are taken and logged again.
         again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
             opened = self._guarded(
@@ -106,7 +107,8 @@ class Trackers:
             if opened is not None:
                 self._open.append(opened)
         self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
-        if earlier_id and self._events:  # TensorBoard drops the steps that are repeated
+        # TensorBoard drops the steps that are repeated.
+        if earlier_id and self._events:
             self._each(lambda tracker: _log_events(tracker, self._events, again_from))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -175,7 +177,8 @@ class Trackers:
             tracker.start()
         except wandb.errors.Error as error:
             self._say(f"warning: wandb: {_words(error)}; logging to the run's folder instead")
-            wandb.teardown()  # its service still uses the id
+            # Its service still uses the id.
+            wandb.teardown()
             tracker = WandBTracker(PROJECT, settings={**_WANDB, "mode": "offline"}, **options)
             tracker.start()
         # Its own step counter never goes back, but a resumed or rolled back run does.
@@ -223,6 +226,7 @@ def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any])
         key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
         for key, value in flat.items()
     }
+    # Three records: the experiment, and the start and end of the session.
     for summary in hparams(plain, {}):
         tracker.tracker.file_writer.add_summary(summary)
 
@@ -259,6 +263,7 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
     milliseconds = 0.0
     if path.suffix == ".mp4":
         with open_media(MediaFile(path)) as container:
+            # Time per frame; 8 frames per second if the file does not say.
             milliseconds = 1000 / float(container.streams.video[0].average_rate or 8)
             frames = [frame.to_image() for frame in container.decode(video=0)]
     else:
@@ -276,8 +281,8 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
     picture = Summary.Image(
         height=height, width=width, colorspace=3, encoded_image_string=data.getvalue()
     )
-    about = SummaryMetadata(summary_description=caption)
-    value = Summary.Value(tag=tag, image=picture, metadata=about)
+    summary_metadata = SummaryMetadata(summary_description=caption)
+    value = Summary.Value(tag=tag, image=picture, metadata=summary_metadata)
     writer.file_writer.add_summary(Summary(value=[value]), step)
 
 
@@ -317,9 +322,8 @@ def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
 
 def _close(tracker: GeneralTracker, *, failed: bool) -> None:
     if isinstance(tracker, WandBTracker):
-        tracker.tracker.finish(
-            exit_code=int(failed)
-        )  # Accelerate's `finish` would mark every run as finished
+        # Accelerate's `finish` would mark every run as finished.
+        tracker.tracker.finish(exit_code=int(failed))
     else:
         tracker.finish()
 
@@ -328,11 +332,13 @@ def _public(line: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a guard event that may be published, from a line of events.jsonl."""
     event = redacted(line)
     samples = ", ".join(event.get("sample_ids") or ())
+    # The event's own keys win over those of its diagnosis.
     values = {**(event.get("verdict") or {}), **event, "samples": samples}
     return {name: values[name] if values.get(name) is not None else "" for name in _EVENT}
 
 
 def _prompt_of(path: Path, prompts: Sequence[str]) -> str:
+    # `prompt_03.mp4` is the sample of `prompts[3]`.
     match = re.fullmatch(r"prompt_(\d+)", path.stem)
     index = int(match[1]) if match else len(prompts)
     return prompts[index] if index < len(prompts) else path.stem

@@ -79,8 +79,8 @@ class Answerer:
     def say(self, seen: Seen, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
         """Generate the greedy answer to the last turn."""
         # The checkpoint reads only the kind of media; the frames are in `seen`.
-        about = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
-        rendered = self.checkpoint.render(about, seen.shape, seen.seconds, answered=False)
+        conversation = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
+        rendered = self.checkpoint.render(conversation, seen.shape, seen.seconds, answered=False)
         # The same autocast as in training: adapters are fp32.
         mixed = torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
@@ -146,6 +146,7 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     family = origin.model.family
     _require_chat(target, family)
     checkpoint: ChatCheckpoint = get_family(family).open(origin.model)
+    # As in training, if that is known; else as the checkpoint does by default.
     viewing = origin.how or checkpoint.how
     checkpoint = checkpoint.viewing(replace(viewing, frames=frames or viewing.frames))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,6 +195,7 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
     path = model or named_base(target, metadata.get("base_model") or peft_base(adapter))
     if "family" not in metadata:
         return ModelOrigin(_checkpoint(path), adapter)
+    # The stored revision is one of the adapter's own base.
     revision = None if model else metadata.get("revision")
     base = ModelConfig(family=metadata["family"], path=path, revision=revision)
     viewing = Viewing(**metadata["viewing"]) if "viewing" in metadata else None
@@ -218,6 +220,7 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
             raise DitLoraError(
                 f"--model does not apply: {whole_model} is a whole model, not an adapter"
             )
+        # A fully trained model is in the run's folder, and replaces the checkpoint.
         changes = {"path": str(whole_model), "revision": None, "from_scratch": None}
     elif model:
         changes = {"path": model, "revision": None}

@@ -28,12 +28,14 @@ def audit_conversations(
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=not progress)
     by_media: dict[Media, str] = {}
     for name, media in samples.media.items():
-        by_media.setdefault(media, name)  # several samples may ask about one file
+        # Several samples may ask about one file.
+        by_media.setdefault(media, name)
     clips = [Clip(name, media, "") for media, name in by_media.items()]
     digests = Digests(root / "digests.json")
     memo = AuditMemo(root / AUDIT_MEMO)
     files_audited = audit_media(clips, None, memo=memo, digests=digests, progress=progress)
     digests.save()
+    # A file's findings hold for every sample that uses it.
     of_file = {result.file: result for result in files_audited}
     samples_audited = [
         replace(of_file[by_media[samples.media[name]]], file=name)
@@ -52,6 +54,7 @@ def _of_text(samples: ChatSamples, judged: list[JudgedSample]) -> Findings:
         for name, message in samples.rejected.items()
         if name not in at_fault
     }
+    # Shortened questions still train: they only give a warning.
     for name, dropped in _shortened(samples).items():
         message = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
         remedy = "raise chat.max_tokens, or shorten the question"
@@ -66,6 +69,7 @@ def _shortened(samples: ChatSamples) -> Mapping[str, int]:
 def _notes(samples: ChatSamples) -> list[str]:
     if not samples.entries:
         return []
+    # Lengths with padding, as in training.
     lengths = sorted(entry.shape.length for entry in samples.entries)
     answers = sum(entry.answers for entry in samples.entries)
     return [

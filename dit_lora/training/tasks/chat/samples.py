@@ -54,6 +54,7 @@ def find_conversations(
     }
     entries = []
     for conversation in bar("rendering conversations", "sample", quiet)(conversations.all):
+        # A conversation's own system prompt wins over the recipe's.
         conversation = replace(conversation, system=conversation.system or chat.system)
         try:
             entries.append(_entry(conversation, by_id.get(conversation.id), checkpoint, chat))
@@ -62,6 +63,7 @@ def find_conversations(
     media = {
         conversation.id: conversation.media for conversation in with_media if conversation.media
     }
+    # In file order without repetitions; samples that could not be parsed come last.
     names = dict.fromkeys([*(conversation.id for conversation in conversations.all), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
 
@@ -102,6 +104,7 @@ def _entry(
     ]
     longest, instruction = max(renderings, key=len), len(renderings[0].instruction)
     if instruction and _is_shuffled(conversation, chat):
+        # Any turn may come first: padding needs the longest instruction of all.
         single_turns = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
         instruction = max(
             len(checkpoint.render(rendered, pixels, seconds).instruction)
@@ -133,6 +136,7 @@ def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
     turns = conversation.turns
     if not _is_shuffled(conversation, chat):
         return [conversation]
+    # The position of one turn for each kind of beginning.
     firsts = {(turn.instruction, not turn.question): at for at, turn in enumerate(turns)}
     return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
 

@@ -61,6 +61,7 @@ class ChatTask:
             at_fault = audited(recipe, clips, digests)
             if not quiet:
                 digests.save()
+        # Collective: all ranks leave out what any of them rejected.
         rejects.add({**samples.rejected, **at_fault, **_without_effect(recipe, samples.entries)})
         entries = rejects.without(samples.entries, lambda entry: entry.id)
         conversations = training_set(entries, checkpoint, recipe)
@@ -69,6 +70,7 @@ class ChatTask:
             data = recipe.data.model_copy(
                 update={"path": recipe.validation.conversations, "sources": ()}
             )
+            # The data of another file, read with the same settings.
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
             rejects.add(
                 validation_samples.rejected,
@@ -87,6 +89,7 @@ class ChatTask:
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
         model = checkpoint.load_model(dtype)
+        # Before the adapter is attached: PEFT then wraps the quantised layers.
         narrowed = quantized(recipe, model, family.group_patterns)
         description = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
@@ -109,7 +112,8 @@ class ChatTask:
         chat = recipe.model_dump(mode="json")["chat"] or {}
         if family.tells_times and chat.get("timestamps", "") is None:
             chat["timestamps"] = (
-                True  # not configurable for these families; older checkpoints have it
+                # Not configurable for these families; older checkpoints have it.
+                True
             )
         return {f"chat.{key}": value for key, value in chat.items()}
 
@@ -144,6 +148,7 @@ class ChatTask:
 def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
     """The family's LoRA targets that exist in this model: its language models differ."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    # The last part of each linear layer's name, which targets match.
     present = {name.rpartition(".")[2] for name in linear}
     return tuple(target for target in family.lora_targets if target in present)
 

@@ -101,10 +101,10 @@ class ChatSet:
     ) -> "ChatSet":
         rooms: dict[ChatShape, Room] = {}
         for entry in entries:
-            room = rooms.get(entry.shape, Room(1, 0))
+            lengths = rooms.get(entry.shape, Room(1, 0))
             # Padding per bucket, not per batch: a sample's tensors do not depend on its neighbours.
             rooms[entry.shape] = Room(
-                max(room.answers, entry.answers), max(room.instruction, entry.instruction)
+                max(lengths.answers, entry.answers), max(lengths.instruction, entry.instruction)
             )
         return cls(tuple(entries), checkpoint, chat, pad, rooms)
 
@@ -121,6 +121,7 @@ class ChatSet:
     @property
     def largest(self) -> tuple[ChatShape, Spec]:
         shape = max(self.rooms, key=lambda candidate: candidate.volume)
+        # All samples of a bucket are padded alike, so an empty conversation has their shapes.
         tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
@@ -193,6 +194,7 @@ class ChatSet:
         except ClipError as error:
             fault = str(error)
         tensors = self._tensors(entry.shape, rendered, pixels, seconds)
+        # One sample as a batch: every tensor gets a first dimension of 1.
         return Batch(
             ids=(entry.id,),
             draws=(draw,),
@@ -209,6 +211,7 @@ class ChatSet:
         box = None
         if draws is not None and self.chat.crop < 1:
             box = random_box(draws, self.chat.crop, header.width / header.height)
+        # A picture has no time stamps: its only frame is at 0.
         return read_at(
             media,
             seconds or (0.0,),
@@ -225,20 +228,22 @@ class ChatSet:
         pixels: torch.Tensor | None,
         seconds: Sequence[float],
     ) -> dict[str, torch.Tensor]:
-        room = self.rooms[shape]
+        lengths = self.rooms[shape]
         tensors = to_tensors(
             rendered,
             length=shape.length,
-            answers=room.answers,
-            instruction=room.instruction or None,
+            answers=lengths.answers,
+            instruction=lengths.instruction or None,
             pad=self.pad,
         )
         if shape.kind != "text":
+            # (F, 3, H, W)
             empty = (shape.frames, 3, shape.height, shape.width)
             # An unreadable file keeps its shape in the batch; the fault is passed along with it.
             tensors["pixels"] = torch.zeros(empty, dtype=torch.uint8) if pixels is None else pixels
         if shape.kind == "video":
-            tensors["seconds"] = torch.tensor(seconds)  # some models derive positions from them
+            # Some models derive positions from the frames' times.
+            tensors["seconds"] = torch.tensor(seconds)
         return tensors
 
 
@@ -255,6 +260,7 @@ class ChatDataset(OrderedDataset):
         self.seed = how.seed
         self.group = how.sampler.group
         self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=self.group)
+        # (step, answer tokens of its samples) of the last step; -1 is no step.
         self._total = (-1, 0)
 
     def __getitem__(self, position: int) -> Batch:

@@ -95,6 +95,7 @@ class Encoding:
                 name: digests.component(value) if isinstance(value, Path) else value
                 for name, value in facts.items()
             }
+            # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
         video_facts = {**checkpoint.video_facts(), **VaeMemory.of(recipe.data).facts()}
@@ -120,6 +121,7 @@ class Encoding:
         """
         facts = {**self.text_facts, "caption": caption}
         if shown is not None and self.texts_see_references:
+            # By content, so that renamed or moved references keep their entry.
             facts["references"] = [self.digests.pixels(reference) for reference in shown.media]
             facts["start"], facts["shape"] = shown.start, str(shown.shape)
             return Job(
@@ -142,6 +144,7 @@ class Encoding:
 
     def _references(self, shown: Shown) -> tuple[torch.Tensor, ...]:
         assert self.takes is not None
+        # Clips are read in the sample's shape, pictures at their own size.
         clip = shown.shape if self.takes.clips else None
         fps = self.recipe.data.fps
         return tuple(read_reference(reference, clip, fps, shown.start) for reference in shown.media)
@@ -195,6 +198,7 @@ class Encoding:
             if finding.verdict == "reject":
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
         image_file = sample.clip.image
+        # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
         references = self._references(Shown.of(sample)) if sample.clip.references else ()
         mask = self._mask(sample)
@@ -210,7 +214,8 @@ class Encoding:
         if self.sound is None:
             return None
         frames, fps = sample.shape.frames, self.recipe.data.fps
-        assert fps is not None  # data.sound needs it
+        # Recipes with data.sound have data.fps.
+        assert fps is not None
         waveform = read_sound(
             sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start
         )
@@ -221,6 +226,7 @@ class Encoding:
         if self.sound is None or self.recipe.data.fps is None:
             return None
         samples = self.sound.samples(shape.frames, self.recipe.data.fps)
+        # (channels, samples)
         return Sound(torch.zeros(self.sound.channels, samples), self.sound.rate)
 
     def _mask(self, sample: BucketedSample) -> torch.Tensor | None:
@@ -228,5 +234,6 @@ class Encoding:
             return None
         size, mask = {"height": sample.shape.height, "width": sample.shape.width}, sample.clip.mask
         if mask is None:
+            # Other samples have masks, and all samples of a batch need the same tensors.
             return torch.ones(sample.shape.height, sample.shape.width)
         return read_mask(mask.media, alpha=mask.alpha, **size)

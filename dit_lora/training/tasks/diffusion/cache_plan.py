@@ -129,6 +129,7 @@ def make_plan(
     transformer = transformer_digest(checkpoint, recipe, digests)
     samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
     of_samples = Encoding.of(recipe, second, dtype, digests) if second else encoding
+    # Prompts are encoded for the checkpoint that generates the samples, captions for the trained one.
     prompts = tuple(_shown_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
     planned: list[PlannedSample] = []
@@ -176,7 +177,8 @@ def _preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, .
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
-    if preserve.trigger not in caption:  # every sample of a batch needs such a caption
+    # Every sample of a batch needs such a caption, even if its loss does not count.
+    if preserve.trigger not in caption:
         return (encoding.text(caption, Shown.of(sample)),), 0.0
     references = Shown.of(sample)
     jobs = tuple(
@@ -197,6 +199,7 @@ def _require_triggers(recipe: Recipe, wanted: Sequence[PlannedSample]) -> None:
 
 def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
     """Yield the validation prompts, each with the empty prompt; both with the prompt's references if it has any."""
+    # Without references the second list is empty, and `files` is None.
     for prompt, files in zip_longest(recipe.validation.prompts, recipe.validation.references):
         references = None
         if files:
@@ -213,6 +216,7 @@ def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
 def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
     """Digest of the transformer's files, or of the settings of its random initialization."""
     scratch = recipe.model.from_scratch
+    # A model without files is determined by its settings and the seed.
     if scratch is None:
         return digests.component(checkpoint.path / checkpoint.part)
     return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
@@ -231,6 +235,7 @@ def audited(
         return {}
     rejected = {}
     for result in remembered(clips, data, memo=memo, digests=digests, shapes=shapes):
+        # Warnings do not reject a file.
         reasons = [f"{f.code}: {f.words}" for f in result.findings if f.verdict == "reject"]
         if reasons:
             rejected[result.file] = f"{result.file}: {'; '.join(reasons)}"

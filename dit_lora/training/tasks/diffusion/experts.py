@@ -25,17 +25,17 @@ def other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
 
     Raises `DitLoraError` if it has no adapter of the other expert, for example because it was trained on this one.
     """
-    named = recipe.validation.other_expert
-    if named is None:
+    location = recipe.validation.other_expert
+    if location is None:
         return None
     (other_part,) = (part for part in checkpoint.parts if part != checkpoint.part)
-    files = files_of_experts(result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS)))
+    files = files_of_experts(result_folder(location, (ADAPTER_FILE, *PAIR_PATTERNS)))
     # Each adapter file's metadata name the expert it was trained on.
     parts = {read_provenance(file).get("part"): file for file in files}
     if other_part not in parts:
         parts_text = ", ".join(f"{file.name} is for {part}" for part, file in parts.items())
         raise DitLoraError(
-            f"validation.other_expert: {named} has no adapter of {other_part} ({checkpoint.parts[other_part]}), "
+            f"validation.other_expert: {location} has no adapter of {other_part} ({checkpoint.parts[other_part]}), "
             f"while this run trains {checkpoint.part}: {parts_text or 'it has none at all'}"
         )
     return parts[other_part]
@@ -64,6 +64,7 @@ def both_experts(
             other_expert.to(pipeline.vae.device)
         else:
             (device,) = devices
+            # Callbacks run in reverse order: the other expert leaves the device before the trained one returns.
             stack.callback(trained.to, device)
             stack.callback(other_expert.to, "cpu")
             for model, idle in ((trained, other_expert), (other_expert, trained)):

@@ -27,7 +27,8 @@ from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
 from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
-_CAPTIONS = 256  # cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens
+# Cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens.
+_CAPTIONS = 256
 
 Read = tuple[Tensors, str | None]
 """Tensors, and what is wrong with them or None, as returned by `TensorCache.read`."""
@@ -42,14 +43,17 @@ def live_clips(
     """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
     samples = {planned.video.key: (planned.sample, False) for planned in wanted}
     samples |= {planned.mirror.key: (planned.sample, True) for planned in wanted if planned.mirror}
-    where = session.precision.dtype, session.accelerator.device
+    dtype_and_device = session.precision.dtype, session.accelerator.device
     memory = VaeMemory.of(session.recipe.data)
     texts = (plan.empty, *plan.shown_texts, *(job for planned in wanted for job in planned.texts))
     return LiveClips(
         tuple(planned.entry for planned in wanted),
         plan.empty.key,
-        LiveVideos(Decoder(plan.encoding, samples), checkpoint.load_video_encoder(*where, memory)),
-        LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*where)),
+        LiveVideos(
+            Decoder(plan.encoding, samples),
+            checkpoint.load_video_encoder(*dtype_and_device, memory),
+        ),
+        LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*dtype_and_device)),
     )
 
 
@@ -67,6 +71,7 @@ class LiveTexts:
 
     def read(self, key: str, spec: Spec) -> Read:
         tensors, fault = self._read(key)
+        # Without tensors it could not be encoded at all; bad values keep theirs.
         return tensors or _placeholder(spec), fault
 
     def _encoded(self, key: str) -> Read:
@@ -118,6 +123,7 @@ class LiveVideos:
         return _spec(black.encoded(self._encode, shape))
 
     def read(self, key: str, spec: Spec) -> Read:
+        # Decoded here if no worker has done it, as for single samples.
         pixels = self.decoded.pop(key, None) or self.decoder(key)
         if isinstance(pixels, str):
             return _placeholder(spec), pixels
@@ -135,6 +141,7 @@ class LiveClips(EncodedClips):
 
     def loader(self, how: Reading) -> "LiveLoader":
         """The micro-batches at the sampler's positions, in order, encoded on the fly."""
+        # It chooses the samples and their random seeds; its own reading is not used.
         dataset = ClipDataset(self, how)
         decoded = build_loader(
             dataset,
@@ -175,6 +182,7 @@ class LiveLoader:
             yield batch.pin_memory() if self.pin_memory else batch
 
     def _encode(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
+        # `LiveVideos.read` takes it out again, by the same key.
         self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
         return self.clips.read(*pick)
 

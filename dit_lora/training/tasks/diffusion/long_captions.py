@@ -33,6 +33,7 @@ def say_what_is_cut(session: Session, checkpoint: Encoders, clips: Sequence[Clip
 def quiet_about_length() -> Iterator[None]:
     """Suppress the libraries' warnings about cut texts inside the context; they print the whole text."""
     libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    # Filters of a logger do not see records of its children; those of its handlers do.
     handlers = [handler for library in libraries for handler in library.handlers]
     for handler in handlers:
         handler.addFilter(_is_other)

@@ -43,7 +43,8 @@ def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     if get_family(recipe.model.family).masked_attention:
         refuse_masks(attention)
     if attention == "auto" and recipe.train.context_parallel > 1:
-        attention = "native"  # only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly
+        # Only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly.
+        attention = "native"
     report = str(fuse(transformer, ops, attention=attention, check=False))
     if not recipe.guard.preflight:
         report += (

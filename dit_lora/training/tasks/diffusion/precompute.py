@@ -60,10 +60,12 @@ def precompute(
     # Before the sources are read: it writes one of them.
     generate_prior(session, checkpoint)
     quiet = not accelerator.is_local_main_process
-    with accelerator.local_main_process_first():  # the other processes find the digests cached
+    # The other processes find the digests cached.
+    with accelerator.local_main_process_first():
         dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet, second=second)
     sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.wanted}
+    # Tiling may not suit these sizes: refuse it before hours of encoding.
     vae_config = read_component_config(checkpoint.path, "vae")
     VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
@@ -72,13 +74,13 @@ def precompute(
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
-    unread = [
+    uncached = [
         planned.sample
         for planned in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
         if planned.sample.id not in plan.rejected
     ]
     # All at once: a user wants one list of the files to repair, not one file per start.
-    rejects.add({**plan.rejected, **check_headers(unread, recipe, quiet=quiet)})
+    rejects.add({**plan.rejected, **check_headers(uncached, recipe, quiet=quiet)})
     if recipe.data.precompute:
         clips = _cached(session, checkpoint, plan, rejects, videos, second)
     else:
@@ -172,8 +174,9 @@ def _cached(
         *(prompt_jobs if is_own else ()),
         *(job for planned in planned_samples for job in planned.texts),
     ]
-    unread = set(texts.missing([planned.text.key for planned in planned_samples]))
-    clips = [planned.sample.clip for planned in planned_samples if planned.text.key in unread]
+    # Captions that are cached already were reported at an earlier start.
+    uncached = set(texts.missing([planned.text.key for planned in planned_samples]))
+    clips = [planned.sample.clip for planned in planned_samples if planned.text.key in uncached]
     with quiet_about_length():
         say_what_is_cut(session, checkpoint, clips)
         bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
@@ -192,6 +195,7 @@ def _cached(
     planned_samples = rejects.without(planned_samples, _sample_id)
 
     jobs = [job for planned in planned_samples for job in planned.videos]
+    # The second encoder: the text encoder has been freed.
     load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(session.recipe.data))
     bad = _fill(session, videos, jobs, load, "clip")
     close_sound()
@@ -247,6 +251,7 @@ def _fill(
         if done < total and not progress:
             quiet = not session.is_main
             bar = tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, dynamic_ncols=True)
+            # Entries that existed before count as done, but not into the rate.
             bar.total, bar.initial, bar.n = total, done, done
             progress.append(bar)
         for progress_bar in progress:
@@ -266,7 +271,8 @@ def _fill(
         for progress_bar in progress:
             progress_bar.close()
     if filled.made or filled.failed or error:
-        gc.collect()  # the encoder
+        # Frees the encoder.
+        gc.collect()
     if accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
     agree(accelerator, error)

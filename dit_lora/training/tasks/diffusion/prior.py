@@ -39,18 +39,19 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
             f"data.sources: generate: {checkpoint.path.name} makes pictures from references, which a generated source "
             "has none of; remove it"
         )
-    (lacking,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
+    (missing_samples,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
     sampler = _Sampler(session, checkpoint)
     bar = tqdm(
-        lacking,
+        missing_samples,
         desc="sampling the prior",
         unit="sample",
-        disable=not session.is_main or not lacking,
+        disable=not session.is_main or not missing_samples,
         dynamic_ncols=True,
     )
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
         _on_main(session, partial(sampler.write, number, index))
+    # Its pipeline must be freed before other models are loaded.
     del sampler
     gc.collect()
     if session.accelerator.device.type == "cuda":
@@ -117,13 +118,15 @@ class _Sampler:
             VideoShape.of(recipe.data),
             recipe.validation.inference_steps,
             recipe.validation.guidance_scale,
-            fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,  # torch reads 32 bits
+            # Torch reads 32 bits.
+            fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,
             fps=recipe.data.fps,
         )
-        conditions = self.checkpoint.conditions(source.caption or "")
+        prompt_kwargs = self.checkpoint.conditions(source.caption or "")
         # (F, H, W, 3) frames, and the sound if the model has any.
-        video, sound = self.checkpoint.generate_with_sound(self.pipeline, conditions, sampling)
-        if video.min() == video.max():  # NaN becomes black in a picture
+        video, sound = self.checkpoint.generate_with_sound(self.pipeline, prompt_kwargs, sampling)
+        # NaN becomes black in a picture.
+        if video.min() == video.max():
             raise DitLoraError(
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"

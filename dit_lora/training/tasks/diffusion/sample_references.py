@@ -29,15 +29,15 @@ class BucketedSample:
 
 def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
     """Raise `DitLoraError` if all data lack references that the model needs, or have some that it does not take."""
-    takes = checkpoint.references
+    supported = checkpoint.references
     with_some = [clip for clip in clips if clip.references]
-    if takes is None and with_some:
+    if supported is None and with_some:
         raise DitLoraError(
             f"{checkpoint.path.name} takes no references, and {len(with_some)} of {len(clips)} samples "
             f"have some, such as {with_some[0].id}; "
             f"take a model that edits, or set data.reference_columns to [] to leave them out"
         )
-    if takes is not None and takes.least and clips and not with_some:
+    if supported is not None and supported.least and clips and not with_some:
         raise DitLoraError(
             f"{checkpoint.path.name} makes a picture from references, and no sample has any; give them in a column "
             "`references` of metadata.jsonl, in data.reference_columns, or in data.reference_folders"
@@ -51,9 +51,10 @@ def with_references(
 
     Sizes are read from headers; nothing is decoded.
     """
-    takes = checkpoint.references
-    if takes is None:
+    supported = checkpoint.references
+    if supported is None:
         return tuple(samples), {}
+    # Each file once: several samples may share a reference.
     files = {
         reference.place: reference for sample in samples for reference in sample.clip.references
     }
@@ -63,16 +64,18 @@ def with_references(
         own_headers = [
             (reference.name, headers[reference.place]) for reference in sample.clip.references
         ]
-        problem = takes.wrong_number(len(own_headers)) or "; ".join(
+        # The number is checked first; only then each file.
+        problem = supported.wrong_number(len(own_headers)) or "; ".join(
             message
             for name, header in own_headers
-            if (message := _wrong(name, header, takes, sample.shape))
+            if (message := _wrong(name, header, supported, sample.shape))
         )
         if problem:
             unfit[sample.id] = problem
             continue
+        # Without a problem every header was read; the test is for the type checker.
         shapes = tuple(
-            takes.shape(header.height, header.width, sample.shape)
+            supported.shape(header.height, header.width, sample.shape)
             for _, header in own_headers
             if isinstance(header, VideoHeader)
         )
@@ -85,6 +88,7 @@ def _wrong(
 ) -> str | None:
     if isinstance(header, ClipError):
         return f"its reference {name}: {header}"
+    # The reference of a clip must be a clip too, if the model takes clips.
     if takes.clips and shape.frames > 1 and header.is_image:
         return f"its reference {name} is a picture, and that of a clip is a clip"
     refusal = takes.refusal(header.height, header.width)

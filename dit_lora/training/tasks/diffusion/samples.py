@@ -55,6 +55,7 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
     rejected = {problem.file: problem.words for problem in sources.problems}
     clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
+    # For class-conditional models the caption is the name of the class.
     rejected |= {
         clip.id: f"its class {clip.caption!r} is not one of data.classes: {table}"
         for clip in sources.clips
@@ -80,16 +81,17 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         if isinstance(header, ClipError):
             rejected[clip.id] = in_words(clip.media, header)
             continue
-        where = place(header, shapes, data)
-        placed.append((clip.id, where))
-        if isinstance(where, Dropped):
-            rejected[clip.id] = where.words
+        placement = place(header, shapes, data)
+        placed.append((clip.id, placement))
+        if isinstance(placement, Dropped):
+            rejected[clip.id] = placement.words
             continue
         # One sample per window; a clip without windows has a single start.
         all_samples += [
-            BucketedSample(window_id(clip.id, start), clip, where.shape, start)
-            for start in where.starts
+            BucketedSample(window_id(clip.id, start), clip, placement.shape, start)
+            for start in placement.starts
         ]
+    # Also on what found no bucket.
     report = BucketReport.of(placed, shapes, data, group)
     fitting, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
     notes += advice_on_references([problem.shape for problem in fitting], group)
@@ -125,6 +127,7 @@ def check_headers(
             if deaf:
                 unusable[sample.id] = f"{sample.clip.media.name}: {deaf}"
                 continue
+        # A mask in the alpha channel has the sample's own size; a separate file may have another.
         if sample.clip.mask is not None and not sample.clip.mask.alpha:
             masked[sample.id] = (sample.clip.mask.media, header)
     read = read_headers([media for media, _ in masked.values()], recipe, quiet=quiet)
@@ -139,7 +142,8 @@ def check_headers(
 
 
 def _without_sound(sample: BucketedSample, header: VideoHeader, data: DataConfig) -> str | None:
-    assert data.fps is not None  # data.sound needs it
+    # Recipes with data.sound have data.fps.
+    assert data.fps is not None
     return unusable_sound(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
 
 

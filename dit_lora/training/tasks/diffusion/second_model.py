@@ -25,24 +25,24 @@ from dit_lora.training.tasks.diffusion.stored_loras import in_samples, named_und
 
 def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
     """Open `validation.model`; None if not set. Raises `DitLoraError` if its architecture differs."""
-    named = recipe.validation.model
-    if named is None:
+    location = recipe.validation.model
+    if location is None:
         return None
-    model = recipe.model.model_copy(update={"path": named, "revision": None})
+    model = recipe.model.model_copy(update={"path": location, "revision": None})
     try:
         # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
-        second: Checkpoint = get_family(recipe.model.family).open(model)
-        second = second.with_header(checkpoint.header())
-        second.check_shape(VideoShape.of(recipe.data))
+        sampling_checkpoint: Checkpoint = get_family(recipe.model.family).open(model)
+        sampling_checkpoint = sampling_checkpoint.with_header(checkpoint.header())
+        sampling_checkpoint.check_shape(VideoShape.of(recipe.data))
     except DitLoraError as error:
         reason = str(error).removeprefix("model.path: ")
         raise DitLoraError(f"validation.model: {reason}") from error
-    differing = _differing(checkpoint, second)
+    differing = _differing(checkpoint, sampling_checkpoint)
     if differing:
         raise DitLoraError(
-            f"validation.model: {named} is of another architecture than {recipe.model.path}: {'; '.join(differing)}"
+            f"validation.model: {location} is of another architecture than {recipe.model.path}: {'; '.join(differing)}"
         )
-    return second
+    return sampling_checkpoint
 
 
 def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
@@ -73,16 +73,22 @@ def second_transformer(
     stored = read_stored(recipe, second, model, under_alone=True)
     # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
     quantized(recipe, model, get_family(recipe.model.family).group_patterns)
+    # Before adapters are attached, while the layers have the names that the files use.
     configs = configs_under(model, [file.layers for file in stored.under])
     config = copy.deepcopy(setup.transformer.peft_config[ADAPTER_NAME])  # type: ignore[union-attr,index]
-    with torch.random.fork_rng(devices=[]):  # PEFT draws a random A, which is replaced below
+    # PEFT draws a random A, which is replaced below.
+    with torch.random.fork_rng(devices=[]):
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in weights.items():
+            # Keeps the dtype of the trained weights, and copies: the run's own weights go on training.
             parameters[name].data = tensor.detach().to("cpu", copy=True)
-    frozen_adapters, on = named_under(recipe, configs, stored), in_samples(recipe)
-    put_under(model, {name: adapter for name, adapter in frozen_adapters.items() if name in on})
+    frozen_adapters, sample_adapters = named_under(recipe, configs, stored), in_samples(recipe)
+    put_under(
+        model,
+        {name: adapter for name, adapter in frozen_adapters.items() if name in sample_adapters},
+    )
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.session.accelerator)
     if recipe.train.offload == "none":
@@ -102,11 +108,13 @@ def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
     pipelines = [opened.pipeline_class.__name__ for opened in (second, checkpoint)]
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
     # Compared by key, so that a missing setting counts as a difference.
-    theirs, ours = (_architecture(opened.transformer_config) for opened in (second, checkpoint))
+    sampling_config, trained_config = (
+        _architecture(opened.transformer_config) for opened in (second, checkpoint)
+    )
     messages += [
-        f"{key} {theirs.get(key)}, not {ours.get(key)}"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
+        f"{key} {sampling_config.get(key)}, not {trained_config.get(key)}"
+        for key in sorted(sampling_config.keys() | trained_config.keys())
+        if sampling_config.get(key) != trained_config.get(key)
     ]
     return messages
 

@@ -16,7 +16,8 @@ from dit_lora.files import write_whole
 
 SHOWN = "references"
 """Folder in a run's `samples`; its files are `prompt_00_1.jpg`, or .mp4 for clips."""
-_EDGE = 512  # pixels
+# Pixels of the longer edge.
+_EDGE = 512
 
 
 def keep_references(samples: Path, takes: References | None, given: Iterable[Sampling]) -> None:
@@ -28,6 +29,7 @@ def keep_references(samples: Path, takes: References | None, given: Iterable[Sam
         for number, file in enumerate(sampling.references, start=1):
             path = samples / SHOWN / f"prompt_{index:02d}_{number}"
             if takes.clips and sampling.shape.frames > 1:
+                # (F, 3, H, W) to (F, H, W, 3), as `write_video` takes them.
                 frames = read_reference(MediaFile(file), sampling.shape, sampling.fps).permute(
                     0, 2, 3, 1
                 )

@@ -85,11 +85,14 @@ def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> li
     """Warnings about files that were trained on other weights than this checkpoint's: they fit, but may not work as
     well.
     """
-    named = [(_INIT, recipe.lora.init)] if recipe.lora.from_file else []
-    named += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
+    options_and_paths = [(_INIT, recipe.lora.init)] if recipe.lora.from_file else []
+    options_and_paths += [
+        (f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)
+    ]
     lines = []
-    for option, path in named:
+    for option, path in options_and_paths:
         metadata = read_provenance(_found(checkpoint, path, option))
+        # Files of other programs have no digest: there is nothing to warn about.
         if metadata.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
                 f"warning: {option}: {public_name(path)} was trained on {metadata.get('base_model')}, "
@@ -151,14 +154,15 @@ def require_moved(
     if not recipe.lora.from_file or recipe.optim.groups.adapter is None:
         return
     with torch.device("meta"), from_configs():
-        bare = checkpoint.load_transformer(torch.float32)
-    continued = read_stored(recipe, checkpoint, bare).continued
+        meta_model = checkpoint.load_transformer(torch.float32)
+    continued = read_stored(recipe, checkpoint, meta_model).continued
     assert continued is not None
     for name, layer in continued.layers.items():
         # One changed matrix is enough.
-        for part, was in (("lora_A", layer.a), ("lora_B", layer.b)):
-            (now,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))
-            if not torch.equal(now.cpu(), was):
+        for part, initial in (("lora_A", layer.a), ("lora_B", layer.b)):
+            # The adapter's name follows, which PEFT puts between the part and `weight`.
+            (current,) = (t for n, t in weights.items() if n.startswith(f"{name}.{part}."))
+            if not torch.equal(current.cpu(), initial):
                 return
     raise CheckFailedError(
         f"refused to save: every matrix is that of {recipe.lora.init} still; nothing was learned beside it"
@@ -172,10 +176,10 @@ def _read(
     metadata = read_provenance(file)
     # First: a file of another model has no name that fits, and the list of names says less.
     for field, expected in (("family", recipe.model.family), ("part", checkpoint.part)):
-        theirs = metadata.get(field)
-        if theirs is not None and theirs != expected:
+        stored_value = metadata.get(field)
+        if stored_value is not None and stored_value != expected:
             raise DitLoraError(
-                f"{option}: {named} is an adapter of {field} {theirs}, not of {expected}"
+                f"{option}: {named} is an adapter of {field} {stored_value}, not of {expected}"
             )
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
@@ -193,6 +197,7 @@ def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:
     if not checkpoint.parts or folder.is_file():
         return None
     if hub_name(named) is not None and not named.endswith(".safetensors"):
+        # A whole repository on the Hub: only its adapters are downloaded.
         folder = result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS))
     name = checkpoint.parts[checkpoint.part]
     matching = [

@@ -43,8 +43,10 @@ from dit_lora.training.tasks.diffusion.validation import sample_videos
 from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
 
 DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
-_BUCKETS = 4  # timestep ranges of loss_by_timestep
-_DRAWN = 20  # ranges of drawn_by_timestep
+# Timestep ranges of loss_by_timestep.
+_BUCKETS = 4
+# Ranges of drawn_by_timestep.
+_DRAWN = 20
 Value = TypeVar("Value")
 
 
@@ -58,11 +60,11 @@ class DiffusionTask:
             own_files(checkpoint.path)
         # In a run of both experts, the first one's adapter exists by now.
         other_adapter(session.recipe, checkpoint)
-        second = open_second(session.recipe, checkpoint)
+        sampling_checkpoint = open_second(session.recipe, checkpoint)
         stored = checked(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
             session.say(line)
-        data = replace(precompute(session, checkpoint, second), adapters=stored)
+        data = replace(precompute(session, checkpoint, sampling_checkpoint), adapters=stored)
         for line in notes(session.recipe, checkpoint, data.transformer_digest):
             session.say(line)
         return data
@@ -76,7 +78,8 @@ class DiffusionTask:
         In mode `lora` base weights are in `dtype` and trained weights are fp32; in mode `full` everything is fp32.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(fold(recipe.train.seed, "weights"))  # model.from_scratch draws them
+            # With model.from_scratch the weights are random: equal on all ranks and at every start.
+            torch.manual_seed(fold(recipe.train.seed, "weights"))
             full = recipe.train.mode == "full"
             transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
         report = "full: every weight trains, in fp32"
@@ -146,12 +149,14 @@ class DiffusionTask:
     def held_out_loss(self, setup: DiffusionSetup) -> float | None:
         settings = setup.recipe.validation
         entries = setup.data.clips.entries[: settings.held_out_clips]
-        draws = settings.held_out_draws
+        num_draws = settings.held_out_draws
+        # Each clip is measured with several noises, which have consecutive numbers.
         held_out = [
-            HeldOut(entry, index * draws + draw)
+            HeldOut(entry, index * num_draws + draw)
             for index, entry in enumerate(entries)
-            for draw in range(draws)
+            for draw in range(num_draws)
         ]
+        # Before the adapter has an effect, the loss is the base's, which is cached.
         if held_out and does_nothing(setup.transformer):
             return base_loss(
                 setup, held_out, lambda: measured_loss(setup, setup.data.clips, held_out)
@@ -171,6 +176,7 @@ class DiffusionTask:
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
+            # Only sharded weights have to be passed on: otherwise the model has all of them.
             gathered = weights if setup.engine.lockstep else None
             return save_pipeline(
                 setup.transformer,
@@ -190,8 +196,8 @@ class DiffusionTask:
 
 
 def _samples_from(recipe: Recipe) -> dict[str, str]:
-    named = recipe.validation.model
-    return {} if named is None else {"samples_from": public_name(named)}
+    sampling_model = recipe.validation.model
+    return {} if sampling_model is None else {"samples_from": public_name(sampling_model)}
 
 
 def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
@@ -215,6 +221,7 @@ def _in_parts(
     # Rounded up: the last part may be shorter, and no part follows it.
     width = -(-len(timesteps) // parts)
     for timestep, loss in zip(drawn, losses, strict=True):
+        # The start of the part that this timestep falls into.
         start = timesteps.start + (timestep - timesteps.start) // width * width
         yield f"{start}-{min(start + width, timesteps.stop) - 1}", loss
 

@@ -34,19 +34,19 @@ def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
     The unpatched pipeline denoises with the transformer in training, under the training autocast. With
     `validation.model` it uses that checkpoint's transformer with the present adapter.
     """
-    session, second = setup.session, setup.data.second
+    session, sampling_checkpoint = setup.session, setup.data.second
     if not session.recipe.validation.prompts:
         return
     # Collective if weights are sharded, so on all ranks.
-    weights = setup.engine.weights() if second is not None else {}
+    weights = setup.engine.weights() if sampling_checkpoint is not None else {}
     # All ranks of a sharded model denoise together, with the same result; a second model is whole on one rank.
-    takes_part = session.is_main or (second is None and needs_all_ranks(setup.model))
+    takes_part = session.is_main or (sampling_checkpoint is None and needs_all_ranks(setup.model))
     inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
     try:
         if inputs is not None:
             _sample(setup, inputs, step, weights)
     finally:
-        if second is not None:
+        if sampling_checkpoint is not None:
             forget(session.accelerator.device)
 
 
@@ -82,14 +82,20 @@ def _sample(
     step: int,
     weights: Mapping[str, torch.Tensor],
 ) -> None:
-    second = setup.data.second
-    if second is None:
-        on = in_samples(setup.recipe)
-        with evaluating(setup.model), under_off(setup.transformer, but=on):
+    sampling_checkpoint = setup.data.second
+    if sampling_checkpoint is None:
+        sample_adapters = in_samples(setup.recipe)
+        with evaluating(setup.model), under_off(setup.transformer, but=sample_adapters):
             _write(setup, inputs, step, setup.checkpoint, setup.transformer)
         return
     with torch.no_grad():
-        _write(setup, inputs, step, second, second_transformer(setup, second, weights))
+        _write(
+            setup,
+            inputs,
+            step,
+            sampling_checkpoint,
+            second_transformer(setup, sampling_checkpoint, weights),
+        )
 
 
 def _write(
@@ -112,8 +118,8 @@ def _write(
         except (OSError, FFmpegError) as error:
             unwritten.append(error)
 
-    ways = [sampling for _, sampling in inputs]
-    written(keep_references, session.dir / "samples", checkpoint.references, ways)
+    samplings = [sampling for _, sampling in inputs]
+    written(keep_references, session.dir / "samples", checkpoint.references, samplings)
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer stays where training has it, possibly on several devices; another expert takes turns with it.
@@ -125,9 +131,10 @@ def _write(
     bar = tqdm(inputs, desc=description, unit="sample", leave=False, disable=not session.is_main)
     adapter = other_adapter(setup.recipe, setup.checkpoint)
     with both_experts(pipeline, checkpoint, transformer, adapter):
-        for index, (conditions, sampling) in enumerate(bar):
-            video, sound = checkpoint.generate_with_sound(pipeline, conditions, sampling)
+        for index, (prompt_kwargs, sampling) in enumerate(bar):
+            video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
             sound_problem = unplayable(sound)
+            # A broken sound costs the sound, not the picture.
             if sound_problem:
                 session.say(
                     f"sample {index} of step {step} is written without sound: {sound_problem}"
@@ -135,6 +142,7 @@ def _write(
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
             written(write_sample, path, video, session.recipe.data.fps, sound)
+    # At most one: nothing is written after the first error.
     for error in unwritten:
         raise error
 
