@@ -86,7 +86,9 @@ def fuse(
         DitLoraError: An unknown name or mode, an op or backend that cannot be used here, or a model whose q, k and v
             projections Diffusers has fused under LoRA.
     """
+    # One mode for every op: those that the caller left out get their default.
     modes = _modes(ops or {})
+    # Fusing twice replaces the first fusion: start from the stock model again.
     if fusion_of(model) is not None:
         unfuse(model)
     # Check every argument before the first module is patched, so that an error leaves the model unchanged.
@@ -96,10 +98,13 @@ def fuse(
     elif attention != "auto":
         backend = require_backend(attention)
     unavailable = _unavailable(model, modes)
-    on = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
+    op_states = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     # Fused processors come with any op: they have one input for q, k and v, which adapters share.
-    fusion = Fusion({**on, ATTENTION: any(on.values()) or backend is not None}, backend)
+    fusion = Fusion(
+        {**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend
+    )
     refuse_projection_fusing(model, has_lora)
+    # From here on the model is changed. It is restored if a requested op replaced nothing.
     _patch(model, fusion)
     _require_asked(model, fusion, modes)
     mark(model, fusion)  # patched or not, so that `fusion_of` finds it on the model too
@@ -110,7 +115,9 @@ def fuse(
     if attention != "auto" and isinstance(model, PreTrainedModel):
         switches += _choose_attention(model, fusion, attention)
     set_model_switches(model, switches)
+    # `with_kwargs`: models of Diffusers are called with keyword arguments.
     fusion.hooks.append(model.register_forward_pre_hook(FirstForwards(check), with_kwargs=True))
+    # Liger does not apply to diffusion models, so their report does not mention it.
     reported = {op: reason for op, reason in unavailable.items() if reason != _OF_OTHERS}
     return FuseReport(fusion, reported)
 
@@ -139,6 +146,7 @@ def unfuse(model: nn.Module) -> None:
     fusion = fusion_of(model)
     if fusion is None:
         return
+    # Raises before any change if later hooks are in the way.
     restore(model)
     set_model_switches(model, [])
     for hook in fusion.hooks:
@@ -150,9 +158,9 @@ def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
     unknown = sorted(set(asked) - set(OPS))
     if unknown:
         raise DitLoraError(listed(f"no kernel is called {', '.join(unknown)}; there are", OPS))
-    wrong = [f"{op}: {mode!r}" for op, mode in asked.items() if mode not in get_args(Mode)]
-    if wrong:
-        raise DitLoraError(listed("give auto, on or off for each kernel; got", wrong))
+    invalid_modes = [f"{op}: {mode!r}" for op, mode in asked.items() if mode not in get_args(Mode)]
+    if invalid_modes:
+        raise DitLoraError(listed("give auto, on or off for each kernel; got", invalid_modes))
     modes = {op: asked.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
     if modes[fp8.OP] == "on" and modes[fp8.NEEDS] == "off":
         raise DitLoraError(
@@ -168,6 +176,7 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
     """
     if mode == "off":
         return None
+    # Liger also needs its own package, which is optional.
     if op == liger.OP:
         if not isinstance(model, PreTrainedModel):
             return _OF_OTHERS
@@ -205,6 +214,7 @@ def _patch(model: nn.Module, fusion: Fusion) -> None:
 
 def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
     """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
+    # With `on`, an op that applies to no module is an error.
     replaced = {op for op, _ in fusion.replaced}
     missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
     if fusion.backend is not None and ATTENTION not in replaced:
@@ -249,9 +259,9 @@ def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
         )
     # One fallback for everything. It is also the only one for attention processors, which belong to no op.
     if fusion.replaced:
-        stock = partial(setattr, fusion, "stock", True)
+        turn_off_all = partial(setattr, fusion, "stock", True)
         insisted = any(switch.insisted for switch in switches)
         switches.append(
-            Switch(KERNELS, "kernel", fusion.all_stock, stock, "the stock model", insisted)
+            Switch(KERNELS, "kernel", fusion.all_stock, turn_off_all, "the stock model", insisted)
         )
     return switches

@@ -146,8 +146,12 @@ def _enabled() -> tuple[int, ...]:
 
     Compiled code treats the result as a constant. A fallback of the guard resets Dynamo, which also resets this value.
     """
-    on = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
-    return tuple(index for index, enabled in enumerate(on) if enabled)
+    enabled_flags = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )
+    return tuple(index for index, enabled in enumerate(enabled_flags) if enabled)
 
 
 def project_qkv(
@@ -177,10 +181,12 @@ def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (2i, 2i + 1) of heads (..., D) with tables (..., D / 2). The result has the heads' dtype."""
+    # (..., D) to (..., D / 2, 2): the two elements of each pair.
     a, b = heads.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(heads)
 
 
+# Attributes of Diffusers' attention layers. The `added` ones are for text.
 NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
@@ -206,7 +212,7 @@ class Recomputable(NamedTuple):
             yield
             return
         # Do not close over `self`: `unpack` lives until the backward pass and would keep the tensor alive.
-        memory, again = _place(self.tensor), self.again
+        memory, recompute = _place(self.tensor), self.again
 
         def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
             # Adapters save the tensor itself or a reshaped view of it: both cover all of its memory.
@@ -218,7 +224,7 @@ class Recomputable(NamedTuple):
             if isinstance(saved, torch.Tensor):
                 return saved
             with torch.no_grad():
-                return again().reshape(saved)
+                return recompute().reshape(saved)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -336,6 +342,7 @@ class FusedProcessor:
             heads = norm(heads)
         if rotary is None:
             return heads
+        # The tables have one row per rotated token; tokens before and after keep their values.
         stop = first + len(rotary[0])
         rotate: Any = apply_rotary_emb  # its annotations are of complex tables
         rotated = rotate(heads[:, first:stop], rotary, sequence_dim=1)
@@ -363,13 +370,14 @@ class SharedInputProcessor(FusedProcessor):
         plain = hidden_states.ndim == 3 and len(hidden_states) == len(source)
         if self.is_stock or args or kwargs or not plain:
             # Pass temb on only before other positional arguments: it is for a spatial norm, and there is none.
-            rest = (temb, *args) if args else ()
+            positional = (temb, *args) if args else ()
             return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, *rest, **kwargs
+                attn, hidden_states, encoder_hidden_states, attention_mask, *positional, **kwargs
             )
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query, key = self.normed(attn, query, key)
         mask = heads_mask(attn, attention_mask, source)
+        # (B, S, H * D) to (B, S, H, D), as a view.
         query, key, value = (
             tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)
         )
@@ -419,6 +427,7 @@ def plain(attn: Any) -> str | None:
 def _plain_unnormed(attn: Any) -> str | None:
     """The reason of `plain`, or that q and k are normed; None if neither applies."""
     # AttnProcessor2_0 norms per head, but `SharedInputProcessor.normed` norms across heads, as Sana does.
+    # One of the two norms is enough.
     normed = attn.norm_q is not None or attn.norm_k is not None
     return plain(attn) or ("it norms q and k" if normed else None)
 

@@ -40,11 +40,14 @@ def renew_casts(model: nn.Module) -> None:
     replaced or moved meanwhile make their own casts, as in a first forward.
     """
     fusion, groups = fusion_of(model), defaultdict(list)
+    # A copy of the items, because entries are deleted in the loop.
     for layer, cast in list(CASTS.items()):
+        # Unused casts belong to layers that did not run, such as an adapter that was switched off.
         if not (cast.is_used and fusion_of(layer) is fusion and _has_its_own(layer, cast)):
             del CASTS[layer]
             continue
         cast.is_used = False
+        # Casts with equal device and dtypes are computed together, in a few launches.
         groups[cast.a.device, cast.a.dtype, cast.b.dtype, cast.dtype].append(cast)
     for (*_, dtype), casts in groups.items():
         lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
@@ -57,6 +60,7 @@ def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
     # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
     pairs = (("lora_A", cast.a, cast.lowered[0]), ("lora_B", cast.b, cast.lowered[1]))
     for part, tensor, low in pairs:
+        # `_modules` is read directly: `nn.Module.__getattr__` is slow.
         holders: Any = layer._modules[part]
         holder = holders._modules.get(cast.name)
         if holder is None or holder._parameters.get("weight") is not tensor:

@@ -55,6 +55,7 @@ class FirstForwards:
     def _compare_once(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Compare at the shapes of these inputs, unless they were compared before or a comparison is running."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        # A kernel may fail at one shape only, so each combination of input shapes is compared.
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes in self._seen:
             return
@@ -72,6 +73,7 @@ class FirstForwards:
         """
 
         def losses() -> torch.Tensor:
+            # A model may return a tuple, a dict or an output class.
             outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
             return torch.stack([_weighed(output) for output in outputs]).sum(0)
 
@@ -83,14 +85,15 @@ class FirstForwards:
                 return False
         # Only kernels: compilation has a fallback too, but this check is not about it.
         kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
-        how = How(widen=_has_one_row(model, args, kwargs))
+        options = How(widen=_has_one_row(model, args, kwargs))
 
         def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
-            return first_difference(switch, losses, model, others=others, how=how)
+            return first_difference(switch, losses, model, others=others, how=options)
 
         for switch, difference in differences(kernels, compare):
             if switch.insisted:
                 raise DitLoraError(refusal(switch, difference.words))
+            # Under `auto` the model trains on without this kernel.
             switch.turn_off()
             warnings.warn(f"{difference.words}; switched off: {switch.remedy}", stacklevel=2)
         return True
@@ -102,9 +105,9 @@ def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     for value in arguments.values():
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        wide = [tensor for tensor in tensors if tensor.ndim > 1]
-        if wide:  # a list has one tensor per sample
-            return len(value if isinstance(value, list) else wide[0]) == 1
+        batched = [tensor for tensor in tensors if tensor.ndim > 1]
+        if batched:  # a list has one tensor per sample
+            return len(value if isinstance(value, list) else batched[0]) == 1
     return False
 
 

@@ -19,6 +19,7 @@ from dit_lora_kernels.fp8 import Fp8Weight, fits, quantize_weight
 OP = "fp8"
 NEEDS = "lora_linear"
 """The op whose matrix products it computes."""
+# Stored in the layer's `__dict__`, where state dicts and `.to()` do not look.
 _KEPT = "_dit_lora_fp8"
 _LINEAR = "torch.nn.modules.linear.Linear"
 
@@ -33,6 +34,7 @@ class _Kept(NamedTuple):
 def why_not(layer: Any) -> str | None:
     """Why this LoRA layer's base stays in its dtype, in a few words; None if it can be in fp8."""
     base = layer.base_layer
+    # Subclasses may hold other tensors than a plain weight.
     if class_name(base) != _LINEAR:
         return f"its base is a {type(base).__name__}, quantised already"
     if base.weight.requires_grad:
@@ -69,9 +71,11 @@ def _ready(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
     """The fp8 copy of a layer's weight, made if it is missing or out of date; None if the weight cannot be in fp8."""
     if not fits(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
         return None
+    # The address changes with a new tensor, the version with a write in place.
     key = (weight.data_ptr(), weight._version, weight.device, weight.shape)
     cached: _Kept | None = layer.__dict__.get(_KEPT)
     if cached is None or cached.key != key:
+        # A tensor made in inference mode could not be used in a later training step.
         with torch.inference_mode(False), torch.no_grad():
             cached = _Kept(key, quantize_weight(weight))
         layer.__dict__[_KEPT] = cached
@@ -84,6 +88,7 @@ def kept_bytes(model: nn.Module) -> int:
     names = [] if fusion is None else [name for op, name in fusion.replaced if op == OP]
     layers: list[Any] = [model.get_submodule(name) for name in names]
     shapes = [layer.base_layer.weight.shape for layer in layers]
+    # One byte per element for each of two layouts, and fp32 scales per row and per column.
     return sum(2 * shape.numel() + 4 * sum(shape) for shape in shapes)
 
 
@@ -96,10 +101,10 @@ def start(model: nn.Module, fusion: Fusion, *, insisted: bool) -> Switch:
         fusion.on[OP] = False
         weights.drop()
 
-    off = partial(fusion.without, OP)
+    disabled = partial(fusion.without, OP)
     # Not part of `kernels`: those must agree to the last bits of fp32, which fp8 cannot.
     return Switch(
-        OP, "kernel", off, turn_off, "the weights' own dtype", insisted=insisted, error=FP8
+        OP, "kernel", disabled, turn_off, "the weights' own dtype", insisted=insisted, error=FP8
     )
 
 

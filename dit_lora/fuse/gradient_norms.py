@@ -37,13 +37,13 @@ def choose_norms(
     support = triton_support()
     if mode == "auto" and support.mode != "gpu":
         return None, support.reason
-    wrong = _difference(trained)
-    if wrong is None:
+    difference = _difference(trained)
+    if difference is None:
         return finite_norms, None
     # `auto` reports the reason and continues; `on` must not silently train with another norm.
     if mode == "on":
-        raise DitLoraError(f"kernels.finite_norm: {wrong}; set it to auto or off")
-    return None, wrong
+        raise DitLoraError(f"kernels.finite_norm: {difference}; set it to auto or off")
+    return None, difference
 
 
 def _difference(trained: Sequence[torch.Tensor]) -> str | None:
@@ -55,14 +55,14 @@ def _difference(trained: Sequence[torch.Tensor]) -> str | None:
     ]
     # Two groups, mixed, so that a norm in the wrong group's place is seen.
     groups = [index % 2 for index in range(len(values))]
-    ours = finite_norms(values, groups, 2)
+    kernel_norms = finite_norms(values, groups, 2)
     expected = finite_norms_reference(values, groups, 2)
-    if not torch.allclose(ours, expected, rtol=1e-4, atol=0.0):
-        return f"norms are {ours.tolist()}, and PyTorch's are {expected.tolist()}"
+    if not torch.allclose(kernel_norms, expected, rtol=1e-4, atol=0.0):
+        return f"norms are {kernel_norms.tolist()}, and PyTorch's are {expected.tolist()}"
     # A wrong size or mask in the kernel would miss the very last element.
-    last = values[-1].flatten()
-    last[-1] = torch.inf
-    values[-1] = last.view_as(values[-1])
+    last_tensor = values[-1].flatten()
+    last_tensor[-1] = torch.inf
+    values[-1] = last_tensor.view_as(values[-1])
     if torch.isfinite(finite_norms(values, groups, 2)[groups[-1]]):
         return "an Inf in the last gradient is not seen"
     return None

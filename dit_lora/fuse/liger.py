@@ -45,12 +45,12 @@ def _runs(tensor: Tensor) -> bool:
 
 def _fits(*tensors: Tensor) -> bool:
     """True if Liger's kernels take these tensors together: on a GPU, not empty, all of one supported dtype."""
-    first = tensors[0]
+    first_tensor = tensors[0]
     return (
-        _runs(first)
-        and first.dtype in _DTYPES
-        and first.numel() > 0
-        and all(tensor.dtype is first.dtype for tensor in tensors)
+        _runs(first_tensor)
+        and first_tensor.dtype in _DTYPES
+        and first_tensor.numel() > 0
+        and all(tensor.dtype is first_tensor.dtype for tensor in tensors)
     )
 
 
@@ -67,6 +67,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # Only shapes and dtypes, for fake tensors and compilation.
+    # One value of 1 / rms per row.
     rows = x.numel() // x.shape[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
@@ -112,9 +113,9 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
     """Gradients of x and of the weight if it is trained; None for eps."""
-    of_weight = ctx.needs_input_grad[1]
-    dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, of_weight)
-    return dx, dweight if of_weight else None, None
+    needs_weight_grad = ctx.needs_input_grad[1]
+    dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, needs_weight_grad)
+    return dx, dweight if needs_weight_grad else None, None
 
 
 _rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
@@ -125,6 +126,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_forward
 
+    # Liger also returns its two operands.
     return swiglu_forward(gate.contiguous(), up.contiguous())[2]
 
 
@@ -232,6 +234,7 @@ def _with_rotation(stock: Forward) -> Forward:
     # Liger's own patch does. A copy of the function with other globals only changes this call.
     assert isinstance(stock, FunctionType)
     module_names = stock.__globals__
+    # The globals of the class's own module, with one name replaced.
     names = module_names | {_ROTATION: partial(_rotate, module_names[_ROTATION])}
     copy = FunctionType(
         stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
@@ -272,6 +275,7 @@ def _patches() -> tuple[ForwardPatch, ...]:
     patches = []
     for module, (norm, mlp, attention) in _STEMS.items():
         path = f"transformers.models.{module}"
+        # Phi-3 computes gate and up with one layer.
         forward = phi3_mlp_forward if mlp == "Phi3MLP" else mlp_forward
         patches += [
             ForwardPatch(f"{path}.{norm}", OP, norm_forward),

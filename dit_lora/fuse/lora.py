@@ -107,6 +107,7 @@ def has_observers(layers: Sequence[nn.Module]) -> bool:
 
 def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
     """Outputs of all layers in one op; None if a layer is not the plain case, or they differ in dropout or dtype."""
+    # A single layer has no input to share.
     if len(layers) < 2:
         return None
     parts = []
@@ -135,6 +136,7 @@ def _with_under(layer: Any, names: Sequence[str], x: Tensor, y: Tensor) -> Tenso
     total = y
     for name in names:
         a, b = layer.lora_A[name], layer.lora_B[name]
+        # In the adapter's own dtype, as PEFT computes.
         adapter_input = layer.lora_dropout[name](layer._cast_input_dtype(x, a.weight.dtype))
         total = total + b(a(adapter_input)) * layer.scaling[name]
     return total.to(y.dtype)
@@ -164,6 +166,7 @@ def _dtype(parts: _Parts) -> torch.dtype | None:
 
 def _read(layer: Any) -> _Parts | str:
     """The layer's operands, or the reason why its forward is more than `lora_linear` computes."""
+    # By exact class: a subclass may compute something else.
     base_classes = BASES.get(class_name(layer))
     if base_classes is None:
         return "not one of PEFT's LoRA linear layers"
@@ -172,22 +175,22 @@ def _read(layer: Any) -> _Parts | str:
     if layer.merged_adapters:
         return "its adapter is merged"
     # Bypass `nn.Module.__getattr__`, the slowest part of this function: it runs at every call of every layer.
-    parts_of = layer._modules
-    in_a = parts_of["lora_A"]._modules
+    modules = layer._modules
+    a_modules = modules["lora_A"]._modules
     active = layer.active_adapter  # a name, or a list of them
     names = [active] if isinstance(active, str) else active
-    names = [name for name in names if name in in_a]
-    name = names[0] if len(names) == 1 else _trained_one(names, in_a)
+    names = [name for name in names if name in a_modules]
+    name = names[0] if len(names) == 1 else _trained_one(names, a_modules)
     if name is None:
         return f"{len(names)} active adapters"
-    base = parts_of["base_layer"]
+    base = modules["base_layer"]
     kind = class_name(base)
     if kind not in base_classes:
         return f"its base is a {type(base).__name__}"
     if any(adapter in layer.lora_variant for adapter in names):
         return "its adapter is DoRA or another variant"
-    a, b = in_a[name], parts_of["lora_B"]._modules[name]
-    dropout = parts_of["lora_dropout"]._modules[name]
+    a, b = a_modules[name], modules["lora_B"]._modules[name]
+    dropout = modules["lora_dropout"]._modules[name]
     # These modules are not called, so hooks on them (an observer's or an offload's) would not run.
     if is_hooked(base, a, b, dropout):
         return "hooks on its base, A, B or dropout"
@@ -196,19 +199,22 @@ def _read(layer: Any) -> _Parts | str:
         return "its A or B is more than a matrix"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"its dropout is a {type(dropout).__name__}"
+    # In eval mode dropout does nothing.
     rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
     if rate == 1:
         return "its dropout drops everything"
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     low_a, low_b = _parameter(a, "weight"), _parameter(b, "weight")
+    # Reasons that depend on the tensors themselves: sharded, trained, or an unsupported quantization.
     reason = _tensors_why_not(layer, weight, bias, low_a, low_b, layer.r[name])
     reason = reason or _BASE_WHY_NOT[kind](layer, base, weight)
     if reason is not None:
         return reason
+    # A quantized base is passed as a module, whose product includes the bias.
     if kind != _LINEAR:
         weight = bias = None
-    under = [adapter for adapter in names if adapter != name]
-    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, under)
+    frozen_names = [adapter for adapter in names if adapter != name]
+    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names)
 
 
 def _trained_one(names: Sequence[str], in_a: Any) -> str | None:
@@ -328,8 +334,8 @@ def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
 
 def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
     """Dequantize a weight of `model.quantize` to (O, I) in `dtype`."""
-    wide: Tensor = base.widened(dtype)
-    return wide
+    weight: Tensor = base.widened(dtype)
+    return weight
 
 
 _DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _dequantized_narrow}
@@ -340,6 +346,7 @@ def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projecti
     name, base, weight, bias, a, b, scaling, *_ = parts
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
+        # Called when the weight itself is needed, so that no dequantized copy is kept.
         dequantize = partial(_DEQUANTIZED[class_name(base)], base)
         return Projection(None, None, adapter, Quantized(base, dequantize))
     return Projection(weight, bias, adapter, None, fp8.weight_of(layer, base, dtype))

@@ -60,30 +60,30 @@ class Fusion:
     @contextmanager
     def without(self, op: str) -> Iterator[None]:
         """Context in which this op is off."""
-        before = self.on[op]
+        was_on = self.on[op]
         self.on[op] = False
         try:
             yield
         finally:
-            self.on[op] = before
+            self.on[op] = was_on
 
     @contextmanager
     def all_stock(self) -> Iterator[None]:
         """Context in which the model runs its stock code everywhere."""
-        before, self.stock = self.stock, True
+        was_stock, self.stock = self.stock, True
         try:
             yield
         finally:
-            self.stock = before
+            self.stock = was_stock
 
     @contextmanager
     def any_backend(self) -> Iterator[None]:
         """Context in which PyTorch chooses the attention backend."""
-        before, self.backend = self.backend, None
+        old_backend, self.backend = self.backend, None
         try:
             yield
         finally:
-            self.backend = before
+            self.backend = old_backend
 
     def used(self) -> list[str]:
         """Ops that are on and replaced at least one module."""
@@ -92,6 +92,7 @@ class Fusion:
 
     def lines(self) -> list[str]:
         """The report: what was replaced, what was not, and why."""
+        # Number of modules by op. An op without an entry counts as on.
         counts = Counter(op for op, _ in self.replaced)
         lines = [f"{op}: {n} modules" for op, n in counts.items() if self.on.get(op, True)]
         reasons = Counter((op, reason) for op, _, reason in self.kept)
@@ -234,6 +235,7 @@ def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorP
 
 def restore(model: nn.Module) -> None:
     """Restore every module's stock code. Raises `DitLoraError` with a list if later hooks wrap a patched forward."""
+    # All patched modules; wrapped ones are checked before the first is restored.
     marked = [(n, m) for n, m in model.named_modules() if _MARK in m.__dict__]
     # The model itself (empty name) is only marked: a forward that Accelerate put on it stays.
     # Any other forward on an instance is a wrapper that was added around ours later, and calls it.
@@ -266,11 +268,12 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
 
     It copies only the base weights into a new layer, so the adapters of q, k and v would be lost silently.
     """
+    # Set by Diffusers on each layer whose q, k and v it has joined.
     fused = any(getattr(module, "fused_projections", False) for module in model.modules())
     if fused and has_lora(model):
         raise DitLoraError(_DROPS_LORA)
-    stock = getattr(model, "fuse_qkv_projections", None)
-    if stock is None:
+    stock_method = getattr(model, "fuse_qkv_projections", None)
+    if stock_method is None:
         return
 
     def fuse_qkv_projections(module: Any, *args: Any, **kwargs: Any) -> None:

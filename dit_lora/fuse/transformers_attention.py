@@ -91,7 +91,7 @@ class AttentionChoice:
         """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
         if self.name == STOCK:
             return []
-        off = Switch(
+        fallback = Switch(
             f"attention:{self.name}",
             "attention_backend",
             partial(_stock_for_a_while, model),
@@ -99,7 +99,7 @@ class AttentionChoice:
             "PyTorch's own attention",
             insisted=True,
         )
-        return [off]
+        return [fallback]
 
 
 def implementations(model: nn.Module) -> Before:
@@ -122,9 +122,9 @@ def _set(choices: Before) -> None:
 @contextmanager
 def _stock_for_a_while(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model uses PyTorch's own attention."""
-    before = implementations(model)
+    previous = implementations(model)
     model.set_attn_implementation(STOCK)
     try:
         yield
     finally:
-        _set(before)
+        _set(previous)

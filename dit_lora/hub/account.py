@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 120.0
+# Status codes after which the same request may succeed.
 _TRANSIENT = frozenset({408, 412, 429, 500, 502, 503, 504})
 """412: somebody else has pushed in the meantime."""
 # huggingface_hub raises a RuntimeError for errors in an upload thread.
@@ -43,12 +44,14 @@ def check_account(repo_id: str, *, private: bool) -> None:
     """
     if constants.HF_HUB_OFFLINE:
         raise HubError("HF_HUB_OFFLINE is set, so nothing can be pushed: unset it")
+    # Only looks for a token; the request below checks whether it is valid.
     if get_token() is None:
         raise HubError(
             "no Hugging Face token: log in with `hf auth login` (or set HF_TOKEN), with a token that may write"
         )
     user = asked(lambda: HfApi().whoami(), tries=2)
     name = str(user.get("name"))
+    # `read`, `write` or `fineGrained`; each level of the answer may be missing.
     role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise HubError(
@@ -71,6 +74,7 @@ def _require_no_public(repo_id: str) -> None:
     api = HfApi()
     try:
         repository = api.model_info(repo_id)
+    # The push will create it, as private.
     except RepositoryNotFoundError:
         return
     except FAILURES as error:
@@ -105,6 +109,7 @@ def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries
         except FAILURES as error:
             problem = in_words(error)
             retry_after = _retry_after(error)
+            # The Hub's own request comes first.
             pause = wait if retry_after is None else retry_after
             # A RuntimeError comes from an upload, which the library has already tried six times.
             is_last = attempt == tries or isinstance(error, RuntimeError)
@@ -115,12 +120,14 @@ def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries
         if say is not None:
             say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {tries - 1})")
         time.sleep(pause)
+        # Exponential back-off.
         wait *= 2
     raise AssertionError("unreachable")
 
 
 def in_words(error: BaseException) -> HubError:
     """Turn an exception into a one-line error without tokens. An `UnreachableError` if a retry may succeed."""
+    # The library wraps HTTP errors in its own.
     cause = _cause(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         message = _line(str(cause)) or type(cause).__name__
@@ -130,6 +137,7 @@ def in_words(error: BaseException) -> HubError:
         if isinstance(cause, KeyError):
             return UnreachableError(f"the Hub's answer has no {message}")
         return UnreachableError(f"the Hub cannot be reached: {message}")
+    # The Hub has answered: its status decides whether a retry makes sense.
     status = cause.response.status_code
     answer = _line(cause.server_message or "") or cause.response.reason_phrase
     message = {
@@ -143,6 +151,7 @@ def in_words(error: BaseException) -> HubError:
 
 def _cause(error: BaseException) -> BaseException:
     """The HTTP error in the chain of causes of a library's error; the error itself if there is none."""
+    # Follow explicit causes first, then the exception that was being handled.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, HTTPError):
@@ -162,6 +171,7 @@ def _retry_after(error: BaseException) -> float | None:
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return None
     value = cause.response.headers.get("Retry-After", "")
+    # Seconds only; the header may also be a date, which is ignored.
     return float(value) if re.fullmatch(r"\d+", value) else None
 
 
@@ -178,5 +188,6 @@ def _without_addresses() -> Iterator[None]:
 
 def _drop_address(record: logging.LogRecord) -> bool:
     """Logging filter that cuts the URL from a record's message."""
+    # The message ends with the URL; `args` are already formatted into it.
     record.msg, record.args = record.getMessage().partition(" thrown while requesting")[0], ()
     return True

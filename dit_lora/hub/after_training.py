@@ -19,6 +19,7 @@ def require_hub(session: Session, hub: HubConfig) -> None:
     """
     if not hub.push or hub.repo_id is None:
         return
+    # Only the main rank talks to the Hub. Its error is then raised on all ranks.
     error = None
     if session.is_main:
         try:
@@ -44,5 +45,6 @@ def push_result(session: Session, recipe: Recipe) -> None:
             session.say(push(folder, hub.repo_id, private=hub.private, say=session.say))
         except DitLoraError as problem:
             error = DitLoraError(f"the run is whole in {folder}, but it was not pushed: {problem}")
+            # Keep the exit code, which tells a failed check from bad input.
             error.exit_code = problem.exit_code
     agree(session.accelerator, error)

@@ -23,6 +23,7 @@ from dit_lora.results.experts import pair_file
 
 # Source: huggingface.js, packages/tasks/src/pipelines.ts. Class-conditional video models have no task there.
 _FROM_CLIPS = "video-to-video"
+# By whether samples start from a picture, and the kind of training data.
 _TASKS = {
     (False, "images"): "text-to-image",
     (False, "clips"): "text-to-video",
@@ -35,12 +36,14 @@ _CHAT_TASK = "video-text-to-text"
 def write_card(contents: Contents, repo_id: str) -> str:
     """The card's text: YAML metadata for the Hub, then Markdown. Captions are escaped so that they are not markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
+    # The example code uses a validation prompt, so that its result can be compared with the gallery.
     prompt = next((card_sample.prompt for card_sample in contents.shown), _any_prompt(contents))
     trigger = contents.facts["data"].get("caption_prefix")
+    # Rows of the table of samples: Markdown of the prompt and of both outputs.
     pairs = [
         {
             "prompt": plain(card_sample.prompt),
-            **{when: _cell(card_sample, when) for when in ("before", "after")},
+            **{stage: _cell(card_sample, stage) for stage in ("before", "after")},
         }
         for card_sample in contents.shown
     ]
@@ -79,17 +82,20 @@ def task_of(contents: Contents) -> str | None:
     kind = contents.facts["data"]["kind"]
     if kind == "clips" and pipeline.get("reference_clips"):
         return _FROM_CLIPS
+    # Image models that take reference pictures edit them.
     edits = kind == "images" and pipeline.get("references", 0) > 0
     return _TASKS.get((pipeline["from_image"] or edits, kind))
 
 
 def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
     """The card's YAML metadata."""
+    # A model trained from scratch only has the base's config, and no licence to inherit.
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
     licence = get_family(contents.made["family"]).license_of(base) if derived else None
     relation = "finetune" if contents.kind == "pipeline" else "adapter"
     trigger = contents.facts["data"].get("caption_prefix")
+    # The Hub's widget shows pictures and videos, each with a text.
     gallery = [
         {"text": without_tokens(text), "output": {"url": url}}
         for card_sample in contents.shown
@@ -101,6 +107,7 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
         if url
     ]
     results = _eval_results(contents)
+    # `ModelCardData` leaves out entries that are None.
     values: dict[str, Any] = {
         "base_model": base if derived else None,
         "base_model_relation": relation if derived else None,
@@ -140,6 +147,7 @@ def _tags(contents: Contents) -> list[str]:
 
 def _held_out(contents: Contents) -> tuple[float, float] | None:
     """Eval loss before and after training; None unless it was measured at least twice."""
+    # The first and the last measurement are shown.
     losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
@@ -171,13 +179,14 @@ def _measured_on(contents: Contents) -> str:
 
 def _summary(contents: Contents) -> str:
     """The card's first sentence: what was trained, from which base, for how many steps."""
-    made, task = contents.made, task_of(contents)
+    metadata, task = contents.made, task_of(contents)
     base = (
         f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
         if contents.base
-        else f"{plain(made.get('base_model') or 'a base model')}, which was a folder of its trainer's"
+        else f"{plain(metadata.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
-    adapter = adapter_words(made)
+    # Such as `LoRA (rank 16, alpha 16)`.
+    adapter = adapter_words(metadata)
     description = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
@@ -186,6 +195,7 @@ def _summary(contents: Contents) -> str:
             if scratch
             else f"A fine-tune of {base}"
         )
+    # None of the adapter's file names: only base weights were trained.
     elif not any(
         name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(pair_file, EXPERTS.values()))
         for name in contents.files
@@ -197,8 +207,9 @@ def _summary(contents: Contents) -> str:
             if contents.experts
             else f" (its expert for {_named(contents.expert)})"
         )
+    # Both experts' steps, or those of the only run.
     steps = sum(expert_contents.run.done for expert_contents in contents.experts or (contents,))
-    return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {made['version']}."
+    return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {metadata['version']}."
 
 
 def _any_prompt(contents: Contents) -> str:
@@ -233,6 +244,7 @@ def _notes(contents: Contents) -> Iterator[str]:
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
     if contents.made.get("continued"):
         yield f"Training continued from the LoRA {plain(contents.made['continued']['name'])}."
+    # `lora.under` of the recipe: adapters that were active and frozen during training.
     for frozen in contents.made.get("under") or ():
         use = (
             "load it beside this one"
@@ -250,6 +262,7 @@ def _notes(contents: Contents) -> Iterator[str]:
 
 def _about_references(pipeline: Mapping[str, Any]) -> str:
     """A sentence on the reference files that the example code uses."""
+    # The same names as in the example code.
     files = reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
     verb_phrase = (
@@ -271,6 +284,7 @@ def _data(contents: Contents) -> Iterator[str]:
     """List items on the training data."""
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
+    # Chat models count conversations and tokens, diffusion models clips and samples.
     if data["kind"] == "conversations":
         media = ", ".join(
             f"{count:,} about {_about(kind)}" for kind, count in data["by_media"].items()
@@ -325,6 +339,7 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
             "rank, alpha, dropout",
             f"{contents.made['rank']}, {contents.made['alpha']}, {dropout:g}",
         )
+    # Groups that are None are not trained.
     for name, group in optim["groups"].items():
         if group and "lr" in group:
             yield f"learning rate of {plain(name)}", f"{group['lr']:g}"
@@ -337,6 +352,7 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
         suffix = (
             f" of the expert for {_named(expert_contents.expert)}" if expert_contents.expert else ""
         )
+        # A running total: the last value is the number of samples of the run.
         sample_counts = expert_contents.run.metrics.column("samples")
         yield (
             f"steps{suffix}",
@@ -354,6 +370,7 @@ def _values(contents: Contents) -> Iterator[tuple[str, str]]:
 
 def _result(contents: Contents) -> Iterator[str]:
     """List items on losses and on what the guard did."""
+    # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
         yield from (
             f"{_named(expert_contents.expert)}: {line}" for line in _result(expert_contents)
@@ -362,18 +379,20 @@ def _result(contents: Contents) -> Iterator[str]:
         return
     losses = [loss for loss in contents.run.metrics.column("loss") if math.isfinite(loss)]
     if losses:
+        # A single step's loss is too noisy.
         recent = losses[-50:]
         yield f"training loss, mean of the last {len(recent)} steps: {sum(recent) / len(recent):.4f}"
     held_out = _held_out(contents)
     if held_out:
-        before, after = held_out
-        change = f" ({100 * (after / before - 1):+.1f} %)" if before else ""
-        yield f"held-out loss ({_measured_on(contents)}): {before:.4f} before, {after:.4f} after{change}"
+        first_loss, last_loss = held_out
+        change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
+        yield f"held-out loss ({_measured_on(contents)}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
     yield from _events(contents)
 
 
 def _events(contents: Contents) -> Iterator[str]:
     """List items on the guard's events, as counts, because their messages may contain file names."""
+    # Events that agree in kind, cause and action become one line.
     counted = Counter(
         (
             str(event.get("kind", "")).replace("_", " "),
@@ -387,6 +406,7 @@ def _events(contents: Contents) -> Iterator[str]:
     for (kind, cause, action), count in counted.most_common():
         times = "once" if count == 1 else f"{count:,} times"
         yield f"guard: {plain(kind)}, cause {plain(cause)}: {times}; action: {plain(action)}"
+    # A sample can be left out several times.
     left_out = len({line.get("sample_id") for line in contents.run.quarantine})
     if left_out:
         yield f"{left_out:,} of the samples left out by the guard, for a time or for good"
@@ -401,6 +421,7 @@ def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
     for expert in contents.experts:
         for name, passed, message in _checks(expert):
             yield f"{_named(expert.expert)}: {name}", passed, message
+    # The published copy, in which paths are redacted.
     record = contents.files.get(VERIFICATION)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
     for name, check in checks.items():
@@ -416,6 +437,7 @@ def _versions(contents: Contents) -> Iterator[str]:
     listed = [f"{name} {packages[name]}" for name in main_packages if name in packages]
     python = environment.get("python", "")
     yield plain(f"dit-lora {contents.made['version']}, Python {python}, " + ", ".join(listed))
+    # Such as "8 x NVIDIA H100".
     names = Counter(str(device.get("name")) for device in environment.get("devices") or ())
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")

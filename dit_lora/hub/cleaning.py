@@ -26,6 +26,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     values = copy.deepcopy(dict(config))
     values.pop("hub", None)
     _section(values, "model")["path"] = base
+    # `lora.init` is a method's name, a Hub id or a file; only the file is private.
     lora = values.get("lora") or {}
     if lora.get("init", INITS[0]) not in INITS and hub_name(lora["init"]) is None:
         lora["init"] = "path/to/lora"
@@ -33,6 +34,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
         if hub_name(str(item.get("path"))) is None:
             item["path"] = f"path/to/under_{number}"
     data = _section(values, "data")
+    # The first source is `data` itself, further ones are in `data.sources`.
     for number, source in enumerate([data, *(data.get("sources") or ())]):
         if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):
             source["path"] = f"path/to/data_{number}" if number else "path/to/data"
@@ -50,6 +52,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     # A path of the machine that trained, which readers do not need.
     data["cache"] = None
     validation = _section(values, "validation")
+    # The suffix stays: it tells readers what kind of file belongs there.
     for name in ("images", "last_images", "media"):
         if validation.get(name):
             validation[name] = [
@@ -70,6 +73,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
         validation["other_expert"] = "path/to/other_expert"
     if validation.get("conversations"):
         validation["conversations"] = "path/to/conversations.json"
+    # These three point to files of this machine, or to this run.
     _section(values, "guard")["quarantine"] = None
     _section(values, "train")["resume"] = "none"
     _section(values, "run")["dir"] = "runs/mine"

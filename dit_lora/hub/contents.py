@@ -96,10 +96,12 @@ def collect(run_dir: Path) -> Contents:
     if len(runs) > 1:
         return _joined(run_dir, [collect(run) for run in runs])
     require_regular(run_dir)
+    # The state is not shown on the card, so it need not be derived.
     run = RunReader(run_dir).read("finished")
     _require_whole(run)
     result, kind = _result(run)
     _require_verified(run)
+    # The file with the training metadata.
     main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # only base weights were trained
@@ -112,6 +114,7 @@ def collect(run_dir: Path) -> Contents:
     }
     samples = _shown(run, files)
     facts = _facts(run)
+    # A link could publish a file from outside the run.
     require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
     base = str(metadata.get("base_model") or "path/to/base")
     datasets = facts["data"]["datasets"]
@@ -122,15 +125,17 @@ def collect(run_dir: Path) -> Contents:
         record = {**shown_record, "adapter": _placed(main.name, metadata, kind), "base_model": base}
         files[VERIFICATION] = clean_json(record).encode()
     redacted_fields = ("config", "environment", "events", "quarantine", "status")
+    # The card is written from this copy.
     public = replace(run, **{name: redacted(getattr(run, name)) for name in redacted_fields})
     return Contents(public, facts, metadata, kind, files, tuple(samples))
 
 
 def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
     """The files of both experts' runs. The samples are those of the last run, which are made with both."""
-    both = [item for item in experts if BASE_FILE in item.files]
-    if both:
-        folders = ", ".join(str(item.run.folder) for item in both)
+    # Adapters get the expert's name, but base weights have one fixed name.
+    with_base_weights = [item for item in experts if BASE_FILE in item.files]
+    if with_base_weights:
+        folders = ", ".join(str(item.run.folder) for item in with_base_weights)
         raise DitLoraError(
             f"{run_dir} is not pushed as one: base weights trained too, and both experts' have one name; "
             f"push the runs "
@@ -139,6 +144,7 @@ def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
     last_expert = experts[-1]
     files = {name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES)}
     for contents in experts:
+        # Verifications have one name in both runs: put each in its expert's folder.
         expert_files = {
             name: item for name, item in contents.files.items() if not name.startswith(SAMPLES)
         }
@@ -161,6 +167,7 @@ def _result(run: RunFiles) -> tuple[Path, str]:
         return adapter, "lora"
     if (adapter / CHAT_ADAPTER_FILE).is_file() or (adapter / BASE_FILE).is_file():
         return adapter, "peft"
+    # Name the file that the run would have written.
     full = run.config.get("train", {}).get("mode") == "full"
     path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
@@ -171,11 +178,12 @@ def _result(run: RunFiles) -> tuple[Path, str]:
 
 def _require_whole(run: RunFiles) -> None:
     """Raise `DitLoraError` if the run's records do not have what the card shows of them."""
-    what = f"{run.folder} is not pushed"
-    checked(run.config, ConfigInCard, f"{what}: config.yaml")
-    checked(run.environment, EnvironmentInCard, f"{what}: environment.json")
+    message_prefix = f"{run.folder} is not pushed"
+    # Each call raises for missing keys or wrong types.
+    checked(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
+    checked(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
     if run.verification:
-        checked(run.verification, VerificationInCard, f"{what}: {VERIFICATION}")
+        checked(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION}")
 
 
 def _require_verified(run: RunFiles) -> None:
@@ -206,6 +214,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
             "part", "transformer"
         )
     try:
+        # An adapter must have an effect; base weights only have to be finite.
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
             adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
@@ -222,6 +231,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
     file = run.folder / FACTS_FILE
     try:
         facts = typed(read_inside(run.folder, file), Facts, FACTS_FILE)
+        # Exactly one of the two: diffusion models have a pipeline, chat models a model.
         if ("pipeline" in facts) == ("model" in facts):
             raise ParseError(f"{FACTS_FILE} is damaged: it must have `pipeline` or `model`")
         public: dict[str, Any] = redacted(facts)
@@ -242,6 +252,7 @@ def _placed(name: str, made: Mapping[str, Any], kind: str) -> str:
 
 def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
     """Yield the result's files by name in the repository; configs without private values."""
+    # A pipeline has many files, an adapter only known ones.
     names = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
     for name in sorted(names):
         path = result / name
@@ -268,12 +279,12 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     card_samples = []
     for index, prompt in enumerate(prompts):
         paths: dict[str, str] = {}
-        for when, folder in ends.items():
+        for stage, folder in ends.items():
             for path in sorted(folder.glob(f"prompt_{index:02d}.*")):
                 if not path.is_file():
                     continue
-                paths[when] = f"{SAMPLES}{when}_{index:02d}{path.suffix}"
-                files[paths[when]] = path
+                paths[stage] = f"{SAMPLES}{stage}_{index:02d}{path.suffix}"
+                files[paths[stage]] = path
         if "after" in paths:
             card_samples.append(CardSample(prompt, paths.get("before"), paths["after"]))
     return card_samples
@@ -282,10 +293,10 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
 def _answers(run_dir: Path, ends: Mapping[str, Path]) -> list[CardSample]:
     """A chat model's answers to the validation prompts before and after training."""
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
-    for when, folder in ends.items():
+    for stage, folder in ends.items():
         file = folder / "answers.json"
         require_inside(run_dir, [file])
-        answers[when] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
+        answers[stage] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
     return [
         CardSample(
             str(answer.get("prompt", "")),

@@ -15,6 +15,7 @@ def licence_of(contents: Contents) -> str:
         return (
             f"Not stated: see the licence of the base model, {where}, from which this is derived."
         )
+    # Custom licences have a name and a link, standard ones only an id.
     name = plain(licence.name or licence.id)
     named = f"[{name}]({licence.link})" if licence.link else name
     return f"{named}, the licence of the base model, {where}, from which this is derived."

@@ -4,6 +4,7 @@ import re
 
 from dit_lora.redact import redacted_words
 
+# Characters with a meaning in Markdown, tables or HTML.
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
 
 

@@ -40,6 +40,7 @@ def prepare(run_dir: Path, repo_id: str) -> Publication:
     """
     contents = collect(run_dir)
     card = write_card(contents, repo_id)
+    # Written before the upload, so that it can be reviewed even if the push fails.
     write_whole(run_dir / CARD, card)
     return Publication(contents, repo_id, {CARD: card.encode(), **contents.files})
 
@@ -73,6 +74,7 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
 def _upload(publication: Publication, *, private: bool, say: Say) -> str:
     """Create the repository if needed and commit the files; retries transient errors."""
     api, repo_id = HfApi(), publication.repo_id
+    # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
     asked(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
     url = f"{api.endpoint}/{repo_id}"
     return asked(lambda: _commit(api, publication, url, say), say)
@@ -84,8 +86,10 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     Unchanged files are skipped.
     """
     repo_id, files = publication.repo_id, publication.files
+    # The commit that is built upon; the Hub answers 412 if it is no longer the newest.
     head = api.model_info(repo_id)
     existing = [item.rfilename for item in head.siblings or ()]
+    # Only files that an earlier push wrote: others, such as pictures added by hand, stay.
     removes = [
         CommitOperationDelete(name) for name in existing if _is_ours(name) and name not in files
     ]
@@ -101,6 +105,7 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
         commit_message=f"{metadata['family']}, {steps:,} steps, by dit-lora {metadata['version']}",
         parent_commit=head.sha,
     )
+    # huggingface_hub makes no commit if nothing changed.
     if commit.oid == head.sha:
         return f"nothing to do: {url} has all {len(files)} files as they are here"
     return f"pushed {len(files)} files to {url}"

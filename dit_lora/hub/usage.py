@@ -22,12 +22,12 @@ def needs_ours(contents: Contents) -> bool:
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
         return contents.facts["model"]["module"].startswith("dit_lora.")
-    ours = pipeline["module"] != "diffusers"
+    is_our_class = pipeline["module"] != "diffusers"
     if contents.kind == "pipeline":
-        return ours
+        return is_our_class
     # The code can name another pipeline class; other changes of model_index.json need our loader.
     changes = {*(contents.made.get("index") or {})} - {"_class_name"}
-    return ours or not pipeline["loads_lora"] or bool(changes)
+    return is_our_class or not pipeline["loads_lora"] or bool(changes)
 
 
 def install_line(contents: Contents) -> str:
@@ -35,6 +35,7 @@ def install_line(contents: Contents) -> str:
     if needs_ours(contents):
         packages = ["dit-lora"]
     elif "pipeline" in contents.facts:
+        # sentencepiece: tokenizers of T5 and other text encoders need it.
         packages = ["torch", "diffusers", "transformers", "peft", "accelerate", "sentencepiece"]
     else:
         packages = ["torch", "transformers", "peft", "accelerate"]
@@ -49,6 +50,7 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     """Python source that loads the result from the Hub repository `repo_id` and samples with `prompt`."""
     is_pipeline = "pipeline" in contents.facts
     name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
+    # Not autoescaped: the result is Python. Values are inserted by `repr` or as quoted literals.
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -132,16 +134,20 @@ def _base(contents: Contents) -> str:
     """Arguments that load the base; a placeholder path if it was a local folder."""
     if contents.base is None:
         return literal(_LOCAL_BASE)
+    # The revision pins the base to the commit that was trained on.
     base, revision = literal(contents.base), contents.made.get("revision")
     return f"{base}, revision={literal(revision)}" if revision else base
 
 
 def _dtype(contents: Contents) -> str:
     """The `torch_dtype` argument: one dtype, or a dict if some components stay in fp32."""
-    dtype, wide = str(contents.facts["pipeline"]["dtype"]), contents.facts["pipeline"]["in_fp32"]
-    if not wide or dtype == "torch.float32":
+    dtype, fp32_components = (
+        str(contents.facts["pipeline"]["dtype"]),
+        contents.facts["pipeline"]["in_fp32"],
+    )
+    if not fp32_components or dtype == "torch.float32":
         return dtype
-    components = "".join(f'"{name}": torch.float32, ' for name in wide)
+    components = "".join(f'"{name}": torch.float32, ' for name in fp32_components)
     return f'{{{components}"default": {dtype}}}'
 
 
@@ -149,6 +155,7 @@ def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
     """The equivalent `dit-lora sample` command; empty for a chat model."""
     if "pipeline" not in contents.facts:
         return ()
+    # POSIX quoting: close the quotes, add an escaped quote, open them again.
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
     model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
     files = reference_files(contents.facts["pipeline"])

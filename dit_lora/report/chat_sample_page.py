@@ -70,6 +70,7 @@ def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tup
     count = min(len(frames), FRAMES)
     # Evenly spaced frames, including the first and the last.
     chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
+    # A picture has no time.
     times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
     return [(_picture(frames[index]), times[index]) for index in chosen]
 
@@ -79,6 +80,7 @@ def _picture(frame: torch.Tensor) -> str:
 
     # (3, H, W) to (H, W, 3).
     picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
+    # In place; keeps the aspect ratio and never enlarges.
     picture.thumbnail((_SIDE, _SIDE))
     stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=80)

@@ -19,6 +19,7 @@ def film_strip(media: Media | None, seconds: Sequence[float], height: int) -> by
         header = read_header(media)
         # Limit the aspect ratio of the thumbnail to between 1:4 and 4:1.
         width = round(min(4.0, max(0.25, header.width / header.height)) * height)
+        # uint8 (F, 3, H, W), cropped to the thumbnail's aspect ratio.
         pixels = read_at(media, seconds, height=height, width=width, fit="cover")
     except ClipError:
         return b""

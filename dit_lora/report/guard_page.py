@@ -28,6 +28,7 @@ _ACTIONS = {
     "rollback": "put an earlier snapshot of weights and optimizer back",
     "stop": "stopped the loop",
 }
+# A single folder below `bundles/`: letters, digits, `_`, `.` and `-`, and no further slash.
 _PLACE = re.compile(r"bundles/[\w.-]+")
 _TICKS = 400
 """Number of distinct positions on a lane."""
@@ -94,9 +95,11 @@ def write_guard_report(folder: Path) -> Path:
         DitLoraError: If the file cannot be written.
     """
     clean = redactor()
+    # Torn lines were being written when a process was killed.
     events, torn = read_lines(folder / "events.jsonl")
     events, starts = clean(events), clean(starts_in(folder))
     rows = [_row(group, folder) for group in _alike(events[-_MOST:])]
+    # From the whole list: the table below has only the latest events.
     state, color = _state(events, starts)
     heat = heat_maps(_modules(folder))
     page = render(
@@ -128,6 +131,7 @@ def _state(
     """How the last start ended, as far as is known, and its color class."""
     if events and events[-1].get("action") == "stop":
         return "stopped by the guard", "reject"
+    # False until the guard is closed, and so also after a kill.
     if not starts or not starts[-1].get("ended"):
         return "running, or ended without a word", "warn"
     return "ended", "ok"
@@ -137,6 +141,7 @@ def _figures(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
     have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
+    # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as far as known"
     num_taken, lost = (
         sum(_count(start.get(name)) for start in starts) for name in ("taken", "lost")
@@ -151,12 +156,16 @@ def _figures(
     most_frequent = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(event_counts) - len(named)
     rows = f"and {unnamed} not named" if unnamed else ""
-    off = sorted(_switched_off(events, starts))
+    switched_off_names = sorted(_switched_off(events, starts))
     return [
         Figure("Steps taken", f"{num_taken:,}" if starts else NONE, caveat),
         Figure("Steps not taken", f"{lost:,}" if starts else NONE, _share(lost, num_taken + lost)),
         Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
-        Figure("Switched off", f"{len(off):,}", ", ".join(off) or "no kernel, no backend"),
+        Figure(
+            "Switched off",
+            f"{len(switched_off_names):,}",
+            ", ".join(switched_off_names) or "no kernel, no backend",
+        ),
     ]
 
 
@@ -167,11 +176,12 @@ def _share(part: int, whole: int) -> str:
 def _switched_off(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> set[str]:
+    # Each fallback is an event, and guard.json lists what was off at its last write: take both.
     from_events = {
         str(mapping(entry.get("verdict")).get("switch", "")) for entry in events if _falls(entry)
     }
-    noted = {name for entry in starts for name in _listed(entry.get("switched_off"))}
-    return (from_events | noted) - {""}
+    from_starts = {name for entry in starts for name in _listed(entry.get("switched_off"))}
+    return (from_events | from_starts) - {""}
 
 
 def _falls(event: Mapping[str, Any]) -> bool:
@@ -183,16 +193,19 @@ def _starts(
 ) -> list[Start]:
     """The known guards, and an extra entry for events that none of them has written."""
     guard_ids = {str(entry["id"]) for entry in starts}
-    loose = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
+    # guard.json may be missing or damaged while events.jsonl is complete.
+    unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
     entries = [
         _start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts
     ]
-    return [*entries, *([_start({}, loose)] if loose else [])]
+    return [*entries, *([_start({}, unmatched_events)] if unmatched_events else [])]
 
 
 def _start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
     event_steps = [_count(event.get("step")) for event in events]
+    # The lane's right end. At least 1, because positions are divided by it.
     steps = max([_count(facts.get("taken")) + _count(facts.get("lost")), *event_steps, 1])
+    # In order of first appearance.
     causes = dict.fromkeys(_cause(event) for event in events)
     lanes = [_lane(cause, [e for e in events if _cause(e) == cause], steps) for cause in causes]
     models = facts.get("models")
@@ -236,12 +249,14 @@ def _steps(facts: Mapping[str, Any]) -> str:
 
 def _lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
     # Combine events at the same position in one tick: overlapping marks would show no more.
-    at: dict[int, list[Mapping[str, Any]]] = {}
+    # Events by position, an integer from 0 to the number of ticks.
+    events_by_position: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         position = round(_TICKS * _count(event.get("step")) / steps)
-        at.setdefault(min(position, _TICKS), []).append(event)
+        events_by_position.setdefault(min(position, _TICKS), []).append(event)
     ticks = []
-    for position, position_events in sorted(at.items()):
+    for position, position_events in sorted(events_by_position.items()):
+        # A stop colours the tick even if others share the position.
         stops = any(event.get("action") == "stop" for event in position_events)
         first_event, more = (
             position_events[0],
@@ -257,6 +272,7 @@ def _alike(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for event in events:
         message = str(mapping(event.get("verdict")).get("words"))
+        # Same guard, cause, action, message and samples.
         key = (event.get("guard"), _cause(event), event.get("action"), message)
         groups.setdefault((*map(str, key), *_listed(event.get("sample_ids"))), []).append(event)
     return list(groups.values())

@@ -20,6 +20,7 @@ HOST = "127.0.0.1"
 _CHUNK = 2**18
 _MOST_DROPPED = 2**22  # maximum bytes read from a refused request
 _MAX_DIGITS = 18  # maximum digits of a length in bytes
+# One byte range; each end may be missing.
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
@@ -54,6 +55,7 @@ class LocalServer(ThreadingHTTPServer):
 
     def is_token(self, value: str) -> bool:
         """Compare with the token in constant time."""
+        # An ordinary comparison would reveal by its duration how many characters match.
         return secrets.compare_digest(_bytes(value), _bytes(self.token))
 
 
@@ -91,6 +93,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not self._is_asked_here():
             return
         if not self._has_token():
+            # The link that the command printed has the token.
             message = "open the address that the command printed, which ends in ?token=..."
             self.refuse(HTTPStatus.FORBIDDEN, message)
             return
@@ -102,6 +105,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
     def do_POST(self) -> None:
         self._new_cookie = ""
         # A page of another site can send requests here, although it cannot read the answer.
+        # The check has already answered the request if it fails.
         if not self._is_asked_here():
             return
         if self.headers.get("Origin", "") not in self._own_origins():
@@ -132,11 +136,12 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         except ValueError as error:
             self.say(HTTPStatus.BAD_REQUEST, f"this takes JSON: {error}")
             return None
-        theirs = values.get("token") if isinstance(values, dict) else None
-        if not isinstance(theirs, str):
+        # The token is in the body, not in a cookie: browsers can attach cookies to other sites' requests.
+        request_token = values.get("token") if isinstance(values, dict) else None
+        if not isinstance(request_token, str):
             self.say(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
             return None
-        if not self.server.is_token(theirs):
+        if not self.server.is_token(request_token):
             self.say(
                 HTTPStatus.FORBIDDEN,
                 "this page is of an earlier start; open the address that the command printed in another tab",
@@ -165,6 +170,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     def _content_length(self) -> int | None:
         """The length of the request body; None if the request does not have exactly one valid length."""
+        # Two lengths, or a chunked body, could be read in two ways.
         lengths = self.headers.get_all("Content-Length", [])
         if len(lengths) != 1 or self.headers.get("Transfer-Encoding") is not None:
             return None
@@ -179,15 +185,16 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         if not self.server.token:
             return True
         cookies = self.headers.get("Cookie", "").split(";")
-        theirs = [
+        cookie_tokens = [
             value
             for name, _, value in (cookie.strip().partition("=") for cookie in cookies)
             if name == self._cookie
         ]
         # A browser may send several cookies of this name; any valid one is accepted.
-        if any(map(self.server.is_token, theirs)):
+        if any(map(self.server.is_token, cookie_tokens)):
             return True
         with suppress(ValueError):  # an invalid URL
+            # The cookie itself is set with the response's headers.
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
                 # The first visit has the token in the URL; later requests, such as for media files, use the cookie.
                 if self.server.is_token(value):
@@ -229,6 +236,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     def _part(self, file: BinaryIO, kind: str) -> None:
         """Send a file, or the requested range of it."""
+        # Size of the open file: its path may be replaced at any time.
         size = os.fstat(file.fileno()).st_size
         byte_range = self._range(size)
         if byte_range is None:
@@ -241,6 +249,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             more["Content-Range"] = f"bytes {start}-{end}/{size}"
         status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
         self._head(status, kind, end - start + 1, more)
+        # HEAD has the same headers as GET, without a body.
         if self.command != "HEAD":
             self._copy(file, start, end - start + 1)
 
@@ -258,6 +267,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         return (first_byte, last_byte, True) if first_byte <= last_byte else None
 
     def _copy(self, file: BinaryIO, first: int, count: int) -> None:
+        # In chunks: a video need not fit into memory.
         file.seek(first)
         while count > 0 and (part := file.read(min(_CHUNK, count))):
             self.wfile.write(part)
@@ -285,6 +295,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] = {}
     ) -> None:
         """Answer with a text of this content type."""
+        # File names may contain surrogate escapes, which UTF-8 cannot encode.
         body = text.encode(errors="backslashreplace")
         self._head(status, kind, len(body), more)
         if self.command != "HEAD":
@@ -295,8 +306,10 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         headers = {
             "Content-Type": kind,
             "Content-Length": str(length),
+            # The page changes during a run, and its content is private to this machine.
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
+            # No other site may embed the page or read its files.
             "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",

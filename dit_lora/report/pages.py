@@ -12,7 +12,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import write_whole
 from dit_lora.redact import redactor
 
+# Beginnings of embedded media, whose base64 must not be changed by redaction.
 _EMBEDDED = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
+# Nothing may be loaded or submitted except what a page's `sources` adds.
 _HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
 
 
@@ -29,6 +31,7 @@ class PagePictures:
 
     def uri(self, jpeg: bytes | None) -> str:
         """The picture's data URI; an empty string without a picture or without space for it."""
+        # Base64 length counts, because that is what the page contains.
         text = base64.b64encode(jpeg or b"").decode()
         if not text or len(text) > self._room:
             return ""
@@ -100,6 +103,7 @@ def _environment() -> Any:
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
         finalize=shown,
+        # A misspelt variable is an error and not an empty string.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

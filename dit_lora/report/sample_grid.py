@@ -27,6 +27,7 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
         label = "" if strength is None else _words(strength)
+        # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
     is_video = samples[0][3].suffix == ".mp4"
     grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]

@@ -25,6 +25,7 @@ def targets_of(target: Path) -> tuple[Path, ...]:
     """
     if not target.is_dir():
         return (target,)
+    # A run of both experts: its subfolders high_noise and low_noise are complete runs.
     runs = runs_of(target)
     if len(runs) > 1:
         return runs
@@ -38,6 +39,7 @@ def targets_of(target: Path) -> tuple[Path, ...]:
 
 def runs_of(folder: Path) -> tuple[Path, ...]:
     """The runs of both experts, high noise first, if the folder is a run of both; else the folder itself."""
+    # Both folders must hold a recipe; otherwise the folder counts as a single run.
     runs = tuple(folder / name for name in EXPERTS.values())
     return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)
 
@@ -46,6 +48,7 @@ def files_of_experts(target: Path) -> list[Path]:
     """The adapter files at a path, of any experts; empty if there are none."""
     files = []
     for result in targets_of(target):
+        # The result may be the file itself, an adapter's folder or a run's folder; take the first that exists.
         candidates = (result, result / ADAPTER_FILE, result / "adapter" / ADAPTER_FILE)
         files += [candidate for candidate in candidates if candidate.is_file()][:1]
     return files

@@ -58,6 +58,7 @@ class Source:
             raise DitLoraError(
                 f"--model does not apply: {self.file} is a whole model, not an adapter"
             )
+        # Order of precedence: --model, the pipeline itself, the run's recipe, the adapter's header.
         recorded = None if self.is_pipeline else model_of_run(self.target, self.file)
         family = self.made.get("family") or (recorded.family if recorded else "")
         if model:
@@ -69,6 +70,7 @@ class Source:
         else:
             path = named_base(self.file, self.made.get("base_model") or peft_base(self.file.parent))
             base = ModelConfig(family=family, path=path, revision=self.made.get("revision"))
+        # The header knows which expert and task were trained; a base given by path does not.
         if "part" in self.made:
             base = base.model_copy(update={"part": self.part})
         if "task" in self.made:
@@ -91,15 +93,17 @@ def find_source(
     Raises:
         DitLoraError: There is none.
     """
+    # A full pipeline comes first, then an adapter's file with one of the accepted names.
     pipeline = whole_pipeline(target)
     if pipeline is not None:
         record = pipeline / PROVENANCE_FILE
         return Source(target, pipeline, _provenance(record), True)
+    # Some kinds of adapters of diffusion models are stored in PEFT's format only.
     file = _file_in(target, names) or _without_diffusers(target)
     if file is not None:
         return Source(target, file, read(file) or _made_of_checkpoint(file))
-    in_peft_format = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
-    if names == DIFFUSERS_FORMAT and any(config.is_file() for config in in_peft_format):
+    peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
+    if names == DIFFUSERS_FORMAT and any(config.is_file() for config in peft_configs):
         raise DitLoraError(
             f"{target} holds an adapter in PEFT's format: a chat model's answers by dit-lora chat; of a diffusion "
             f"model, write what its pipeline loads: dit-lora export {target} --to diffusers --out OUT"
@@ -130,6 +134,7 @@ def _made_of_checkpoint(file: Path) -> dict[str, Any]:
     """Training metadata for the adapter file of a run's checkpoint, from the run's result; empty for other files."""
     if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
         return {}
+    # RUN/checkpoints/step_N/file: the run's folder is two levels above the file's.
     saved = _file_in(file.absolute().parents[2], ANY_FORMAT)
     metadata = read_provenance(saved) if saved else {}
     # Drop the recorded output: it belongs to the last step.
@@ -149,8 +154,10 @@ def _without_diffusers(target: Path) -> Path | None:
 
 def is_chat(target: Path, model: str | None) -> bool:
     """True if the target is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
+    # Not a local path, or a diffusion pipeline.
     if not target.exists() or whole_pipeline(target):
         return False
+    # Base weights without an adapter are a result too.
     file = _file_in(target, ANY_FORMAT) or _file_in(target, (BASE_FILE,))
     if file is None:
         base = model_of_run(target, None)
@@ -158,14 +165,15 @@ def is_chat(target: Path, model: str | None) -> bool:
     # Only diffusion adapters have Diffusers' file name.
     if file.name == ADAPTER_FILE:
         return False
+    # The header decides; adapters of others have none, so the run's recipe comes second.
     run = model_of_run(target, file)
     family = read_provenance(file).get("family") or (run.family if run else None)
     if family:
         return family in CHAT_FAMILIES
     # PEFT's format is not enough to tell: a diffusion adapter exported to it looks the same.
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
-    own_class = peft_config(file).get("auto_mapping") or {}
-    return not on_pipeline and not own_class.get("parent_library", "").startswith("diffusers.")
+    auto_mapping = peft_config(file).get("auto_mapping") or {}
+    return not on_pipeline and not auto_mapping.get("parent_library", "").startswith("diffusers.")
 
 
 def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
@@ -206,6 +214,7 @@ def family_of(model: ModelConfig) -> str:
     Raises:
         DitLoraError: No family has this pipeline class.
     """
+    # `_class_name` of model_index.json.
     pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
     families = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
     for name, pipelines in families.items():

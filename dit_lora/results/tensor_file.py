@@ -49,6 +49,7 @@ def stored_dtypes(files: Iterable[Path]) -> set[str]:
     """safetensors' dtype names of all tensors in these files."""
     dtypes: set[str] = set()
     for file in files:
+        # Reads headers only: no tensor is loaded.
         with safe_open(file, framework="pt") as opened:
             dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     return dtypes

@@ -21,6 +21,7 @@ def digests_of(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 def result_files(result: Path, part: str) -> list[Path]:
     """Files that a verification reads: of an adapter's folder, or of a pipeline's trained component."""
+    # A pipeline has one folder per component; an adapter's folder has no such subfolder.
     folder = result / part if (result / part).is_dir() else result
     return [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
 
@@ -31,18 +32,20 @@ def changed_files(run: Path) -> list[str]:
     Empty without verification.json, and for one of an earlier version without digests.
     """
     try:
-        stored = read_verification(run).get("files", {})
+        # Digests by path relative to the run's folder, from the last verification.
+        digests = read_verification(run).get("files", {})
     except ParseError as error:
         raise DitLoraError(f"{error}; run dit-lora verify {run} again") from error
     return [
         name
-        for name, digest in stored.items()
+        for name, digest in digests.items()
         if not (run / name).is_file() or _sha256(run / name) != digest
     ]
 
 
 def read_verification(run: Path) -> VerifiedFiles:
     """Contents of a run's verification.json; empty if there is none. Raises `ParseError` if it is damaged."""
+    # Runs of earlier versions may have none.
     record = run / VERIFICATION_FILE
     return (
         read_typed(record, VerifiedFiles)

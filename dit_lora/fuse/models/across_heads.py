@@ -26,9 +26,11 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
     ) -> torch.Tensor:
         """Attention of (B, S, D) over (B, K, .), or over itself if that is None, and its projection (B, S, D)."""
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
+        # (B, S, D) to (B, S, H, D / H).
         query = self._normed(attn, query, attn.norm_q, rotary)
         key = self._normed(attn, key, attn.norm_k, rotary)
         value = value.unflatten(2, (attn.heads, -1))
+        # (B, S, H, D / H) back to (B, S, D).
         attended = attend(query, key, value, mask, self.backend).flatten(2)
         return project_output(attn, attended)
 

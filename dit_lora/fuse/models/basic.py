@@ -67,6 +67,7 @@ def block_forward(
         )
         stream = Stream(x, shift_ff, scale_ff, y)
     normed, x = norm_stream(norm_ff, stream)
+    # (B, D) to (B, 1, D), to broadcast over the tokens.
     gate_ff = gate_ff[:, None] if gate_ff.ndim == 2 else gate_ff
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
@@ -81,6 +82,7 @@ def _modulation(
     # adaLN-single: one projection of the timestep for all blocks, plus a table for each block.
     if block.norm_type == _SINGLE:
         assert timestep is not None
+        # (1, 6, D) + (B, 6, D), split into six of (B, 1, D).
         return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(
             6, 1
         )

@@ -35,14 +35,15 @@ def block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `CogVideoXBlock`: video (B, V, D) and text (B, T, D) after attention and feed-forward."""
     text = encoder_hidden_states.shape[1]
+    # Both streams get their own shift, scale and gate from one projection.
     modulation = _modulation(block.norm1, temb)
     streams = modulation.on(Stream(encoder_hidden_states), Stream(hidden_states))
     joint, _ = _normed(block.norm1, streams)
     extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
-        again = partial(_joint, block.norm1, streams)
-        extra["joint_hidden_states"] = Recomputable(joint, again)
+        recompute = partial(_joint, block.norm1, streams)
+        extra["joint_hidden_states"] = Recomputable(joint, recompute)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
         encoder_hidden_states=joint[:, :text],
@@ -58,6 +59,7 @@ def block_forward(
     joint, (encoder_hidden_states, hidden_states) = _normed(block.norm2, streams)
     output = block.ff(joint)
     return (
+        # No norm follows the feed-forward in this block, so its gated output is added here.
         torch.addcmul(hidden_states, modulation.gate[:, None], output[:, text:]),
         torch.addcmul(encoder_hidden_states, modulation.text_gate[:, None], output[:, :text]),
     )
@@ -131,6 +133,7 @@ class CogVideoXProcessor(FusedProcessor):
             joint = joint_hidden_states.tensor
             with joint_hidden_states.not_kept():
                 projected = project(projections, joint)
+        # (B, T + V, D) to (B, T + V, H, D / H).
         query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
         # Text comes first and has no positions: rotation starts after it.
         query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "layer", text)

@@ -27,5 +27,6 @@ def tables_of(rotations: torch.Tensor) -> Rotary:
 
 
 def _tables(rotations: torch.Tensor) -> Rotary:
+    # (..., S, D / 2) complex to two real tables of the same shape, then each angle twice.
     cos, sin = torch.view_as_real(rotations).unbind(-1)
     return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)

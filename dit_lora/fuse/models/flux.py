@@ -46,9 +46,8 @@ def block_forward(
         **spared(block.attn, image, text),
     )
     x = leave(block.norm2, block.ff, x, attended, modulation)
-    for (
-        prompted
-    ) in image_prompt:  # IP-adapter processors return what their image adds as a third output
+    # IP-adapter processors return what their image adds as a third output.
+    for prompted in image_prompt:
         x = x + prompted
     context = leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
     return clipped(context), x
@@ -105,14 +104,14 @@ class FluxProcessor(TwoStreamProcessor):
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        of_image, of_text = each(recomputable)
+        image_recomputable, text_recomputable = each(recomputable)
         image_rows = _rows(image_rotary_emb, slice(text, None), hidden_states)
-        heads = self.image_heads(attn, hidden_states, image_rows, of_image)
+        heads = self.image_heads(attn, hidden_states, image_rows, image_recomputable)
         # A single-stream block projects attention's output itself, together with the feed-forward's hidden values.
         if encoder_hidden_states is None:
             return attend(*heads, attention_mask, self.backend).flatten(2)
         text_rows = _rows(image_rotary_emb, slice(text), hidden_states)
-        text_heads = self.text_heads(attn, encoder_hidden_states, text_rows, of_text)
+        text_heads = self.text_heads(attn, encoder_hidden_states, text_rows, text_recomputable)
         joint_heads = joined_heads(text_heads, heads)
         attended = attend(*joint_heads, attention_mask, self.backend).flatten(2)
         return project_output(attn, attended[:, text:]), attn.to_add_out(attended[:, :text])

@@ -44,10 +44,9 @@ def block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `Flux2TransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
-    if (
-        temb_mod_img.ndim != 2
-    ):  # a row for each token, where references are kept (Diffusers' KV cache)
-        stock: tuple[torch.Tensor, torch.Tensor] = type(block).forward(
+    # A row for each token, where references are kept (Diffusers' KV cache).
+    if temb_mod_img.ndim != 2:
+        stock_output: tuple[torch.Tensor, torch.Tensor] = type(block).forward(
             block,
             hidden_states,
             encoder_hidden_states,
@@ -56,7 +55,8 @@ def block_forward(
             image_rotary_emb,
             joint_attention_kwargs,
         )
-        return stock
+        return stock_output
+    # (B, 6 D) to six tables (B, D).
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
     image, x = enter_by(block.norm1, hidden_states, modulation)
@@ -95,6 +95,7 @@ def single_forward(
             block, hidden_states, None, temb_mod, image_rotary_emb, joint_attention_kwargs
         )
     else:
+        # One set of tables for both streams, which are joined in this block.
         shift, scale, gate = temb_mod.chunk(3, dim=1)
         normed, (x,) = modulated((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
         attended = block.attn(
@@ -135,6 +136,7 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         # One split: its backward writes the joint gradient once.
         inner = attn.inner_dim
         sizes = [inner, inner, inner, attn.mlp_hidden_dim * attn.mlp_mult_factor]
+        # q, k and v (B, S, D) each, and the feed-forward's gate and linear halves.
         *heads, hidden = projected.split(sizes, dim=-1)
         query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in heads)
         query = self.normed(query, attn.norm_q, image_rotary_emb)

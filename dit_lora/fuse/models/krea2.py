@@ -33,6 +33,7 @@ def block_forward(
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forward of `Krea2TransformerBlock`: tokens (B, S, D) after attention and feed-forward; temb is (B, 1, 6 D)."""
+    # (B, 1, 6 D) to (B, 1, 6, D), plus the block's own table.
     modulation = temb.unflatten(-1, (6, -1)) + block.scale_shift_table
     scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
     # An fp32 table makes the stock block's residual stream fp32.
@@ -109,8 +110,10 @@ class Krea2Processor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.is_stock:
-            stock: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
-            return stock
+            stock_output: torch.Tensor = self.stock(
+                attn, hidden_states, attention_mask, image_rotary_emb
+            )
+            return stock_output
         layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
         with recomputable[0].not_kept() if recomputable else nullcontext():
             *projected, gate = project(layers, hidden_states)
@@ -123,6 +126,7 @@ class Krea2Processor(TwoStreamProcessor):
         if repeats > 1:
             key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
+        # (B, S, H * D), one gate per element of attention's output.
         gate = torch.sigmoid(gate)
         # Both factors are saved anyway, so an adapter of the projection need not save their product.
         gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))

@@ -60,6 +60,7 @@ class _Side(NamedTuple):
 
 def _alike(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Expand modulation rows (B, 1 or G, D) to the same number of groups. A single row stands for all tokens."""
+    # 1 if all rows are for the whole sample.
     groups = max([1, *(table.shape[1] for table in tables if table is not None)])
     return [None if table is None else table.expand(-1, groups, -1) for table in tables]
 
@@ -126,6 +127,7 @@ def _rows(table: torch.Tensor, temb: torch.Tensor) -> Rows:
 
 def _entered(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _Side:
     """A stream's state at the start of the block."""
+    # Six rows, or nine in LTX-2.3, which also modulates attention to the text.
     rows = _rows(getattr(block, f"{prefix}scale_shift_table"), temb)
     # An fp32 table makes the stock block's residual stream fp32.
     return _Side(block, prefix, x.to(torch.promote_types(x.dtype, rows[0].dtype)), rows)
@@ -134,6 +136,7 @@ def _entered(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _S
 def _self_attended(
     side: _Side, rotary: Rotary | None, mask: torch.Tensor | None, perturbed: dict[str, Any]
 ) -> _Side:
+    # Rows 0 to 2 belong to self-attention.
     shift, scale, gate = side.rows[:3]
     normed, side = side.normed(side.part("norm1"), shift, scale)
     y = side.part("attn1")(
@@ -150,6 +153,7 @@ def _text_attended(
     side: _Side, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
 ) -> _Side:
     """Attend to the text (B, T, .). LTX-2.3 modulates its queries and keys."""
+    # Rows 6 to 8 exist only in LTX-2.3; otherwise this attention has no modulation.
     shift, scale, gate = side.rows[6:9] or (None, None, None)
     normed, side = side.normed(side.part("norm2"), shift, scale)
     if side.block.cross_attn_adaln:
@@ -193,11 +197,13 @@ def _heard_and_seen(
     rotary = [stream_shared[2] for stream_shared in shared]
     updated: list[_Side] = list(sides)
     answers: list[torch.Tensor | None] = [None, None]
+    # 0: video queries audio. 1: audio queries video.
     for asking, layer in enumerate((block.audio_to_video_attn, block.video_to_audio_attn)):
         if not used[asking]:
             continue
         normed: list[torch.Tensor] = []
         for stream, name in enumerate(_AV_NORMS):
+            # Here scale comes before shift, unlike in the other tables.
             scale, shift = rows[stream][2 * asking : 2 * asking + 2]
             tokens, updated[stream] = updated[stream].normed(getattr(block, name), shift, scale)
             normed.append(tokens)
@@ -217,6 +223,7 @@ def _heard_and_seen(
 
 def _left(side: _Side) -> torch.Tensor:
     """The stream's tokens (B, S, D) after the feed-forward."""
+    # Rows 3 to 5 belong to the feed-forward.
     shift, scale, gate = side.rows[3:6]
     normed, side = side.normed(side.part("norm3"), shift, scale)
     return torch.addcmul(side.x, gate, side.part("ff")(normed))

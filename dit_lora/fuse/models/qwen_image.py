@@ -80,7 +80,7 @@ class QwenImageProcessor(TwoStreamProcessor):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without text, or with another kind of mask, the stock processor raises its own error.
         if self.is_stock or encoder_hidden_states is None or attention_mask is not None:
-            both: tuple[torch.Tensor, torch.Tensor] = self.stock(
+            stock_output: tuple[torch.Tensor, torch.Tensor] = self.stock(
                 attn,
                 hidden_states,
                 encoder_hidden_states,
@@ -88,15 +88,17 @@ class QwenImageProcessor(TwoStreamProcessor):
                 attention_mask,
                 image_rotary_emb,
             )
-            return both
-        of_image, of_text = each(recomputable)
+            return stock_output
+        image_recomputable, text_recomputable = each(recomputable)
+        # The model passes one complex table for the image and one for the text.
         rotary, text_rotary = (
             (None, None) if image_rotary_emb is None else map(tables_of, image_rotary_emb)
         )
-        heads = self.image_heads(attn, hidden_states, rotary, of_image)
-        text_heads = self.text_heads(attn, encoder_hidden_states, text_rotary, of_text)
+        heads = self.image_heads(attn, hidden_states, rotary, image_recomputable)
+        text_heads = self.text_heads(attn, encoder_hidden_states, text_rotary, text_recomputable)
         mask = _joint_mask(encoder_hidden_states_mask, hidden_states.shape[1])
         attended = attend(*joined_heads(text_heads, heads), mask, self.backend).flatten(2)
+        # Text tokens come first in the joint sequence.
         count = encoder_hidden_states.shape[1]
         return project_output(attn, attended[:, count:]), attn.to_add_out(attended[:, :count])
 

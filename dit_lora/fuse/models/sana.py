@@ -48,6 +48,7 @@ def block_forward(
 ) -> torch.Tensor:
     """Forward of `SanaTransformerBlock`: tokens (B, S, D) after both attentions and the feed-forward."""
     assert timestep is not None
+    # (1, 6, D) + (B, 6, D).
     tables = block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)
 
     def feed_forward(tokens: torch.Tensor) -> torch.Tensor:
@@ -121,6 +122,7 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def mix(ff: Any, image: torch.Tensor) -> torch.Tensor:
     """Run `conv_inverted`, `conv_depth` and `conv_point` with the fused kernel: (B, H, W, D) to the same."""
+    # (B, H, W, D) to the wider hidden channels, which hold gate and value.
     hidden = _pointwise(ff.conv_inverted, image)
     hidden = silu_dwconv_glu(hidden, ff.conv_depth.weight, ff.conv_depth.bias)
     return _pointwise(ff.conv_point, hidden)
@@ -176,8 +178,8 @@ class SanaLinearProcessor(FusedProcessor):
     def is_stock(self) -> bool:
         """True if the stock processor must run. Also while this attention's kernel is off."""
         # The base class's conditions and one more. `super` is not used: Dynamo cannot trace such a property.
-        on = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
-        return not on or self._parallel_config is not None
+        is_enabled = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
+        return not is_enabled or self._parallel_config is not None
 
     def __call__(
         self,

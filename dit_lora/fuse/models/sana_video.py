@@ -44,6 +44,7 @@ def block_forward(
     tables = (block.scale_shift_table[None, None] + rows).unbind(dim=2)
 
     def feed_forward(tokens: torch.Tensor) -> torch.Tensor:
+        # (B, S, D) to (B, F, H, W, D) and back.
         return block.ff(tokens.unflatten(1, (frames, height, width))).flatten(1, 3)
 
     text = {
@@ -85,9 +86,8 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb
             )
-        cos, sin = (
-            table.squeeze(2) for table in rotary_emb
-        )  # (1, S, 1, head width): all heads share them
+        # (1, S, 1, head width) to (1, S, head width): all heads share the tables.
+        cos, sin = (table.squeeze(2) for table in rotary_emb)
         return self.attended(attn, hidden_states, (cos, sin), normed)
 
 

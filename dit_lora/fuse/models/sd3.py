@@ -43,15 +43,15 @@ def block_forward(
         )
     extra, norm, context_norm = joint_attention_kwargs or {}, block.norm1, block.norm1_context
     tables = norm.linear(norm.silu(temb)).chunk(9 if block.use_dual_attention else 6, dim=1)
+    # The first six tables are as in every block; three more belong to the second attention.
     modulation = Modulation(*tables[:6])
     stream = Stream(hidden_states, modulation.shift, modulation.scale)
     image, (x,) = modulated((stream,), eps=norm.norm.eps)
     if block.use_dual_attention:  # SD 3.5: the image also attends to itself, with its own tables
         shift, scale, second_gate = tables[6:]
         second, (x,) = modulated((Stream(x, shift, scale),), eps=norm.norm.eps)
-    if (
-        block.context_pre_only
-    ):  # the last block, after which nobody reads the text: scale first, and no gate
+    # The last block, after which nobody reads the text: scale first, and no gate.
+    if block.context_pre_only:
         emb = context_norm.linear(context_norm.silu(temb).to(encoder_hidden_states.dtype))
         scale, shift = emb.chunk(2, dim=1)
         stream = Stream(encoder_hidden_states, shift, scale)
@@ -88,16 +88,17 @@ class JointProcessor(TwoStreamProcessor):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.is_stock:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
-        of_image, of_text = each(recomputable)
-        heads = self.image_heads(attn, hidden_states, recomputable=of_image)
+        image_recomputable, text_recomputable = each(recomputable)
+        heads = self.image_heads(attn, hidden_states, recomputable=image_recomputable)
         if encoder_hidden_states is None:
             attended = attend(*heads, None, self.backend).flatten(2)
             return project_output(attn, attended)
-        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=of_text)
+        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=text_recomputable)
         # No mask: the stock processor accepts one and ignores it.
         attended = attend(*joined_heads(heads, text_heads), None, self.backend).flatten(2)
         image = hidden_states.shape[1]
         attended, text = attended[:, :image], attended[:, image:]
+        # After the last block nobody reads the text, so it has no output projection.
         text = text if attn.context_pre_only else attn.to_add_out(text)
         return project_output(attn, attended), text
 

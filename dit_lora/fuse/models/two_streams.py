@@ -94,11 +94,12 @@ class Joined(NamedTuple):
         """Add the outputs of attention (B, S of both, D) and feed-forward to both streams, through the gate."""
         # One layer projects both, concatenated in the order of the stock block's weights.
         output = block.proj_out(torch.cat([attended, self.inner], dim=2))
-        first, second = self.streams
-        count = first.shape[1]
+        # In the order in which they were joined.
+        first_stream, second_stream = self.streams
+        count = first_stream.shape[1]
         return (
-            torch.addcmul(first, self.gate, output[:, :count]),
-            torch.addcmul(second, self.gate, output[:, count:]),
+            torch.addcmul(first_stream, self.gate, output[:, :count]),
+            torch.addcmul(second_stream, self.gate, output[:, count:]),
         )
 
 
@@ -158,6 +159,7 @@ class TwoStreamProcessor(FusedProcessor):
         # Adapters save a view of the block's buffer for their gradients: backward recomputes it instead.
         with recomputable.not_kept() if recomputable is not None else nullcontext():
             projected = project(layers, x)
+        # (B, S, .) to (B, S, H, D).
         query, key, value = (tensor.unflatten(-1, self.head_shape(attn)) for tensor in projected)
         return self.normed(query, norms[0], rotary), self.normed(key, norms[1], rotary), value
 

@@ -33,9 +33,8 @@ def block_forward(
     # The stock block computes norms in fp32 and rounds them to the stream's dtype; so does the kernel.
     normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale))
     y = block.attn1(normed, None, None, rotary_emb)
-    if isinstance(
-        block.norm2, nn.Identity
-    ):  # attention to the text takes the residual stream as it is
+    # Attention to the text takes the residual stream as it is.
+    if isinstance(block.norm2, nn.Identity):
         normed = x = _gated(x, gate, y)
     else:
         normed, x = norm_stream(block.norm2, Stream(x, y=y, gate=gate))

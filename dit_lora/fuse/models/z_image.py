@@ -40,10 +40,10 @@ def block_forward(
     The text's refiner has no modulation.
     """
     if noise_mask is not None:  # Z-Image-Omni: some tokens are clean, with their own modulation
-        stock: torch.Tensor = type(block).forward(
+        stock_output: torch.Tensor = type(block).forward(
             block, x, attn_mask, freqs_cis, adaln_input, noise_mask, adaln_noisy, adaln_clean
         )
-        return stock
+        return stock_output
     scale = gate = scale_ff = gate_ff = None
     if block.modulation:
         scale, gate, scale_ff, gate_ff = block.adaLN_modulation(adaln_input).chunk(4, dim=1)
@@ -51,9 +51,12 @@ def block_forward(
     stream = Stream(x, scale=scale)
     normed, x = norm_stream(block.attention_norm1, stream, "rms")
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
-    again = Recomputable(normed, partial(_again, block.attention_norm1, stream))
+    recomputable = Recomputable(normed, partial(_again, block.attention_norm1, stream))
     attended = block.attention(
-        normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **spared(block.attention, again)
+        normed,
+        attention_mask=attn_mask,
+        freqs_cis=freqs_cis,
+        **spared(block.attention, recomputable),
     )
     attended, _ = norm_stream(block.attention_norm2, Stream(attended), "rms")
     stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
@@ -92,6 +95,7 @@ class ZImageProcessor(TwoStreamProcessor):
         rotary = None if freqs_cis is None else tables_of(freqs_cis)
         heads = self.image_heads(attn, hidden_states, rotary, *recomputable)
         if attention_mask is not None and attention_mask.ndim == 2:
+            # (B, K) to (B, 1, 1, K).
             attention_mask = attention_mask[:, None, None]
         return project_output(attn, attend(*heads, attention_mask, self.backend).flatten(2))
 
@@ -101,6 +105,7 @@ class ZImageProcessor(TwoStreamProcessor):
             return super().normed(heads, norm, rotary)
         if norm is not None:
             heads = norm(heads)
+        # (B, S, D) with each angle twice, to (B, S, 1, D / 2) for all heads.
         cos, sin = (table[:, :, None, ::2] for table in rotary)
         return rotate_pairs(heads, cos, sin)
 

@@ -57,6 +57,7 @@ def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarC
     counts = Counter(names)
     if not counts:
         return None
+    # Rare names are added up in one last bar.
     top_counts, total = counts.most_common(_DISTINCT), counts.total()
     if order:
         top_counts.sort(key=lambda item: order.index(item[0]))
@@ -77,6 +78,7 @@ def aspect_ratios(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
 
 def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | BarChart | None:
     """Count samples by value. Values far beyond the others are collected in an open last bin."""
+    # Few distinct values, such as frame rates, get a bar each instead of bins.
     distinct = sorted({round(value, 2) for value in values})
     if len(distinct) <= _DISTINCT:
         names = (f"{round(value, 2):g}" for value in values)
@@ -108,12 +110,14 @@ def _binned(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
     # The 98th percentile; the last bin is open if the maximum is far beyond it.
     top = values[int(0.98 * (len(values) - 1))]
     open_end = values[-1] > top + 2 * (top - values[0]) and top > values[0]
+    # Bin edges at round numbers.
     inner = ticks(values[0], top if open_end else values[-1], _BINS)
     step = inner[1] - inner[0]
     # Ticks lie inside the range of values, so add bins at both ends and trim empty ones below.
     edges = [inner[0] - step, *inner, inner[-1] + step, inner[-1] + 2 * step]
     counts = [0] * (len(edges) - 1)
     for value in values:
+        # The small term keeps a value on an edge from falling into the lower bin by rounding.
         index = math.floor((value - edges[0]) / step + 1e-9)
         counts[min(index, len(counts) - 1)] += 1
     first_bin = next(index for index, count in enumerate(counts) if count)

@@ -111,16 +111,19 @@ def _sheet(
     """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
     rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
+    # Rejected samples may use the cards that warnings leave free.
     max_cards = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
     shown_samples = [
         sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]
     ]
     cards = [card(sample, pictures) for sample in shown_samples]
     rejects = AuditGroup("reject", count, cards, count - len(cards))
+    # Warnings share what is left.
     max_cards = _even(warned, CARDS - len(cards))
     groups = []
     for code, count in _counts(judged, "warn").most_common():
         code_samples = warned.get(code, [])
+        # A sample with several findings is shown once, under its first code. The others are listed by name.
         files = {sample.file for sample in code_samples}
         having = [sample.file for sample in judged if any(f.code == code for f in sample.findings)]
         elsewhere = _names(file for file in having if file not in files)
@@ -229,6 +232,7 @@ def _encoded_findings(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str
 def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
     """File names of each group of duplicate clips, as one line per group, the largest first."""
     files = {sample.file for sample in judged}
+    # The finding's text ends with the name of the file that this one duplicates.
     parents = {
         sample.file: original
         for sample in judged
@@ -240,9 +244,9 @@ def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
     for file in parents:
         root, visited = file, {file}
         # Follow the chain of duplicates to its first file; `visited` guards against cycles.
-        while (before := parents.get(root)) and before not in visited:
-            visited.add(before)
-            root = before
+        while (previous_file := parents.get(root)) and previous_file not in visited:
+            visited.add(previous_file)
+            root = previous_file
         groups.setdefault(root, [root]).append(file)
     ordered = sorted(groups.values(), key=len, reverse=True)
     return [_names(dict.fromkeys(members)) for members in ordered]
@@ -251,6 +255,7 @@ def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
 def _named_last(words: str, files: Collection[str]) -> str | None:
     """The file name that this text ends with, or None. A name may contain spaces."""
     parts = words.split(" ")
+    # Longest first, so that a name with spaces wins over its last word.
     tails = (" ".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if tail in files), None)
 
@@ -259,6 +264,7 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
     """Rows for buckets.html, from `BucketReport.as_dict()`."""
     rows = []
     for row in report["buckets"]:
+        # Keys of `BucketReport.as_dict()`.
         shape = row["shape"]
         cells = [
             str(shape["frames"]),

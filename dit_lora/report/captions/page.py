@@ -67,20 +67,35 @@ class CaptionFindings:
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
         """Update the findings to the table's current captions; equals `judged_captions` of the table."""
-        before, now = self._judged, {name: table.captions.get(name) for name in table.media}
+        # None for a file without a caption.
+        old_captions, current_captions = (
+            self._judged,
+            {name: table.captions.get(name) for name in table.media},
+        )
         changed = {
             name
-            for name in before.keys() | now.keys()
-            if name not in before or name not in now or before[name] != now[name]
+            for name in old_captions.keys() | current_captions.keys()
+            if name not in old_captions
+            or name not in current_captions
+            or old_captions[name] != current_captions[name]
         }
         if changed:
             # The audit counts equal captions, so other files with a changed caption's text are checked again too.
-            texts = {_words(captions.get(name)) for name in changed for captions in (before, now)}
-            affected = {name for name in now if name in changed or _words(now[name]) in texts}
+            texts = {
+                _words(captions.get(name))
+                for name in changed
+                for captions in (old_captions, current_captions)
+            }
+            # Compared without regard to whitespace, as the audit counts equal captions.
+            affected = {
+                name
+                for name in current_captions
+                if name in changed or _words(current_captions[name]) in texts
+            }
             for name in changed | affected:
                 self._found.pop(name, None)
             self._found |= judged_captions(table, self._rules, affected)
-            self._judged = now
+            self._judged = current_captions
         return self._found
 
 
@@ -106,6 +121,7 @@ def judged_captions(
     ]
     findings = check_captions(described, rules.tokenizer, rules.max_tokens)
     for name in (name for name, caption in captions.items() if not caption):
+        # The audit's check only takes files that have a caption, so missing ones are reported here.
         message = "it has no caption, and training would refuse it"
         findings[name] = [Finding("caption_missing", message, "reject", "write one")]
     for clip in described:
@@ -123,6 +139,7 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
         DitLoraError: If the file cannot be written.
     """
     findings = judged_captions(table, rules)
+    # False sorts before True; the sort is stable, so both halves keep the table's order.
     ordered = sorted(table.media, key=lambda name: name not in findings)
     pictures = PagePictures()
     cards = [
@@ -141,10 +158,12 @@ def served_page(
     Nothing on it is redacted, since saving an unedited caption must not change it.
     """
     names = [name for name in table.media if name in found] if only else table.media
+    # Ceiling division; an empty folder still has one page.
     pages = max(1, -(-len(names) // SHOWN))
     number = min(max(1, number), pages)
     page_names = names[(number - 1) * SHOWN : number * SHOWN]
     cards = [_card(table, name, found, f"media/{address_of(name)}", None) for name in page_names]
+    # The page's script sends the token with each edit.
     live = {"token": token, "number": number, "pages": pages, "only": only}
     return render(
         "captions_page.html",
@@ -209,5 +228,6 @@ def name_of(address: str) -> str:
 
 def _relative(file: Path, folder: Path) -> str:
     """Link from a page in `folder` to a file; empty if the file is outside the folder."""
+    # Both resolved: a link to a file outside would not work for readers elsewhere.
     target, root = file.resolve(), folder.resolve()
     return address_of(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""

@@ -25,6 +25,7 @@ from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_i
 
 _MOST = 2**20  # maximum bytes of an edit
 _MAX_DIGITS = 9  # maximum digits of a page number
+# By the extension; files of other types are not served.
 _TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
@@ -92,14 +93,17 @@ class CaptionEdits:
             DitLoraError: If the caption cannot be trained on.
             StaleCaptionError: If the caption in the file is not that of `version`.
         """
+        # (code, message), or None for a caption that training accepts.
         fault = caption_fault(caption)
         if fault is not None:
             raise DitLoraError(fault[1])
+        # The file lock keeps other processes out between reading the table and writing it.
         with self._lock, locked_table(self.root, self._table) as table:
             self._table = table
             if name not in table.names:
                 raise DitLoraError("no such file in this folder any more")
             current = table.captions.get(name, "")
+            # A text area changes CRLF to LF: without this, opening and saving would rewrite the file.
             if _as_shown(caption) != _as_shown(current):
                 if version != caption_version(current):
                     raise StaleCaptionError(self._state(table, name))
@@ -157,6 +161,7 @@ class CaptionHandler(PageHandler):
         except ValueError:  # a bracket that does not start an IPv6 address
             self.say(HTTPStatus.BAD_REQUEST, "this is no path")
             return
+        # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
         number = query.get("page", ["1"])[0]
         if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
             self.say(HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits")
@@ -181,6 +186,7 @@ class CaptionHandler(PageHandler):
         edit = self.sent("/caption", _MOST)
         if edit is None:
             return
+        # The body comes from the network, so every type is checked.
         name, caption, version = (edit.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
             self.say(
@@ -191,6 +197,7 @@ class CaptionHandler(PageHandler):
         try:
             state, status = self.edits.put(name_of(name), caption, version), HTTPStatus.OK
         except StaleCaptionError as error:
+            # The page then shows the current caption; the rejected text stays in its text area.
             state, status = error.state, HTTPStatus.CONFLICT
         except (DitLoraError, OSError) as error:
             self.say(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))

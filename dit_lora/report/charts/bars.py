@@ -32,6 +32,7 @@ class BarChart:
         finite_values = [
             bar_value.value for bar_value in self.bars if math.isfinite(bar_value.value)
         ]
+        # Bars are drawn relative to the longest one.
         longest = max(finite_values, default=0.0)
         if not math.isfinite(bar.value) or bar.value <= 0:
             return 0.0
@@ -67,6 +68,7 @@ def number(value: float, digits: int = 4) -> str:
         return f"{value:,.0f}"
     if 1e-3 <= abs(value) < 1000:
         return f"{value:#.{digits}g}".rstrip(".")
+    # Shorten 1.000e-04 to 1e-4.
     mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
     if "." in mantissa:
         mantissa = mantissa.rstrip("0").rstrip(".")

@@ -21,6 +21,7 @@ def values_per_point(count: int) -> int:
 def joined(values: Numbers) -> Values:
     """The values of each point as one row, (points, values per point); the last value pads the last row."""
     column = np.asarray(values, dtype=np.float64)
+    # -n % width is the number of values missing in the last row.
     width = values_per_point(len(column))
     return np.pad(column, (0, -len(column) % width), mode="edge").reshape(-1, width)
 
@@ -37,6 +38,7 @@ def means(values: Numbers, *, sparse: bool) -> list[float | None]:
 
 def extremes(values: Numbers) -> dict[str, list[float | None]]:
     """The smallest and largest finite value of each point; None if it has none."""
+    # Masked values are ignored by min and max; a fully masked row gives NaN.
     rows = np.ma.masked_invalid(joined(values))
     return {
         "lowest": _short(rows.min(1).filled(np.nan)),

@@ -16,7 +16,9 @@ STATISTICS = {
     "abs_max": "largest output",
 }
 """Statistics of `numerics.monitor`, with their names."""
+# Everything up to the first number, such as `transformer_blocks.12`.
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+# A path component that is only digits.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 Values = dict[str, dict[str, float]]
@@ -37,6 +39,7 @@ class ModuleHistory:
         """Add a step. A row combines its modules: joint norm, largest ratio and output. null stands for a non-finite
         value.
         """
+        # Counts every step offered, also those that are not recorded.
         self._seen += 1
         if (self._seen - 1) % self._every:
             return
@@ -51,9 +54,11 @@ class ModuleHistory:
 
     def drop(self, step: int) -> None:
         """Remove a step and the steps after it."""
+        # A resumed run repeats steps: remove what it will report again.
         while self.steps and self.steps[-1] >= step:
             for columns in (self.steps, self.by_block, self.by_layer):
                 columns.pop()
+            # Each recorded column stands for this many steps.
             self._seen -= self._every
 
 
@@ -74,6 +79,7 @@ def heat_maps(history: ModuleHistory) -> list[HeatMap]:
     maps = []
     for grouping, columns in groupings.items():
         for statistic, name in STATISTICS.items():
+            # Rows in order of first appearance. A column lacks rows whose modules had no value at that step.
             filled = (row for column in columns for row in column if statistic in column[row])
             rows = list(dict.fromkeys(filled))[:ROWS]
             values = [
@@ -85,6 +91,7 @@ def heat_maps(history: ModuleHistory) -> list[HeatMap]:
 
 
 def _block(module: str) -> str:
+    # Modules outside numbered blocks are grouped by their first component.
     block = _BLOCK.match(module)
     return block[1] if block else module.partition(".")[0]
 
@@ -105,11 +112,11 @@ def _joined(modules: Mapping[str, Any], row_of: Callable[[str], str]) -> Values:
             # JSON has no NaN or infinity: null in the file stands for them.
             logged = statistics[name]
             value = float(logged) if isinstance(logged, int | float) else math.inf
-            before = row.get(name, 0.0)
+            previous = row.get(name, 0.0)
             # The joint norm of several tensors is the root of the sum of their squared norms.
-            both = math.hypot(before, value) if name == "grad_norm" else max(before, value)
+            combined = math.hypot(previous, value) if name == "grad_norm" else max(previous, value)
             # Inf marks a value that is not finite, since max() and comparisons do not propagate NaN reliably.
-            row[name] = math.inf if math.isnan(both) else both
+            row[name] = math.inf if math.isnan(combined) else combined
     return joined
 
 

@@ -34,6 +34,7 @@ class Reporting:
         """Write the final report after the run; None if it could not be written."""
         self._settle()
         if self._writes:
+            # The final report may fail for another reason than those during the run: report it again.
             self._told = False
             self._begin()
         written = self._settle()
@@ -42,9 +43,11 @@ class Reporting:
 
     def _settle(self) -> Path | None:
         """Wait for a running write; an error of any kind is logged once."""
+        # Forget the job first, so that its error is logged once.
         job, self._job = self._job, None
         if job is None:
             return None
+        # Blocks until the thread has finished this report.
         error = job.exception()
         if error is None:
             return job.result()

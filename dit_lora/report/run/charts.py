@@ -86,6 +86,7 @@ def run_charts(run: RunFiles) -> list[LineChart | BarChart]:
     metrics = run.metrics
     seconds, waiting = metrics.column("seconds"), metrics.column("data_seconds")
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Steps without a duration give NaN, which the page leaves out.
         share = 100 * (np.asarray(waiting) / np.asarray(seconds))
     rate = Curve("samples per second", samples_a_second(metrics), 2, faint=True)
     whole_step, waiting_part = (
@@ -115,6 +116,7 @@ def curve_data(run: RunFiles) -> dict[str, object]:
     """Data for page.js that all charts share: steps, and the guard's messages by step."""
     steps = run.metrics.steps
     return {
+        # Each point stands at the last of the steps that it combines.
         "steps": joined(steps)[:, -1].astype(int).tolist() if steps else [],
         "end": run.last_step,
         "stepsPerPoint": values_per_point(len(steps)),
@@ -164,9 +166,11 @@ def _lines(metrics: Metrics, key: str, title: str) -> LineChart | None:
 
 def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
     """Mean losses over the last quarter of the run: early steps would hide the final level."""
+    # At least one step, also in a run of one to four steps.
     start = len(metrics.steps) - math.ceil(len(metrics.steps) / 4)
     bars = []
     for part, column in _in_order(metrics.groups(key)):
+        # NaN means that the step has no value for this part.
         losses = [loss for loss in column[start:] if not math.isnan(loss)]
         finite = [loss for loss in losses if math.isfinite(loss)]
         if losses:
@@ -183,6 +187,7 @@ def _bars(metrics: Metrics, key: str, title: str) -> BarChart | None:
 def _drawn(metrics: Metrics) -> BarChart | None:
     """The fraction of all samples so far with a timestep in each range."""
     counts = {
+        # NaN for steps without a sample in this range.
         name: int(np.nansum(column))
         for name, column in _in_order(metrics.groups("drawn_by_timestep"))
     }
@@ -196,6 +201,7 @@ def _drawn(metrics: Metrics) -> BarChart | None:
 
 
 def _in_order(parts: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float]]]:
+    # Shorter names first, so that `0-99` comes before `100-199` and `1000-1099` last.
     return sorted(parts.items(), key=lambda item: (len(item[0]), item[0]))
 
 
@@ -206,6 +212,7 @@ def _range_name(name: str) -> str:
 
 def _gradients(metrics: Metrics) -> LineChart | None:
     norms = metrics.groups("grad_norm_groups")
+    # With one parameter group, its norm is the total norm.
     name = "all groups" if len(norms) > 1 else "gradient norm"
     curves = [Curve(name, metrics.column("grad_norm"), 0, faint=True)]
     if len(norms) > 1:
@@ -243,6 +250,7 @@ def share_waiting(metrics: Metrics) -> float:
     """Fraction of all steps' time that was spent waiting for data; NaN if no step recorded it."""
     waiting = np.asarray(metrics.column("data_seconds"))
     seconds = np.asarray(metrics.column("seconds"))
+    # Only steps that have both values.
     measured = np.isfinite(waiting + seconds)
     total = seconds[measured].sum()
     return float(waiting[measured].sum() / total) if total else math.nan

@@ -30,6 +30,7 @@ def run_data(run: RunFiles) -> Data | None:
     """Read the data description from facts.json, data.json and audit.json; None if there is none of them."""
     if not run.data and not run.audit and not run.facts:
         return None
+    # The files may be damaged or of another version, so every value is checked for its type.
     totals, rejected = mapping(run.audit.get("totals")), mapping(run.data.get("rejected"))
     counts = [
         (name.replace("_", " "), _in_words(value))
@@ -41,6 +42,7 @@ def run_data(run: RunFiles) -> Data | None:
     counts += [(f"Audit: {name}", _count(totals.get(name))) for name in ("ok", "warn", "reject")]
     notes = run.audit.get("notes")
     notes = notes[:ROWS] if isinstance(notes, list) else []
+    # data.json may list fewer samples than were rejected.
     rejected_count = run.data.get("rejected_count")
     return Data(
         counts=[(name, count) for name, count in counts if count],
@@ -54,6 +56,7 @@ def run_data(run: RunFiles) -> Data | None:
 
 def _in_words(value: Any) -> str:
     """A value of facts.json as text; a distribution as a range."""
+    # facts.json describes distributions by these three values and a sum.
     if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
         return f"{value['least']} to {value['most']}, median {value['median']}"
     return in_words(value) or "none"
@@ -69,5 +72,6 @@ def _buckets(report: Any) -> Buckets | None:
         return None
     try:
         return bucket_rows(report)
+    # A report of another version may lack keys or have other types.
     except (AttributeError, KeyError, TypeError, ValueError):
         return None

@@ -17,6 +17,7 @@ from dit_lora.parsing import parse_json
 from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
 from dit_lora.training.session.run_lock import is_live
 
+# Bounded, because a failing run can write events for days.
 EVENTS, LEFT_OUT = 1000, 1000
 """Number of the last lines of events.jsonl and quarantine.jsonl that are kept."""
 _SILENCE, _STEPS = 180.0, 20
@@ -94,9 +95,11 @@ class RunReader:
     def fingerprint(self) -> str:
         """A string that changes whenever the content of the page would change."""
         names = (*_LINES, "config.yaml", *(f"{name}.json" for name in OBJECTS))
+        # Modification times and sizes are enough: the files are appended to or replaced.
         stats = [_stat(self.folder / name) for name in names]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
         spoke = time.time() - self._last_word() < _SILENCE
+        # The newest samples may still be growing.
         newest = [_stat(path) for path in samples[-2:]]
         return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
@@ -109,6 +112,7 @@ class RunReader:
             DitLoraError: If the folder has no readable config.yaml.
         """
         notes: list[str] = []
+        # Without a recipe the folder is not a run: this raises.
         config = _config(self.folder)
         self._go_on()
         objects = {name: _json(self.folder / f"{name}.json", notes) for name in OBJECTS}
@@ -137,6 +141,7 @@ class RunReader:
         )
 
     def _go_on(self) -> None:
+        # A replaced file is read from its start, so everything that was read from it before is dropped.
         if self._metrics.is_anew():
             self._columns, self._in_metrics = Metrics(), {}
         for line in self._metrics.lines():
@@ -156,9 +161,11 @@ class RunReader:
         self._left_out.extend(self._quarantine.lines())
 
     def _state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> State:
+        # The run writes its final state when it ends; a killed run cannot.
         recorded = status.get("state")
         if recorded in ("finished", "stopped", "interrupted", "failed"):
             return recorded
+        # None without a lock, or if the process behind it cannot be checked.
         lives = is_live(self.folder)
         if lives is not None:
             return "running" if lives else "silent"
@@ -169,6 +176,7 @@ class RunReader:
                 return "finished"
             if self._happened and self._happened[-1].get("action") == "stop":
                 return "stopped"
+        # The slowest recent step bounds how long a healthy run can be silent.
         seconds = [s for s in self._columns.column("seconds")[-50:] if math.isfinite(s)]
         # Without information on the process, judge by the time since the last output.
         patience = max(_SILENCE, _STEPS * max(seconds, default=0.0))
@@ -176,6 +184,7 @@ class RunReader:
 
     def _last_word(self) -> float:
         names = (*_LINES[:3], "status.json", "config.yaml")
+        # Anything that a running process touches: logs, samples and checkpoints.
         paths = [self.folder / name for name in names]
         paths += [*(self.folder / "samples").glob("step_*"), self.folder / "checkpoints"]
         return max((stat[0] for path in paths if (stat := _stat(path))), default=0.0)
@@ -184,6 +193,7 @@ class RunReader:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
+        # `utf-8-sig` accepts a byte order mark, which some editors write.
         config = parse_yaml(read_inside(folder, path, MAX_YAML_BYTES).decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise DitLoraError(
@@ -217,6 +227,7 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _stat(path: Path) -> tuple[float, int] | None:
     try:
+        # Does not follow links, which could point anywhere.
         status = path.lstat()
     except OSError:
         return None

@@ -44,10 +44,12 @@ class Tail:
         """True if the file was replaced since it was read; the next `lines` then start at its first line."""
         try:
             with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
+                # The bytes just before the read position differ if another file is in its place.
                 file.seek(self._offset - len(self._last))
                 if file.read(len(self._last)) == self._last:
                     return False
         except OSError:
+            # Nothing was read so far, so a missing file is not a replaced one.
             if self._offset == 0:
                 return False
         self._offset, self._lines, self._last, self.bad, self.torn = 0, 0, b"", [], False
@@ -69,10 +71,12 @@ class Tail:
             self.torn = False
             for line in bounded_lines(file):
                 # The line is still being written; read it again next time.
+                # A piece of a longer line also lacks its end, but has the maximum length.
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     self.torn = True
                     return
                 self._offset += len(line)
+                # Remember the end of the line, to recognise the file at the next read.
                 self._last = line[-_KNOWN:]
                 self._lines += 1
                 record = json_object(line)
@@ -115,6 +119,7 @@ class Metrics:
         if self.steps and step <= self.steps[-1]:
             self._drop(step)
         for key in _PLAIN:
+            # A missing field becomes NaN.
             self._put((key, ""), line.get(key))
         for key in GROUPS:
             for name, value in mapping(line.get(key)).items():
@@ -141,12 +146,14 @@ class Metrics:
 
     def _put(self, key: tuple[str, str], value: Any) -> None:
         if key not in self.columns:
+            # A damaged or hostile file could have a new name in every line.
             if key[1] and len(self.groups(key[0])) >= _NAMES:
                 return
             self.columns[key] = array("d", [math.nan]) * len(self.steps)
         self.columns[key].append(number_or_nan(value))
 
     def _drop(self, step: int) -> None:
+        # Steps ascend, so all later ones stand behind this index.
         num_kept = bisect_left(self.steps, step)
         del self.steps[num_kept:]
         for column in self.columns.values():
@@ -159,9 +166,11 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def number_or_nan(value: Any) -> float:
+    # In Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
         return float(value)
+    # An integer with more than about 308 digits.
     except OverflowError:
         return math.nan

@@ -27,7 +27,9 @@ from dit_lora.report.run.words import BARS, STATES, event_rows, figures, left_ou
 
 SHOWN = 20
 """Number of events and rows that are visible; the others can be expanded."""
+# A page opened as a file may load samples from its own folder.
 _FILE = "img-src data: file: 'self'; media-src data: file: 'self'"
+# A served page may load samples and ask for the run's state.
 _SERVED = "img-src data: 'self'; media-src 'self'; connect-src 'self'"
 
 
@@ -47,11 +49,14 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str 
 
     A served page compares the fingerprint `live` with the server's; `token` enables exports.
     """
+    # Redact before anything is computed: names of groups or events could hold a path.
     run = _public(run)
+    # The recipe's prompts, by the index in the samples' file names.
     texts = texts_of(mapping(run.config.get("validation")))
-    sampled = find_sampled(run.folder, texts, embed=embed)
+    run_samples = find_sampled(run.folder, texts, embed=embed)
     events, recipe = event_rows(run), run.status.get("recipe")
     packages = mapping(run.environment.get("packages"))
+    # Packages have a table of their own.
     machine = {key: value for key, value in run.environment.items() if key != "packages"}
     state, color = STATES[run.state]
     return render(
@@ -70,7 +75,7 @@ def render_run(run: RunFiles, *, embed: bool = True, live: str = "", token: str 
         window=window_of(run),
         windows=windows_of(run),
         heat=heat_maps(run.metrics.modules),
-        sampled=sampled,
+        sampled=run_samples,
         token=token,
         form=form_of(run.config),
         name=shlex.quote(run.folder.resolve().name),
@@ -106,6 +111,7 @@ def form_of(config: Mapping[str, Any]) -> str | None:
     """The format in which a run's adapter is exported, from its recipe; None if there is nothing to export."""
     lora, train, model = (mapping(config.get(name)) for name in ("lora", "train", "model"))
     groups = mapping(mapping(config.get("optim")).get("groups"))
+    # Without an adapter there is nothing to export. A group that is None is not trained.
     if train.get("mode") == "full" or groups.get("adapter", True) is None:
         return None
     # A checkpoint of an adapter initialized from the weights lacks the modified base weights.
@@ -160,6 +166,7 @@ def _data(data: Mapping[str, Any], run: RunFiles) -> str:
     paths = [str(data["path"])] if data.get("path") else []
     if isinstance(sources, list):
         paths += [str(s["path"]) for s in sources if isinstance(s, dict) and "path" in s]
+    # Missing numbers become the text "None", which is left out below.
     shape = [str(data.get(name)) for name in ("frames", "height", "width")]
     count = run.data.get("samples")
     parts = [", ".join(paths[:4]) + (" and others" if paths[4:] else "")]

@@ -19,16 +19,19 @@ _LEAST = 0.01
 def phase_charts(run: RunFiles) -> list[BarChart]:
     """One chart per stage of phases.json, with parts listed after their phase; empty without the file."""
     listed = run.phases.get("phases")
+    # phases.json may be missing or damaged.
     phases = (
         [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
     )
     charts = []
     for stage, title in _TITLES.items():
+        # Seconds of the whole stage.
         total = number_or_nan(mapping(run.phases.get("stages")).get(stage))
         stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=_place(phases))
         bars = [_bar(p) for p in stage_phases if number_or_nan(p.get("seconds")) >= _LEAST]
         if not math.isfinite(total) or not bars:
             continue
+        # Parts have names such as `phase/part` and are included in their phase's time.
         named = sum(
             number_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name"))
         )
@@ -46,6 +49,7 @@ def _place(phases: list[dict[str, Any]]) -> Any:
     def key(phase: dict[str, Any]) -> tuple[int, int]:
         name = str(phase.get("name"))
         parent = name.partition("/")[0]
+        # False sorts first: the phase, then its parts.
         return (names.index(parent) if parent in names else len(names)), "/" in name
 
     return key
@@ -56,6 +60,7 @@ def _bar(phase: dict[str, Any]) -> Bar:
     parent, _, part = name.partition("/")
     seconds = number_or_nan(phase.get("seconds"))
     cpu = number_or_nan(phase.get("cpu_seconds"))
+    # A phase that waits for disk or network uses little processor time.
     detail = f"{_seconds(cpu)} of the processor" if math.isfinite(cpu) else ""
     if isinstance(count, int) and count > 1:
         detail += f", {count:,} times"

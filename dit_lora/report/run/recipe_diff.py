@@ -34,10 +34,12 @@ def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | N
     shipped recipe fits.
     """
     model = mapping(config.get("model"))
+    # The last component: `Wan-AI/Wan2.1` and a local copy in `/models/Wan2.1` are the same model.
     path = PurePosixPath(str(model.get("path", ""))).name.lower()
     candidates: list[tuple[bool, int, RecipeDiff]] = []
     for name, shipped in _of_family(str(model.get("family"))).items():
         shipped_model = mapping(shipped.get("model"))
+        # A recipe may be copied with or without its family in the file name.
         same_file = file is not None and PurePosixPath(file).stem in _stems(name)
         same_model = PurePosixPath(str(shipped_model.get("path", ""))).name.lower() == path
         if same_file or same_model:
@@ -65,6 +67,7 @@ def in_words(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key}: {in_words(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
+        # One text per line if any contains spaces, else all on one line.
         texts = [in_words(inner) for inner in value]
         return ("\n" if any(" " in text for text in texts) else ", ").join(texts)
     return str(value)
@@ -96,9 +99,11 @@ def _changed(
     except ValidationError:
         return None
     shipped_values, run_values = dict(flat(shipped_recipe)), dict(flat(dict(config)))
+    # In the order of this run's recipe, then what only the shipped one has.
     keys = [*run_values, *(key for key in shipped_values if key not in run_values)]
     return [
         (key, shipped_values.get(key, "not given"), run_values.get(key, "not given"))
         for key in keys
+        # A missing key and an explicit null are the same.
         if key not in _OWN and shipped_values.get(key, "null") != run_values.get(key, "null")
     ]

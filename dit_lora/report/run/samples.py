@@ -97,18 +97,23 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     """Find the samples of every prompt. They are linked without `embed`, or if the page would be too large."""
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
+        # Step and prompt numbers, with bounded digits: names come from the file system.
         match = re.fullmatch(
             r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}"
         )
         if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
     chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
+    # The largest number over the prompts.
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
     references = _find_references(folder)
     # Embed the most informative files first: references, both ends of every prompt, then the latest steps.
     ordered_paths = [path for index in chosen for path in references.get(index, ())]
     ordered_paths += [
-        files[i][step] for i, steps in chosen.items() for step in {steps[0], steps[-1]}
+        # First and last step of every prompt: the comparison that readers look for.
+        files[i][step]
+        for i, steps in chosen.items()
+        for step in {steps[0], steps[-1]}
     ]
     ordered_paths += [
         files[i][step]
@@ -117,6 +122,7 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         if step in steps
     ]
     max_embedded_bytes = EMBED_LIMIT_BYTES if embed else 0
+    # Files that do not fit are linked, in the order above.
     embedded = _embedded(folder, ordered_paths, max_embedded_bytes)
 
     def source(path: Path) -> str:
@@ -148,6 +154,7 @@ def checkpoint_file(folder: Path, step: int) -> Path:
 
 def _kept_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint."""
+    # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in matches if match)
     return sorted(step for step in steps if is_inside(folder, checkpoint_file(folder, step)))
@@ -165,6 +172,7 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
     """The small copies of each prompt's references, in order."""
     numbered_paths: dict[int, list[tuple[int, Path]]] = {}
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
+        # Prompt and position of the reference.
         match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
         if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
             numbered_paths.setdefault(int(match[1]), []).append((int(match[2]), path))
@@ -227,6 +235,7 @@ def _find_answers(folder: Path) -> list[Answered]:
         except (OSError, ValueError):
             continue
         if isinstance(records, list):
+            # Keep the positions: answers are matched to prompts by index.
             by_step[step] = [record if isinstance(record, dict) else {} for record in records]
     if not by_step:
         return []
@@ -240,5 +249,6 @@ def _find_answers(folder: Path) -> list[Answered]:
                 if index < len(answers)
             ],
         )
+        # The newest step decides which prompts exist.
         for index, record in enumerate(by_step[max(by_step)][:PROMPTS])
     ]

@@ -18,6 +18,7 @@ from dit_lora.report.run.page import form_of, render_run
 from dit_lora.report.run.samples import TYPES, checkpoint_file
 
 _MOST = 2**12  # maximum bytes of a request
+# Samples of prompts, and the small copies of references. Nothing else in the folder is served.
 _SAMPLE = re.compile(
     r"samples/(step_[0-9]+/prompt_[0-9]+\.(mp4|png)|references/prompt_[0-9]+_[0-9]+\.(mp4|jpg))"
 )
@@ -50,11 +51,14 @@ class Pages:
             DitLoraError: If the folder is no longer a run.
         """
         with self._lock:
-            now = self.fingerprint()
-            if now != self._of:
+            # Before reading: a change while the page is rendered shows up in the next fingerprint.
+            current_fingerprint = self.fingerprint()
+            if current_fingerprint != self._of:
                 run = self._reader.read()
-                self._page = render_run(run, embed=False, live=now, token=self.token)
-                self._of = now
+                self._page = render_run(
+                    run, embed=False, live=current_fingerprint, token=self.token
+                )
+                self._of = current_fingerprint
             return self._page
 
     def take(self, step: int) -> str:
@@ -71,6 +75,7 @@ class Pages:
         for path in (self.folder / "exports", self.folder / export_path):
             if path.is_symlink():
                 raise DitLoraError(f"{path} is a link, through which nothing is written; remove it")
+        # One export at a time: each loads the adapter.
         with self._exporting:
             self._export(file, form, self.folder / export_path)
         return export_path
@@ -137,5 +142,6 @@ class _Handler(PageHandler):
     def _sample(self, path: str) -> None:
         """Send a sample file; no other file of the folder is served."""
         root = self.pages.folder
+        # Opening the folder itself fails, which gives a 404.
         sample = root / path if _SAMPLE.fullmatch(path) else root
         self.file(partial(open_inside, root, sample), TYPES.get(sample.suffix, ""))

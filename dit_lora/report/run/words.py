@@ -91,6 +91,7 @@ def figures(run: RunFiles) -> list[Figure]:
     seconds, peaks = _finite(metrics.column("seconds")), _finite(metrics.column("peak_gib"))
     rates = _finite(samples_a_second(metrics))
     waiting = share_waiting(metrics)
+    # A run that ended before the recipe's last step.
     short = num_steps is not None and run.done < num_steps and run.state != "running"
     step_detail = (
         "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
@@ -127,6 +128,7 @@ def _last_loss(run: RunFiles) -> str:
     finite = np.flatnonzero(np.isfinite(losses))
     if not finite.size:
         return NONE
+    # The last steps may be NaN: the window ends with the last finite loss.
     window = losses[max(0, finite[-1] + 1 - window_of(run)) : finite[-1] + 1]
     return number(float(np.mean(window, where=np.isfinite(window))))
 
@@ -135,17 +137,19 @@ def _held_out(held_out: Mapping[int, float]) -> Figure:
     label = "Held-out loss"
     if not held_out:
         return Figure(label, NONE, "not measured")
+    # The loss before training is at step 0, if it was measured.
     first_step, last_step = min(held_out), max(held_out)
-    before, after = held_out[first_step], held_out[last_step]
+    first_loss, last_loss = held_out[first_step], held_out[last_step]
     if first_step == last_step:
-        return Figure(label, number(before), f"at step {first_step:,} only")
+        return Figure(label, number(first_loss), f"at step {first_step:,} only")
     steps = f"step {first_step:,} to {last_step:,}"
-    comparable = math.isfinite(before) and math.isfinite(after) and before != 0
-    change = f"{100 * (after / before - 1):+.1f}%, " if comparable else ""
-    return Figure(label, f"{number(before)} \u2192 {number(after)}", change + steps)
+    comparable = math.isfinite(first_loss) and math.isfinite(last_loss) and first_loss != 0
+    change = f"{100 * (last_loss / first_loss - 1):+.1f}%, " if comparable else ""
+    return Figure(label, f"{number(first_loss)} \u2192 {number(last_loss)}", change + steps)
 
 
 def _actions(events: Iterable[Mapping[str, Any]]) -> str:
+    # Events that are only reported have no action.
     acted = (event.get("action") for event in events)
     counts = Counter(str(action) for action in acted if action not in (None, "report"))
     return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
@@ -170,6 +174,7 @@ def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -
         ("Bundle", in_words(event.get("bundle"))),
         ("Seconds", _seconds(event.get("seconds"))),
     ]
+    # Keys that have a row of their own; the rest is listed under "Verdict".
     known_keys = {
         "cause",
         "words",
@@ -212,6 +217,7 @@ def verified(record: Mapping[str, Any]) -> VerificationRows | None:
     modules = (
         [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     )
+    # The largest relative update first.
     modules.sort(key=lambda entry: -_rank(entry))
     # Show norms relative to the weights if any is known, else absolute norms.
     relative = any(math.isfinite(number_or_nan(entry.get("relative"))) for entry in modules)
@@ -243,6 +249,7 @@ def _rank(module: Mapping[str, Any]) -> float:
 def _short(name: str) -> str:
     """The end of a module's name, from the first block number on."""
     parts = name.split(".")
+    # Such as `12.attn.to_q` of `transformer_blocks.12.attn.to_q`.
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
 
@@ -258,6 +265,7 @@ def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
     for entry in run.quarantine:
         first_epoch, last_epoch = entry.get("from_epoch"), entry.get("to_epoch")
         epochs = f"{first_epoch}" if last_epoch == first_epoch else f"{first_epoch} to {last_epoch}"
+        # Left out from this epoch to the end of training.
         if last_epoch is None:
             epochs = f"from {first_epoch} on"
         cause, reason = in_words(entry.get("cause")), in_words(entry.get("reason"))

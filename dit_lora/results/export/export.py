@@ -40,10 +40,12 @@ from dit_lora.training.tasks.diffusion.samples import bar
 Form = LoraForm | Literal["merged"]
 Say = Callable[[str], None]
 
+# Header keys that describe the base model and the videos. A sum keeps those that all of its adapters share.
 OF_MODEL = (
     *("version", "family", "base_model", "revision", "transformer_digest", "index", "video"),
     *("task", "reference_resolution", DOWNSCALE),
 )
+# Header keys that describe one training run. A sum records them for each of its adapters.
 _OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 
@@ -86,10 +88,12 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
         )
     if request.out.exists():
         raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
+    # Check the weights before anything is loaded.
     weights = _weights(request)
     if is_chat(request.targets[0], request.model):
         _export_chat(request, say)
         return []
+    # Each target resolves to one result, or to two for a run of both experts.
     experts = [targets_of(target) for target in request.targets]
     if any(len(targets) > 1 for targets in experts):
         return _export_both(request, experts, say)
@@ -97,6 +101,7 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
     _require_one_base(sources)
     base = sources[0].base(request.model)
     with configs_alone(base) as configs, aside(request.out) as staged:
+        # Entries of model_index.json that training replaced, such as the pipeline's class.
         index = sources[0].made.get("index") or {}
         family = get_family(base.family)
         checkpoint = family.open(configs, index=index)
@@ -106,6 +111,7 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
             name = " + ".join(str(source.file) for source in sources)
             adapter, result = lower_rank(adapter, request.rank, name, checkpoint.part)
             results.append(result)
+        # Where ComfyUI reads no `alpha` for a family, alpha / rank is multiplied into B.
         folds = request.to == "folded" or (
             request.to == "comfyui" and not adapter.family.comfyui.alpha
         )
@@ -113,6 +119,7 @@ def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list
         if request.to == "merged":
             _write_merged(adapter, base, index, staged, say)
         else:
+            # An adapter of one expert gets the expert's name in its file name, so that loaders can tell the two apart.
             expert = EXPERTS.get(adapter.made.get("part", ""))
             name = f"{request.out.name}_{expert}" if expert else request.out.name
             write_form(request.to, adapter, staged, name)
@@ -125,18 +132,24 @@ def _export_both(
     request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say
 ) -> list[LowRankResult]:
     """Export adapters of both experts of a checkpoint: one file each, or one pipeline with both merged."""
-    single = [str(t) for t, one in zip(request.targets, experts, strict=True) if len(one) == 1]
-    if single:
+    # Every target must have both experts: a sum pairs them expert by expert.
+    single_expert = [
+        str(t) for t, paths in zip(request.targets, experts, strict=True) if len(paths) == 1
+    ]
+    if single_expert:
         raise DitLoraError(
-            listed("adapters of both experts are added to such alone; these are of one", single)
+            listed(
+                "adapters of both experts are added to such alone; these are of one", single_expert
+            )
         )
+    # Transpose: from (high, low) per target to all targets' results per expert.
     parts = dict(zip(EXPERTS.values(), zip(*experts, strict=True), strict=True))
     if request.to != "merged":
         results: list[LowRankResult] = []
 
         def write(name: str, out: Path) -> None:
-            one = replace(request, targets=parts[name], out=out)
-            results.extend(export_and_report(one, say))
+            expert_request = replace(request, targets=parts[name], out=out)
+            results.extend(export_and_report(expert_request, say))
 
         write_pair(request.out, write)
         return results
@@ -144,9 +157,10 @@ def _export_both(
         staged.mkdir()
         model = request.model
         for name, targets in parts.items():
-            own = staged / f"{request.out.name}_{name}"
-            export(replace(request, targets=targets, out=own, model=model), say)
-            model = str(own)  # the second expert is merged into the result of the first
+            merged_dir = staged / f"{request.out.name}_{name}"
+            export(replace(request, targets=targets, out=merged_dir, model=model), say)
+            model = str(merged_dir)  # the second expert is merged into the result of the first
+        # The folders sort as ..._high_noise, ..._low_noise. The second holds both merged experts.
         first_folder, second_folder = sorted(staged.iterdir())
         shutil.rmtree(first_folder)
         for path in second_folder.iterdir():
@@ -190,7 +204,9 @@ def adapter_at(target: Path) -> Source:
 @contextlib.contextmanager
 def aside(out: Path) -> Iterator[Path]:
     """Context that yields a temporary folder next to `out`, renamed to `out` on success and removed on failure."""
+    # Next to the output, so that the final rename stays on one file system and is atomic.
     staged = out.with_name(f".{out.name}.partial")
+    # A killed export may have left its folder.
     shutil.rmtree(staged, ignore_errors=True)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -198,6 +214,7 @@ def aside(out: Path) -> Iterator[Path]:
         raise DitLoraError(f"cannot make {out.parent}: {error.strerror}") from error
     try:
         yield staged
+        # safetensors creates files with mode 0600; give them the usual permissions.
         share_weights(staged)
         staged.rename(out)
     finally:
@@ -206,6 +223,7 @@ def aside(out: Path) -> Iterator[Path]:
 
 def _weights(request: ExportRequest) -> list[float]:
     """One weight for each target. Raises `DitLoraError` for a wrong number of weights, zero, NaN or Inf."""
+    # Without --weight, every adapter counts fully.
     targets, weights = len(request.targets), list(request.weights)
     if not weights:
         return [1.0] * targets
@@ -220,6 +238,7 @@ def _weights(request: ExportRequest) -> list[float]:
 
 def _require_one_base(sources: Sequence[Source]) -> None:
     """Raise `DitLoraError` unless all adapters are of one family and, if recorded, of the same transformer."""
+    # A header may lack either value, so only recorded ones are compared.
     for key, noun in (("family", "families"), ("transformer_digest", "base models")):
         if len({source.made[key] for source in sources if source.made.get(key)}) > 1:
             lines = [
@@ -237,30 +256,32 @@ def _load(
     checkpoint: Checkpoint,
 ) -> Exported:
     """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
-    hollow, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
+    new_model, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
     models = []
+    # Only LoRAs can be combined: concatenating their factors adds their products.
     not_lora = [f"{source.file}: {kind}" for source in sources if (kind := other_kind(source.file))]
     if not_lora and (len(sources) > 1 or weights[0] != 1):
         raise DitLoraError(
             listed("LoRAs alone are weighted and added up; these are none", not_lora)
         )
     for source in sources:
-        models.append(hollow())
+        models.append(new_model())
         if not_lora:
             load_other_kind(models[-1], source.file)
         else:
             load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
     # A single adapter at weight 1 stays as it is, with its metadata.
     if len(sources) == 1 and weights[0] == 1:
-        return Exported(models[0], sources[0].made, family, pipeline_class, hollow)
+        return Exported(models[0], sources[0].made, family, pipeline_class, new_model)
     _require_lora_alone(sources, models)
-    state, config = combine(models, weights, hollow())
-    total = hollow()
+    # The combined adapter gets alpha = rank, because each weight and scale is folded into the factors.
+    state, config = combine(models, weights, new_model())
+    total = new_model()
     load_state(total, state, config.to_dict(), "the sum of the adapters")
     parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated, so the factors differ: compare the products B A.
     require_same(summed(parts), updates_of(total), "the sum of the adapters")
-    return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, hollow)
+    return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, new_model)
 
 
 def hollow_of(checkpoint: Denoiser) -> Any:
@@ -286,6 +307,7 @@ def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> Non
 
 def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
     """Metadata that all adapters share about model and videos. Training metadata differs and is left out."""
+    # A key stays only if every adapter has the same value for it.
     first_metadata, *other_metadata = (source.made for source in sources)
     shared = {
         key: first_metadata[key]
@@ -316,6 +338,7 @@ def _header(
             {"weight": weight, **{key: source.made.get(key) for key in _OF_TRAINING}}
             for source, weight in zip(sources, weights, strict=True)
         ]
+    # The file now scales by 1, so the header's alpha must equal the rank. The trained alpha stays in the record.
     if folds and {"rank", "alpha"} <= made.keys():
         record["alpha"], header["alpha"] = made["alpha"], made["rank"]
     if form == "merged" and "output" in made:
@@ -328,6 +351,7 @@ def _write_merged(
     adapter: Exported, model: ModelConfig, index: Mapping[str, Any], staged: Path, say: Say
 ) -> None:
     """Write the base pipeline with the adapter merged into it, then read it back and compare."""
+    # Open the checkpoint again, this time with its weights: until here only its configs were needed.
     checkpoint = adapter.family.open(model, index=index)
     base, source = checkpoint.path, checkpoint.path / checkpoint.part
     changes = changes_of(adapter.model, ADAPTER_NAME)
@@ -371,6 +395,7 @@ def _export_chat(request: ExportRequest, say: Say) -> Path:
             f"--to {request.to} is for diffusion models; a chat model's adapter is in PEFT's format, and "
             "--to merged writes the whole checkpoint"
         )
+    # PEFT's format is a folder: config and weights are separate files.
     target = target.parent if target.is_file() else target
     origin = find_origin(target, request.model)
     if origin.adapter is None:

@@ -64,13 +64,15 @@ def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[LowRankR
     quiet_libraries()
     if request.out.exists():
         raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
+    # Either side may be a pipeline, a transformer's folder, a single file or a Hub id.
     tuned, base = find_place(request.tuned), find_place(request.base)
     model = _model(request, tuned, base)
     family = get_family(model.family)
     with configs_alone(model) as configs:
+        # Two full pipelines of an expert family have two transformers to compare, anything else has one.
         opened = family.open(configs)
-        both = tuned.is_pipeline and base.is_pipeline
-        parts = tuple(opened.parts) if opened.parts and both else (_one_part(tuned, base),)
+        are_pipelines = tuned.is_pipeline and base.is_pipeline
+        parts = tuple(opened.parts) if opened.parts and are_pipelines else (_one_part(tuned, base),)
         results = {}
         for part in parts:
             checkpoint = family.open(configs.model_copy(update={"part": part}))
@@ -87,6 +89,7 @@ def extract(request: ExtractRequest, say: Say = lambda _: None) -> list[LowRankR
 
 def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlace) -> ModelConfig:
     """The pipeline with the checkpoints' configs."""
+    # Prefer the base's configs: the fine-tune must have the same architecture anyway.
     pipelines = [str(checkpoint.path) for checkpoint in (base, tuned) if checkpoint.is_pipeline]
     path = request.model or next(iter(pipelines), None)
     if path is None:
@@ -94,12 +97,14 @@ def _model(request: ExtractRequest, tuned: CheckpointPlace, base: CheckpointPlac
             f"neither {request.tuned} nor {request.base} is a pipeline's folder; give --model, a folder or a Hub id "
             "with the configs of one"
         )
+    # The family follows from the pipeline class in model_index.json.
     model = ModelConfig(family="", path=path)
     return model.model_copy(update={"family": family_of(model)})
 
 
 def _one_part(tuned: CheckpointPlace, base: CheckpointPlace) -> str:
     """The transformer that both checkpoints are of, if at least one is not a full pipeline."""
+    # A full pipeline has every part, so only the other side decides.
     parts = {checkpoint.part for checkpoint in (tuned, base) if not checkpoint.is_pipeline} or {
         "transformer"
     }
@@ -116,13 +121,15 @@ def _extracted(
     family: DiffusionFamily,
 ) -> tuple[Exported, LowRankResult] | None:
     """One transformer's LoRA on a model without weights, and its report; None if nothing differs."""
-    hollow = partial(hollow_of, checkpoint)
-    model = hollow()
+    new_model = partial(hollow_of, checkpoint)
+    # This model provides names and shapes, and later carries the adapter. It has no weights of its own.
+    model = new_model()
     with (
-        StoredWeights(tuned, checkpoint, model) as ours,
-        StoredWeights(base, checkpoint, model) as theirs,
+        StoredWeights(tuned, checkpoint, model) as tuned_weights,
+        StoredWeights(base, checkpoint, model) as base_weights,
     ):
-        result = _differences(ours, theirs, model, request.choice, checkpoint.part)
+        result = _differences(tuned_weights, base_weights, model, request.choice, checkpoint.part)
+    # Identical transformers: with two experts, one may be untouched.
     if not result.layers and not result.left_out:
         return None
     if not result.layers:
@@ -132,7 +139,7 @@ def _extracted(
     layers = {layer.name: layer.stored for layer in result.layers}
     attach_layers(model, layers, family, f"the difference of {request.tuned} and {request.base}")
     metadata = _made(request, tuned, base, checkpoint, family, result)
-    return Exported(model, metadata, family, checkpoint.pipeline_class, hollow), result
+    return Exported(model, metadata, family, checkpoint.pipeline_class, new_model), result
 
 
 @torch.no_grad()
@@ -147,15 +154,19 @@ def _differences(
         f"{name}.weight" for name in tied_layers(model, names)
     )
     layers, left_out = [], {}
-    stray = [f"{name}: in one of them alone" for name in ours.shapes.keys() ^ theirs.shapes.keys()]
-    stray += [
+    # Names and shapes must agree on both sides before any tensor is read.
+    mismatches = [
+        f"{name}: in one of them alone" for name in ours.shapes.keys() ^ theirs.shapes.keys()
+    ]
+    mismatches += [
         f"{name}: {shape} and {theirs.shapes[name]}"
         for name, shape in ours.shapes.items()
         if theirs.shapes.get(name, shape) != shape
     ]
-    if stray:
-        raise DitLoraError(listed("the two checkpoints have other tensors", sorted(stray)))
+    if mismatches:
+        raise DitLoraError(listed("the two checkpoints have other tensors", sorted(mismatches)))
     for name in bar("extracting", "tensor", quiet=False)(sorted(ours.shapes)):
+        # Most tensors are identical in a fine-tune of few layers: skip them before the conversion to fp64.
         new, old = ours.tensor(name), theirs.tensor(name)
         if torch.equal(new, old):
             continue
@@ -167,6 +178,7 @@ def _differences(
         if name in adaptable:
             layers.append(factor_difference(name.removesuffix(".weight"), difference, choice))
         else:
+            # Norms, biases and other tensors without a LoRA: report how much of the change they carry.
             left_out[name] = difference.square().sum().item()
     return LowRankResult(layers, left_out, part)
 
@@ -180,6 +192,7 @@ def _made(
     result: LowRankResult,
 ) -> dict[str, Any]:
     """Metadata: from the base, and on videos from the header of the tuned pipeline."""
+    # A pipeline that dit-lora merged or trained has our header next to its files.
     record = tuned.path / PROVENANCE_FILE
     recorded = (
         dict(read_typed(record, Provenance)) if tuned.is_pipeline and record.is_file() else {}
@@ -196,6 +209,7 @@ def _made(
     }
     if base.is_pipeline:
         digests = Digests(request.out.with_name(f".{request.out.name}.digests"))  # never saved
+        # The digest lets `verify` recognise the base that the LoRA belongs to.
         metadata["transformer_digest"] = digests.component(base.folder(checkpoint.part))
     if checkpoint.parts:
         metadata["part"] = checkpoint.part
@@ -212,6 +226,7 @@ def _made(
 
 def _write(request: ExtractRequest, adapters: Mapping[str, Exported], say: Say) -> None:
     """Write the LoRA of each transformer, in a file or folder per expert if there are two."""
+    # Paths and tokens are removed from the header, because it is published with the file.
     for adapter in adapters.values():
         adapter.made = redacted(
             {**adapter.made, **ranks_of(adapter.model), "exported": {"to": request.to}}
@@ -227,7 +242,10 @@ def _write(request: ExtractRequest, adapters: Mapping[str, Exported], say: Say) 
             name = f"{request.out.name}_{expert}" if expert else request.out.name
             write_form(request.to, adapter, staged, name)
     else:
-        of_expert = {EXPERTS[part]: adapter for part, adapter in adapters.items()}
-        write_pair(request.out, lambda name, own: write(of_expert[name], own), of_expert)
+        # Files are named after the experts, adapters are keyed by component.
+        adapters_by_expert = {EXPERTS[part]: adapter for part, adapter in adapters.items()}
+        write_pair(
+            request.out, lambda name, own: write(adapters_by_expert[name], own), adapters_by_expert
+        )
     for adapter in adapters.values():
         say(f"{len(updates_of(adapter.model))} layers, read back and compared: the same update")

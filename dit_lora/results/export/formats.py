@@ -63,12 +63,14 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
         return
     # Read before the folded format replaces the model.
     expected, trained = updates_of(model), base_weights(model)
+    # ComfyUI and kohya need other key names; Diffusers and PEFT write their own formats.
     layout = _layout(form, adapter.family, expected)
     if layout is not None:
         _write_layout(form, expected, trained, out / f"{name}.safetensors", layout, adapter.made)
         return
     if form == "peft":
         save_chat_adapter(model, out, adapter.made)
+        # Read back with PEFT itself, into a new model without weights.
         wrapped = peft.PeftModel.from_pretrained(adapter.hollow(), str(out))
         require_same(expected, updates_of(wrapped.base_model.model), str(out))
     else:
@@ -79,12 +81,14 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
         load_lora_file(reloaded, file, adapter.pipeline_class)
         require_same(expected, updates_of(reloaded), file.name)
         if form == "folded":
+            # The folded format exists for loaders that ignore alpha, so it must hold without alpha too.
             _require_without_alpha(expected, file, adapter.hollow())
     _require_weights(trained, out / BASE_FILE)
 
 
 def _refilled(model: Any, empty: Any) -> Any:
     """Fill an empty model with the folded adapter and the trained base weights."""
+    # Attach the rescaled matrices to a fresh model, whose config then says alpha = rank.
     state, config = folded(model)
     load_state(empty, state, config.to_dict(), "the folded adapter", base_weights(model))
     return empty
@@ -99,13 +103,14 @@ def _require_without_alpha(expected: Updates, file: Path, empty: Any) -> None:
 
 def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
     """Raise `CheckFailedError` if the base weights in the file differ from the trained ones."""
-    stored = load_file(file) if file.is_file() else {}
+    # Both directions: a missing tensor and an extra one are errors alike.
+    stored_weights = load_file(file) if file.is_file() else {}
     differing = [
         name
-        for name in expected.keys() | stored.keys()
+        for name in expected.keys() | stored_weights.keys()
         if name not in expected
-        or name not in stored
-        or not torch.equal(expected[name], stored[name])
+        or name not in stored_weights
+        or not torch.equal(expected[name], stored_weights[name])
     ]
     if differing:
         raise CheckFailedError(
@@ -135,6 +140,7 @@ def _write_layout(
         metadata |= _kohya_facts(updates, made)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(layout.tensors(updates), file, metadata=metadata)
+    # Compare the products B A, since the format may fold the scale into a factor.
     require_same(updates, layout.updates(load_file(file)), file.name)
 
 
@@ -153,6 +159,7 @@ def _layout(form: str, family: DiffusionFamily, updates: Updates) -> LayerKeys |
 
 def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
     """Metadata that kohya's tools show. They write "Dynamic" if layers differ."""
+    # One value if all layers agree, as sd-scripts writes it.
     ranks = {terms[0].rank for terms in updates.values()}
     alphas = {round(terms[0].scale * terms[0].rank, 6) for terms in updates.values()}
     facts = {

@@ -31,6 +31,7 @@ State = Mapping[str, torch.Tensor]
 
 def hollowed(model: nn.Module) -> Any:
     """Replace every weight of the model by an expanded zero on the CPU. Frozen, with LoRA methods."""
+    # Copy the names first, because the loop replaces the parameters it walks over.
     for name, parameter in list(model.named_parameters()):
         owner, _, attribute = name.rpartition(".")
         # An expanded scalar has the full shape and the memory of one number.
@@ -50,16 +51,19 @@ def load_lora_file(
         DitLoraError: The file does not fit; lists all problems.
         CheckFailedError: A tensor is not finite, or the adapter has no effect.
     """
-    stored = read_lora(file, model, comfyui, pipeline_class)
+    lora_file = read_lora(file, model, comfyui, pipeline_class)
+    # Trained base weights lie in a file of their own next to the adapter.
     base = file.with_name(BASE_FILE)
     weights = read_weights(base, model) if base.is_file() else {}
+    # PEFT's key names, which `load_lora_adapter` expects.
     state = {
         f"{name}.lora_{part}.weight": matrix
-        for name, layer in stored.layers.items()
+        for name, layer in lora_file.layers.items()
         for part, matrix in (("A", layer.a), ("B", layer.b))
     }
+    # Reject NaN, Inf and adapters without effect before they reach a model.
     require_sound(state, weights)
-    load_state(model, state, _config(stored), file, weights)
+    load_state(model, state, _config(lora_file), file, weights)
 
 
 def _config(stored: LoraFile) -> dict[str, Any] | None:
@@ -90,8 +94,10 @@ def load_state(
     if not state:
         raise DitLoraError(f"{source} has no LoRA matrices of a transformer")
     weights = weights or {}
+    # Base weights first: PEFT renames an adapted layer's weight to `base_layer.weight`.
     put_weights(model, weights)
     try:
+        # `prefix=None`: the keys are already relative to this transformer.
         model.load_lora_adapter(
             dict(state),
             prefix=None,
@@ -99,6 +105,7 @@ def load_state(
             adapter_name=ADAPTER_NAME,
         )
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        # The first line is enough for a one-line message.
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(
             f"{source} does not load into {type(model).__name__}: {reason}"
@@ -110,6 +117,7 @@ def put_weights(model: nn.Module, weights: Tensors) -> None:
     """Load base weights. Call it before an adapter is attached, because that renames the layers."""
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
+        # Trained weights are fp32, as the optimizer kept them.
         setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
 
 
@@ -134,9 +142,11 @@ def combine(
     PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `onto` is a hollow model
     without an adapter.
     """
+    # Dropout has no effect on the combined matrices.
     configs = [
         dataclasses.replace(model.peft_config[ADAPTER_NAME], lora_dropout=0.0) for model in models
     ]
+    # PEFT needs one adapter name per adapter on the shared model.
     names = [f"adapter_{number}" for number in range(len(models))]
     wrapped: Any = peft.PeftModel(onto, configs[0], adapter_name=names[0])
     for name, config in zip(names[1:], configs[1:], strict=True):
@@ -144,12 +154,14 @@ def combine(
     for name, model in zip(names, models, strict=True):
         state = {f"{_PREFIX}{key}": tensor for key, tensor in state_of(model).items()}
         peft.set_peft_model_state_dict(wrapped, state, adapter_name=name)
+    # `cat` is exact. PEFT's `linear` would add factors, whose product is not the sum of the products.
     wrapped.base_model.add_weighted_adapter(names, list(weights), _COMBINED, combination_type="cat")
     return state_of(wrapped, _COMBINED), wrapped.peft_config[_COMBINED]
 
 
 def folded(model: Any) -> tuple[State, peft.LoraConfig]:
     """Matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
+    # The scale of each layer goes into B only, so that B A stays the same product.
     config, state = model.peft_config[ADAPTER_NAME], state_of(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:
         layer = model.get_submodule(name.removesuffix(".lora_B.weight"))
@@ -167,6 +179,7 @@ def read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
         weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
+    # The file may only hold weights of this model, at their exact shapes.
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     mismatches = [
         f"{name}: {list(weight.shape)} in the file, {shapes.get(name, 'none')} in the model"

@@ -32,28 +32,32 @@ class LayerKeys:
     def tensors(self, updates: Updates) -> dict[str, torch.Tensor]:
         """The file's tensors: A, B, and `alpha`, which divided by the rank gives the scale."""
         tensors = {}
+        # One term per layer: these formats have no place for a sum of products.
         for name, (term,) in updates.items():
             key = self.names[name]
             tensors[f"{key}.{self.down}.weight"] = term.a.contiguous()
             b = term.b if self.alpha else term.b * term.scale
             tensors[f"{key}.{self.up}.weight"] = b.contiguous()
             if self.alpha:
+                # Readers divide alpha by the rank, which gives back the scale.
                 tensors[f"{key}.alpha"] = torch.tensor(term.scale * term.rank)
         return tensors
 
     def updates(self, tensors: Mapping[str, torch.Tensor]) -> Updates:
         """Each layer's update in a file. Raises `CheckFailedError` with all tensors that belong to no layer."""
+        # Read as the program does: layer by layer, by its own key names.
         updates, claimed = {}, set()
         for name, key in self.names.items():
             layer_keys = [f"{key}.{self.down}.weight", f"{key}.{self.up}.weight"]
             layer_keys += [f"{key}.alpha"] if self.alpha else []
             if all(full in tensors for full in layer_keys):
+                # `alpha` is empty for formats that have the scale folded into B.
                 a, b, *alpha = (tensors[full] for full in layer_keys)
                 updates[name] = [Term(a, b, alpha[0].item() / len(a) if alpha else 1.0)]
                 claimed |= {*layer_keys}
-        stray = [full for full in tensors if full not in claimed]
-        if stray:
-            raise CheckFailedError(listed("these tensors belong to no layer", stray))
+        unknown_keys = [full for full in tensors if full not in claimed]
+        if unknown_keys:
+            raise CheckFailedError(listed("these tensors belong to no layer", unknown_keys))
         return updates
 
 
@@ -61,11 +65,16 @@ def comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
     """ComfyUI's layout of these layers. Raises `DitLoraError`, with the reason, if it has none."""
     if names.lacking:
         raise DitLoraError(names.lacking)
+    # All layers must have a name in ComfyUI: a file that drops some would change the update.
     counterparts = {name: names.of(name) for name in updates}
-    unknown = [name for name, theirs in counterparts.items() if theirs is None]
+    unknown = [name for name, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
         raise DitLoraError(listed("ComfyUI's model has no counterpart of these layers", unknown))
-    renamed = {name: theirs for name, theirs in counterparts.items() if theirs is not None}
+    renamed = {
+        name: comfyui_name
+        for name, comfyui_name in counterparts.items()
+        if comfyui_name is not None
+    }
     return LayerKeys(renamed, "lora_A", "lora_B", alpha=names.alpha)
 
 
@@ -76,9 +85,12 @@ def kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     """
     if not has_names:
         raise DitLoraError(_NO_KOHYA)
-    wide = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
-    if wide:
+    # `a` is (rank, inputs, height, width) for convolutions, so dimensions 2 and 3 are the kernel's size.
+    large_kernels = [
+        name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1
+    ]
+    if large_kernels:
         raise DitLoraError(
-            listed("kohya's layout takes convolutions of 1x1 alone, not these", wide)
+            listed("kohya's layout takes convolutions of 1x1 alone, not these", large_kernels)
         )
     return LayerKeys({name: kohya_name(name) for name in updates}, "lora_down", "lora_up")

@@ -24,8 +24,10 @@ class RankChoice:
         """A layer's rank from its energies (squared singular values), the largest first."""
         if self.rank is not None:
             return self.rank
+        # reached[i] is the energy that rank i + 1 keeps.
         reached = energies.cumsum(0)
         min_energy = self.energy * reached[-1]
+        # If the sum at index i is the first to reach the share, the rank is i + 1.
         return min(int(torch.searchsorted(reached, min_energy)) + 1, len(energies))
 
 
@@ -50,6 +52,7 @@ class LowRankLayer:
 
 def factor_difference(name: str, difference: torch.Tensor, choice: RankChoice) -> LowRankLayer:
     """Factor a nonzero change, in the shape of the layer's weight, into A and B."""
+    # (outputs, inputs), with a convolution's kernel flattened into the inputs.
     matrix = difference.double().flatten(1)
     b, a = _factors(matrix, choice)
     return _layer(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
@@ -57,7 +60,9 @@ def factor_difference(name: str, difference: torch.Tensor, choice: RankChoice) -
 
 def factor_update(name: str, term: Term, choice: RankChoice) -> LowRankLayer:
     """Factor an update that is itself a product of two factors, without computing the product."""
+    # B = Q_b R_b with orthonormal columns in Q_b: only the small R_b matters for singular values.
     q_b, upper = torch.linalg.qr(term.b.double().flatten(1))
+    # A^T = Q_a R_a in the same way.
     right, lower = torch.linalg.qr(term.a.double().flatten(1).T)
     # B A = Q_b (R_b R_a^T) Q_a^T: the small core, rank x rank, has the singular values of the product.
     core = term.scale * upper @ lower.T
@@ -71,14 +76,15 @@ def _layer(
     name: str, b: torch.Tensor, a: torch.Tensor, inputs: torch.Size, whole: float, size: int
 ) -> LowRankLayer:
     """The layer in fp32, with alpha equal to rank: then the scale is 1 in every loader."""
+    # For a convolution A keeps the kernel's size and B is 1x1, as PEFT stores them.
     rank, ones = len(a), [1] * (len(inputs) - 1)
-    stored = StoredLayer(
+    factors = StoredLayer(
         a.reshape(rank, *inputs).float().contiguous().cpu(),
         b.reshape(len(b), rank, *ones).float().contiguous().cpu(),
         rank,
     )
     # Rows of A are orthonormal, so that the norm of the product is the norm of B.
-    return LowRankLayer(name, stored, whole, b.square().sum().item(), size)
+    return LowRankLayer(name, factors, whole, b.square().sum().item(), size)
 
 
 def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,16 +93,18 @@ def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, to
     Singular vectors are eigenvectors of the smaller Gram matrix. In fp64, this loses values below 1e-8 of the largest,
     which no fp32 file could represent.
     """
-    # Transposed if needed, so that rows <= columns and `wide @ wide.T` is the smaller Gram matrix.
-    wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    energies, vectors = torch.linalg.eigh(wide @ wide.T)
+    # Transposed if needed, so that rows <= columns and `wide_matrix @ wide_matrix.T` is the smaller Gram matrix.
+    wide_matrix = matrix if len(matrix) <= matrix.shape[1] else matrix.T
+    energies, vectors = torch.linalg.eigh(wide_matrix @ wide_matrix.T)
     # eigh sorts ascending; rounding can make the smallest eigenvalues negative.
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
     chosen = vectors[:, : choice.rank_for(energies)]
-    projected = chosen.T @ wide
+    # (rank, columns): the singular values times the right singular vectors.
+    projected = chosen.T @ wide_matrix
     values = torch.linalg.vector_norm(projected, dim=1)
     # If the chosen rank is above that of the matrix, rows of zeros stay zero.
     unit = projected / values.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
-    if wide is matrix:
+    # Undo the transposition: B is (outputs, rank) and A is (rank, inputs).
+    if wide_matrix is matrix:
         return chosen * values, unit
     return unit.T * values, chosen.T

@@ -27,6 +27,7 @@ class LowRankResult:
     @property
     def energy(self) -> float:
         """Share of the layers' energy that their ranks keep."""
+        # Rounding can push the quotient just above 1.
         total_energy = sum(layer.whole for layer in self.layers)
         return min(1.0, sum(layer.kept for layer in self.layers) / total_energy)
 
@@ -62,11 +63,13 @@ class LowRankResult:
     def lines(self) -> Iterator[str]:
         """Text: the total, every layer starting with the least energy kept, and every tensor that is left out."""
         record = self.record()
+        # With `--rank auto` every layer has its own rank.
         ranks = sorted({item.stored.rank for item in self.layers})
         rank = (
             f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
         )
         yield f"{rank} {format_share(self.energy)} of the energy of {len(self.layers)} layers"
+        # The layers that lose most come first.
         for item in sorted(self.layers, key=lambda item: item.energy):
             yield f"  {item.name}: {format_share(item.energy)}, rank {item.stored.rank}"
         if self.left_out:
@@ -78,6 +81,7 @@ class LowRankResult:
 
 def format_share(share: float) -> str:
     """Format a share in percent, with enough digits to distinguish it from 100 %."""
+    # Four digits would round 0.99999 to 100 %: show the lost part instead.
     lost = 1 - share
     if 0 < lost < 1e-4 and share < 1:
         return f"all but {100 * lost:.1g}%"
@@ -104,6 +108,7 @@ def attach_layers(
     weights: Tensors | None = None,
 ) -> None:
     """Attach layers to a hollow model, with the base weights that were trained too."""
+    # Targets that match exactly these layers of the model.
     targets = exact_targets(list(layers), adaptable_layers(model), [family.lora_targets])
     state = {
         f"{name}.lora_{side}.weight": matrix

@@ -27,10 +27,11 @@ def lower_rank(
     Raises:
         DitLoraError: The adapter is not a LoRA, or no layer has a rank above `choice.rank`.
     """
-    model, made = adapter.model, adapter.made
+    model, metadata = adapter.model, adapter.made
     kind = kind_of(model.peft_config[ADAPTER_NAME])
     if kind != "lora":
         raise DitLoraError(f"--rank lowers the rank of LoRAs; {name} is of the kind {kind}")
+    # One term per layer, since the adapter is a single LoRA.
     updates = {layer: term for layer, (term,) in updates_of(model).items()}
     highest = max(term.rank for term in updates.values())
     if choice.rank is not None and choice.rank >= highest:
@@ -39,17 +40,19 @@ def lower_rank(
         )
     layers = []
     for layer, term in updates.items():
+        # A layer below the new rank keeps its own rank.
         layer_choice = choice
         if choice.rank is not None:
             layer_choice = RankChoice(min(choice.rank, term.rank))
         layers.append(factor_update(layer, term, layer_choice))
     result = LowRankResult(layers, {}, part)
+    # The factors have new shapes, so they are attached to a fresh model.
     smaller = adapter.hollow()
-    stored = {layer.name: layer.stored for layer in layers}
-    attach_layers(smaller, stored, adapter.family, f"{name} at a lower rank", base_weights(model))
+    factors = {layer.name: layer.stored for layer in layers}
+    attach_layers(smaller, factors, adapter.family, f"{name} at a lower rank", base_weights(model))
     # Drop the recorded output: it belongs to the full update.
-    remaining = {key: made[key] for key in made if key not in ("output", "lora", *PATTERNS)}
-    before = {key: made[key] for key in ("rank", "alpha") if key in made}
-    header = {**remaining, **ranks_of(smaller), "resized": {**before, "energy": result.energy}}
+    remaining = {key: metadata[key] for key in metadata if key not in ("output", "lora", *PATTERNS)}
+    old_ranks = {key: metadata[key] for key in ("rank", "alpha") if key in metadata}
+    header = {**remaining, **ranks_of(smaller), "resized": {**old_ranks, "energy": result.energy}}
     lowered = Exported(smaller, header, adapter.family, adapter.pipeline_class, adapter.hollow)
     return lowered, result

@@ -22,7 +22,9 @@ from dit_lora.errors import CheckFailedError, DitLoraError, listed
 from dit_lora.files import share_weights
 from dit_lora.results.tensor_file import FLOATS, stored_dtypes
 
+# Integer tensors, such as position ids, are not merged and do not decide the dtype.
 _INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
+# Maximum size of one weight file, as `save_pretrained` takes it.
 _SHARD = "5GB"
 
 
@@ -56,6 +58,7 @@ def merge_adapter(
     """
     if out.exists():
         raise DitLoraError(f"{out} exists already; give another folder, or remove it")
+    # Read the header before the long load, so that a wrong folder fails at once.
     provenance = read_provenance(chat_adapter_file(folder))
     config = read_typed(base / "config.json", dict[str, Any])
     if "quantization_config" in config:
@@ -66,6 +69,7 @@ def merge_adapter(
     model = load_pretrained(load, base, dtype=dtype, use_safetensors=True)
     load_chat_adapter(model, folder)
     on_progress(f"merging {_merge(model)} layers")
+    # Write next to the output and rename at the end: a failed merge leaves no half folder.
     staged = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     on_progress(f"writing {out}")
@@ -80,6 +84,7 @@ def merge_adapter(
 def _merge(model: PreTrainedModel) -> int:
     """Merge every layer's adapter into its weight and restore the plain layers. Returns the number of layers."""
     adapted = changes_of(model, ADAPTER_NAME)
+    # Merging into a shared weight would change the other module too.
     tied = tied_layers(model, adapted)
     if tied:
         raise DitLoraError(listed("cannot merge into weights that two modules share", tied))
@@ -88,6 +93,7 @@ def _merge(model: PreTrainedModel) -> int:
         # Add in place: new weights allocated between freed fp32 ones were measured to take 1.5 times the memory.
         weight.copy_(change.of(weight.float()))
     if adapted:
+        # Removes PEFT's config from the model, so that `save_pretrained` writes a plain checkpoint.
         model.delete_adapter(ADAPTER_NAME)
     for name, change in adapted.items():
         model.set_submodule(name, change.layer.base_layer)
@@ -122,9 +128,9 @@ def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
 
 def _stored_dtype(base: Path) -> torch.dtype:
     """Dtype of a checkpoint's floating-point weights; if there are several, one that holds all of them."""
-    stored = stored_dtypes(sorted(base.glob("model*.safetensors")))
-    unknown = sorted(stored - _INTEGERS - FLOATS.keys())
-    floating = [dtype for name, dtype in FLOATS.items() if name in stored]
+    dtype_names = stored_dtypes(sorted(base.glob("model*.safetensors")))
+    unknown = sorted(dtype_names - _INTEGERS - FLOATS.keys())
+    floating = [dtype for name, dtype in FLOATS.items() if name in dtype_names]
     if unknown or not floating:
         raise DitLoraError(
             f"{base} needs model*.safetensors in fp32, bf16 or fp16, to merge into; "

@@ -60,13 +60,14 @@ def write_merged(
         DitLoraError: The base is quantized or lacks a layer.
         CheckFailedError: A merged weight is not finite.
     """
+    # Check everything first: nothing is written for a base that cannot be merged into.
     source = base / part
-    stored = read_json(source / "config.json")
-    files = _require_mergeable(source, stored, changes, weights)
+    base_config = read_json(source / "config.json")
+    files = _require_mergeable(source, base_config, changes, weights)
     # The index of the shards stays valid, because merged files keep their names and tensors.
     copy_own(base, out, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARDS}")
     (out / part).mkdir(exist_ok=True)
-    _write_json(out / part / "config.json", {**stored, **config})
+    _write_json(out / part / "config.json", {**base_config, **config})
     model_index = read_json(base / "model_index.json")
     _write_json(out / "model_index.json", {**model_index, **index})
     _write_json(out / PROVENANCE_FILE, dict(made))
@@ -82,6 +83,7 @@ def write_merged(
             raise CheckFailedError(
                 listed(f"refused to write {file.name}: not finite once merged", bad)
             )
+        # Same file name and metadata as in the base.
         save_file(tensors, out / part / file.name, metadata=metadata)
 
 
@@ -95,12 +97,13 @@ def require_merged(source: Path, transformer: Any, changes: Changes, weights: Te
                 change = changes.get(name.removesuffix(".weight"))
                 if change is None and name not in weights:
                     continue
-                stored = opened.get_tensor(name)
-                before = weights.get(name, stored).double()
-                exact = change.of(before) if change else before
-                precision = torch.finfo(stored.dtype)
+                stored_tensor = opened.get_tensor(name)
+                # fp64 as the exact reference: the merge itself computed in fp32.
+                unmerged = weights.get(name, stored_tensor).double()
+                exact = change.of(unmerged) if change else unmerged
+                precision = torch.finfo(stored_tensor.dtype)
                 # One rounding to the stored dtype, plus fp32's error in products: of the added part, or of all.
-                computed = exact - before if change is None or change.is_added else exact
+                computed = exact - unmerged if change is None or change.is_added else exact
                 slack = 1e-6 * computed.abs().max()
                 allowed = precision.eps * (exact.abs() + precision.tiny) + slack
                 if (
@@ -119,8 +122,8 @@ def require_merged(source: Path, transformer: Any, changes: Changes, weights: Te
 
 def stored_dtype(source: Path) -> torch.dtype:
     """The widest dtype of the transformer's weights: loading them in it loses nothing."""
-    stored = stored_dtypes(weight_files(source))
-    kinds = [FLOATS[name] for name in stored if name in FLOATS]
+    dtype_names = stored_dtypes(weight_files(source))
+    kinds = [FLOATS[name] for name in dtype_names if name in FLOATS]
     return functools.reduce(torch.promote_types, kinds)
 
 
@@ -142,6 +145,7 @@ def _require_mergeable(
         raise DitLoraError(
             f"{source} is quantised; give --model the checkpoint that it was made from"
         )
+    # Every tensor that the merge writes must exist and have a floating-point dtype.
     changed_names = {*weights, *(f"{name}.weight" for name in changes)}
     files: dict[Path, list[str]] = {}
     faults = []

@@ -50,7 +50,9 @@ def load_other_kind(model: Any, file: Path) -> None:
         CheckFailedError: A tensor is not finite, or the adapter has no effect.
     """
     config = dict(_config(file) or {})
+    # Files come from PEFT, Diffusers or a run's checkpoint, and each adds other prefixes.
     tensors = {_bare(name): tensor for name, tensor in tensors_in(file).items()}
+    # A checkpoint's file holds adapter and base weights together.
     adapter_tensors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
     weights = {name: tensor for name, tensor in tensors.items() if name not in adapter_tensors}
     base = file.with_name(BASE_FILE)
@@ -63,6 +65,7 @@ def load_other_kind(model: Any, file: Path) -> None:
         raise DitLoraError(listed(summary, absent))
     require_sound(adapter_tensors, weights)
     put_weights(model, weights)
+    # The tensors decide which layers are adapted, whatever targets the config has.
     adapter_config = _peft_config(config, layers)
     try:
         peft.inject_adapter_in_model(adapter_config, model, adapter_name=ADAPTER_NAME)
@@ -71,6 +74,7 @@ def load_other_kind(model: Any, file: Path) -> None:
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(f"{file} does not load into {type(model).__name__}: {reason}") from error
     mark_trained(model, weights)
+    # `set_peft_model_state_dict` leaves missing tensors at their initial values without an error.
     lacking = [
         f"{name}: not in the file" for name in state_of(model) if name not in adapter_tensors
     ]
@@ -92,6 +96,7 @@ def write_other_kind(
     Raises:
         DitLoraError: The format does not support this kind; lists those that do.
     """
+    # Diffusers reads only some kinds, and ComfyUI only LyCORIS' LoKr and LoHa.
     kind = kind_of(model.peft_config[ADAPTER_NAME])
     if form == "peft":
         file = save_chat_adapter(model, out, made)
@@ -125,8 +130,9 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> N
         )
         raise DitLoraError(listed(summary, trained))
     state = state_of(model)
+    # ComfyUI's name of each adapted layer; None if it has none.
     counterparts = {layer: names.of(layer) for layer in map(layer_of, state)}
-    unknown = [layer for layer, theirs in counterparts.items() if theirs is None]
+    unknown = [layer for layer, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
         raise DitLoraError(
             listed("--to comfyui: ComfyUI's model has no counterpart of these layers", unknown)
@@ -134,6 +140,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> N
     tensors = {}
     for name, tensor in state.items():
         layer = layer_of(name)
+        # The rest of the name is LyCORIS' factor, such as `lokr_w1` or `hada_w2_b`.
         factor = name.removeprefix(f"{layer}.")
         scale = model.get_submodule(layer).scaling[ADAPTER_NAME] if factor in _FOLDED_INTO else 1.0
         tensors[f"{counterparts[layer]}.{factor}"] = (tensor * scale).contiguous()
@@ -144,6 +151,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, made: Config) -> N
 
 def _config(file: Path) -> Config | None:
     """PEFT's config of a file: from the folder, from its header, or rebuilt from the recipe for a run's checkpoint."""
+    # A run's checkpoint has no PEFT config: rebuild it from the recipe of the run.
     config_file, state = file.with_name(CONFIG_NAME), file.with_name(STATE_FILE)
     if file.name == WEIGHTS_FILE and state.is_file():
         recipe = file.absolute().parents[2] / "config.yaml"
@@ -156,8 +164,10 @@ def _config(file: Path) -> Config | None:
 
 def _peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
     """PEFT's config for exactly these layers, without fields of other PEFT versions and without local paths."""
+    # PEFT has DoRA as an option of LoRA, not as a type of its own.
     kind: Any = {"dora": "LORA"}.get(kind_of(config), kind_of(config).upper())
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    # These three are set by PEFT itself, or name a path of another machine.
     fields = config_class.__dataclass_fields__.keys() - {
         "peft_type",
         "base_model_name_or_path",

@@ -42,6 +42,7 @@ class CheckpointPlace:
     @property
     def part(self) -> str:
         """The component that a checkpoint outside a pipeline is, judging by its name."""
+        # Such as `transformer_2/`, `transformer_2.safetensors` or `model_low_noise.safetensors`.
         names = {self.path.name, self.path.stem.partition(".")[0]}
         for part, expert in EXPERTS.items():
             if part in names or self.path.stem.endswith(f"_{expert}"):
@@ -55,6 +56,7 @@ class CheckpointPlace:
 
 def find_place(given: str) -> CheckpointPlace:
     """The checkpoint at a path, or the Hub pipeline of that name. Raises `DitLoraError` if there is none."""
+    # A Hub name is downloaded here: only configs and the transformer's weights.
     path = result_folder(Path(given).expanduser(), _OF_HUB)
     pipeline = whole_pipeline(path)
     if pipeline is not None:
@@ -83,6 +85,7 @@ class StoredWeights:
         self._given, self._files = place.given, ExitStack()
         self._read: dict[str, Callable[[], torch.Tensor]] = {}
         self.shapes: dict[str, list[int]] = {}
+        # What the architecture needs, by Diffusers' names.
         expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         try:
             self._open(place, checkpoint, expected)
@@ -92,6 +95,7 @@ class StoredWeights:
         except DitLoraError:
             self._files.close()
             raise
+        # All names and shapes are known here, and no tensor has been read.
         mismatches = [
             f"{name}: {self.shapes.get(name, 'not there')}, the model has {shape}"
             for name, shape in expected.items()
@@ -127,28 +131,32 @@ class StoredWeights:
             return
         if place.path.suffix != ".safetensors":
             raise DitLoraError(f"{place.given} is no .safetensors file; convert it first")
+        # One file: find out which prefix its keys have. Each candidate must cover all of the model's tensors.
         with safe_open(place.path, framework="pt") as opened:
             names = set(opened.keys())
         for prefix in _PREFIXES:
             if {f"{prefix}{name}" for name in expected} <= names:
                 self._add(place.path, prefix)
                 return
+        # No prefix fits: the names are those of the published model, not of Diffusers.
         self._convert(place, checkpoint)
 
     def _add(self, file: Path, prefix: str) -> None:
         """Add the tensors of a file whose names begin with this prefix."""
+        # Stays open until the context ends, so that each tensor is read when it is asked for.
         opened = self._files.enter_context(safe_open(file, framework="pt"))
-        narrow = []
+        unsupported = []
         for key in opened.keys():  # noqa: SIM118
             if not key.startswith(prefix):
                 continue
             name, header = key.removeprefix(prefix), opened.get_slice(key)
             self._read[name] = partial(opened.get_tensor, key)
             self.shapes[name] = header.get_shape()
+            # fp8 or packed integers: their difference would be that of rounded values.
             if header.get_dtype() not in FLOATS:
-                narrow.append(f"{name}: {header.get_dtype()}")
-        if narrow:
-            raise _quantised(self._given, narrow)
+                unsupported.append(f"{name}: {header.get_dtype()}")
+        if unsupported:
+            raise _quantised(self._given, unsupported)
 
     def _convert(self, place: CheckpointPlace, checkpoint: Denoiser) -> None:
         """Add the tensors of a file with other names, converted by Diffusers' `from_single_file`."""
@@ -159,6 +167,7 @@ class StoredWeights:
                 f"{place.given} has other names than {name}, whose single files Diffusers does not read"
             )
         try:
+            # `config` and `subfolder` point to local files, so that Diffusers downloads nothing.
             model = read(
                 str(place.path),
                 config=str(checkpoint.path),
@@ -170,14 +179,15 @@ class StoredWeights:
             raise DitLoraError(
                 f"{place.given} is no {name} that Diffusers reads: {reason}"
             ) from error
+        # Tensors of this model are views of the file where the conversion left them unchanged.
         tensors: Mapping[str, torch.Tensor] = model.state_dict()
-        narrow = [
+        unsupported = [
             f"{tensor_name}: {value.dtype}"
             for tensor_name, value in tensors.items()
             if value.dtype not in FLOATS.values()
         ]
-        if narrow:
-            raise _quantised(self._given, narrow)
+        if unsupported:
+            raise _quantised(self._given, unsupported)
         for tensor_name, tensor in tensors.items():
             self._read[tensor_name] = tensor.detach
             self.shapes[tensor_name] = list(tensor.shape)

@@ -36,6 +36,7 @@ Updates = Mapping[str, Sequence[Term]]
 
 def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
     """The terms of an attached adapter with PEFT's scale times `weight`."""
+    # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
@@ -67,6 +68,7 @@ def require_same(expected: Updates, actual: Updates, what: str) -> None:
         if _shape(expected_terms) != _shape(actual_terms):
             faults.append(f"{name}: {_shape(actual_terms)}, not {_shape(expected_terms)}")
             continue
+        # The difference is again a sum of products, so that its norm needs no full matrix.
         minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
         size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
         # `not <=` instead of `>`, so that NaN counts as a difference.
@@ -85,5 +87,6 @@ def _shape(terms: Sequence[Term]) -> list[int]:
 
 def _norm(terms: Sequence[Term]) -> float:
     """Frobenius norm of a sum of products without computing the sum, which can be 1000 times as large as they are."""
+    # A sum of products is one product of concatenated factors: [s1 B1, s2 B2] [A1; A2].
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
     return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

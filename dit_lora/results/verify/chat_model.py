@@ -50,6 +50,7 @@ class ChatStock(ReferenceModel):
         device = next(model.parameters()).device
         shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
         assert shape is not None
+        # A conversation with one turn and no answer: the prompt that generation would start from.
         about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
         rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
         # (B, F, C, H, W): one sample with one frame.
@@ -63,6 +64,7 @@ class ChatStock(ReferenceModel):
         inputs_of_model = self.checkpoint.inputs(
             {name: tensor.to(device) for name, tensor in batch.items()}
         )
+        # Only the last positions: all logits of a long prompt would be large, and the last depend on all tokens.
         logits: torch.Tensor = model(**inputs_of_model).logits[:, -_POSITIONS:]
         return logits
 
@@ -92,6 +94,7 @@ class ChatStock(ReferenceModel):
         return model
 
     def stored(self, file: Path) -> dict[str, torch.Tensor]:
+        # The result may be base weights only, without an adapter's file.
         adapter: Any = file.with_name(CHAT_ADAPTER_FILE)
         state = load_file(adapter) if adapter.is_file() else {}
         return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}

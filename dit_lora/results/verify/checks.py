@@ -51,7 +51,9 @@ def keys(
         expected: Layers that the target modules in the header match.
         base: Names of the base weights stored with the adapter.
     """
+    # In the file and not loaded.
     problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
+    # Loaded and not in the file: the loader initialised it.
     problems += [
         f"{name}: not in the file"
         for name, tensor in loaded.items()
@@ -64,6 +66,7 @@ def keys(
             for name in expected
             if name not in modules
         ]
+    # Loaded under the right name, with other values.
     problems += [
         f"{name}: {loader} did not take its values"
         for name, tensor in stored.items()
@@ -86,6 +89,7 @@ def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
 
     They belong to no layer in the header. On the meta device there are no values, so only that is checked.
     """
+    # A layer that the header targets must have its tensors in the file.
     is_asked = layer_of(name) in expected
     return not is_asked and (bool(expected) if tensor.is_meta else not tensor.any())
 
@@ -150,6 +154,7 @@ def effect(
 
 def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
     """The failed check for an adapter whose updates all have no effect."""
+    # `relative` is None where the weight's norm is unknown.
     largest = max((update.relative or 0.0 for update in updates), default=0.0)
     are = f"lost in rounding (at most {percent(largest)} of their weights)" if largest else "zero"
     return Check(
@@ -190,6 +195,7 @@ def _range(updates: Sequence[ModuleUpdate]) -> str:
 
 def percent(share: float) -> str:
     """Format a share in percent with two digits, or more before the point."""
+    # Two digits below 100 %, such as 0.87 % or 12 %; no decimals above.
     value = 100 * share
     return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
 
@@ -210,6 +216,7 @@ def scale(
     """
     if not ranks and not layers:
         return Check(True, "no adapter, and so no rank and no alpha")
+    # An orthogonal rotation has blocks instead of rank and alpha.
     if kind_of(config) == "oft":
         return _blocks(config or {}, layers, made)
     problems = _in_the_file(config, ranks) + _as_trained(config, layers, made)
@@ -220,6 +227,7 @@ def scale(
     if not layers:
         return Check(True, "the loaded layers' scale is not known: the file was not loaded")
     all_scales = ", ".join(f"{value:g}" for value in scales)
+    # Layers may differ in rank; the message names at most three combinations.
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
     sources = [
@@ -237,6 +245,7 @@ def _blocks(
     config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
 ) -> Check:
     """Check that OFT's rotations are loaded with the trained block size. A rotation has no scale."""
+    # PEFT's name for the block size in the header, ours in the training metadata.
     size, trained = config.get("oft_block_size"), made.get("block_size")
     if trained and size != trained:
         return Check(False, f"blocks of {size} in the header, and {trained} was trained")
@@ -265,6 +274,7 @@ def _as_trained(
     config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
 ) -> list[str]:
     """Differences in rank, alpha and scale from the training metadata."""
+    # Adapters of other programs have no training metadata to compare with.
     rank, alpha = made.get("rank"), made.get("alpha")
     if not rank or not alpha:
         return []
@@ -278,19 +288,21 @@ def _as_trained(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
     require_bounded_patterns({key: made.get(key) for key in PATTERNS}, "the adapter's header")
+    # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
     ranks, alphas = (made.get(key) or {} for key in PATTERNS)
-    off = set()
+    # A set: hundreds of layers with one wrong scale give one message.
+    mismatched_scales = set()
     for name, layer in layers.items():
         # If the header has no alpha, loaders use the rank, so that the scale is 1.
-        own_alpha, own_rank = (
+        layer_alpha, layer_rank = (
             pattern.get(get_pattern_key(list(pattern), name), usual)
             for pattern, usual in ((alphas, alpha), (ranks, rank))
         )
-        trained = scaling_of(own_alpha, own_rank, rslora=made.get("rslora", False))
+        trained = scaling_of(layer_alpha, layer_rank, rslora=made.get("rslora", False))
         if not math.isclose(layer.scaling, trained):
-            off.add((layer.scaling, trained))
+            mismatched_scales.add((layer.scaling, trained))
     problems += [
         f"loaded layers scale their update by {loaded_scale:g}, and {trained:g} was trained"
-        for loaded_scale, trained in sorted(off)
+        for loaded_scale, trained in sorted(mismatched_scales)
     ]
     return problems

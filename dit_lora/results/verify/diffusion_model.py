@@ -53,10 +53,12 @@ class DiffusionStock(ReferenceModel):
 
         Unless `whole`, height and width are smaller if the model accepts that.
         """
+        # The smallest bucket of the training data: the output is only compared, not looked at.
         shape = min(clips.video_specs, key=lambda candidate: candidate.volume)
         video: Spec = clips.video_specs[shape]
         if not whole:
             # A few patches, so that the check is cheap compared with a training step.
+            # In pixels: height and width must be multiples of `side_step`.
             max_side = _SIDE * self.checkpoint.side_step
             small = VideoShape(
                 shape.frames, min(shape.height, max_side), min(shape.width, max_side)
@@ -80,6 +82,7 @@ class DiffusionStock(ReferenceModel):
         They depend on recipe options and on defaults that a later version may change, so the values are recorded
         instead of how they were drawn.
         """
+        # Only the batch's shapes decide about the random values, so any batch of these shapes will do.
         batch = {name: _drawn(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = Streams(SEED, [SEED])
         values = {name: draw(streams(name)) for name, draw in self.checkpoint.draws(batch).items()}
@@ -137,6 +140,7 @@ class DiffusionStock(ReferenceModel):
 
         Its converters do not support every layer and every alpha of other programs' formats.
         """
+        # A file that Diffusers reads without conversion is checked by names and values elsewhere (`keys`).
         pipeline_class = self.checkpoint.pipeline_class
         if in_peft_format(file) or not is_converted_lora(file, stock_state(pipeline_class, file)):
             return
@@ -183,8 +187,10 @@ class DiffusionStock(ReferenceModel):
 
     def _pipeline(self, model: nn.Module) -> Any:
         """The stock pipeline with this transformer and no other component."""
+        # model_index.json lists each component as [library, class]; options have plain values.
         index = read_component_config(self.checkpoint.path)
         transformer_names = ("transformer", self.checkpoint.part)
+        # None for text encoders, VAE and others: Diffusers then does not load them.
         other_names = [
             name
             for name, value in index.items()
@@ -234,6 +240,7 @@ def _differs(model: nn.Module, name: str, stored: StoredLayer) -> str | None:
 
 def _shrunk(spec: Spec, shape: VideoShape, small: VideoShape) -> Spec:
     """The spec with the latents' height and width scaled down in the proportion of the pixel sizes."""
+    # Height and width of the latents. Every tensor that ends with this size is scaled.
     latents = spec["latent_mean"][0][-2:]
     return {
         name: (size, dtype)

@@ -49,25 +49,29 @@ def note_output(
     If the adapter's effect is close to rounding error, also record the output with its scale raised. If the output is
     not finite, a message is recorded instead of values. Collective if a forward pass needs all ranks.
     """
+    # Fused kernels round differently, and the adapter is later loaded into the stock model.
     with without_kernels(model):
-        noted = output_now(stock, model, inputs, dtype)
+        # First the output with the adapter, then without it: the pair tells a wrong base from a wrong adapter.
+        output_record = output_now(stock, model, inputs, dtype)
         if tuner_layers(model):
             with adapters_off(model):
-                noted["base"] = _sampled(_output(stock, model, inputs, SEED, dtype))
-        if not is_finite(noted) or not is_finite(noted.get("base", noted)):
-            is_base_finite = "base" in noted and is_finite(noted["base"])
+                output_record["base"] = _sampled(_output(stock, model, inputs, SEED, dtype))
+        if not is_finite(output_record) or not is_finite(output_record.get("base", output_record)):
+            is_base_finite = "base" in output_record and is_finite(output_record["base"])
             text = "the model's output of made-up inputs is not finite"
             return {NOT_RECORDED: text + (", without the adapter it is" if is_base_finite else "")}
-        effect = distance(noted, noted["base"]) if "base" in noted else 1.0
+        # A run without an adapter has no second output, and its change needs no amplification.
+        effect = distance(output_record, output_record["base"]) if "base" in output_record else 1.0
         # If the effect is tiny, a missing adapter would not be noticed: record it with its scale raised, too.
         # Not for an adapter that subtracts its initial value: the rounding error of that difference would grow too.
-        if effect < _FAR * tolerance(noted, model, dtype) and not has_start(model):
+        if effect < _FAR * tolerance(output_record, model, dtype) and not has_start(model):
+            # Three digits are enough, and the value is written to the header.
             times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
             with _scaled(model, times):
                 louder = _sampled(_output(stock, model, inputs, SEED, dtype))
             if is_finite(louder):
-                noted["louder"] = {"times": times, **louder}
-    return noted
+                output_record["louder"] = {"times": times, **louder}
+    return output_record
 
 
 @torch.no_grad()
@@ -99,13 +103,15 @@ def kernels_of(model: nn.Module) -> list[Switch]:
 @contextmanager
 def without_kernels(model: nn.Module, but: Switch | None = None) -> Iterator[None]:
     """Context in which the model runs its stock code or, with `but`, only this one kernel."""
-    off = kernels_of(model)
+    # Turning a kernel off as a whole also turns off its parts.
+    disabled = kernels_of(model)
     if but is not None:
+        # Keep the kernel that this part belongs to on, and turn off its other parts.
         parts = [p for p in model_switches(model) if but.part_of and p.part_of == but.part_of]
-        on = (but.name, but.part_of)
-        off = [kernel for kernel in (*off, *parts) if kernel.name not in on]
+        enabled_names = (but.name, but.part_of)
+        disabled = [kernel for kernel in (*disabled, *parts) if kernel.name not in enabled_names]
     with ExitStack() as stack:
-        for switch in off:
+        for switch in disabled:
             stack.enter_context(switch.off())
         yield
 
@@ -142,15 +148,15 @@ def compare_output(
         return Check(False, f"not recorded at training's end: {noted[NOT_RECORDED]}")
     inputs, seed = noted["inputs"], noted["seed"]
     output = _output(stock, model, inputs, seed, dtype)
-    now = _sampled(output)
-    if not is_finite(now):
+    current_record = _sampled(output)
+    if not is_finite(current_record):
         return Check(False, "the output of the model with the adapter is not finite")
     if list(output.shape) != noted["shape"]:
         shapes = f"{list(output.shape)}, and was {noted['shape']}"
         return Check(False, f"the output has the shape {shapes}: the base is not {made}")
     limit = tolerance(noted, model, dtype)
     allowed = f"{_where(noted, model, dtype)}; up to {percent(limit)} is rounding"
-    away = distance(now, noted)
+    away = distance(current_record, noted)
     if "base" not in noted or not tuner_layers(model):
         return _alone(away, limit, allowed, made)
     with adapters_off(model):
@@ -223,14 +229,15 @@ def _output(
 @contextmanager
 def _scaled(model: nn.Module, times: float) -> Iterator[None]:
     """Context in which adapters act `times` as strongly. Afterwards they act exactly as before."""
+    # Only LoRA layers have a scale that can be raised.
     layers = [layer for layer in tuner_layers(model) if isinstance(layer, LoraLayer)]
-    before = [dict(layer.scaling) for layer in layers]
+    old_scalings = [dict(layer.scaling) for layer in layers]
     for layer in layers:
         layer.scaling.update({name: times * value for name, value in layer.scaling.items()})
     try:
         yield
     finally:
-        for layer, scaling in zip(layers, before, strict=True):
+        for layer, scaling in zip(layers, old_scalings, strict=True):
             layer.scaling.update(scaling)
 
 
@@ -274,6 +281,7 @@ def distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
     """
     if not (is_finite(now) and is_finite(noted)):
         return math.inf
+    # Norm of the differences relative to that of the recorded values; `or 1.0` avoids a division by zero.
     values = math.dist(now["values"], noted["values"]) / (math.hypot(*noted["values"]) or 1.0)
     norm = abs(now["norm"] - noted["norm"]) / (noted["norm"] or 1.0)
     return max(values, norm)
@@ -281,15 +289,20 @@ def distance(now: Mapping[str, Any], noted: Mapping[str, Any]) -> float:
 
 def tolerance(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
     """The relative distance from the record that rounding can cause, for this model and dtype."""
+    # The bound depends on the coarsest dtype, the devices and the number of blocks.
     devices = {noted["device"], next(model.parameters()).device.type}
     return rounding({getattr(torch, noted["dtype"]), dtype}, devices, noted["blocks"])
 
 
 def _where(noted: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> str:
     """Text on dtype and device, then and now."""
-    then = f"{noted['dtype']} on {noted['device']}"
-    now = f"{_name(dtype)} on {next(model.parameters()).device.type}"
-    return f"{then} then and now" if then == now else f"{then} then, {now} now"
+    recorded_text = f"{noted['dtype']} on {noted['device']}"
+    current_text = f"{_name(dtype)} on {next(model.parameters()).device.type}"
+    return (
+        f"{recorded_text} then and now"
+        if recorded_text == current_text
+        else f"{recorded_text} then, {current_text} now"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -39,6 +39,7 @@ def pipeline_checks(
                     # One at a time: a second full model may not fit into host memory.
                     tensor = opened.get_tensor(name)
                     names_read.add(name)
+                    # The tensor is checked and freed before the next one is read.
                     problem = _misfit(name, tensor, expected, trained)
                     misfits += [problem] if problem else []
                     fault = describe_bad(name, tensor)
@@ -75,6 +76,7 @@ def _misfit(
         shapes = f"{list(tensor.shape)} in the file, {list(expected[name].shape)} in the model"
         return f"{name}: {shapes}"
     if trained is not None and name in trained:
+        # Bitwise in the trained dtype. NaN equals NaN here: the check `finite` reports it.
         values = trained[name].detach().cpu()
         if not torch.allclose(tensor.to(values.dtype), values, rtol=0, atol=0, equal_nan=True):
             return f"{name}: not what was trained"

@@ -31,16 +31,19 @@ def sharing_weights(
         dtype: Dtype of the zeros for trained base weights.
         trained: Share the trained base weights too. False: they are zero, to be loaded from their file.
     """
+    # With duplicates: tied weights must be found under each of their names.
     named = dict(live.named_parameters(remove_duplicate=False)) | dict(live.named_buffers())
     for name, module in live.named_modules():
         # A quantized layer has no plain weight to share: use the module itself.
         if isinstance(module, NarrowLinear):
             fresh.set_submodule(name.removesuffix(".base_layer"), module)
+    # PEFT has wrapped the trained model's layers, the fresh model has none of its wrappers yet.
     live_tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
     state = {}
     for name, fresh_tensor in fresh.state_dict(keep_vars=True).items():
         tensor = live_tensors[name]
         state[name] = tensor.detach()
+        # Trained base weights come from the saved file, so that the file itself is verified.
         if tensor.requires_grad and fresh_tensor.is_meta and not trained:
             state[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
     # `assign` shares the tensors; copies would need the memory of a second base.
@@ -95,6 +98,7 @@ class ReferenceModel(ABC):
 
     def without_values(self, dtype: torch.dtype) -> nn.Module:
         """A fresh model on the meta device; its buffers have values."""
+        # Parameters are created on meta, and no weight file is read.
         with init_empty_weights(), from_configs():
             model = self.load(dtype)
         return as_constructed(model)

@@ -89,6 +89,7 @@ class Verification:
     def lines(self) -> list[str]:
         """Text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
+        # Continuation lines are indented to the message's column.
         for name, check in self.checks.items():
             message = check.words.replace("\n", "\n" + " " * 15)
             lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
@@ -144,26 +145,29 @@ class Result:
         if config_file.is_file():
             return read_peft_config(config_file)
         text = header_of(self.file).get("lora_adapter_metadata")
-        stored = parse_json(text) if text else {}
+        metadata = parse_json(text) if text else {}
         adapter_config = {
-            name.removeprefix("transformer."): value for name, value in stored.items()
+            name.removeprefix("transformer."): value for name, value in metadata.items()
         }
         require_bounded_patterns(adapter_config, self.file)
         return adapter_config or None
 
     def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
         """The check `output`, for the model with the result loaded."""
-        noted = self.made.get("output")
-        if noted is None:
+        # The run wrote this into the header when it saved the adapter.
+        output_record = self.made.get("output")
+        if output_record is None:
             return Check(True, "not recorded at training's end: the file says nothing of it")
-        if self.later and not {NOT_RECORDED, WRONG} & noted.keys():
+        # A recorded failure is reported even if the comparison has to wait.
+        if self.later and not {NOT_RECORDED, WRONG} & output_record.keys():
             return Check(True, f"not compared: {self.later}")
         base_model = self.made.get("base_model") or "the checkpoint that it was trained on"
         try:
             digest = self.made.get("transformer_digest")
             return compare_output(
-                self.stock, model, noted, dtype, base_model, own=self.own, digest=digest
+                self.stock, model, output_record, dtype, base_model, own=self.own, digest=digest
             )
+        # The run may fill the GPU. That says nothing about the result, so the check passes with a note.
         except torch.OutOfMemoryError:
             device = next(model.parameters()).device
             return Check(True, f"not compared: a forward pass does not fit the memory of {device}")
@@ -173,6 +177,7 @@ def check_pipeline(
     result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
 ) -> Verification:
     """Add the check `output` to the others, if those passed."""
+    # A forward pass with damaged weights would fail or mislead.
     output = Check(False, "not compared: the files do not hold what they should")
     if all(check.passed for check in checks.values()):
         fresh = load()
@@ -183,9 +188,10 @@ def check_pipeline(
 def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     """Run the checks of an adapter, and of trained base weights, in a fresh model of its base."""
     header_of(result.file)  # raises a one-line error for a file that cannot be read
+    # The base weights that were trained too; empty without such a file.
     config, base = result.config(), tensors_of(result.base_file)
     try:
-        stored = result.stock.stored(result.file)
+        file_tensors = result.stock.stored(result.file)
     except DitLoraError as error:
         return _unread(result, error)
     # Before the adapter is loaded, which renames the layers that it wraps.
@@ -193,20 +199,24 @@ def check_adapter(result: Result, fresh: nn.Module) -> Verification:
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
     effects = output = Check(False, _NOT_LOADED)
+    # Loads the adapter into the fresh model, which has PEFT's layers from here on.
     key_check = _refusal(result, fresh)
     if key_check is None:
-        key_check = keys(result.stock.name, stored, _loaded(fresh), expected, [*base])
+        key_check = keys(result.stock.name, file_tensors, _loaded(fresh), expected, [*base])
         layers = loaded_layers(fresh)
     # Without loaded layers there is no scale, and so no update to measure.
-    if layers or not stored:
-        updates, effects = _effect(result, fresh, stored, base, layers)
+    if layers or not file_tensors:
+        updates, effects = _effect(result, fresh, file_tensors, base, layers)
+    # With missing or foreign tensors the output differs in any case.
     if key_check.passed:
         output = result.output(fresh, result.dtype)
     checks = {
         "keys": key_check,
-        "finite": finite(not_finite([*stored.items(), *base.items()]), len(stored) + len(base)),
+        "finite": finite(
+            not_finite([*file_tensors.items(), *base.items()]), len(file_tensors) + len(base)
+        ),
         "effect": effects,
-        "scale": scale(config, layers, _ranks(stored), result.made),
+        "scale": scale(config, layers, _ranks(file_tensors), result.made),
         "output": output,
     }
     return Verification(result.name, result.base_name, checks, updates)
@@ -221,6 +231,7 @@ def _effect(
 ) -> tuple[list[ModuleUpdate], Check]:
     """The size of each layer's update, and the check of all of them."""
     files = result.stock.weight_files()
+    # Weights on the meta device are read from the checkpoint's files.
     norms, changes = weight_norms(fresh, files), base_updates(base, files)
     is_lora = kind_of(result.config()) == "lora" and not any("magnitude" in name for name in stored)
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
@@ -232,6 +243,7 @@ def _effect(
 
 def _unread(result: Result, error: DitLoraError) -> Verification:
     """The checks of a file whose format the library does not accept."""
+    # Without the library's names only the values can be checked.
     tensors = tensors_of(result.file)
     checks = {
         "keys": Check(False, str(error)),
@@ -252,6 +264,7 @@ def _refusal(result: Result, fresh: nn.Module) -> Check | None:
     except _REFUSALS as error:
         trained_on = result.made.get("base_model")
         hint = f" (it was trained on {trained_on})" if trained_on else ""
+        # The library's own lines become the list of the message.
         first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
         message = f"{result.stock.name} refuses the file on this base{hint}: {first_line.strip()}"
         return Check(
@@ -282,6 +295,7 @@ def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
     adapters = getattr(model, "peft_config", None)
     if not adapters:
         return {}
+    # The first adapter is the only one: the model is fresh.
     state = peft.get_peft_model_state_dict(
         model, adapter_name=next(iter(adapters)), save_embedding_layers=False
     )
@@ -305,6 +319,7 @@ def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     """Ranks of A and of B in the file, by module."""
     ranks = {}
     for name, a in stored.items():
+        # A is (rank, inputs) and B is (outputs, rank).
         module, is_a, _ = name.partition(".lora_A.")
         b = stored.get(f"{module}.lora_B.weight")
         if is_a and b is not None:
