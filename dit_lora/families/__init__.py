@@ -49,6 +49,7 @@ def get_family(name: str) -> Any:
     """
     if name not in FAMILIES:
         raise DitLoraError(f"no family {name!r}; model.family is one of {', '.join(FAMILIES)}")
+    # A family's package is plain data. Its checkpoint code is imported later, when a checkpoint is opened.
     return importlib.import_module(FAMILIES[name]).FAMILY
 
 

@@ -119,16 +119,16 @@ def _require_linear_logits(model: Any) -> None:
     states = states.to(weight.device, weight.dtype)
     # Make logits large enough for a soft cap to show: a cap of 30 changes logits of 1 by less than bf16 resolves.
     states = states * (100 / head(states).abs().amax())
-    before = trunk.__dict__.get("forward")
+    previous_forward = trunk.__dict__.get("forward")
     # Let the trunk return these states, whatever the input, to see what the model does with them.
     trunk.__dict__["forward"] = lambda *args, **kwargs: _Hidden(states)
     try:
         logits = model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=weight.device)).logits
     finally:
-        if before is None:
+        if previous_forward is None:
             del trunk.__dict__["forward"]
         else:
-            trunk.__dict__["forward"] = before
+            trunk.__dict__["forward"] = previous_forward
     if not torch.equal(logits.float(), head(states).float()):
         raise DitLoraError(
             f"{type(model).__name__}: its logits are more than its output layer makes of the hidden states "

@@ -115,9 +115,9 @@ class Opened(ABC):
 
     def check_shape(self, shape: VideoShape) -> None:
         """Raise `DitLoraError` if the checkpoint cannot process this shape."""
-        refusal = self.refusal(shape)
-        if refusal is not None:
-            raise DitLoraError(refusal)
+        reason = self.refusal(shape)
+        if reason is not None:
+            raise DitLoraError(reason)
 
 
 class Encoders(Opened):
@@ -200,6 +200,7 @@ class Denoiser(Opened):
 
         With `model.from_scratch` its weights are random instead, drawn from torch's default generator.
         """
+        # `part` names the folder, so each of two experts is loaded without the other one.
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
@@ -267,6 +268,7 @@ class Sampler(Opened):
 
     def place(self, pipeline: Any, device: torch.device) -> None:
         """Move a whole pipeline to a device. With two experts, a GPU holds one of the pipeline's models at a time."""
+        # Each component is copied to the GPU when the pipeline calls it, and off again when the next one runs.
         if self.parts and device.type == "cuda":
             pipeline.enable_model_cpu_offload(device=device)
         else:
@@ -284,6 +286,7 @@ class Sampler(Opened):
         dtypes: Any = dtype
         if self.in_fp32:
             dtypes = {**dict.fromkeys(self.in_fp32, torch.float32), "default": dtype}
+        # A component that is passed to from_pretrained is used in place of the stored one; None leaves it out.
         if transformer is not None:
             arguments[self.part] = transformer
         if not text:
@@ -316,9 +319,10 @@ class Sampler(Opened):
 
     def reference_arguments(self, how: Sampling) -> dict[str, Any]:
         """Pipeline arguments for the references of one sample."""
+        # Limit references by `data.reference_resolution` here too, so that samples see them at the sizes of training.
         pictures = read_references(self.path.name, self.references, how.references)
-        fitting = [scaled(picture, self.reference_resolution) for picture in pictures]
-        return {"image": fitting} if fitting else {}
+        scaled_pictures = [scaled(picture, self.reference_resolution) for picture in pictures]
+        return {"image": scaled_pictures} if scaled_pictures else {}
 
     def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
         """Generate one video, or an image as one frame: uint8 (frames, height, width, 3)."""
@@ -327,12 +331,15 @@ class Sampler(Opened):
             **conditions,
             **read_pictures(self.path.name, self.pictures, files, how.shape),
             **self.reference_arguments(how),
+            # Where both have a key, the value of the sampling settings counts.
             **self.arguments(how.shape) | self.settings(how),
             num_inference_steps=how.inference_steps,
             guidance_scale=how.guidance_scale,
+            # Noise from a CPU generator does not depend on the device.
             generator=torch.Generator("cpu").manual_seed(how.seed),
             output_type="np",
         )
+        # (1, height, width, 3) for an image, (frames, height, width, 3) for a video.
         frames = output.images if self.output == "images" else output.frames[0]
         # The pipeline returns floats from 0 to 1.
         return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
@@ -341,6 +348,7 @@ class Sampler(Opened):
         self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
     ) -> tuple[torch.Tensor, Sound | None]:
         """Generate a video as `generate` does, and its sound if the checkpoint was trained with sound, else None."""
+        # Families that train sound override this.
         return self.generate(pipeline, conditions, how), None
 
 
@@ -352,6 +360,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
+        # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
         return load_pretrained(
             self.pipeline_class,
             self.path,
@@ -377,6 +386,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
         """The checkpoint with the settings that `header` stored in an adapter, to compare its output or to sample."""
+        # Adapters that do not record the setting keep the value that the checkpoint was opened with.
         side = made.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
@@ -384,20 +394,23 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """Messages about this checkpoint that are printed when a run begins."""
         if not self.parts:
             return []
+        # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
         name, low, high = self.parts[self.part], self.drawn_timesteps[0], self.drawn_timesteps[-1]
         return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
         self.check_shape(VideoShape.of(recipe.data))
+        # With two experts there is no default: an adapter belongs to one of them.
         if self.parts and recipe.model.part is None:
             experts = " or ".join(f"{part} ({name})" for part, name in self.parts.items())
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
         # Sampling with the other expert's adapter only makes sense if there are two experts.
-        of_experts = ("validation.other_expert",) if self.parts else ()
-        refuse_options(recipe, (*self.takes, *of_experts))
+        expert_options = ("validation.other_expert",) if self.parts else ()
+        refuse_options(recipe, (*self.takes, *expert_options))
+        # References need the checkpoint's facts, so the recipe cannot check them by itself.
         problems = wrong_references(recipe, self.references)
         if problems:
             raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", problems))

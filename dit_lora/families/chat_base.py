@@ -46,6 +46,7 @@ class Viewing:
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Viewing":
+        # A recipe without a `chat` section uses its defaults.
         data, chat = recipe.data, recipe.chat or ChatConfig()
         return cls(data.frames, data.height, data.width, chat.tiles, chat.timestamps)
 
@@ -70,6 +71,7 @@ class ChatCheckpoint(ABC):
     @property
     def pad_token_id(self) -> int:
         """The padding token. Padding is on the right, where a causal model never attends to it."""
+        # Some tokenizers have no padding token. Padding is never attended to, so any token works.
         pad_id = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad_id is None else pad_id
 
@@ -108,6 +110,7 @@ class ChatCheckpoint(ABC):
 
         Its forward accepts `answer_positions` and `answer_labels` (see `with_answer_losses`).
         """
+        # Frozen before it is patched: adapters and optimizer groups make parameters trainable later.
         model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
         return with_answer_losses(model.requires_grad_(False))
 
@@ -135,6 +138,7 @@ class ChatCheckpoint(ABC):
         In addition to the tensors for `inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
         `answer_positions` (B, A), the positions that predict them.
         """
+        # With these two arguments, the patched forward returns one loss per sample instead of logits.
         losses = model(
             **self.inputs(batch),
             answer_positions=batch["answer_positions"],
@@ -143,6 +147,7 @@ class ChatCheckpoint(ABC):
         pixels = batch.get("pixels")
         # A batch has media of one kind: no pixels, one frame, or several frames.
         kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
+        # Each loss is reported under its kind of media, in the place where diffusion reports timesteps.
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
     @property
@@ -158,6 +163,7 @@ class ChatCheckpoint(ABC):
         self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
         """Generate the model's answer to a prompt with greedy decoding; `pixels` uint8 (F, 3, H, W)."""
+        # A batch of one: tokens (1, L) and pixels (1, F, 3, H, W).
         prompt = {"input_ids": torch.tensor([rendered.ids]), **self.prompt_tensors(rendered)}
         if pixels is not None:
             prompt["pixels"] = pixels[None]
@@ -184,12 +190,13 @@ def greedy_answer(
         end: Text that ends the answer, if the prompt format has its own. The end-of-text token always ends it.
     """
     generate: Any = model.generate
-    stop = {"stop_strings": [end], "tokenizer": tokenizer} if end else {}
+    # Transformers needs the tokenizer to find stop strings in the generated tokens.
+    stop_options = {"stop_strings": [end], "tokenizer": tokenizer} if end else {}
     with torch.no_grad():
         # Reset the sampling options and the repetition penalty of the checkpoint's generation_config.json.
         tokens = generate(
             **given,
-            **stop,
+            **stop_options,
             attention_mask=torch.ones_like(given["input_ids"]),
             max_new_tokens=max_tokens,
             do_sample=False,
@@ -199,7 +206,7 @@ def greedy_answer(
             repetition_penalty=1.0,
         )
     # `generate` returns the prompt followed by the new tokens.
-    new = tokens[0, given["input_ids"].shape[1] :]
-    answer = tokenizer.decode(new, skip_special_tokens=True)
+    new_tokens = tokens[0, given["input_ids"].shape[1] :]
+    answer = tokenizer.decode(new_tokens, skip_special_tokens=True)
     # The last token may contain text after `end`.
     return (answer.partition(end)[0] if end else answer).strip()

@@ -12,6 +12,7 @@ def refuse_options_of_diffusion(recipe: Recipe, takes: Sequence[str] = ()) -> No
 
     Options in `takes` are allowed. `chat.tiles` is rejected by default, because most chat models have no tiles.
     """
+    # Collect all problems, so that one run shows everything that must be removed.
     problems = [
         f"{name}: {reason}"
         for name, (is_set, reason) in _given(recipe).items()
@@ -30,6 +31,7 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
     """For each option that chat models lack: whether the recipe sets it, and the reason to show."""
     data, train, chat = recipe.data, recipe.train, recipe.chat
     sources = data.all_sources
+    # Reasons that several options share.
     captions = "the annotation file has questions and answers"
     shapes = "the model's own picture sizes apply"
     return {
@@ -54,6 +56,7 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
             any(source.generate is not None for source in sources),
             "no video is made",
         ),
+        # Guidance and images that a video starts from do not exist for answers.
         "data.caption_dropout": (data.caption_dropout > 0, "there is no guidance"),
         "data.image_dropout": (data.image_dropout > 0, "no video starts from an image"),
         "data.image_noise": (data.image_noise is not None, "no video starts from an image"),
@@ -63,8 +66,10 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "data.windows": (data.windows != 1, "give `start` and `end` in the annotations"),
         "data.vae_tiling": (data.vae_tiling, "there is no VAE"),
         "data.vae_slicing": (data.vae_slicing, "there is no VAE"),
+        # On by default, and without effect on chat models, so only an explicit `false` is reported.
         "data.precompute": (not data.precompute, "frames are always read as they are needed"),
         "chat.tiles": (chat is not None and chat.tiles is not None, shapes),
+        # Options of training that need noise levels, a variance or two networks.
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
         "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
@@ -85,17 +90,18 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
 
 
 def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
-    usual = ValidationConfig()
+    # Options at their default are not reported, because the recipe may not mention them.
+    defaults = ValidationConfig()
     answers = "answers are greedy"
     return {
         "validation.model": (config.model is not None, "answers are the trained model's"),
         "validation.other_expert": (config.other_expert is not None, "there is one model"),
         "validation.images": (bool(config.images), "give validation.media"),
         "validation.count": (config.count != 1, answers),
-        "validation.inference_steps": (config.inference_steps != usual.inference_steps, answers),
-        "validation.guidance_scale": (config.guidance_scale != usual.guidance_scale, answers),
+        "validation.inference_steps": (config.inference_steps != defaults.inference_steps, answers),
+        "validation.guidance_scale": (config.guidance_scale != defaults.guidance_scale, answers),
         "validation.held_out_draws": (
-            config.held_out_draws not in (0, usual.held_out_draws),
+            config.held_out_draws not in (0, defaults.held_out_draws),
             "there is no noise to draw; 0 turns the held-out loss off",
         ),
     }

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class License:
     """A licence as on the Hub: an identifier from its list, or `other` with a name and a link."""
 
+    # Names of the model card's fields `license`, `license_name` and `license_link`.
     id: str
     name: str | None = None
     link: str | None = None
@@ -57,11 +58,13 @@ class Family:
 
     def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
         """Write a complete random checkpoint that is small enough for tests. Equal seeds give equal bytes."""
+        # Import here: descriptions of families are read without torch, for example by the command line.
         import torch
 
         if variant not in self.tiny_variants:
             raise DitLoraError(f"no variant {variant!r}; one of {', '.join(self.tiny_variants)}")
         builder = importlib.import_module(self.tiny_module)
+        # Builders draw weights from torch's default generator. Seed it, and restore the caller's state afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             builder.build_tiny(variant, folder)
@@ -70,9 +73,11 @@ class Family:
         """The licence of a base model by its Hub id; None if it is unknown."""
         if base is None:
             return None
+        # Patterns are tried in the order of the family's table, so a special case must come before its group.
         licence = next(
             (license for ids, license in self.licenses.items() if fnmatchcase(base, ids)), None
         )
+        # On the Hub, a licence `other` needs a link. The file in the model's repository is the default.
         if licence is None or licence.id != "other" or licence.link is not None:
             return licence
         return replace(licence, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
@@ -111,6 +116,7 @@ class DiffusionFamily(Family):
         stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
             self, model
         )
+        # An adapter's changes (added classes, another task) come before the recipe, which is checked against them.
         checkpoint = stored.as_trained(index) if index else stored
         return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
 

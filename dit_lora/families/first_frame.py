@@ -26,9 +26,11 @@ class FirstFrameCheckpoint(FlowCheckpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Apply `data.image_dropout`, the share of samples that train as text-to-video."""
+        # A share of samples without an image keeps the model able to work from text only.
         return replace(super().for_recipe(recipe), image_dropout=recipe.data.image_dropout)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        # One uniform number per sample decides whether it keeps its image; the draw is true where it does.
         image_draws: Draws = {
             "image_dropout": lambda rows: (
                 torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
@@ -72,11 +74,12 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if validation prompts have no images."""
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
+        # Validation samples start from images too, one for each prompt.
         problems = wrong_pictures(recipe.validation, self.pictures)
         if problems:
             raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
-        return fitting
+        return checkpoint
 
     def known(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
@@ -107,5 +110,6 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Tokens (B, S, C) with the first frame replaced by the image's tokens, for samples that keep their image."""
+        # (B, S, C), and a mask (B, S, 1) that broadcasts over the channels.
         picture = self.picture_tokens(batch, given)
         return torch.where(self.known(batch, given) > 0, picture, tokens)

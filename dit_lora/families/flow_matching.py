@@ -31,15 +31,17 @@ class FlowCheckpoint(Checkpoint):
     takes: ClassVar[tuple[str, ...]] = ("train.timesteps",)
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         if recipe.train.timesteps is None:
-            return fitting
-        objective = fitting._scheduled(recipe.train.timesteps)
-        return replace(fitting, objective=objective)
+            return checkpoint
+        # The timesteps of the recipe replace those of the checkpoint only where the recipe sets them.
+        objective = checkpoint._scheduled(recipe.train.timesteps)
+        return replace(checkpoint, objective=objective)
 
     def _scheduled(self, asked: TimestepsConfig) -> FlowMatching:
         """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
         stored_objective, levels = self.objective, self.objective.levels
+        # `shift` is handled below: None leaves the checkpoint's, and "tokens" selects the shift by size.
         overrides = {
             name: value
             for name, value in asked.model_dump(exclude={"shift"}).items()
@@ -87,6 +89,7 @@ class FlowCheckpoint(Checkpoint):
 
     @property
     def drawn_timesteps(self) -> range:
+        # The objective's range of noise levels (0 to 1) in integer timesteps, rounded outwards.
         levels, steps = self.objective.levels, self.train_timesteps
         return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
 
@@ -133,6 +136,7 @@ class FlowCheckpoint(Checkpoint):
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
         timesteps = sigmas * self.train_timesteps
         prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, draws)
+        # The velocity does not depend on the noise level: noise - clean.
         target = objective.target(clean, noise)
         losses = mean_squared_error(prediction, target, self._weights(batch, conditioning_mask))
         return LossOutput(losses, objective.reported(sigmas))
@@ -145,6 +149,7 @@ class FlowCheckpoint(Checkpoint):
         self, batch: Mapping[str, torch.Tensor], known: torch.Tensor | None
     ) -> torch.Tensor | None:
         masked = self.masked(batch)
+        # With only one of the two, there is nothing to multiply.
         if known is None or masked is None:
             return masked if known is None else 1 - known
         # Latents that are given clean get no loss, inside or outside of the mask.

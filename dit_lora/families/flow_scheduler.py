@@ -17,14 +17,16 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
 
     Raises `DitLoraError` for another scheduler class, or one that shifts with another formula than `exponential`.
     """
-    stored = read_component_config(path, "scheduler")
+    stored_config = read_component_config(path, "scheduler")
     kind = FlowMatchEulerDiscreteScheduler
-    if stored.get("_class_name") != kind.__name__:
+    # Another class in this place would be read with the wrong options: solvers name their shift `flow_shift`.
+    if stored_config.get("_class_name") != kind.__name__:
         raise DitLoraError(
-            f"{model.path}: scheduler {stored.get('_class_name')} is not the one that family {model.family} is "
+            f"{model.path}: scheduler {stored_config.get('_class_name')} is not the one that family {model.family} is "
             f"published with: {kind.__name__}"
         )
-    config: Any = kind.from_config(stored).config
+    # from_config fills options that older files lack.
+    config: Any = kind.from_config(stored_config).config
     if config.use_dynamic_shifting and config.time_shift_type != "exponential":
         raise DitLoraError(
             f"{model.path}: its scheduler shifts with time_shift_type={config.time_shift_type}; family "
@@ -35,6 +37,7 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
 
 def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
     """Logarithm of the noise-level shift for this many image or video tokens, computed as the pipelines do."""
+    # A line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift).
     return calculate_shift(
         tokens,
         scheduler["base_image_seq_len"],

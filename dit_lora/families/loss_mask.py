@@ -14,6 +14,7 @@ LOSS_MASK = "loss_mask"
 
 def mask_of_latents(mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Downscale a pixel mask (height, width) to latent size by averaging, fp32 (H, W), on the CPU."""
+    # (height, width) -> (1, 1, height, width) for interpolate; `area` averages the pixels of each latent.
     size = latents.shape[-2:]
     return F.interpolate(mask[None, None].float(), size=size, mode="area")[0, 0]
 
@@ -28,6 +29,7 @@ def loss_weights(
     mask = batch.get(LOSS_MASK)
     if mask is None:
         return None
+    # Linear in the mask: `floor` at 0 (black) and 1 at 1 (white).
     weights = floor + (1 - floor) * mask
     # (B, H, W) -> (B, 1, ..., 1, H, W), with as many dimensions as `like`.
     return weights.view(len(mask), *[1] * (like.ndim - 3), *mask.shape[-2:])

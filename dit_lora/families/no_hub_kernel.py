@@ -23,6 +23,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # None hands all other modules on to the next finder.
         spec = PathFinder.find_spec(fullname, path, target) if fullname == _MODULE else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -39,6 +40,7 @@ class _Loader(Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # While the package is hidden, the module warns that it is missing. That is intended, so silence it.
         logger = logging.getLogger(_MODULE)
         was_disabled, logger.disabled = logger.disabled, True
         try:
@@ -50,5 +52,6 @@ class _Loader(Loader):
 
 def keep_from_hub() -> None:
     """Install the import finder for the rest of the process. Calling it again has no effect."""
+    # First in the list, so that it is asked before the standard finder.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -49,13 +49,14 @@ class NoisePrediction(Checkpoint):
         return learns_variance(self.path.name, self.transformer_config)
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         if recipe.train.vlb and not self.learned:
             raise DitLoraError(
                 f"train.vlb: {self.path.name} has no learned variance (its transformer has as many channels out "
                 "as in); remove it"
             )
-        return replace(fitting, vlb=self.learned and recipe.train.vlb is not False)
+        # By default (None in the recipe) a variance that the network predicts is trained too.
+        return replace(checkpoint, vlb=self.learned and recipe.train.vlb is not False)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -82,6 +83,7 @@ class NoisePrediction(Checkpoint):
         return encode
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+        # The posterior's noise and the added noise have the latents' shape, (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
         timestep = partial(integers, 0, self.train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
@@ -94,6 +96,7 @@ class NoisePrediction(Checkpoint):
         Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the
         channels.
         """
+        # All draws of a step come from the sample's own streams, so neighbours in the batch do not change them.
         draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
         noise, timesteps = draws["noise"], draws["timestep"]
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
@@ -119,6 +122,7 @@ def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
 
     Raises `DitLoraError` if the scheduler's prediction type is not `epsilon`, or if its schedule ends in pure noise.
     """
+    # Any scheduler's config will do: only its betas and its prediction type are read.
     scheduler: Any = DDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "epsilon":
         raise DitLoraError(

@@ -14,6 +14,7 @@ from dit_lora.environment.hub_files import model_folder
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, listed
 
+# Configs, sentencepiece models, vocabularies and chat templates.
 _BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
@@ -25,6 +26,7 @@ def local_checkpoint(model: ModelConfig) -> Path:
 
 def local_chat_checkpoint(model: ModelConfig) -> Path:
     """Local Transformers folder of `model.path`, with weights at its top level; downloaded if not a local path."""
+    # Transformers names its weights model.safetensors, or model-00001-of-0000N.safetensors in shards.
     return model_folder(model, ("model*.safetensors", *_BESIDE_WEIGHTS))
 
 
@@ -41,6 +43,7 @@ def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict
 
 def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
     """The fields of an opened checkpoint that most families read the same way: all except the objective."""
+    # `model.from_scratch` overrides the stored config of the transformer that is trained.
     scratch, part = model.from_scratch, part_of(model, path)
     return {
         "path": path,
@@ -54,6 +57,7 @@ def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
 def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a config with its class's defaults: files written before an option existed lack it."""
     parameters = inspect.signature(model_class.__init__).parameters
+    # Parameters without a default, such as `self`, have no value to fill in.
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     return defaults | dict(config)
 
@@ -78,6 +82,7 @@ def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> N
     `model.from_scratch` the transformer's files are not needed.
     """
     problems = []
+    # The weights of the other expert are not needed unless the caller lists them.
     transformer = (part_of(model, path),) if model.from_scratch is None else ()
     for component in (*transformer, *components):
         files = sorted((path / component).glob("*.safetensors"))
@@ -121,6 +126,7 @@ def load_or_init(
         return load_pretrained(
             model_class, path, subfolder=part, dtype=dtype, use_safetensors=True
         ).requires_grad_(False)
+    # from_config ignores unknown options with a warning, so a misspelled one must be rejected here.
     arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
     unknown = sorted(set(scratch) - set(arguments))
     if unknown:
@@ -132,6 +138,7 @@ def load_or_init(
         model = model_class.from_config({**read_component_config(path, part), **scratch})
     except (TypeError, ValueError) as error:
         raise DitLoraError(f"model.from_scratch: {error}; got {dict(scratch)}") from error
+    # Only parameters are rounded. Buffers may be position tables that must stay in fp32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.requires_grad_(False)
@@ -155,6 +162,7 @@ def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
     file = path / name
     try:
         return read_typed(file, dict[str, Any])
+    # A missing file usually means a wrong folder; other errors mean a damaged file.
     except FileNotFoundError as error:
         raise DitLoraError(
             f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}"

@@ -12,6 +12,7 @@ from dit_lora.config.validation import ValidationConfig
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 
+# Keys are the pipelines' argument names.
 OPTIONS = {
     "image": ("first", "--image", "images"),
     "last_image": ("last", "--last-image", "last_images"),
@@ -22,8 +23,10 @@ OPTIONS = {
 def as_picture(pixels: torch.Tensor) -> Image.Image:
     """Convert uint8 (3, height, width) to a PIL image. A fake tensor, which has no values, gives a black image."""
     if isinstance(pixels, FakeTensor):
+        # Memory planning runs the encoders on fake tensors, whose pixels cannot be read.
         _, height, width = pixels.shape
         return Image.new("RGB", (width, height))
+    # (3, height, width) -> (height, width, 3), as PIL expects.
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
@@ -42,17 +45,19 @@ def read_pictures(
         DitLoraError: An image is missing, or one is given that the pipeline does not accept.
     """
     pictures = {}
-    for name, (which, option, field) in OPTIONS.items():
+    for name, (kind, option, field) in OPTIONS.items():
         file = given[name]
+        # Reject an image that the pipeline would ignore.
         if name not in wanted:
             if file is not None:
-                takes = "takes no last image" if wanted else "starts from no image"
-                raise DitLoraError(f"{model} {takes}; leave {option} out")
+                accepts = "takes no last image" if wanted else "starts from no image"
+                raise DitLoraError(f"{model} {accepts}; leave {option} out")
             continue
         if file is None:
             raise DitLoraError(
-                f"{model} is image-to-video: give the {which} image with {option} (or validation.{field} in a recipe)"
+                f"{model} is image-to-video: give the {kind} image with {option} (or validation.{field} in a recipe)"
             )
+        # Scaled and cropped as training reads clips, so that the first frame has the video's shape.
         (frame,) = read_frames(file, frames=1, fps=None, height=shape.height, width=shape.width)
         pictures[name] = as_picture(frame)
     return pictures
@@ -61,13 +66,14 @@ def read_pictures(
 def wrong_pictures(validation: ValidationConfig, wanted: Sequence[str]) -> list[str]:
     """One message per kind of image that validation prompts lack, or have although the model does not accept it."""
     problems = []
-    for name, (which, _, field) in OPTIONS.items():
+    for name, (kind, _, field) in OPTIONS.items():
+        # `images` and `last_images` each hold one file for every prompt, or none.
         files: Sequence[str] = getattr(validation, field)
         if files and name not in wanted:
-            problems.append(f"validation.{field}: it takes no {which} image; remove it")
+            problems.append(f"validation.{field}: it takes no {kind} image; remove it")
         if name in wanted and len(files) != len(validation.prompts):
             problems.append(
-                f"validation.{field}: give one {which} image a prompt; got {len(files)} for "
+                f"validation.{field}: give one {kind} image a prompt; got {len(files)} for "
                 f"{len(validation.prompts)} in validation.prompts"
             )
     return problems

@@ -19,6 +19,7 @@ def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
 
 def encode_picture(vae: Any, pixels: torch.Tensor) -> Tensors:
     """Posterior of an image, uint8 (1, 3, height, width), as it is cached: mean and logvar, each (C, H, W)."""
+    # (1, 3, height, width), from -1 to 1.
     posterior = vae.encode((pixels.to(vae.device).float() / 127.5 - 1).to(vae.dtype)).latent_dist
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
@@ -31,6 +32,7 @@ def rescaled(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tens
 
 def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
     """Normalise latents (B, C, F, H, W) per channel: the inverse of what pipelines with Wan's autoencoder do."""
+    # Each is (C,), as (1, C, 1, 1, 1) to broadcast over batch, frames, height and width.
     mean, deviation = (
         moved(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
         for name in ("latents_mean", "latents_std")
@@ -40,4 +42,5 @@ def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Te
 
 def drawn(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Sample latents (B, ...) from a posterior in fp32, using standard normal `noise` of the same shape."""
+    # logvar is the logarithm of the variance, so half of it is that of the standard deviation.
     return mean.float() + torch.exp(0.5 * logvar.float()) * noise

@@ -73,6 +73,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
+        # Latents of one token.
         square = PACKED**2
         return {
             **super().draws(batch),
@@ -89,6 +90,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
+        # (B, 1, 1, H, W), expanded to all channels, so that every packed value has its weight.
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else self.packed(weights.expand_as(latents))
 

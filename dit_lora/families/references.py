@@ -17,6 +17,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.pictures import as_picture
 
 Tensors = dict[str, torch.Tensor]
+# Prefix of the keys under which a batch holds latents of references: reference_0, reference_1 and so on.
 REFERENCE = "reference"
 VideoEncoding = Callable[[torch.Tensor, torch.Tensor | None], Tensors]
 """The signature of `VideoEncoder.__call__`."""
@@ -45,12 +46,14 @@ class References:
         """Message for an invalid number of references of a sample; None if it is valid."""
         if self.least <= number and (self.most is None or number <= self.most):
             return None
-        takes = f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
-        takes = str(self.most) if self.least == self.most else takes
-        return f"it has {number} references, and this model takes {takes}"
+        # "1 or more", "1 to 3", or a plain number if only one is valid.
+        accepted = f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+        accepted = str(self.most) if self.least == self.most else accepted
+        return f"it has {number} references, and this model takes {accepted}"
 
     def assumed(self, shape: VideoShape, number: int) -> VideoShape:
         """The shape with this many references of the sample's own size, for data that is not on this machine."""
+        # The real references are not known here. Assume as many as the data asks for, but at least the minimum.
         reference = self.shape(shape.height, shape.width, shape)
         return replace(shape, references=(reference,) * max(self.least, number))
 
@@ -78,6 +81,7 @@ class PictureEncoder:
 
     @torch.no_grad()
     def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        # Encode one reference at a time: their sizes may differ, so they cannot be stacked.
         pictures = (scaled(picture, self.resolution) for picture in as_pictures(given))
         return named([self.encode_reference(picture) for picture in pictures])
 
@@ -100,6 +104,7 @@ def as_pictures(given: Sequence[torch.Tensor]) -> list[Image.Image]:
 def latents_of(batch: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Latents of a batch's references: `reference_0`, `reference_1` and so on."""
     latents: list[torch.Tensor] = []
+    # Keys are numbered without gaps, so the first missing one ends the list.
     while f"{REFERENCE}_{len(latents)}" in batch:
         latents.append(batch[f"{REFERENCE}_{len(latents)}"])
     return latents
@@ -112,6 +117,7 @@ def named(latents: Sequence[torch.Tensor]) -> Tensors:
 
 def scaled(image: Image.Image, side: int | None) -> Image.Image:
     """Scale an image to at most `side` squared pixels, keeping its aspect ratio. Smaller images stay as they are."""
+    # PIL sizes are (width, height).
     width, height = scaled_size(image.height, image.width, side)[::-1]
     if (width, height) == image.size:
         return image
@@ -147,6 +153,7 @@ def read_references(
             raise DitLoraError(f"{model} takes no references; leave --reference out")
         return []
     _require_number(model, takes, files)
+    # Images need no shape and no frame rate.
     return as_pictures([read_reference(MediaFile(file), None, 0.0) for file in files])
 
 
@@ -168,6 +175,7 @@ def read_clips(
     _require_number(model, takes, files)
     media = [MediaFile(file) for file in files]
     pictures = [file.name for file in media if is_image(file)]
+    # An image file is only valid where the sample itself is an image.
     if shape.frames > 1 and pictures:
         raise DitLoraError(
             f"{model}: {', '.join(pictures)}: no clip; the reference of a clip is a clip, give one with --reference"
@@ -187,13 +195,14 @@ def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
     if data.reference_resolution is not None and (takes is None or not takes.scales):
         reason = "it takes none" if takes is None else "its pipeline scales them by itself"
         problems.append(f"data.reference_resolution: {reason}; remove it")
+    # A checkpoint without references: any option about them is an error, and nothing else can be checked.
     if takes is None:
         if validation.references:
             problems.append("validation.references: it takes no references; remove it")
-        named = any(
+        has_references = any(
             source.reference_columns or source.reference_folders for source in data.all_sources
         )
-        if named:
+        if has_references:
             problems.append(
                 "data.reference_columns, data.reference_folders: it takes no references; remove it"
             )
@@ -202,6 +211,7 @@ def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
         problems.append(
             "data.flip: captions are encoded with the references, and a mirrored one would need another; remove it"
         )
+    # `validation.references` is either empty or has one list of files for each prompt.
     if len(validation.references) not in (0, len(validation.prompts)):
         problems.append(
             f"validation.references: give a list of files for each prompt; got {len(validation.references)} for "
@@ -210,15 +220,16 @@ def wrong_references(recipe: Recipe, takes: References | None) -> list[str]:
         return problems
     for number, prompt in enumerate(validation.prompts):
         files = validation.references[number] if validation.references else ()
-        fault = takes.wrong_number(len(files))
-        if fault is not None:
-            problems.append(f"validation.references of {prompt!r}: {fault}")
+        problem = takes.wrong_number(len(files))
+        if problem is not None:
+            problems.append(f"validation.references of {prompt!r}: {problem}")
         # A model with reference clips also generates images, from the first frame of a clip.
         clips = takes.clips and data.frames > 1
-        unfitting = [file for file in files if is_image(MediaFile(Path(file))) == clips]
-        if unfitting and (clips or not takes.clips):
+        # Files of the wrong kind: images where clips are needed, and the other way round.
+        wrong_files = [file for file in files if is_image(MediaFile(Path(file))) == clips]
+        if wrong_files and (clips or not takes.clips):
             kind = "clip" if clips else "picture"
             problems.append(
-                f"validation.references of {prompt!r}: no {kind}: {', '.join(unfitting)}"
+                f"validation.references of {prompt!r}: no {kind}: {', '.join(wrong_files)}"
             )
     return problems

@@ -11,9 +11,9 @@ def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
     """One message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
     problems = []
     for name, (value, step) in sizes.items():
-        below = value // step * step
+        lower = value // step * step
         # Below the first multiple, the only valid neighbour is the step itself.
-        nearest = f"{below} and {below + step}" if below else str(step)
+        nearest = f"{lower} and {lower + step}" if lower else str(step)
         if value % step:
             problems.append(
                 f"data.{name} must be a multiple of {step}; got {value}, nearest {nearest}"
@@ -28,6 +28,7 @@ def wrong_sides(shape: VideoShape, step: int) -> list[str]:
 
 def too_few_frames(frames: int, step: int) -> list[str]:
     """Message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
+    # The first latent frame is the given image. One more latent frame needs `step` more frames.
     if frames > step:
         return []
     return [f"data.frames must be {step + 1} or more, as the first is given; got {frames}"]
@@ -35,10 +36,11 @@ def too_few_frames(frames: int, step: int) -> list[str]:
 
 def wrong_frames(frames: int, step: int) -> list[str]:
     """Message if the number of frames is not a multiple of `step` plus one."""
+    # Causal video VAEs encode the first frame by itself, and then `step` frames into each latent.
     if (frames - 1) % step == 0:
         return []
-    below = (frames - 1) // step * step + 1
-    return [f"data.frames must be {step}n + 1; got {frames}, nearest {below} and {below + step}"]
+    lower = (frames - 1) // step * step + 1
+    return [f"data.frames must be {step}n + 1; got {frames}, nearest {lower} and {lower + step}"]
 
 
 def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[str]:
@@ -48,10 +50,11 @@ def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[s
         ends: Names in `data`, each with (value, maximum).
         option: The transformer's config option that sets the length of the table.
     """
+    # Each maximum is in the same unit as its value: frames, or pixels of a side.
     return [
-        f"data.{name} can be {end} at most, where its positions end ({option}); got {value}"
-        for name, (value, end) in ends.items()
-        if value > end
+        f"data.{name} can be {max_value} at most, where its positions end ({option}); got {value}"
+        for name, (value, max_value) in ends.items()
+        if value > max_value
     ]
 
 
@@ -62,6 +65,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
     `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`,
     `train.timesteps` and `train.vlb`; `data.fps` for images; and the options of chat models.
     """
+    # Each option, and whether the recipe sets it to something other than its default.
     options = {
         "chat": recipe.chat is not None,
         "data.media": any(source.media is not None for source in recipe.data.all_sources),
@@ -74,6 +78,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_dropout": recipe.data.image_dropout > 0,
         "data.image_noise": recipe.data.image_noise is not None,
         "data.sound": recipe.data.sound,
+        # A frame rate means nothing if every sample is a single image.
         "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
         "model.task": recipe.model.task is not None,
         "validation.other_expert": recipe.validation.other_expert is not None,

@@ -27,6 +27,7 @@ class HearingEncoder:
     encode_sound: Callable[[torch.Tensor, int], Tensors]
 
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+        # Pixels and sound are encoded separately, and their tensors are cached together.
         return self.encode(pixels, image)
 
     def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:

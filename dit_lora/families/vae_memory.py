@@ -32,6 +32,7 @@ class VaeMemory:
 
     def set(self, vae: Any) -> Any:
         """Apply these settings to a VAE and return it."""
+        # VAEs without these methods are rejected earlier, by `require`.
         if self.tiling:
             vae.enable_tiling()
         if self.slicing:
@@ -61,10 +62,10 @@ class VaeMemory:
             vae = getattr(diffusers, name).from_config(dict(vae_config))
         # Diffusers' VAEs name their switches use_tiling and use_slicing.
         flags = {option: option.replace("data.vae", "use") for option in options}
-        cannot = [o for o, is_set in options.items() if is_set and not hasattr(vae, flags[o])]
-        if cannot:
+        unsupported = [o for o, is_set in options.items() if is_set and not hasattr(vae, flags[o])]
+        if unsupported:
             raise DitLoraError(
-                f"{', '.join(cannot)}: {name}, the VAE of {checkpoint}, cannot; set it to false"
+                f"{', '.join(unsupported)}: {name}, the VAE of {checkpoint}, cannot; set it to false"
             )
         misaligned = [
             f"{height}x{width}" for height, width in sizes if not self._aligned(vae, height, width)
@@ -81,8 +82,8 @@ class VaeMemory:
     def _aligned(self, vae: Any, height: int, width: int) -> bool:
         """True if a frame of this size gives latents of the same shape in tiles as it does whole."""
         # A video VAE takes (B, C, F, H, W), an image VAE no frames.
-        of_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
-        frame = torch.empty((1, 3, *((1,) if of_video else ()), height, width), device="meta")
+        is_video_vae = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+        frame = torch.empty((1, 3, *((1,) if is_video_vae else ()), height, width), device="meta")
         # Compare the latents' shape of the whole frame with that of its tiles.
         vae.disable_tiling()
         shapes = [_latent_shape(vae, frame)]
@@ -104,4 +105,5 @@ def _latent_shape(vae: Any, frame: torch.Tensor) -> torch.Size | None:
     return latent.shape if isinstance(latent, torch.Tensor) else latent.mean.shape
 
 
+# The default of all encoders: whole frames, whole batches.
 PLAIN_VAE = VaeMemory()

@@ -24,6 +24,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 
+# Components with weights in every pipeline. Others are found by their config.json.
 _WEIGHTS = ("transformer", "vae", "text_encoder")
 _CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
 
@@ -45,6 +46,7 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
         folder = model_folder(model, _CONFIGS)
+    # A complete local folder is used as it is. Chat families do not check for weight files when they are opened.
     elif model.family in CHAT_FAMILIES or not _lacking(folder):
         yield model
         return
@@ -78,6 +80,7 @@ def from_configs() -> Iterator[list[nn.Module]]:
     def of_diffusers(
         cls: Any, path: Any, *, subfolder: str | None = None, dtype: Any = None, **_: Any
     ) -> Any:
+        # Parameters have the names of from_pretrained, whose callers pass them by keyword.
         model = cls.from_config(cls.load_config(path, subfolder=subfolder))
         return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
 
@@ -101,6 +104,7 @@ def _as_loaded(
     model: nn.Module, dtype: torch.dtype | None, fp32: list[str], built: list[nn.Module]
 ) -> nn.Module:
     for name, parameter in model.named_parameters():
+        # Modules that the class keeps in fp32 stay so, as in a real from_pretrained.
         if not any(part in name.split(".") for part in fp32):
             parameter.data = parameter.data.to(dtype or torch.float32)
     set_method: Any = setattr
@@ -114,6 +118,7 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     import transformers
 
     models = []
+    # text_encoder, text_encoder_2 and so on, in this order.
     for file in sorted(path.glob("text_encoder*/config.json")):
         config = load_pretrained(AutoConfig, file.parent)
         model = _without_values(getattr(transformers, config.architectures[0]), config)
@@ -146,10 +151,11 @@ def data_is_here(recipe: Recipe) -> bool:
 
 
 def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
-    stored = checkpoint.class_names
-    if stored is None:
+    stored_names = checkpoint.class_names
+    if stored_names is None:
         return recipe
-    names = tuple(recipe.validation.prompts) or tuple(stored[:1]) or ("class",)
+    # Any valid class will do: only the number of rows and the shapes matter here.
+    names = tuple(recipe.validation.prompts) or tuple(stored_names[:1]) or ("class",)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
 
 

@@ -28,6 +28,7 @@ _OUTSIDE = {
     "final_layer.adaLN_modulation.1": "adaln_out.linear",
     "final_layer.linear": "proj_out",
 }
+# Names inside of a block. The fused qkv is split and has no entry.
 _IN_BLOCK = {
     "adaLN_modulation.1": "adaln.linear",
     "attn.proj": "attn.to_out.0",
@@ -43,8 +44,11 @@ _SIZED = (
     "final_layer.linear.weight",
 )
 _CONDITIONS = ("y_embedder.output_projection.weight", "y_embedder.embedding_table.weight")
+# VDiT-S, -B, -L and -XL: heads by width.
 _HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+# Parts of attn.qkv, in the order of its rows.
 _FUSED = ("attn.to_q", "attn.to_k", "attn.to_v")
+# Matches the tensors of a block: its number, the module's name inside it, and weight or bias.
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -71,37 +75,40 @@ def convert_opendit(
         DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite, and position tables
             for another video size.
     """
+    # Only names and shapes of the model are needed.
     with torch.device("meta"):
         model = VideoDiTTransformer3DModel.from_config(dict(config))
-    placed: Tensors = {}
+    converted: Tensors = {}
     clip: Tensors = {}
-    recomputed, faults = [], []
+    recomputed, problems = [], []
     for name, tensor in state_dict.items():
         if name.startswith(CLIP_PREFIX):
             # OpenDiT saves the frozen text encoder with its model.
             clip[name.removeprefix(CLIP_PREFIX)] = tensor
         elif name in ("pos_embed_spatial", "pos_embed_temporal"):
             recomputed.append(name)
-            faults += _position_faults(name, tensor, model)
+            problems += _position_faults(name, tensor, model)
         else:
             parts = dict(_place(name, tensor))
-            faults += [] if parts else [f"{name}: VDiT has no such tensor"]
-            placed |= parts
+            problems += [] if parts else [f"{name}: VDiT has no such tensor"]
+            converted |= parts
+    # Compare in both directions: tensors that the model lacks, and those that the file lacks.
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    faults += [f"{name}: missing" for name in expected if name not in placed]
-    faults += [
+    problems += [f"{name}: missing" for name in expected if name not in converted]
+    problems += [
         f"{name}: {'not of this model' if name not in expected else 'shape'}; "
         f"got {tuple(tensor.shape)}, the config makes {tuple(expected.get(name, ()))}"
-        for name, tensor in placed.items()
+        for name, tensor in converted.items()
         if tensor.shape != expected.get(name)
     ]
-    for name, tensor in placed.items():
+    # A diverged run may have saved NaN or Inf.
+    for name, tensor in converted.items():
         count = int((~tensor.isfinite()).sum())
         if count:
-            faults.append(f"{name}: {count} of {tensor.numel()} values are not finite")
-    if faults:
-        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", faults))
-    return ConvertedOpenDiT(placed, clip, tuple(recomputed))
+            problems.append(f"{name}: {count} of {tensor.numel()} values are not finite")
+    if problems:
+        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", problems))
+    return ConvertedOpenDiT(converted, clip, tuple(recomputed))
 
 
 def opendit_config(
@@ -117,20 +124,21 @@ def opendit_config(
     Raises:
         DitLoraError: A tensor that determines a size is missing, or the width is none of OpenDiT's.
     """
-    lacks = [name for name in _SIZED if name not in state_dict]
+    missing = [name for name in _SIZED if name not in state_dict]
     if not any(name in state_dict for name in _CONDITIONS):
-        lacks.append(" or ".join(_CONDITIONS))
-    if lacks:
+        missing.append(" or ".join(_CONDITIONS))
+    if missing:
         raise DitLoraError(
             listed(
                 "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way "
                 "here); it lacks",
-                lacks,
+                missing,
             )
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
     kernel, spatial, temporal, fc1, proj_out = (shapes[name] for name in _SIZED)
+    # Check the numbers of dimensions before unpacking the shapes.
     if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZED]
         raise DitLoraError(
@@ -148,7 +156,9 @@ def opendit_config(
         )
     if width % heads:
         raise DitLoraError(f"--heads {heads} does not divide its width of {width}")
+    # One of the two is None: a model is conditioned on text or on classes.
     text, classes = (shapes.get(name) for name in _CONDITIONS)
+    # The spatial table is that of a square, side / patch tokens in each direction.
     side = isqrt(spatial[1]) * patch
     blocks = {match[1] for match in map(_BLOCK.fullmatch, shapes) if match}
     return {
@@ -170,6 +180,7 @@ def opendit_config(
 
 def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield our names and tensors for one of OpenDiT's; nothing for an unknown name."""
+    # `kind` is weight or bias.
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE and kind in ("weight", "bias"):
         yield f"{_OUTSIDE[module]}.{kind}", tensor
@@ -195,9 +206,14 @@ def _position_faults(
         table = temporal_sines(width, config.sample_frames // patch_t)
     else:
         table = spatial_sines(width, config.sample_height // patch, config.sample_width // patch)
+    # OpenDiT's tables have a batch dimension of 1.
     if tensor.shape != (1, *table.shape):
         return [f"{name}: got {tuple(tensor.shape)}, the config makes {(1, *table.shape)}"]
     # OpenDiT casts the tables with the model; one rounding to bf16 moves a sine by up to 2^-9.
     tolerance = 1e-5 if tensor.dtype in (torch.float32, torch.float64) else 2**-8
-    off = float((tensor[0].double().cpu() - table).abs().max())
-    return [f"{name}: is not the table of sines; off by {off:.3g}"] if off > tolerance else []
+    max_error = float((tensor[0].double().cpu() - table).abs().max())
+    return (
+        [f"{name}: is not the table of sines; off by {max_error:.3g}"]
+        if max_error > tolerance
+        else []
+    )

@@ -41,6 +41,7 @@ class ModulatedNorm(nn.Module):
     def forward(
         self, tokens_BND: torch.Tensor, shift_BD: torch.Tensor, scale_BD: torch.Tensor
     ) -> torch.Tensor:
+        # (B, D) -> (B, 1, D), the same for every token.
         normed = functional.layer_norm(tokens_BND.float(), tokens_BND.shape[-1:], eps=self.eps)
         modulated = normed * (1 + scale_BD[:, None].float()) + shift_BD[:, None].float()
         return modulated.to(tokens_BND.dtype)
@@ -55,6 +56,7 @@ class AdaLayerNorm(nn.Module):
         self.linear = nn.Linear(width, parts * width)
 
     def forward(self, condition: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # (B, parts * D) -> `parts` tensors (B, D)
         return self.linear(functional.silu(condition)).chunk(self.parts, dim=1)
 
 
@@ -74,6 +76,7 @@ class VideoDiTBlock(nn.Module):
 
     def forward(self, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
         shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.adaln(condition_BD)
+        # (B, D) -> (B, 1, D), to gate every token.
         attended = self.attn(self.norm1(tokens_BND, shift_attn, scale_attn))
         tokens_BND = tokens_BND + gate_attn[:, None] * attended
         return tokens_BND + gate_ff[:, None] * self.ff(self.norm2(tokens_BND, shift_ff, scale_ff))
@@ -200,6 +203,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
                 tokens = self._gradient_checkpointing_func(block, tokens, condition)
             else:
                 tokens = block(tokens, condition)
+        # Output tokens hold the values of one patch: (B, N, r * p * q * C).
         tokens = self.proj_out(self.norm_out(tokens, *self.adaln_out(condition)))
         sample = self._unpatchify(tokens, grid)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
@@ -221,6 +225,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         required = "class_labels" if self.class_embed is not None else "pooled_projections"
         if [name for name, value in conditions.items() if value is not None] != [required]:
             raise DitLoraError(f"this video DiT is conditioned on {required} and nothing else")
+        # The constructor makes exactly one of the two.
         embed = self.class_embed if self.class_embed is not None else self.text_embed
         assert embed is not None
         return embedded + embed(conditions[required])
@@ -243,6 +248,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         patches = tokens.reshape(len(tokens), *grid, *self.patch, self.out_channels)
         # (B, f, h, w, r, p, q, C) -> (B, C, f, r, h, p, w, q)
         video = patches.permute(0, 7, 1, 4, 2, 5, 3, 6)
+        # Join from the last axis on, so that the earlier ones keep their numbers.
         return video.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
@@ -265,6 +271,7 @@ def spatial_sines(width: int, height: int, columns: int) -> torch.Tensor:
     """Position table, fp64 (height * columns, width). The first half of the channels encodes the column, as in MAE."""
     row = torch.arange(height, dtype=torch.float64, device="cpu")
     column = torch.arange(columns, dtype=torch.float64, device="cpu")
+    # (2, height, columns): columns first, because the function encodes the first grid in the first half.
     grid = torch.stack(torch.meshgrid(column, row, indexing="xy"))
     return get_2d_sincos_pos_embed_from_grid(width, grid)
 

@@ -50,6 +50,7 @@ def write_base(
     Raises:
         DitLoraError: Lists every tensor that is wrong or not finite.
     """
+    # Refuse to write into an existing folder before anything is downloaded.
     out = Path(out)
     if out.exists():
         raise DitLoraError(f"{out} exists; choose another folder")
@@ -61,6 +62,7 @@ def write_base(
     condition = {"text_dim": encoder.config.hidden_size} if encoder else {"num_classes": 1}
     with torch.device("meta"):
         model: Any = VideoDiTTransformer3DModel.from_config({**condition, **(config or {})})
+    # Without weights, only the transformer's config is written, for training from scratch.
     weights = convert_opendit(state_dict, model.config).transformer if state_dict else None
     pipeline: Any = VideoDiTPipeline(
         # The transformer is written below, with weights or only its config.
@@ -74,6 +76,7 @@ def write_base(
     if weights is None:
         model.save_config(out / "transformer")
     else:
+        # `assign` replaces the meta tensors by the converted ones, in their own dtype.
         model.load_state_dict(weights, strict=True, assign=True)
         model.save_pretrained(out / "transformer", safe_serialization=True)
     # The pipeline was saved without its transformer, so add its class to the index.
@@ -111,6 +114,7 @@ def convert_checkpoint(
     """
     tensors = _read(weights)
     config = opendit_config(tensors, heads)
+    # The shapes tell which condition the model has.
     with_text = "text_dim" in config
     if text_encoder and not with_text:
         raise DitLoraError("--text-encoder does not apply: this model is conditioned on classes")
@@ -132,6 +136,7 @@ def convert_checkpoint(
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a file, or of all weight files in a folder. Raises `DitLoraError` if there are none or duplicates."""
+    # A folder may hold several shards; a file holds everything.
     if path.is_dir():
         files = [*sorted(path.glob("*.safetensors")), *sorted(path.glob("*.bin"))]
     else:
@@ -142,11 +147,14 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        of_file = _tensors(file)
-        twice = sorted(of_file.keys() & tensors.keys())
-        if twice:
-            raise DitLoraError(listed(f"{file} has tensors that another file of it has too", twice))
-        tensors |= of_file
+        file_tensors = _tensors(file)
+        # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
+        duplicates = sorted(file_tensors.keys() & tensors.keys())
+        if duplicates:
+            raise DitLoraError(
+                listed(f"{file} has tensors that another file of it has too", duplicates)
+            )
+        tensors |= file_tensors
     return tensors
 
 

@@ -64,6 +64,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             tokenizer=tokenizer,
         )
         self.register_to_config(id2label=dict(id2label or {}))
+        # Class indices by name.
         self.labels = {name: int(index) for index, name in dict(id2label or {}).items()}
         # Each block of the VAE except the last halves height and width.
         self.vae_scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1) if vae else 8
@@ -74,6 +75,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
         Raises `DitLoraError` with all class names if one is unknown.
         """
+        # The last row of the label table.
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
@@ -86,6 +88,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
         A tokenizer without a limit reports 1e30; the limit is then CLIP's number of positions, 77.
         """
+        # (B, positions), padded and truncated to the same length.
         positions = self.text_encoder.config.max_position_embeddings
         tokens = self.tokenizer(
             list(prompts),
@@ -99,6 +102,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     def decode_latents(self, latents_BCFHW: torch.Tensor) -> torch.Tensor:
         """Decode to pixels (B, 3, frames, height, width), about -1..1, one frame at a time as in encoding."""
         scaled = latents_BCFHW / self.vae.config.scaling_factor
+        # (B, C, F, H, W) -> F tensors (B, 3, height, width)
         frames = [self.vae.decode(frame).sample for frame in scaled.unbind(2)]
         return torch.stack(frames, dim=2)
 
@@ -128,6 +132,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         condition, empty = self._conditions(
             prompt, class_labels, pooled_projections, negative_pooled_projections, guidance_scale
         )
+        # Both conditions have one row per video.
         batch = len(next(iter(condition.values())))
         config, device = self.transformer.config, self._execution_device
         shape = (
@@ -137,8 +142,10 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             (height or config.sample_height * self.vae_scale_factor) // self.vae_scale_factor,
             (width or config.sample_width * self.vae_scale_factor) // self.vae_scale_factor,
         )
+        # Timesteps come first: init_noise_sigma of some schedulers depends on them.
         self.scheduler.set_timesteps(num_inference_steps, device=device)
         dtype = self.transformer.dtype
+        # Random latents are fp32, whatever the model's dtype is.
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
         latents = latents * self.scheduler.init_noise_sigma
@@ -182,8 +189,10 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         """The transformer's condition arguments, and those of the null condition (None without guidance)."""
         if sum(value is not None for value in (prompt, class_labels, pooled_projections)) != 1:
             raise DitLoraError("give one of prompt, class_labels and pooled_projections")
+        # A single prompt is a batch of one.
         prompts = [prompt] if isinstance(prompt, str) else prompt
         device, null = self._execution_device, self.transformer.config.num_classes
+        # A class-conditional model: prompts are names of classes.
         if null is not None:
             labels = self.get_label_ids(prompts) if prompts is not None else class_labels
             if labels is None or ((labels < 0) | (labels > null)).any():
@@ -193,6 +202,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             labels = labels.to(device)
             empty = {"class_labels": torch.full_like(labels, null)}
             return {"class_labels": labels}, empty if guidance_scale > 1 else None
+        # A text-conditional model: prompts are texts.
         pooled = self.encode_prompt(prompts) if prompts is not None else pooled_projections
         if pooled is None:
             raise DitLoraError(
@@ -210,6 +220,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
 
 def _guided(output: torch.Tensor, empty: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
     """Noise with classifier-free guidance. A learned variance stays that of the conditional prediction."""
+    # Extrapolate from the unconditional prediction through the conditional one.
     noise = empty[:, :channels] + scale * (output[:, :channels] - empty[:, :channels])
     return torch.cat([noise, output[:, channels:]], dim=1)
 

@@ -48,6 +48,7 @@ LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
 class TimedRendered(Rendered):
     """A tokenized conversation with its frame times, from which some models compute positions."""
 
+    # Empty for images and text.
     seconds: tuple[float, ...] = ()
 
 
@@ -84,6 +85,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         return self.viewing(Viewing.of(recipe))
 
     def viewing(self, how: Viewing) -> Self:
+        # The layout decides which sizes its vision encoder takes.
         problems = self.layout.wrong(how.height, how.width)
         if problems:
             raise DitLoraError(
@@ -93,6 +95,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             raise DitLoraError(
                 f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
             )
+        # False is an error, because these models cannot work without times. None and True are the same for them.
         if how.timestamps is False and self.layout.timed:
             raise DitLoraError(
                 f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
@@ -102,6 +105,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
     def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
         if kind == "text":
             return None
+        # An image has one frame, whatever data.frames is.
         frames = self.how.frames if kind == "video" else 1
         return self.layout.shape(frames, height, width, (self.how.height, self.how.width))
 
@@ -113,6 +117,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
         *,
         answered: bool = True,
     ) -> Rendered:
+        # Conversations with answers are training data, in which a control token would end a turn early.
         if answered:
             refuse_control(conversation, control_pattern(self.tokenizer))
         media, video = None, shape is not None and shape.frames > 1
@@ -126,6 +131,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 )
             # A video of one frame is an image.
             conversation = replace(conversation, kind="video" if video else "image")
+            # The template writes a placeholder; `expansion` then puts one token for each of the model's features.
             media = MediaText(
                 self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
             )
@@ -135,6 +141,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super().load_model(dtype)
+        # Only SmolVLM casts features to the model's `dtype`.
         if self.config.model_type == "smolvlm":
             _name_dtype(model.model)
         return model
@@ -144,10 +151,12 @@ class VideoTextCheckpoint(ChatCheckpoint):
         input_ids, pixels = batch["input_ids"], batch.get("pixels")
         if pixels is None:
             return {"input_ids": input_ids}
+        # Pixels arrive as uint8, so they are normalised and cut on the device of the batch.
         model_inputs = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
         return {"input_ids": input_ids, **model_inputs}
 
     def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
+        # (1, F)
         if isinstance(rendered, TimedRendered) and rendered.seconds:
             return {"seconds": torch.tensor([rendered.seconds])}
         return {}
@@ -176,6 +185,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
     """Read config and tokenizer. Raises `DitLoraError` for a model type without a layout."""
     path = local_chat_checkpoint(model)
+    # Read model_type first: AutoConfig would fail on an unknown type with a less helpful message.
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
     if model_type not in LAYOUTS:
         raise DitLoraError(
@@ -188,6 +198,7 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
         path=path,
         config=config,
         tokenizer=tokenizer,
+        # Until a recipe says otherwise, pictures have the size that the layout recommends.
         how=Viewing(_FRAMES, layout.native, layout.native),
         fit=layout.fit,
         layout=layout,

@@ -29,6 +29,7 @@ from dit_lora.families.chat.views import (
 from dit_lora.families.chat_base import Fit
 
 Tensors = dict[str, torch.Tensor]
+# Defaults of Transformers' image processors, for checkpoints whose processor config has no values.
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
@@ -67,6 +68,7 @@ class PictureLayout(Protocol):
 class SquareFrames(ABC):
     """Base of layouts with square frames of one size, and images that are tiled into such squares."""
 
+    # Side of a frame or tile in pixels, the input size of the vision encoder.
     side: int
     image_token: str
     image: Normalisation
@@ -85,6 +87,7 @@ class SquareFrames(ABC):
         return None
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
+        # Videos are never tiled: every frame is one square.
         if frames > 1:
             return VideoShape(frames, self.side, self.side)
         return VideoShape(1, *self._image_size(height, width, budget))
@@ -106,6 +109,7 @@ class LlavaNextVideoLayout(SquareFrames):
     llava_next/image_processing_pil_llava_next.py.
     """
 
+    # Pixels per side of a patch, and the stride by which a video frame's features are pooled.
     patch: int
     pool: int
     pinpoints: tuple[tuple[int, int], ...]
@@ -136,7 +140,9 @@ class LlavaNextVideoLayout(SquareFrames):
         return self.video_token if frames > 1 else self.image_token
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
+        # Features per side of one square.
         grid = self.side // self.patch
+        # Video frames are pooled by `pool` in both directions and have no newline features.
         if shape.frames > 1:
             return self.video_token * (shape.frames * (grid // self.pool) ** 2)
         height, width = self._canvas(shape.height, shape.width)
@@ -144,26 +150,31 @@ class LlavaNextVideoLayout(SquareFrames):
         rows, columns = height // self.side * grid, width // self.side * grid
         # Features of the padding are removed, and each row ends with a learned newline feature: unpad_image.
         if shape.width / shape.height > columns / rows:
-            new = int(round(shape.height * (columns / shape.width), 7))
-            rows -= (rows - new) // 2 * 2
+            unpadded = int(round(shape.height * (columns / shape.width), 7))
+            rows -= (rows - unpadded) // 2 * 2
         else:
-            new = int(round(shape.width * (rows / shape.height), 7))
-            columns -= (columns - new) // 2 * 2
+            unpadded = int(round(shape.width * (rows / shape.height), 7))
+            columns -= (columns - unpadded) // 2 * 2
         # The whole image, the unpadded tiles, and one newline feature per row.
         return self.image_token * (grid**2 + rows * columns + rows)
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
     ) -> Tensors:
+        # (B, F, 3, side, side)
         if pixels.shape[1] > 1:
             return {"pixel_values_videos": self.video(pixels)}
         picture = pixels[:, 0]
         size = (picture.shape[-2], picture.shape[-1])
-        canvas, inside = self._canvas(*size), self._image_size(*size, size)
-        top, left = (canvas[0] - inside[0]) // 2, (canvas[1] - inside[1]) // 2
+        # `inside` is the part of the canvas that the picture covers without changing its aspect ratio.
+        canvas, inner_size = self._canvas(*size), self._image_size(*size, size)
+        top, left = (canvas[0] - inner_size[0]) // 2, (canvas[1] - inner_size[1]) // 2
         # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
-        padded[..., top : top + inside[0], left : left + inside[1]] = resized(picture, *inside)
+        padded[..., top : top + inner_size[0], left : left + inner_size[1]] = resized(
+            picture, *inner_size
+        )
+        # (B, 1, 3, side, side) and (B, tiles, 3, side, side)
         views = [
             resized(picture, self.side, self.side)[:, None],
             tiles(padded, self.side, self.side),
@@ -179,10 +190,11 @@ class LlavaNextVideoLayout(SquareFrames):
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         """The largest size with the picture's aspect ratio that fits its canvas (get_patch_output_size)."""
         canvas = self._canvas(height, width)
-        by_height, by_width = canvas[0] / height, canvas[1] / width
-        if by_width < by_height:
-            return min(math.ceil(height * by_width), canvas[0]), canvas[1]
-        return canvas[0], min(math.ceil(width * by_height), canvas[1])
+        # The side that needs the smaller scale fills the canvas; the other one is rounded up, at most to the canvas.
+        height_scale, width_scale = canvas[0] / height, canvas[1] / width
+        if width_scale < height_scale:
+            return min(math.ceil(height * width_scale), canvas[0]), canvas[1]
+        return canvas[0], min(math.ceil(width * height_scale), canvas[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +217,12 @@ class SmolVLMLayout(SquareFrames):
         image = processor_config(path, "image")
         vision = config.vision_config
         side = image.get("max_image_size", {}).get("longest_edge", vision.image_size)
+        # Without splitting, an image is a single tile.
         splits = image.get("do_image_splitting", True)
         return cls(
             side=side,
             longest=image.get("size", {}).get("longest_edge", 4 * side) if splits else side,
+            # Patches of one tile, merged by `scale_factor` in both directions.
             features=int((side // vision.patch_size) ** 2 / config.scale_factor**2),
             image_token=token_text(tokenizer, config.image_token_id),
             image=Normalisation.of(image, HALF, HALF),
@@ -216,20 +230,23 @@ class SmolVLMLayout(SquareFrames):
         )
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        longest = min(self.longest, max(budget) // self.side * self.side)
-        if longest <= self.side:
+        # The largest multiple of the tile that both the recipe and the checkpoint allow.
+        long_side = min(self.longest, max(budget) // self.side * self.side)
+        if long_side <= self.side:
             return self.side, self.side
         # _resize_output_size_rescale_to_max_len followed by resize_for_vision_encoder.
         if width >= height:
-            size = (_even(int(longest / (width / height))), longest)
+            size = (_even(int(long_side / (width / height))), long_side)
         else:
-            size = (longest, _even(int(longest * (width / height))))
+            size = (long_side, _even(int(long_side * (width / height))))
+        # Round up to whole tiles, at least one in each direction.
         rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
         return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
-        around, picture = "<fake_token_around_image>", self.image_token * self.features
-        overview = f"{around}<global-img>{picture}{around}"
+        marker, picture = "<fake_token_around_image>", self.image_token * self.features
+        # The whole image, downscaled, comes last. Frames of a video have only this part.
+        overview = f"{marker}<global-img>{picture}{marker}"
         if shape.frames > 1:
             frames = [f"\nFrame from {_minutes(second)}:{overview}" for second in seconds]
             return (
@@ -239,9 +256,10 @@ class SmolVLMLayout(SquareFrames):
         rows, columns = shape.height // self.side, shape.width // self.side
         if rows * columns == 1:
             return overview
+        # One line of text per row of tiles; rows and columns count from 1, as in the tokenizer's special tokens.
         lines = [
             "".join(
-                f"{around}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1)
+                f"{marker}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1)
             )
             for row in range(1, rows + 1)
         ]
@@ -282,8 +300,9 @@ class InternVLLayout(SquareFrames):
         )
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
-        room = max(budget[0] * budget[1] // self.side**2, self.fewest_tiles)
-        rows, columns = self._grid(height, width, min(room, self.most_tiles))
+        # Number of tiles that data.height x data.width holds.
+        num_tiles = max(budget[0] * budget[1] // self.side**2, self.fewest_tiles)
+        rows, columns = self._grid(height, width, min(num_tiles, self.most_tiles))
         return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
@@ -291,12 +310,14 @@ class InternVLLayout(SquareFrames):
         if shape.frames > 1:
             frames = range(1, shape.frames + 1)
             return "\n".join(f"Frame{frame}: <img>{picture}</img>" for frame in frames)
+        # Several tiles are followed by the whole image, one tile more.
         count = shape.height * shape.width // self.side**2
         return f"<img>{picture * (count if count == 1 else count + 1)}</img>"
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
     ) -> Tensors:
+        # (B, F, ...) or (B, V, ...) -> (B * F, ...): the model takes a flat list of tiles.
         if pixels.shape[1] > 1:
             return {"pixel_values": self.video(pixels).flatten(0, 1)}
         return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
@@ -304,20 +325,22 @@ class InternVLLayout(SquareFrames):
     def _grid(self, height: int, width: int, most: int) -> tuple[int, int]:
         """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
         # Smaller grids come first, so that a tie can replace them by a larger one.
-        best, nearest = (1, 1), math.inf
+        best, min_distance = (1, 1), math.inf
         grids = [(rows, cols) for cols in range(1, most + 1) for rows in range(1, most // cols + 1)]
         for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
             if rows * columns < self.fewest_tiles:
                 continue
-            apart = abs(width / height - columns / rows)
-            fills = height * width > 0.5 * self.side**2 * rows * columns
-            if apart < nearest or (apart == nearest and fills):
-                best, nearest = (rows, columns), apart
+            # Distance between the aspect ratios (width / height) of picture and grid.
+            distance = abs(width / height - columns / rows)
+            is_half_filled = height * width > 0.5 * self.side**2 * rows * columns
+            if distance < min_distance or (distance == min_distance and is_half_filled):
+                best, min_distance = (rows, columns), distance
         return best
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
     """Text of a token id from the model's config. Raises `DitLoraError` if the tokenizer does not have this token."""
+    # The text must encode to exactly this id, or the placeholder would become several ordinary tokens.
     text = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
     if not isinstance(text, str) or tokenizer.encode(text, add_special_tokens=False) != [token_id]:
         raise DitLoraError(
@@ -352,6 +375,7 @@ def in_words(number: int) -> str:
         "nineteen",
     ]
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    # num2words writes British English: "one hundred and five".
     if number >= 100:
         remainder = f" and {in_words(number % 100)}" if number % 100 else ""
         return f"{small[number // 100]} hundred{remainder}"

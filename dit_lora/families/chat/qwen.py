@@ -26,9 +26,12 @@ class PixelLimits:
 
     @classmethod
     def of(cls, processor: Mapping[str, Any], default: tuple[int, int]) -> "PixelLimits":
+        # Older processor configs have min_pixels and max_pixels; newer ones have the same numbers under `size`.
         size = processor.get("size") or {}
-        fewest = processor.get("min_pixels") or size.get("shortest_edge") or default[0]
-        return cls(fewest, processor.get("max_pixels") or size.get("longest_edge") or default[1])
+        lower_limit = processor.get("min_pixels") or size.get("shortest_edge") or default[0]
+        return cls(
+            lower_limit, processor.get("max_pixels") or size.get("longest_edge") or default[1]
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class QwenLayout:
 
     @property
     def native(self) -> int:
+        # 16 merged patches: 448 pixels with Qwen2.5-VL's sizes, 512 with Qwen3-VL's.
         return 16 * self.patch * self.merge
 
     def wrong(self, height: int, width: int) -> str | None:
@@ -93,6 +97,7 @@ class QwenLayout:
             raise DitLoraError(
                 f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200"
             )
+        # Qwen3-VL counts the pixels of all frames of a video together, Qwen2.5-VL those of one frame.
         limits, pictures = self.image_pixels, 1
         if frames > 1:
             limits, pictures = self.video_pixels, frames if self.timestamps else 1
@@ -116,7 +121,9 @@ class QwenLayout:
         # Repeat the last time, as the last frame is repeated to fill its group.
         padded = [*seconds, *[seconds[-1]] * (-shape.frames % size)]
         # Mean time of the first and last frame of each group: Qwen3VLProcessor._calculate_timestamps.
-        times = [(padded[at] + padded[at + size - 1]) / 2 for at in range(0, len(padded), size)]
+        times = [
+            (padded[start] + padded[start + size - 1]) / 2 for start in range(0, len(padded), size)
+        ]
         frames = (f"<{time:.1f} seconds>{_between(self.video_token * count)}" for time in times)
         return _between("".join(frames))
 
@@ -126,7 +133,8 @@ class QwenLayout:
         batch, frames, _, height, width = pixels.shape
         kind, name = ("image", "pixel_values") if frames == 1 else ("video", "pixel_values_videos")
         normalise = self.image if frames == 1 else self.video
-        cut = patches(
+        # (B, patches, 3 * frames_per_patch * patch**2)
+        patch_tensors = patches(
             normalise(pixels),
             side=self.patch,
             merge=self.merge,
@@ -137,7 +145,7 @@ class QwenLayout:
         # 0 for text, 1 for images, 2 for videos: ProcessorMixin.create_mm_token_type_ids.
         types = (input_ids == self.image_id).int() + 2 * (input_ids == self.video_id).int()
         model_inputs = {
-            name: cut.flatten(0, 1),
+            name: patch_tensors.flatten(0, 1),
             f"{kind}_grid_thw": sent([grid] * batch, pixels.device),
             "mm_token_type_ids": types,
         }
@@ -147,8 +155,8 @@ class QwenLayout:
                     "the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames"
                 )
             # (B,), the mean time between frames.
-            apart = (seconds[:, -1] - seconds[:, 0]) / (frames - 1)
-            model_inputs["second_per_grid_ts"] = self.frames_per_patch * apart
+            frame_interval = (seconds[:, -1] - seconds[:, 0]) / (frames - 1)
+            model_inputs["second_per_grid_ts"] = self.frames_per_patch * frame_interval
         return model_inputs
 
     def _smart_size(

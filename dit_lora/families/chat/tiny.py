@@ -25,9 +25,12 @@ from transformers import (
 from dit_lora.environment.pretrained import built_from
 from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
+# Maximum length of a prompt. Byte tokens make prompts several times longer than in published models.
 _CONTEXT = 2048
+# LLaVA's anyres sizes (height, width), for squares of 56 instead of 336 pixels.
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 TEXT_WIDTH = 48
+# The language model, for every model type.
 _TEXT: dict[str, Any] = {
     "hidden_size": TEXT_WIDTH,
     "intermediate_size": 80,
@@ -37,6 +40,7 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": _CONTEXT,
     "initializer_range": 0.2,
 }
+# The vision encoders of LLaVA, SmolVLM2 and InternVL.
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -44,6 +48,7 @@ _VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "initializer_range": 0.2,
 }
+# Qwen's vision encoders have option names of their own.
 _QWEN_VISION: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -54,6 +59,7 @@ _QWEN_VISION: dict[str, Any] = {
 }
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+# SmolVLM2's tokens for the position of a tile, up to 4 x 4 tiles.
 _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
 
 
@@ -77,6 +83,7 @@ def build_tiny(name: str, out: Path) -> None:
     tokenizer, model = tiny_chat(name)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    # Written by hand: saving Transformers' video processors needs torchvision.
     for file, values in VARIANTS[name].files.items():
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (out / file).write_text(text, encoding="utf-8")
@@ -88,11 +95,13 @@ def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any
     tokenizer = _tokenizer(variant)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     token_id: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
+    # The names that configs and generation configs use for these ids.
     ends = {
         "bos_token_id": None,
         "eos_token_id": token_id(variant.end),
         "pad_token_id": token_id(variant.special[0]),
     }
+    # The vocabulary size includes the words added above.
     config = variant.config(token_id, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
     model: Any = built_from(AutoModelForImageTextToText, config).eval()
     # Perturb biases and norm weights: those of a trained model are not zeros and ones.
@@ -100,12 +109,14 @@ def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn(parameter.shape)
+    # `generate` reads these ids from the generation config, not from the model's config.
     model.generation_config.update(**ends)
     return tokenizer, model
 
 
 def _tokenizer(variant: Variant) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and the special tokens. Nothing is trained."""
+    # All 256 bytes, sorted so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(
@@ -135,6 +146,7 @@ def _llava(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
         image_grid_pinpoints=_PINPOINTS,
         image_token_index=of("<image>"),
         video_token_index=of("<video>"),
+        # 4 x 4 patches per square, pooled to 2 x 2 in videos.
         image_seq_length=16,
         video_seq_length=4,
     )
@@ -147,12 +159,14 @@ def _qwen2_5(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e6,
+                # Halves of rotary dimensions for time, height and width; together half of the head's 12.
                 "mrope_section": [2, 2, 2],
             },
         },
         vision_config={
             **_QWEN_VISION,
             "patch_size": 14,
+            # Windowed attention in all blocks but the second, which has full attention.
             "window_size": 56,
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
@@ -169,6 +183,7 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 5e6,
+                # Together half of `head_dim`.
                 "mrope_section": [4, 2, 2],
                 "mrope_interleaved": True,
             },
@@ -177,6 +192,7 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
             **_QWEN_VISION,
             "patch_size": 16,
             "num_position_embeddings": 64,
+            # The vision block whose features are also added inside the language model.
             "deepstack_visual_indexes": [1],
         },
         **_vision_ids(of),
@@ -184,6 +200,7 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _smolvlm(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+    # SmolVLM has a padding id in its outer config too.
     pad: dict[str, Any] = {"pad_token_id": text["pad_token_id"]}
     return SmolVLMConfig(
         text_config={**text, "model_type": "llama"},
@@ -220,9 +237,11 @@ def _vision_ids(of: Callable[[str], int]) -> dict[str, Any]:
 
 def _chatml(image: str, video: str, system: str = "") -> str:
     """The chat template of Qwen and InternVL. A picture's text comes where the picture is in the message."""
+    # Qwen2.5-VL's template adds this message if a conversation has no system message.
     default_system = f"<|im_start|>system\n{system}<|im_end|>\n"
     default = (
         "{% if messages[0]['role'] != 'system' %}"
+        # json.dumps quotes the text so that it is a string literal in Jinja, between {{ and }}.
         + json.dumps(default_system).join(("{{ ", " }}"))
         + "{% endif %}"
     )
@@ -248,6 +267,7 @@ _INST = (
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
 )
+# SmolVLM2's template: a turn that starts with an image has no space after the colon.
 _UTTERANCES = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
     "{{ ':' if message['content'][0]['type'] == 'image' else ': ' }}"
@@ -255,6 +275,7 @@ _UTTERANCES = (
     "{% else %}{{ '<' + part['type'] + '>' }}{% endif %}{% endfor %}"
     "{{ '<end_of_utterance>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+# Attributes of the tokenizer that Qwen's processors read.
 _PAD_TOKEN_NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 
 
@@ -265,6 +286,7 @@ def _files(
     numbers: tuple[Sequence[float], Sequence[float]],
     **values: Any,
 ) -> dict[str, dict[str, Any]]:
+    # Both processors normalise with the same mean and std.
     mean_std = {"image_mean": list(numbers[0]), "image_std": list(numbers[1])}
     return {
         "preprocessor_config.json": {**mean_std, **image[1], "image_processor_type": image[0]},
@@ -278,6 +300,7 @@ def _files(
     }
 
 
+# Sizes in the forms that the different processors expect.
 _SQUARE = {"height": 56, "width": 56}
 _SHORTEST = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14}

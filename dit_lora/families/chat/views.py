@@ -27,6 +27,7 @@ class Normalisation:
         cls, processor: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]
     ) -> "Normalisation":
         """The values of a checkpoint's processor config, or these defaults."""
+        # Values that are missing or null fall back to the defaults.
         own_mean, own_std = processor.get("image_mean") or mean, processor.get("image_std") or std
         return cls(tuple(own_mean), tuple(own_std))
 
@@ -60,6 +61,7 @@ def resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Resize uint8 (B, 3, H, W): bicubic, antialiased and rounded, as Pillow and torchvision do."""
     if pixels.shape[-2:] == (height, width):
         return pixels
+    # Bicubic values overshoot 0 and 255, so clamp before the cast to uint8.
     scaled = F.interpolate(pixels.float(), (height, width), mode="bicubic", antialias=True)
     return scaled.round().clamp(0, 255).to(torch.uint8)
 
@@ -68,8 +70,8 @@ def tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Cut (B, 3, H, W) into tiles of this size, row by row: (B, V, 3, height, width)."""
     rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
     # (B, 3, rows, height, columns, width) -> (B, rows, columns, 3, height, width) -> (B, V, 3, height, width)
-    cut = pixels.reshape(len(pixels), 3, rows, height, columns, width)
-    return cut.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    grid = pixels.reshape(len(pixels), 3, rows, height, columns, width)
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
 
 def tiled_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
@@ -77,10 +79,11 @@ def tiled_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
 
     A picture with a single tile gives only that tile.
     """
-    cut = tiles(pixels, side, side)
-    if cut.shape[1] == 1:
-        return cut
-    return torch.cat([cut, resized(pixels, side, side)[:, None]], dim=1)
+    tile_views = tiles(pixels, side, side)
+    if tile_views.shape[1] == 1:
+        return tile_views
+    # (B, 1, 3, side, side) is the whole picture, as the last view.
+    return torch.cat([tile_views, resized(pixels, side, side)[:, None]], dim=1)
 
 
 def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int) -> torch.Tensor:
@@ -90,9 +93,10 @@ def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: in
     multiple of `frames_per_patch`. Equal to Transformers' Qwen2VLVideoProcessor.patchify, and for one frame to its
     image processor.
     """
-    missing = -frames.shape[1] % frames_per_patch
-    if missing:
-        frames = torch.cat([frames, frames[:, -1:].expand(-1, missing, -1, -1, -1)], dim=1)
+    # Frames to add until the number is a multiple of `frames_per_patch`.
+    num_missing = -frames.shape[1] % frames_per_patch
+    if num_missing:
+        frames = torch.cat([frames, frames[:, -1:].expand(-1, num_missing, -1, -1, -1)], dim=1)
     batch, count, colours, height, width = frames.shape
     grid = frames.reshape(
         batch,
@@ -112,6 +116,7 @@ def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: in
 
 
 def _read(file: Path) -> dict[str, Any]:
+    # All of these files are optional.
     if not file.is_file():
         return {}
     try:

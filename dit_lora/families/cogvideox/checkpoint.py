@@ -20,6 +20,7 @@ from dit_lora.families.opening import (
 )
 from dit_lora.numerics.objectives import VPrediction
 
+# Checkpoint classes by the pipeline class in model_index.json.
 _KINDS = {
     kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)
 }
@@ -33,6 +34,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXChe
     vae = read_component_config(path, "vae")
     require_whole_weights(model, path, "vae", "text_encoder")
     _require_channels(model, transformer, vae, kind)
+    # Published checkpoints name the DDIM or the DPM scheduler; their alphas are computed from the same options.
     scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(path, "scheduler"))
     if scheduler.config.prediction_type != "v_prediction":
         raise DitLoraError(
@@ -57,6 +59,7 @@ def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     config = read_component_config(path, "transformer")
     changes = model.from_scratch or {}
+    # Diffusers would ignore an unknown option with a warning.
     unknown = sorted(set(changes) - set(defaults))
     if unknown:
         heading = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
@@ -72,6 +75,7 @@ def _require_channels(
 ) -> None:
     """Check that the transformer's inputs and outputs are latents; for image-to-video, inputs twice as many."""
     latents = vae["latent_channels"]
+    # Image-to-video concatenates the image's latents with the noisy ones along the channels.
     inputs = latents * (2 if issubclass(kind, CogVideoXImageCheckpoint) else 1)
     expected = {"in_channels": inputs, "out_channels": latents}
     problems = [

@@ -50,8 +50,9 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Apply `data.image_noise` and `data.image_dropout`. Raises `DitLoraError` if prompts lack first images."""
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         data, problems = recipe.data, wrong_pictures(recipe.validation, self.pictures)
+        # A flipped clip with an unflipped first image would train on a contradiction.
         if data.flip:
             problems.append(
                 "data.flip: it would not mirror a first image of the clip's own; remove it"
@@ -59,7 +60,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         if problems:
             raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
         noise = data.image_noise is not False
-        return replace(fitting, image_noise=noise, image_dropout=data.image_dropout)
+        return replace(checkpoint, image_noise=noise, image_dropout=data.image_dropout)
 
     def video_facts(self) -> Mapping[str, Any]:
         encodings = 1 + NOISED_ENCODINGS * self.image_noise
@@ -94,6 +95,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Random tensors of the clip, plus the image's encoding, its latent, and whether the image is dropped."""
+        # (B, K, C, 1, H, W): K encodings of one image, each with the shape (C, 1, H, W).
         encodings, *shape = batch["image_latent_mean"].shape[1:]
         image_draws: Draws = {
             "image_posterior": partial(normal, shape),
@@ -116,8 +118,10 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
         rows = torch.arange(len(mean), device=mean.device)
         # Index of the image's encoding per sample; 0 is the clean one.
-        pick = given.get("image_noise", 0 * rows)
-        latent = drawn(mean[rows, pick], logvar[rows, pick], given["image_posterior"])
+        encoding_index = given.get("image_noise", 0 * rows)
+        latent = drawn(
+            mean[rows, encoding_index], logvar[rows, encoding_index], given["image_posterior"]
+        )
         # A dropped image becomes zeros.
         has_image = given["image_dropout"].view(-1, 1, 1, 1, 1)
         return self._with_image(transformer, noisy, timesteps, batch, latent * has_image)

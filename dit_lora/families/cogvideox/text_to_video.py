@@ -79,6 +79,7 @@ class CogVideoXCheckpoint(Checkpoint):
         """One message per size for which the transformer has no positions."""
         config, factor = self.transformer_config, self.spatial_factor
         requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
+        # The config gives latent sizes; recipes give pixels.
         sizes = {name: config[f"sample_{name}"] * factor for name in ("height", "width")}
         if config["use_learned_positional_embeddings"]:
             # For other lengths, Diffusers recomputes sincos positions and ignores the learned ones.
@@ -109,6 +110,7 @@ class CogVideoXCheckpoint(Checkpoint):
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
+            # (B, T, D). Every caption is padded to T, so captions in one batch do not influence each other.
             embeddings, _ = pipeline.encode_prompt(
                 list(captions),
                 do_classifier_free_guidance=False,
@@ -134,6 +136,7 @@ class CogVideoXCheckpoint(Checkpoint):
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         channels, frames, *size = batch["latent_mean"].shape[1:]
         return {
+            # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
             "posterior": partial(normal, (channels, frames, *size)),
             "noise": partial(normal, (channels, frames + self.padding(frames), *size)),
             "timestep": partial(integers, 0, self.train_timesteps),
@@ -147,9 +150,11 @@ class CogVideoXCheckpoint(Checkpoint):
         If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
         drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
         """
+        # Each tensor is (B, ...), drawn by the samples' own streams.
         draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
         clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.padding(clean_BCFHW.shape[2])
+        # With `padding` 0, nothing is put in front.
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         # The transformer takes (B, F, C, H, W).
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
@@ -169,8 +174,10 @@ class CogVideoXCheckpoint(Checkpoint):
 
     def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
         """Number of text and video tokens of a sample of this shape in the transformer."""
+        # Latent frames: one for the first frame, then one for every `temporal_factor` frames.
         frames = (shape.frames - 1) // self.temporal_factor + 1
         frames += self.padding(frames)
+        # Tokens of one latent frame.
         area = (shape.height // self.side_step) * (shape.width // self.side_step)
         return self.text_tokens, frames // (self.transformer_config["patch_size_t"] or 1) * area
 
@@ -203,6 +210,7 @@ class CogVideoXCheckpoint(Checkpoint):
         prompt_embeds: torch.Tensor,
         **given: torch.Tensor,
     ) -> torch.Tensor:
+        # (B, F, C, H, W): axis 2 holds the channels.
         frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))
         return transformer(
             hidden_states=hidden_BFCHW.to(prompt_embeds.dtype),
@@ -216,6 +224,7 @@ class CogVideoXCheckpoint(Checkpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
+        # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
         return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
 
@@ -233,10 +242,10 @@ class CogVideoXCheckpoint(Checkpoint):
         if not self.transformer_config["use_rotary_positional_embeddings"]:
             return None
         # Call the pipeline's method on a stand-in with the two attributes that it reads.
-        facts = SimpleNamespace(
+        pipeline_stub = SimpleNamespace(
             transformer=SimpleNamespace(config=SimpleNamespace(**self.transformer_config)),
             vae_scale_factor_spatial=self.spatial_factor,
         )
         return self.pipeline_class._prepare_rotary_positional_embeddings(
-            facts, height * self.spatial_factor, width * self.spatial_factor, frames, device
+            pipeline_stub, height * self.spatial_factor, width * self.spatial_factor, frames, device
         )

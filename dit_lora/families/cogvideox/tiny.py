@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def build_tiny(variant: str, out: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     changes = VARIANTS[variant]
+    # 5B and 1.5 have rotary positions, and with them other values of the VAE and the scheduler.
     rotary = "use_rotary_positional_embeddings" in changes
     kind = CogVideoXImageToVideoPipeline if variant.endswith("i2v") else CogVideoXPipeline
     tokenizer = t5_tokenizer()

@@ -58,6 +58,7 @@ class DiTCheckpoint(ClassCheckpoint):
     @property
     def pipeline_class(self) -> Any:
         """Diffusers' pipeline, or for fewer than 1000 classes a subclass that uses their null row."""
+        # Diffusers guides with label 1000, which is only the null class of a table with 1000 classes or more.
         return StockPipeline if self.classes.count >= STOCK_NULL else DiTPipeline
 
     @property
@@ -67,6 +68,7 @@ class DiTCheckpoint(ClassCheckpoint):
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
         """One square frame of the size that the position table supports."""
+        # The position table is not interpolated, so no other size works.
         size = self.side_step
         problems = [
             f"data.{name} must be {size}; got {value}"
@@ -81,6 +83,7 @@ class DiTCheckpoint(ClassCheckpoint):
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
     ) -> VideoEncoder:
         """Load the VAE. Samples keep the posterior's mean and logvar of their frame, (C, H, W)."""
+        # (C, 1, H, W) -> (C, H, W): images have no frame axis.
         encode_frames = super().load_video_encoder(dtype, device, memory)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
@@ -90,6 +93,7 @@ class DiTCheckpoint(ClassCheckpoint):
 
     def load_transformer(self, dtype: torch.dtype) -> Any:
         transformer = super().load_transformer(dtype)
+        # Diffusers' own initialisation is not DiT's: its gates are not zero.
         if self.from_scratch is not None:
             initialise(transformer)
         keep_labels(transformer)
@@ -106,6 +110,7 @@ class DiTCheckpoint(ClassCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, H, W)."""
+        # The transformer takes latents in the dtype of its weights.
         return transformer(
             noisy.to(next(transformer.parameters()).dtype),
             timestep=timesteps,
@@ -116,12 +121,14 @@ class DiTCheckpoint(ClassCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
+        # The stored transformer has no rows for new classes, so always pass the one that was extended.
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
         return self._load_pipeline(dtype, transformer, True, id2label=dict(self.classes.names))
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label tables. The pipeline adds the null class itself."""
+        # The pipeline takes a list of ints.
         if isinstance(prompt, str):
             return {"class_labels": [self.row(prompt)]}
         return {"class_labels": prompt["class_labels"].tolist()}
@@ -132,15 +139,19 @@ class DiTCheckpoint(ClassCheckpoint):
     def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
         """They train if the `connector` group includes the label tables and has no weight decay."""
         group = recipe.optim.groups.connector
+        # Without patterns in the recipe, the family's connector patterns apply, which include the label tables.
         patterns = (group.modules or self.connector) if group else ()
         problem = f"the data has {len(new)} classes that {Path(recipe.model.path).name} has not"
+        # The table of block 0 stands for all blocks.
         if group is None or not any(fnmatch.fnmatchcase(TABLE.format(0), p) for p in patterns):
             remedy = (
                 "their rows of the label tables must train: give optim.groups.connector with modules: "
                 f"['{TABLE.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"
             )
             raise DitLoraError(listed(f"{problem}; {remedy}; they are", new))
+        # A group without its own weight decay inherits that of the optimizer.
         decay = group.weight_decay if group.weight_decay is not None else recipe.optim.weight_decay
+        # Weight decay also shrinks rows that get no gradient.
         if decay > 0:
             raise DitLoraError(
                 f"{problem}, and optim.groups.connector has a weight decay of {decay:g}, which would wear off the "
@@ -153,10 +164,12 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoin
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
-    stored = read_component_config(path, "transformer")
-    table = ClassTable(stored["num_embeds_ada_norm"], names_of(index))
+    # The number of classes in the files, before `model.from_scratch` changes it.
+    stored_config = read_component_config(path, "transformer")
+    table = ClassTable(stored_config["num_embeds_ada_norm"], names_of(index))
     require_whole_weights(model, path, "vae")
     config = fields["transformer_config"]
+    # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     learns_variance(model.path, config)
     return DiTCheckpoint(

@@ -25,6 +25,7 @@ from dit_lora.families.noise_prediction import NoisePrediction
 from dit_lora.families.opening import load_or_init
 
 STOCK_NULL = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
+# Name of a block's label table; the field is the block's number.
 TABLE = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"
 
 
@@ -38,11 +39,13 @@ class ClassTable:
     @classmethod
     def of_names(cls, names: Sequence[str], count: int | None = None) -> Self:
         """A new table with these classes first."""
+        # The names are placed after the count is known, because the null row depends on it.
         table = cls(max(count or 0, len(names)), {})
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
 
     @property
     def null(self) -> int:
+        # From 1000 classes on, the null row stays at 1000.
         return min(self.count, STOCK_NULL)
 
     def rows(self) -> list[int]:
@@ -54,6 +57,7 @@ class ClassTable:
 
         If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
+        # The empty caption: caption dropout and the negative prompt.
         if name == "":
             return self.null
         # Synonyms can be used too, but a complete name takes precedence over them.
@@ -64,11 +68,13 @@ class ClassTable:
         if name.isdecimal() and not any(label.isdecimal() for label in labels):
             return int(name) if int(name) in self.rows() else None
         # Several synonyms of one class, in any order, still name that class.
+        # All parts must name the same class. An unknown part adds None to the set.
         rows = {labels.get(part.strip()) for part in name.split(",")}
         return rows.pop() if len(rows) == 1 else None
 
     def extended(self, names: Sequence[str]) -> Self:
         """The table with new classes appended; the rows of the old classes stay the same."""
+        # Build the wider table first: it knows which rows are classes.
         wider = type(self)(self.count + len(names), {})
         rows = wider.rows()[self.count :]
         return replace(wider, names={**self.names, **dict(zip(rows, names, strict=True))})
@@ -84,6 +90,7 @@ class ClassTable:
             return values
         parts = {part.strip(): value for value in values for part in value.split(",")}
         close = difflib.get_close_matches(name, parts, n=8, cutoff=0.4)
+        # Several synonyms may lead to one class: keep each name once, best match first.
         return [*dict.fromkeys(parts[part] for part in close), f"and others, {len(values)} in all"]
 
     def digest(self) -> str:
@@ -93,6 +100,7 @@ class ClassTable:
         """The label table for these classes, from that of the old ones. New classes start as the null class."""
         # (classes + 1, width), initially all copies of the null class.
         rows = weight[old.null].repeat(self.count + 1, 1)
+        # Old classes keep their rows.
         rows[old.rows()] = weight[old.rows()]
         return rows
 
@@ -126,15 +134,19 @@ class ClassCheckpoint(NoisePrediction):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
-        absent = unknown(recipe.validation.prompts, classes)
-        if absent:
-            problem = f"validation.prompts: no class {', '.join(map(repr, absent))}; there are"
-            raise DitLoraError(listed(problem, classes.near(absent[0])))
-        return fitting.with_classes(classes)
+        # Prompts of validation samples may name new classes too, so check them against the extended table.
+        unknown_prompts = unknown(recipe.validation.prompts, classes)
+        if unknown_prompts:
+            problem = (
+                f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
+            )
+            raise DitLoraError(listed(problem, classes.near(unknown_prompts[0])))
+        return checkpoint.with_classes(classes)
 
     def with_classes(self, classes: ClassTable) -> Self:
+        # The transformer is built from the config, so the number of classes must agree.
         config = {**self.transformer_config, self.count_key: classes.count}
         return replace(self, transformer_config=config, classes=classes)
 
@@ -152,6 +164,7 @@ class ClassCheckpoint(NoisePrediction):
         return lambda names: {"class_labels": torch.tensor([self.row(name) for name in names])}
 
     def load_transformer(self, dtype: torch.dtype) -> Any:
+        # A new model has rows for the classes of the data from the start; a loaded one is extended afterwards.
         scratch = self.from_scratch
         if scratch is not None:
             scratch = {**scratch, self.count_key: self.classes.count}
@@ -167,6 +180,7 @@ class ClassCheckpoint(NoisePrediction):
         return {} if self.classes == self.stored else {self.count_key: self.classes.count}
 
     def as_trained(self, index: Mapping[str, Any]) -> Self:
+        # Rows that the stored table does not have are the added classes, in the order of their rows.
         labels = {int(row): name for row, name in index["id2label"].items()}
         added = [labels[row] for row in sorted(set(labels) - set(self.stored.rows()))]
         return self.with_classes(self.stored.extended(added))
@@ -175,8 +189,10 @@ class ClassCheckpoint(NoisePrediction):
         """Row of a class by its name. Raises `DitLoraError` with similar names if there is none."""
         row = self.classes.row(name)
         if row is None:
-            nearest = self.classes.near(name)
-            raise DitLoraError(listed(f"{self.path.name} has no class {name!r}; it has", nearest))
+            suggestions = self.classes.near(name)
+            raise DitLoraError(
+                listed(f"{self.path.name} has no class {name!r}; it has", suggestions)
+            )
         return row
 
     def _classes_for(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
@@ -188,10 +204,12 @@ class ClassCheckpoint(NoisePrediction):
                     "classes; leave it out to have as many"
                 )
             return type(self.stored).of_names(names, count)
-        new = unknown(names, self.stored)
-        if new and recipe.train.mode == "lora":
-            self.require_rows_train(recipe, new)
-        return self.stored.extended(new)
+        # Sorted, so that every rank and every run gives new classes the same rows.
+        new_names = unknown(names, self.stored)
+        # In mode `full` all base weights train, label tables included.
+        if new_names and recipe.train.mode == "lora":
+            self.require_rows_train(recipe, new_names)
+        return self.stored.extended(new_names)
 
 
 def names_of(index: Mapping[str, Any]) -> dict[int, str]:
@@ -220,6 +238,7 @@ class DiTPipeline(StockPipeline):
 @contextmanager
 def _null_row(transformer: Any) -> Iterator[None]:
     """Inside the context, label 1000 (Diffusers' null class) selects the table's own null row."""
+    # Replace the label before the forward pass, whatever module calls the transformer.
     null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL)
 
     def own(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -232,6 +251,7 @@ def _null_row(transformer: Any) -> Iterator[None]:
 
 def embedders(transformer: Any) -> list[Any]:
     """The timestep and label embedder of each block."""
+    # Diffusers' DiT repeats timestep and label embedders in every block.
     return [block.norm1.emb for block in transformer.transformer_blocks]
 
 
@@ -240,6 +260,7 @@ def keep_labels(transformer: Any) -> None:
 
     Diffusers' LabelEmbedding draws separately in each block, so one call would mix a label with the null class.
     """
+    # Probability 0 turns off LabelEmbedding's own dropout, which is active in training.
     for embedder in embedders(transformer):
         embedder.class_embedder.dropout_prob = 0.0
 
@@ -249,6 +270,7 @@ def grow(transformer: Any, classes: ClassTable, old: ClassTable) -> None:
     for embedder in embedders(transformer):
         labels = embedder.class_embedder
         weight = classes.grown(labels.embedding_table.weight.data, old)
+        # Frozen like all base weights; parameter groups make them trainable.
         labels.embedding_table = nn.Embedding.from_pretrained(weight, freeze=True)
         labels.num_classes = classes.count
     transformer.register_to_config(num_embeds_ada_norm=classes.count)

@@ -99,22 +99,23 @@ class FluxCheckpoint(FlowCheckpoint):
         return problems
 
     def for_recipe(self, recipe: Recipe) -> Self:
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         guidance = recipe.train.guidance_scale
         if guidance is None:
-            return fitting
+            return checkpoint
         if self.guidance is None:
             raise DitLoraError(
                 f"train.guidance_scale: {self.path.name} has no guidance embedding (guidance_embeds in its "
                 f"transformer's config is false); got {guidance:g}, leave it out"
             )
-        return replace(fitting, guidance=guidance)
+        return replace(checkpoint, guidance=guidance)
 
     def header(self) -> dict[str, Any]:
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         return super().header() | guidance
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
+        # Adapters that do not record it keep the checkpoint's value.
         guidance = made.get("guidance_scale", self.guidance)
         return replace(super().with_header(made), guidance=guidance)
 
@@ -133,6 +134,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return text_limit(self.path, self.text_tokens, folder="tokenizer_2")
 
     def text_facts(self) -> Mapping[str, Any]:
+        # All text components, since a change of any of them changes the embeddings.
         folders = {name: self.path / name for name in self.text_components}
         return {**folders, "tokens": self.text_tokens}
 
@@ -159,6 +161,7 @@ class FluxCheckpoint(FlowCheckpoint):
                 )[:2]
                 for caption in captions
             ]
+            # Each (1, T, D) and (1, pooled width).
             embeddings, pooled = zip(*encoded, strict=True)
             return {
                 "prompt_embeds": torch.cat(embeddings),
@@ -180,6 +183,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
+        # Packing makes one token of 2 x 2 latents.
         return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
@@ -200,6 +204,7 @@ class FluxCheckpoint(FlowCheckpoint):
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
+        # (B, 1, H, W), expanded to all channels before packing, so that every packed value has its weight.
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else packed(weights.expand_as(latents))
 
@@ -218,6 +223,7 @@ class FluxCheckpoint(FlowCheckpoint):
         # (B, S, P), followed by the tokens of each reference.
         tokens = [noisy, *(packed(reference.float()) for reference in latents_of(batch))]
         guidance = None
+        # One value for the batch, as in the pipeline.
         if self.guidance is not None:
             guidance = torch.full([1], self.guidance, device=noisy.device).expand(len(noisy))
         return transformer(
@@ -283,12 +289,14 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         """One of the pipeline's preferred sizes, or the reference's own size within `data.reference_resolution`."""
         step = self.side_step
         if self.reference_resolution is None:
+            # The preferred size with the nearest aspect ratio, as the pipeline selects it.
             ratio = width / height
             _, width, height = min(
                 (abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS
             )
         else:
             height, width = scaled_size(height, width, self.reference_resolution)
+        # Round down to whole packed latents.
         return VideoShape(1, height // step * step, width // step * step)
 
     def _wrong_reference(self, height: int, width: int) -> str | None:
@@ -311,6 +319,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
             shape = self._reference_shape(picture.height, picture.width, VideoShape(1, 0, 0))
             resized = processor.resize(picture, shape.height, shape.width)
             values = processor.preprocess(resized, shape.height, shape.width).to(device)
+            # Normalised mode of the posterior, (1, C, H, W), so no noise is drawn.
             return FluxKontextPipeline._encode_vae_image(pipeline, values, generator=None)[0]
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
@@ -358,6 +367,7 @@ def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[
     parameters = inspect.signature(transformer_class.__init__).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     config = {**defaults, **fields["transformer_config"]}
+    # None: the shift depends on the number of tokens, through `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return {
         **fields,

@@ -21,11 +21,13 @@ from dit_lora.families.tiny.text import (
     t5_tokenizer,
 )
 
+# Published: 16.
 LATENT_CHANNELS = 4
 
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
+    # Schnell is the only variant without guidance embedding and dynamic shift.
     dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
     kind = FluxKontextPipeline if kontext else FluxPipeline
     clip, t5 = clip_tokenizer(), t5_tokenizer()
@@ -67,6 +69,7 @@ def picture_vae(
         norm_num_groups=4,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
+        # Without these convolutions, the encoder's last one gives mean and log variance directly.
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
@@ -81,6 +84,7 @@ def narrow_posterior(encoder: Any, channels: int, width: float = 8.0) -> None:
     """
     head = encoder.conv_out
     with torch.no_grad():
+        # The first half of the output channels is the mean, the second the log variance.
         head.weight[:channels] *= width
         head.weight[channels:] *= 0.1
         head.bias[channels:] = -6.0

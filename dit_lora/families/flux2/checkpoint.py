@@ -98,6 +98,7 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
         """The reference's own size, rounded down to `side_step`; scaled down if it exceeds `max_reference_pixels`."""
+        # First the recipe's limit, then the pipeline's.
         height, width = scaled_size(height, width, self.reference_resolution)
         if height * width > self.max_reference_pixels:
             # Flux2ImageProcessor._resize_to_target_area
@@ -125,10 +126,12 @@ class Flux2Checkpoint(FluxCheckpoint):
         }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        # Three layers of hidden states side by side have the width that the transformer expects.
         size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+        # Pass the tokenizer, because the pipeline would load dev's image processor in its place.
         return load_pretrained(
             self.pipeline_class,
             self.path,
@@ -181,6 +184,7 @@ class Flux2Checkpoint(FluxCheckpoint):
             return {"latent_mean": latents(pixels.float() / 127.5 - 1)}
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
+            # The same three steps as in the pipeline: scale down, round the sides down, crop.
             picture = Flux2ImageProcessor._resize_if_exceeds_area(
                 picture, self.max_reference_pixels
             )
@@ -259,6 +263,7 @@ class KleinCheckpoint(Flux2Checkpoint):
         return super(FluxCheckpoint, self).notes(recipe)
 
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+        # Unlike dev, klein-base uses classifier-free guidance, so it takes a negative prompt.
         arguments = super().conditions(prompt)
         if empty:
             arguments["negative_prompt_embeds"] = empty["prompt_embeds"]

@@ -48,6 +48,7 @@ def build_tiny(variant: str, out: Path) -> None:
             num_single_layers=2,
             attention_head_dim=16,
             num_attention_heads=2,
+            # Hidden states of three layers.
             joint_attention_dim=3 * WIDTH,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
@@ -101,6 +102,7 @@ def _vae() -> AutoencoderKLFlux2:
         use_post_quant_conv=False,
     )
     narrow_posterior(vae.encoder, LATENT_CHANNELS)
+    # The pipelines normalise latents with these statistics, so they must differ from the initial zeros and ones.
     with torch.no_grad():
         vae.bn.running_mean.normal_(std=0.3)
         vae.bn.running_var.uniform_(0.5, 2.0)

@@ -65,6 +65,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         return tokens
 
     def text_limit(self) -> TextLimit:
+        # Load only the tokenizer: the text encoder has billions of weights.
         tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
         return template_limit(Krea2Pipeline, tokenizer, self.text_tokens)
 
@@ -89,6 +90,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
                 pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
                 for caption in captions
             ]
+            # Each (1, T, L, D) and (1, T).
             embeddings, masks = zip(*encoded, strict=True)
             return {"prompt_embeds": torch.cat(embeddings), "prompt_embeds_mask": torch.cat(masks)}
 
@@ -133,6 +135,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
+        # The pipeline's negative arguments have the same names with this prefix.
         negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
         return {**prompt, **negative}
 
@@ -144,6 +147,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpo
     require_whole_weights(model, path, "vae", "text_encoder")
     fields = qwen_latents_fields(model, Krea2Transformer2DModel)
     layers = _layers(index)
+    # Both counts come from different files: the transformer's config and model_index.json.
     num_layers = fields["transformer_config"]["num_text_layers"]
     problems = []
     if len(layers) != num_layers:
@@ -164,6 +168,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpo
 
 def _layers(index: Mapping[str, Any]) -> tuple[int, ...]:
     """Indices of the hidden states that model_index.json selects, or the pipeline's default."""
+    # Build the pipeline without components, so that its own code fills in the default layers.
     nothing: Any = None
     pipeline: Any = Krea2Pipeline(
         scheduler=nothing,

@@ -44,6 +44,7 @@ class LatteCheckpoint(NoisePrediction):
     def wrong_shape(self, shape: VideoShape) -> list[str]:
         """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
         problems = wrong_sides(shape, self.side_step)
+        # One frame is trained as an image, without temporal attention between frames.
         frames = self.transformer_config["video_length"]
         if shape.frames not in (1, frames):
             problems.append(
@@ -80,6 +81,7 @@ class LatteCheckpoint(NoisePrediction):
                 clean_caption=False,
                 device=device,
             )
+            # encode_prompt returns no mask, so tokenize once more in the same way.
             tokens = pipeline.tokenizer(
                 pipeline._text_preprocessing(list(captions)),
                 padding="max_length",
@@ -120,6 +122,7 @@ class LatteCheckpoint(NoisePrediction):
         """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
+        # The number of text tokens, end token included.
         num_tokens = int(prompt["prompt_mask"].sum())
         arguments = {
             "prompt_embeds": prompt["prompt_embeds"][:, :num_tokens],
@@ -134,6 +137,7 @@ class LatteCheckpoint(NoisePrediction):
             "video_length": shape.frames,
             "height": shape.height,
             "width": shape.width,
+            # Decode one frame at a time, as frames are encoded.
             "decode_chunk_size": 1,
         }
 
@@ -145,6 +149,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpo
     require_whole_weights(model, path, "vae", "text_encoder")
     fields = stored_fields(model, path)
     config = fields["transformer_config"]
+    # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
     if not learns_variance(model.path, config):
         raise DitLoraError(

@@ -21,6 +21,7 @@ def build_tiny(_variant: str, out: Path) -> None:
             num_attention_heads=2,
             attention_head_dim=16,
             in_channels=4,
+            # Noise and variance.
             out_channels=8,
             num_layers=1,
             cross_attention_dim=32,

@@ -30,6 +30,7 @@ from dit_lora.families.opening import (
 from dit_lora.numerics.noise_levels import NoiseLevels
 from dit_lora.numerics.objectives import FlowMatching
 
+# Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
 _TASKS = {
     LTX2ImageToVideoPipeline.__name__: "i2v",
     LTX2InContextPipeline.__name__: "ic_lora",
@@ -44,6 +45,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     path = local_checkpoint(model)
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
+    # Older files lack options. The checks below need all of them.
     fields["transformer_config"] = _filled(
         LTX2VideoTransformer3DModel, fields["transformer_config"]
     )
@@ -56,6 +58,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     _require_fitting(model, fields)
     require_whole_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = flow_scheduler(model, path)
+    # The recipe's task wins, because all tasks use the same weights.
     stored_task = _TASKS.get(index["_class_name"], "t2v")
     task = model.task or stored_task
     return _kind(task)(
@@ -88,14 +91,16 @@ def _refuse_newer(
     model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]
 ) -> None:
     """Raise for LTX-2.5, which has another text encoder, no feed-forward biases and an embedding for keyframes."""
+    # An entry of the index is [library, class].
     encoder = (index.get("text_encoder") or [None, None])[1]
+    # Each sign, and whether the checkpoint shows it.
     signs = {
         f"its text encoder is {encoder}": encoder != Gemma3ForConditionalGeneration.__name__,
         "ff_bias is false": not transformer["ff_bias"],
         "use_keyframes_abs_pos_embedding is true": transformer["use_keyframes_abs_pos_embedding"],
         "use_prompt_adaln_single is false": not transformer["use_prompt_adaln_single"],
     }
-    signs_present = [sign for sign, is_there in signs.items() if is_there]
+    signs_present = [sign for sign, is_present in signs.items() if is_present]
     if signs_present:
         raise DitLoraError(
             f"{model.path} is no LTX-2 or LTX-2.3 ({', '.join(signs_present)}), as LTX-2.5 is none, which is not "
@@ -126,11 +131,13 @@ def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
         for name, value in expected.items()
         if transformer[name] != value
     ]
+    # The VAE's config may leave its ratios out (None).
     ratios = vae["spatial_compression_ratio"], vae["temporal_compression_ratio"]
     if (None not in ratios and {*sides} != {ratios[0]}) or ratios[1] not in (None, temporal):
         problems.append(
             f"transformer: vae_scale_factors {[temporal, *sides]} are not the VAE's, {ratios[1]} and {ratios[0]}"
         )
+    # Exactly one of connectors and transformer projects the text to the width of each modality.
     projected = transformer["use_prompt_embeddings"]
     if projected == connectors["per_modality_projections"]:
         problems.append(

@@ -15,6 +15,7 @@ import torch
 from diffusers import LTX2VideoTransformer3DModel
 from torch import nn
 
+# The module that embeds a modality's timesteps, and the one that computes its cross-attention modulation.
 _SCALE_SHIFT_BY_EMBEDDING = {
     "time_embed": "av_cross_attn_video_scale_shift",
     "audio_time_embed": "av_cross_attn_audio_scale_shift",
@@ -38,6 +39,7 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
 
     def record(embedding: str) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            # The first argument is the timesteps.
             own_timesteps[embedding] = args[0]
 
         return hook

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+# Values at which each kind of guidance has no effect: 0 for terms that are added, 1 for scales.
 _NONE = {
     "guidance_rescale": 0.0,
     "stg_scale": 0.0,
@@ -24,6 +25,7 @@ def guidances(scale: float, *, perturbed: bool) -> dict[str, Any]:
         perturbed: True if the transformer has perturbed attention. Without it (2.0), its extra call would only
             repeat another one.
     """
+    # Guidance scales up to 1 mean no guidance, as in the pipeline.
     if scale <= 1:
         return dict(_NONE)
     return {} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0}

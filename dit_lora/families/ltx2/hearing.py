@@ -29,10 +29,11 @@ class HearingCheckpoint(FlowCheckpoint):
         return SoundFormat(config["sample_rate"], config["in_channels"]) if self.sound else None
 
     def video_facts(self) -> Mapping[str, Any]:
-        facts = super().video_facts()
+        # Without sound the key must stay as it is, so that cached clips are found again.
+        key = super().video_facts()
         if not self.sound:
-            return facts
-        return {**facts, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
+            return key
+        return {**key, "audio_vae": self.path / "audio_vae", "audio_transform": SOUND_TRANSFORM}
 
     def load_audio_encoder(self, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
         """Load the audio VAE. It encodes in fp32 regardless of `dtype`."""
@@ -40,9 +41,11 @@ class HearingCheckpoint(FlowCheckpoint):
 
     def hearing(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
         """Extend an encoder of clips so that it also encodes their sound, if sound is trained."""
+        # The audio VAE is only loaded if it is needed.
         return HearingEncoder(encode, audio_encoder(self.path, device)) if self.sound else encode
 
     def header(self) -> dict[str, Any]:
+        # Recorded only where it is on: adapters from before the option have no entry.
         return super().header() | ({"sound": True} if self.sound else {})
 
     def with_header(self, made: Mapping[str, Any]) -> Self:

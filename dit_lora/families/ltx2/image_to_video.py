@@ -27,6 +27,7 @@ from dit_lora.families.pictures import as_picture
 from dit_lora.families.refusals import too_few_frames
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
+# The pipeline's default strength of the compression.
 _CRF = resolve_default_image_crf(None)
 IMAGE_TRANSFORM = f"ltx2-i2v-1: H.264 at CRF {_CRF}, the pipeline's preprocessing, normalised mode of one frame, fp32"
 
@@ -54,16 +55,18 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            # (height, width, 3), uint8
             picture = np.array(as_picture(pixels[0] if image is None else image))
-            sent = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
-            values = processor.preprocess(sent).to(device)
+            compressed = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
+            values = processor.preprocess(compressed).to(device)
             return {**self.encoded(vae, pixels), "image_latents": self._latents(vae, values)}
 
         return self.hearing(encode, device)
 
     def _latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
         """The image's latents (C, 1, H, W), made by the pipeline's own method for a video of one frame."""
-        facts: Any = SimpleNamespace(
+        # A stand-in for the pipeline, with the attributes that prepare_latents reads.
+        pipeline_stub: Any = SimpleNamespace(
             vae=vae,
             vae_spatial_compression_ratio=vae.spatial_compression_ratio,
             vae_temporal_compression_ratio=vae.temporal_compression_ratio,
@@ -74,7 +77,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         )
         height, width = image.shape[-2:]
         tokens, _ = self.pipeline_class.prepare_latents(
-            facts,
+            pipeline_stub,
             image,
             num_channels_latents=vae.config.latent_channels,
             height=height,
@@ -85,6 +88,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
             # Required by the method, but with a single frame none of the noise remains.
             generator=torch.Generator().manual_seed(0),
         )
+        # Latent height and width, to undo the packing.
         grid = (side // vae.spatial_compression_ratio for side in (height, width))
         return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
 
@@ -107,6 +111,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     def picture_tokens(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
+        # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
         latents = batch["image_latents"].float().expand_as(batch["latent_mean"])
         tokens: torch.Tensor = self.pipeline_class._pack_latents(latents)
         return tokens

@@ -71,10 +71,11 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Check the shape again with `data.reference_resolution` applied."""
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
+        # The base class checked it before `reference_resolution` was set, when the factor was still 1.
         shape = VideoShape.of(recipe.data)
-        fitting.check_shape(shape)
-        return replace(fitting, trained=shape)
+        checkpoint.check_shape(shape)
+        return replace(checkpoint, trained=shape)
 
     def header(self) -> dict[str, Any]:
         """Add the downscale factor of references, under the name that other programs read."""
@@ -111,19 +112,21 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         """The transformer's arguments with the reference's tokens after the video's, (B, S + R, C)."""
         latents, tokens, timesteps = latents_of(batch), call["hidden_states"], call["timestep"]
         reference_tokens = [self.pipeline_class._pack_latents(latent.float()) for latent in latents]
-        behind = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
+        packed_references = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
         positions = [self._places(batch["latent_mean"], 1)]
         # The latents' widths tell how many times smaller the references are.
         width = batch["latent_mean"].shape[-1]
         positions += [self._places(latent, width // latent.shape[-1]) for latent in latents]
+        # Positions and timesteps are repeated for each sample of the batch.
         rows = len(tokens)
         token_timesteps = timesteps[:, None].expand(-1, tokens.shape[1])
         return {
             **call,
-            "hidden_states": torch.cat([tokens, behind], dim=1),
+            "hidden_states": torch.cat([tokens, packed_references], dim=1),
             # Timesteps per token: the step's for the video, 0 for the clean reference.
             "timestep": torch.cat(
-                [token_timesteps, token_timesteps.new_zeros(rows, behind.shape[1])], dim=1
+                [token_timesteps, token_timesteps.new_zeros(rows, packed_references.shape[1])],
+                dim=1,
             ),
             "video_coords": moved(torch.cat(positions, dim=2), tokens.device).expand(
                 rows, -1, -1, -1
@@ -166,13 +169,14 @@ class _Encoder:
     def _latents(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
         """The reference's latents (C, F, H, W), made by the pipeline's own method."""
         vae, pipeline = self.vae, self.checkpoint.pipeline_class
+        # `frames` collects the latents before they are packed.
         ratio, frames = vae.spatial_compression_ratio, []
 
         def keep(latents: torch.Tensor, *_sizes: int) -> torch.Tensor:
             frames.append(latents)
             return pipeline._pack_latents(latents)
 
-        facts: Any = SimpleNamespace(
+        pipeline_stub: Any = SimpleNamespace(
             vae=vae,
             # The same as in the pipeline's constructor.
             video_processor=VideoProcessor(vae_scale_factor=ratio, resample="bilinear"),
@@ -183,7 +187,7 @@ class _Encoder:
             transformer=SimpleNamespace(rope=_NoPlaces()),
         )
         pipeline._encode_reference_conditions(
-            facts,
+            pipeline_stub,
             [LTX2ReferenceCondition(frames=_pictures(clip))],
             shape.height,
             shape.width,

@@ -8,6 +8,7 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 Source: Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md.
 """
+# Attention of the sound to itself and to its text, and between sound and video.
 SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
 
@@ -19,6 +20,7 @@ def _layers(attentions: tuple[str, ...], feed_forward: str) -> tuple[str, ...]:
 
 
 _OF_SOUND = _layers(SOUND_ATTENTIONS, "audio_ff")
+# All linear layers of a block, in the order of the video's and then the sound's.
 OF_BLOCKS = (*_layers(("attn1", "attn2"), "ff"), *_OF_SOUND)
 
 
@@ -30,13 +32,14 @@ def refuse_what_hears(recipe: Recipe) -> None:
             "train.mode: full and optim.groups.connector or backbone train the layers of sound too, which get no "
             "gradient without it; set data.sound: true, or train an adapter alone"
         )
-    deaf = [
+    # A target matches a layer's full name or its end, as in PEFT.
+    names = [
         target
         for target in recipe.lora.targets or ()
         if any(f".{layer}".endswith(f".{target}") for layer in _OF_SOUND)
     ]
-    if deaf:
+    if names:
         raise DitLoraError(
-            f"lora.targets: {', '.join(deaf)} adapts layers of sound too, which get no gradient without it; name the "
+            f"lora.targets: {', '.join(names)} adapts layers of sound too, which get no gradient without it; name the "
             f"video's (attn1.to_q, attn2.to_q, ff.net.2), or set data.sound: true"
         )

@@ -33,6 +33,7 @@ class AudioEncoder(Protocol):
 
 def audio_tokens(config: Mapping[str, Any], seconds: float) -> int:
     """Number of sound tokens that the pipeline uses for a video of this length (pipeline_ltx2.py, __call__)."""
+    # Columns of the spectrogram per second, four of which become one token.
     per_second = config["sample_rate"] / config["mel_hop_length"] / 4  # LATENT_DOWNSAMPLE_FACTOR
     return round(seconds * per_second)
 
@@ -42,6 +43,7 @@ def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
 
     It encodes in fp32 and keeps the posterior's mean, like the vendor's trainer.
     """
+    # The VAE takes (B, channels, T, M).
     vae: Any = load_pretrained(
         AutoencoderKLLTX2Audio,
         path,
@@ -91,8 +93,8 @@ def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
 def _check(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
     """Raise `DitLoraError` if the audio VAE does not accept this waveform."""
     channels, expected_rate = config["in_channels"], config["sample_rate"]
-    fits = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
-    if not fits or rate != expected_rate:
+    is_valid = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
+    if not is_valid or rate != expected_rate:
         raise DitLoraError(
             f"LTX-2's audio VAE takes a waveform ({channels}, samples) in floating point at {expected_rate} samples "
             f"a second; got {tuple(waveform.shape)} in {str(waveform.dtype).removeprefix('torch.')} at {rate}; "

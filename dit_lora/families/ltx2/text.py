@@ -15,6 +15,7 @@ import torch
 
 from dit_lora.families.base import Tensors, TextEncoder
 
+# The connectors return these three, in this order.
 TEXT = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")
 
 
@@ -25,6 +26,7 @@ def connected(pipeline: Any, tokens: int, device: torch.device) -> TextEncoder:
     def encode(captions: Sequence[str]) -> Tensors:
         # One by one: a caption's tensors must not depend on the others in its batch, and the hidden states are large.
         rows = [_encoded(pipeline, caption, tokens, device) for caption in captions]
+        # (1, T, ...) of each caption -> (B, T, ...)
         return {
             name: torch.cat(tensors)
             for name, tensors in zip(TEXT, zip(*rows, strict=True), strict=True)
@@ -36,6 +38,7 @@ def connected(pipeline: Any, tokens: int, device: torch.device) -> TextEncoder:
 def _encoded(
     pipeline: Any, caption: str, tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
+    # Hidden states of all layers, and the mask (1, T).
     states, mask, *_ = pipeline.encode_prompt(
         caption, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device
     )
@@ -47,6 +50,7 @@ def _encoded(
 
 def encoded_prompt(prompt: Tensors, empty: Tensors | None) -> dict[str, Any]:
     """Pipeline arguments for a prompt's cached tensors, joined so that `connectors_passed` can split them again."""
+    # The pipeline takes one embedding per prompt, so join the video's and the sound's text along the width.
     prompts = {"": prompt} | ({"negative_": empty} if empty else {})
     return {
         f"{prefix}{name}": tensor

@@ -93,6 +93,7 @@ class LTX2Checkpoint(HearingCheckpoint):
 
     @property
     def side_step(self) -> int:
+        # Temporal factor first, then those of height and width.
         _, *sides = self.transformer_config["vae_scale_factors"]
         return lcm(PIPELINE_MULTIPLE, *sides)
 
@@ -106,7 +107,7 @@ class LTX2Checkpoint(HearingCheckpoint):
 
         Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
         """
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         data = recipe.data
         if self.distilled and not recipe.lora.under:
             raise DitLoraError(
@@ -114,17 +115,19 @@ class LTX2Checkpoint(HearingCheckpoint):
                 "undoes that; train its base, whose adapter loads into both, and sample from this one with "
                 "validation.model; or give an adapter that undoes it in lora.under"
             )
+        # Check now: otherwise validation samples would fail in the middle of a run.
         steps = recipe.validation.inference_steps
         require_steps(self.scheduler, steps, "validation.inference_steps")
         if not data.sound:
             refuse_what_hears(recipe)
-        return replace(fitting, fps=data.fps, sound=data.sound)
+        return replace(checkpoint, fps=data.fps, sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
         """The video's attention layers, or all attention layers if sound is trained."""
         return ATTENTION if self.sound else tuple(defaults)
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
+        # Frames per second are one of the common fields of the header.
         fps = made.get("video", {}).get("fps", self.fps)
         return replace(super().with_header(made), fps=fps)
 
@@ -151,14 +154,15 @@ class LTX2Checkpoint(HearingCheckpoint):
         return {**super().text_facts(), "connectors": folder, "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
-        tokens, of_sound = self.text_tokens, self._text_width("audio")
+        tokens, audio_width = self.text_tokens, self._text_width("audio")
         return {
             "prompt_embeds": (torch.Size((tokens, self._text_width("video"))), dtype),
-            "audio_prompt_embeds": (torch.Size((tokens, of_sound)), dtype),
+            "audio_prompt_embeds": (torch.Size((tokens, audio_width)), dtype),
             "prompt_attention_mask": (torch.Size((tokens,)), torch.int64),
         }
 
     def _text_width(self, modality: str) -> int:
+        # The connectors' output has as many channels as their attention.
         heads, width = (
             self.connectors[f"{modality}_connector_{name}"]
             for name in ("num_attention_heads", "attention_head_dim")
@@ -167,6 +171,7 @@ class LTX2Checkpoint(HearingCheckpoint):
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the pipeline with only its text encoder and connectors."""
+        # None leaves a component out. The connectors stay, because captions pass through them.
         components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
         return load_pretrained(
             self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **components
@@ -217,13 +222,16 @@ class LTX2Checkpoint(HearingCheckpoint):
             **super().draws(batch),
             "noise": partial(normal, (prod(grid), channels)),
         }
+        # Cached clips may have sound that this run does not train.
         if not self.sound:
             return video
         if "audio_latent_mean" not in batch:
             raise DitLoraError(
                 "data.sound: these samples were cached without their sound (audio_latent_mean); set it to false"
             )
+        # (L, A), tokens and width of the sound.
         size = batch["audio_latent_mean"].shape[1:]
+        # `mu` counts the product of all sizes but the first, which here is the number of tokens.
         shift = self.shift_of(torch.Size([size[1], size[0]]))
         return {
             **video,
@@ -253,6 +261,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         """
         if not self.sound:
             return super().losses(transformer, batch, streams)
+        # With sound, this repeats the base class's steps for the video and adds those of the sound.
         draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
         clean, conditioning_mask = self.clean_latents(batch, draws), self.known(batch, draws)
@@ -261,13 +270,14 @@ class LTX2Checkpoint(HearingCheckpoint):
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # Sound has its own noise and noise levels.
         sound, levels = batch["audio_latent_mean"].float(), draws["audio_timestep"]
-        heard = {
+        noisy_batch = {
             **batch,
             "audio_noisy": objective.add_noise(sound, draws["audio_noise"], levels),
             "audio_timestep": levels * self.train_timesteps,
         }
         timesteps = sigmas * self.train_timesteps
-        video, audio = self.velocities(transformer, noisy, timesteps, heard, draws)
+        # (B, S, C) and (B, L, A)
+        video, audio = self.velocities(transformer, noisy, timesteps, noisy_batch, draws)
         target = objective.target(clean, draws["noise"])
         losses = mean_squared_error(video, target, self._weights(batch, conditioning_mask))
         # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
@@ -307,40 +317,43 @@ class LTX2Checkpoint(HearingCheckpoint):
         A batch without `audio_noisy` and `audio_timestep` predicts only the video. The transformer requires at least
         one sound token, but the video does not attend to it, so its value does not change a bit of the video.
         """
+        # Both texts have the same mask, so they are cut to the same length.
         text, mask = cut_text(batch["prompt_embeds"], batch["prompt_attention_mask"])
-        of_sound, _ = cut_text(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
+        audio_text, _ = cut_text(batch["audio_prompt_embeds"], batch["prompt_attention_mask"])
         frames, height, width = batch["latent_mean"].shape[2:]
         audio, audio_timesteps = batch.get("audio_noisy"), batch.get("audio_timestep")
-        without_audio = audio is None
+        has_no_audio = audio is None
+        # The transformer takes an integer mask.
         mask = None if mask is None else moved(mask.long(), text.device)
         if audio is None:
             channels = self.transformer_config["audio_in_channels"]
             # A placeholder of one sound token, which the video does not attend to.
             audio = noisy.new_zeros(len(noisy), 1, channels)
-            of_sound = of_sound[:, :1]
+            audio_text = audio_text[:, :1]
         call: dict[str, Any] = {
             "hidden_states": noisy.to(text.dtype),
             "audio_hidden_states": audio.to(text.dtype),
             "encoder_hidden_states": text,
-            "audio_encoder_hidden_states": of_sound,
+            "audio_encoder_hidden_states": audio_text,
             "timestep": self.token_timesteps(timesteps, batch, given),
             "audio_timestep": timesteps if audio_timesteps is None else audio_timesteps,
+            # One noise level per sample, also where tokens have timesteps of their own.
             "sigma": timesteps,
             "audio_sigma": audio_timesteps,
             "encoder_attention_mask": mask,
-            "audio_encoder_attention_mask": None if without_audio else mask,
+            "audio_encoder_attention_mask": None if has_no_audio else mask,
             "num_frames": frames,
             "height": height,
             "width": width,
             "fps": self.frame_rate,
             "audio_num_frames": audio.shape[1],
-            "isolate_modalities": without_audio,
+            "isolate_modalities": has_no_audio,
             "use_cross_timestep": True,
             "return_dict": False,
         }
         # Without sound there is no attention between the modalities.
         cross_timesteps = (
-            nullcontext() if without_audio else own_timesteps_in_cross_attention(transformer)
+            nullcontext() if has_no_audio else own_timesteps_in_cross_attention(transformer)
         )
         with cross_timesteps:
             video, sound = transformer(**self.in_context(call, batch))
@@ -363,6 +376,7 @@ class LTX2Checkpoint(HearingCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
+        # Without the text encoder, the connectors are not needed either.
         components = {} if text else {"connectors": None}
         return self._load_pipeline(dtype, transformer, text, **components)
 
@@ -380,6 +394,7 @@ class LTX2Checkpoint(HearingCheckpoint):
     def settings(self, how: Sampling) -> dict[str, Any]:
         """Frames per second and guidance. Raises `DitLoraError` for a single step if its timestep would be NaN."""
         require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
+        # Without a frame rate, that of `arguments` applies.
         rate = {} if how.fps is None else {"frame_rate": float(how.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
         return rate | guidances(how.guidance_scale, perturbed=perturbed)
@@ -393,16 +408,17 @@ class LTX2Checkpoint(HearingCheckpoint):
     ) -> tuple[torch.Tensor, Sound | None]:
         if not self.sound:
             return super().generate_with_sound(pipeline, conditions, how)
-        heard: list[torch.Tensor] = []
+        # The base class returns only the video, so keep the sound of the pipeline's output on the way.
+        waveforms: list[torch.Tensor] = []
 
         def called(**arguments: Any) -> Any:
             output = pipeline(**arguments)
-            heard.extend(output.audio)
+            waveforms.extend(output.audio)
             return output
 
         with connectors_passed(pipeline, conditions, self._text_width("video")):
             video = super().generate(called, conditions, how)
-        return video, Sound(heard[0], pipeline.vocoder.config.output_sampling_rate)
+        return video, Sound(waveforms[0], pipeline.vocoder.config.output_sampling_rate)
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline class, if another task than the checkpoint's was trained."""

@@ -21,7 +21,9 @@ _TEXT_WIDTH, _TEXT_LAYERS = 16, 2
 _MEL_BINS, _AUDIO_CHANNELS = 16, 4
 # A sound token holds all channels of a column with a quarter of the mel bins. This is also the audio VAE's base width.
 AUDIO_WIDTH = _AUDIO_CHANNELS * _MEL_BINS // 4
+# Widths of the transformer's two streams.
 _WIDTH, _AUDIO_INNER = 32, 16
+# Options of 2.3 that exist for both modalities.
 _NEW = {"gated_attn": True, "cross_attn_mod": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ltx-2": {"caption_channels": _TEXT_WIDTH},
@@ -64,6 +66,7 @@ def _tokenizer() -> GemmaTokenizer:
     """A tokenizer of the printable ASCII characters. Nothing is trained."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     characters = [c for c in string.printable if not c.isspace()]
+    # "▁" stands for a space.
     vocab = {piece: index for index, piece in enumerate([*special, "▁", *characters])}
     return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=2048)
 
@@ -85,6 +88,7 @@ def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
         },
+        # Gemma 3 is multimodal, so the config must describe a vision encoder, which captions never use.
         vision_config={
             "model_type": "siglip_vision_model",
             "hidden_size": 8,
@@ -107,8 +111,10 @@ def _connectors(is_new: bool) -> LTX2TextConnectors:
     """Registers replace padding, as in the published ones. Those of 2.3 have gates and one width per modality."""
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,
+        # The embedding's output counts as a layer.
         text_proj_in_factor=_TEXT_LAYERS + 1,
         video_connector_num_attention_heads=2,
+        # In 2.0 the connectors keep the text's width, and the transformer projects it.
         video_connector_attention_head_dim=(_WIDTH if is_new else _TEXT_WIDTH) // 2,
         video_connector_num_layers=1,
         video_connector_num_learnable_registers=128,
@@ -158,6 +164,7 @@ def _vae() -> AutoencoderKLLTX2Video:
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
     )
+    # A trained VAE's statistics are not zeros and ones.
     with torch.no_grad():
         vae.latents_mean.normal_(std=0.3)
         vae.latents_std.uniform_(0.5, 2.0)
@@ -172,6 +179,7 @@ def _audio_vae() -> AutoencoderKLLTX2Audio:
         latent_channels=_AUDIO_CHANNELS,
         mel_bins=_MEL_BINS,
     )
+    # A trained VAE's statistics are not zeros and ones.
     with torch.no_grad():
         vae.latents_mean.normal_(std=0.3)
         vae.latents_std.uniform_(0.5, 2.0)
@@ -185,6 +193,7 @@ def _vocoder(is_new: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
         "resnet_kernel_sizes": [3],
         "resnet_dilations": [[1]],
     }
+    # 2.0 upsamples by 240 in two steps; 2.3 by 160, then extends the bandwidth.
     if not is_new:
         return LTX2Vocoder(
             **common, upsample_kernel_sizes=[15, 16], upsample_factors=[15, 16]

@@ -29,10 +29,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     index = read_index(model, path, family.pipeline_names)
     require_whole_weights(model, path, "vae", "text_encoder")
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    # Files of 0.9 lack options that later versions introduced.
     transformer = with_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
     vae = with_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
     _require_fitting(model, transformer, vae)
+    # None: the shift depends on the number of tokens, through `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
+    # The recipe's task wins, because both tasks use the same weights.
     stored_task = "i2v" if index["_class_name"] == LTXImageToVideoPipeline.__name__ else "t2v"
     task = model.task or stored_task
     kind = LTXVideoImageCheckpoint if task == "i2v" else LTXVideoCheckpoint

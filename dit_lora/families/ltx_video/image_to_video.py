@@ -37,8 +37,8 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     takes: ClassVar[tuple[str, ...]] = (*LTXVideoCheckpoint.takes, *FirstTokensCheckpoint.takes)
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
-        few = too_few_frames(shape.frames, self.temporal_factor)
-        return [*super().wrong_shape(shape), *few]
+        frame_problems = too_few_frames(shape.frames, self.temporal_factor)
+        return [*super().wrong_shape(shape), *frame_problems]
 
     def video_facts(self) -> Mapping[str, Any]:
         return {**super().video_facts(), "image": IMAGE_TRANSFORM}
@@ -53,6 +53,7 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             picture = as_picture(pixels[0] if image is None else image)
+            # (1, 3, height, width) -> (1, 3, 1, height, width)
             posterior = vae.encode(processor.preprocess(picture).to(device)[:, :, None]).latent_dist
             return {
                 **self.encoded(vae, pixels),
@@ -64,6 +65,7 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
         """Random tensors of the clip, plus the image's dropout and its latent."""
+        # (C, 1, H, W)
         picture: Draws = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
         return {**super().draws(batch), **picture}
 
@@ -81,8 +83,9 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         batch: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        by_token = self.token_timesteps(timesteps, batch, given)
-        return self.call(transformer, noisy, by_token, batch)
+        # (B, S)
+        token_timesteps = self.token_timesteps(timesteps, batch, given)
+        return self.call(transformer, noisy, token_timesteps, batch)
 
     def predict(
         self,
@@ -92,8 +95,9 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
-        behind = self.with_picture(noisy, batch, {})
-        return self.drawn_prediction(transformer, behind, timesteps, batch, {})
+        # Without random tensors, every sample keeps its image, at the posterior's mean.
+        conditioned = self.with_picture(noisy, batch, {})
+        return self.drawn_prediction(transformer, conditioned, timesteps, batch, {})
 
     def picture_tokens(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
@@ -103,4 +107,5 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
             latent = drawn(latent, batch["image_latent_logvar"], noise)
         # Like the pipeline, without the VAE's scaling factor, which is 1.
         frames = batch["latent_mean"].shape[2]
+        # (B, C, 1, H, W) -> (B, C, F, H, W) -> (B, S, C)
         return packed(normalised(latent, batch).expand(-1, -1, frames, -1, -1))

@@ -73,6 +73,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     def _factor(self, name: str, patch: int) -> int:
         # If the config leaves the ratio out, compute it as AutoencoderKLLTXVideo does.
         factor = self.vae_config[name]
+        # Each downsampling stage doubles the factor of the patches.
         return int(
             patch * 2 ** sum(self.vae_config["spatio_temporal_scaling"])
             if factor is None
@@ -92,12 +93,14 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Apply frames per second. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
+        # Check now: otherwise validation samples would fail in the middle of a run.
         require_steps(
             self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
         )
         return replace(super().for_recipe(recipe), fps=recipe.data.fps)
 
     def with_header(self, made: Mapping[str, Any]) -> Self:
+        # Frames per second are one of the common fields of the header.
         fps = made.get("video", {}).get("fps", self.fps)
         return replace(super().with_header(made), fps=fps)
 
@@ -146,10 +149,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's posterior and the VAE's means and deviations (2, C), which are in its weights but in no config."""
+        # (2, C). Stored with every sample, so that training needs no VAE.
         statistics = torch.stack([vae.latents_mean, vae.latents_std])
         return {**encode_video(vae, pixels), "latent_statistics": statistics}
 
     def mu(self, size: torch.Size) -> float:
+        # Every latent is one token.
         return mu_by_tokens(self.scheduler, prod(size[1:]))
 
     def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
@@ -167,6 +172,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, C); None without masks."""
         latents = batch["latent_mean"]
+        # (B, 1, 1, H, W), expanded to all channels and frames before packing.
         weights = loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else packed(weights.expand_as(latents))
 
@@ -191,6 +197,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         text = batch["prompt_embeds"]
         frames, height, width = batch["latent_mean"].shape[2:]
         spatial = self.spatial_factor
+        # The dtype of the text is that of the pipeline's latents.
         return transformer(
             hidden_states=noisy.to(text.dtype),
             encoder_hidden_states=text,
@@ -225,6 +232,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
         The decoder of 0.9.1 draws noise from that generator.
         """
+        # fork_rng always covers the CPU's generator; add that of the current GPU.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(how.seed)
@@ -250,6 +258,7 @@ def normalised(
     latents: torch.Tensor, batch: Mapping[str, torch.Tensor], scaling_factor: float = 1.0
 ) -> torch.Tensor:
     """Normalise latents (B, C, F, H, W) with the VAE's statistics, which are the same in every row of a batch."""
+    # (B, 2, C): the first row's two vectors.
     mean, deviation = batch["latent_statistics"][0]
     return LTXPipeline._normalize_latents(latents, mean, deviation, scaling_factor)
 

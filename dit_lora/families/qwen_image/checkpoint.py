@@ -82,10 +82,11 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             embeddings, _ = pipeline.encode_prompt(
                 caption, device=device, max_sequence_length=self.text_tokens
             )
+            # (1, count, D) -> (1, T, D)
             count = embeddings.shape[1]
-            behind = (0, 0, 0, self.text_tokens - count)
+            padding = (0, 0, 0, self.text_tokens - count)
             mask = torch.arange(self.text_tokens, device=device) < count
-            return {"prompt_embeds": functional.pad(embeddings, behind), "prompt_mask": mask[None]}
+            return {"prompt_embeds": functional.pad(embeddings, padding), "prompt_mask": mask[None]}
 
         return one_by_one(encode_one)
 

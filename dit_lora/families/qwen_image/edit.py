@@ -52,6 +52,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
     """A Qwen-Image-Edit checkpoint."""
 
     pipeline_class: ClassVar[Any] = QwenImageEditPipeline
+    # Qwen-Image-Edit takes exactly one image.
     most_references: ClassVar[int] = 1
 
     @property
@@ -91,19 +92,22 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
         `pictures` is the image processor.
         """
+        # An upper bound, so that one padded length fits every caption with its images.
         return self.text_tokens + self.most_references * most_tokens(pictures, self._text_area)
 
     def _around(self, pictures: int) -> str:
         """The prompt of an empty caption, without the tokens of its images."""
+        # The image's own tokens are counted by `_room`.
         template: str = bare(self.pipeline_class).prompt_template_encode
         return template.format("").replace(_IMAGE, "")
 
     def text_limit(self) -> TextLimit:
         """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
         tokenizer = load_processor(self.path).tokenizer
-        around = len(tokenizer(self._around(self.most_references)).input_ids)
-        dropped = bare(self.pipeline_class).prompt_template_encode_start_idx
-        return TextLimit(tokenizer, self.text_tokens - (around - dropped))
+        num_template_tokens = len(tokenizer(self._around(self.most_references)).input_ids)
+        # The pipeline drops this many tokens at the start of the template from the embeddings.
+        num_dropped = bare(self.pipeline_class).prompt_template_encode_start_idx
+        return TextLimit(tokenizer, self.text_tokens - (num_template_tokens - num_dropped))
 
     def text_facts(self) -> Mapping[str, Any]:
         pictures = load_pictures(self.path)
@@ -142,10 +146,11 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         Captions are padded with zeros and have a mask of text and image tokens.
         """
         pipeline = self.text_pipeline(dtype, device)
-        room = self._room(pipeline.processor.image_processor)
+        limit = self._room(pipeline.processor.image_processor)
         resize = pipeline.image_processor.resize
 
         def encode_one(caption: str, given: list[Image.Image]) -> Tensors:
+            # Scale as the pipeline does before it encodes the prompt.
             pictures = [
                 resize(picture, *self._text_size(picture.height, picture.width))
                 for picture in given
@@ -154,14 +159,15 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
                 caption, image=self._shown(pictures), device=device
             )
             count = embeddings.shape[1]
-            if count > room:
+            # A ClipError is about this sample only.
+            if count > limit:
                 raise ClipError(
-                    f"its caption has {count} tokens with its pictures, and there is room for {room}; the pipeline "
+                    f"its caption has {count} tokens with its pictures, and there is room for {limit}; the pipeline "
                     "cuts none: shorten it"
                 )
-            mask = torch.arange(room, device=device) < count
+            mask = torch.arange(limit, device=device) < count
             return {
-                "prompt_embeds": functional.pad(embeddings, (0, 0, 0, room - count)),
+                "prompt_embeds": functional.pad(embeddings, (0, 0, 0, limit - count)),
                 "prompt_mask": mask[None],
             }
 
@@ -179,6 +185,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             return encode_video(vae, pixels)
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
+            # (1, 3, height, width) -> (1, 3, 1, height, width)
             values = processor.preprocess(picture, *self._vae_size(picture.height, picture.width))
             encoded = self.pipeline_class._encode_vae_image(
                 pipeline, values.unsqueeze(2).to(device), generator=None
@@ -233,6 +240,7 @@ class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
     most_references = 3  # the cards of 2509 and 2511: "1 to 3 input images"
 
     def _vae_size(self, height: int, width: int) -> tuple[int, int]:
+        # calculate_dimensions returns (width, height).
         size = edit_plus.calculate_dimensions(edit_plus.VAE_IMAGE_SIZE, width / height)
         return size[1], size[0]
 

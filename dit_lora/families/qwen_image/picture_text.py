@@ -55,6 +55,7 @@ def _folder(path: Path) -> Path:
 
 def tokens_of(pictures: Any, height: int, width: int) -> int:
     """Number of tokens of an image of this size."""
+    # The model merges squares of merge_size x merge_size patches into one token.
     patches: int = pictures.get_number_of_image_patches(height, width, {})
     return int(patches // pictures.merge_size**2)
 
@@ -67,12 +68,13 @@ def most_tokens(pictures: Any, area: int) -> int:
 def _sizes(area: int) -> Iterable[tuple[int, int]]:
     """Yield each width that images are scaled to with its largest height, and each height with its largest width."""
     side, stretch = math.sqrt(area) / _STEP, math.sqrt(MOST_RATIO)
+    # Sides in multiples of the step, from the narrowest to the widest image.
     for count in range(max(1, round(side / stretch)), round(side * stretch) + 1):
         # The smallest width that rounds to this count, and the height that goes with it.
-        shorter = max(count - 0.5, side / stretch)
-        longer = min(round(side * side / shorter), round(side * stretch))
-        yield longer * _STEP, count * _STEP
-        yield count * _STEP, longer * _STEP
+        short_side = max(count - 0.5, side / stretch)
+        long_side = min(round(side * side / short_side), round(side * stretch))
+        yield long_side * _STEP, count * _STEP
+        yield count * _STEP, long_side * _STEP
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 def _text(kind: Any) -> dict[str, Any]:
     template: str = bare(kind).prompt_template_encode
+    # Special tokens are in the vocabulary already, so replace them by a separator.
     template_words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
     tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*template_words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

@@ -34,6 +34,7 @@ class Fp32LinearAttention:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> torch.Tensor:
+        # Only SANA-Video's processor has this argument.
         rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
         kind = hidden_states.device.type
         if not torch.is_autocast_enabled(kind):
@@ -80,6 +81,7 @@ def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
 
         return call
 
+    # The attributes that the stock processor reads.
     return SimpleNamespace(
         heads=attn.heads,
         to_q=outside(attn.to_q),

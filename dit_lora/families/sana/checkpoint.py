@@ -74,6 +74,7 @@ class SanaCheckpoint(FlowCheckpoint):
 
     @property
     def side_step(self) -> int:
+        # DC-AE halves the sides between its stages.
         factor = 2 ** (len(self.vae_config["encoder_block_out_channels"]) - 1)
         return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
 
@@ -87,6 +88,7 @@ class SanaCheckpoint(FlowCheckpoint):
         return text_limit(self.path, self._text_tokens)
 
     def text_facts(self) -> Mapping[str, Any]:
+        # The instruction is encoded with every caption, so the embeddings depend on it.
         return {
             **super().text_facts(),
             "tokens": self._text_tokens,
@@ -109,6 +111,7 @@ class SanaCheckpoint(FlowCheckpoint):
         pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
 
         def encode_one(caption: str) -> Tensors:
+            # (1, T, D) and (1, T)
             embeddings, mask, _, _ = pipeline.encode_prompt(
                 caption,
                 do_classifier_free_guidance=False,
@@ -140,6 +143,7 @@ class SanaCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
+        # Without a posterior, every epoch uses the same latents.
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
 
     def predict(
@@ -203,6 +207,7 @@ class SanaCheckpoint(FlowCheckpoint):
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or objective, or broken weight files."""
     opened = read_sana(family, model)
+    # Random weights were not trained in fp16, so nothing has to be clamped.
     from_scratch = model.from_scratch is not None
     saturates = not from_scratch and trained_in_fp16(opened["path"], model)
     return SanaCheckpoint(**opened, saturates=saturates)
@@ -215,6 +220,7 @@ def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
     """
     files = sorted((path / "transformer").glob("*.safetensors"))
     return (
+        # Files of a variant: diffusion_pytorch_model.fp16.safetensors.
         any(".fp16" in file.name for file in files)
         or stored_dtype(files) is torch.float16
         or read_component_config(path).get(_TRAINED_IN) == "fp16"
@@ -247,6 +253,7 @@ def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatc
             )
         config: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler)).config
         return FlowMatching(float(config.shift), timesteps)
+    # Both are published with Sana checkpoints, and both call the shift `flow_shift`.
     solvers = {
         kind.__name__: kind for kind in (DPMSolverMultistepScheduler, UniPCMultistepScheduler)
     }

@@ -12,6 +12,7 @@ from diffusers import (
 )
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
+# Published: 2304 and 32.
 TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
 
@@ -47,6 +48,7 @@ def gemma_tokenizer() -> GemmaTokenizer:
     """A tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    # The newline is a token because the pipeline's instruction has several lines.
     pieces = [*special, "\n", "▁", *characters]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     return GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
@@ -71,6 +73,7 @@ def gemma_encoder(vocab_size: int) -> Gemma2Model:
 def _autoencoder() -> AutoencoderDC:
     """Halves the sides four times (DC-AE: five times), with DC-AE's two kinds of blocks."""
     blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock", "EfficientViTBlock")
+    # One entry per stage.
     channels, layers = (8, 8, 16, 16, 16), (1, 1, 1, 1, 1)
     scales: Any = ((), (), (), (5,), (5,))
     vae: Any = AutoencoderDC(

@@ -47,6 +47,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
     @property
     def side_step(self) -> int:
         spatial = self.vae_config["scale_factor_spatial"]
+        # (time, height, width)
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
@@ -69,6 +70,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
+        # (B, C, F, H, W)
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return normalised(latents, self.vae_config)
 

@@ -42,6 +42,7 @@ from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
+# text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
 TEXT_COMPONENTS = tuple(
     f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer")
 )
@@ -67,6 +68,7 @@ class SD3Checkpoint(FlowCheckpoint):
         return int(factor * self.transformer_config["patch_size"])
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
+        # Positions are cut from the centre of a larger square table.
         max_side = self.transformer_config["pos_embed_max_size"] * self.side_step
         ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}
         problems = [
@@ -101,6 +103,7 @@ class SD3Checkpoint(FlowCheckpoint):
         return {**folders, "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        # CLIP's and T5's tokens follow each other in one sequence.
         config, tokens = self.transformer_config, self.clip_tokens + self.text_tokens
         return {
             "prompt_embeds": (torch.Size((tokens, config["joint_attention_dim"])), dtype),
@@ -112,6 +115,7 @@ class SD3Checkpoint(FlowCheckpoint):
         pipeline = self.text_pipeline(dtype, device)
 
         def encode_one(caption: str) -> Tensors:
+            # (1, T, D) and (1, pooled width)
             embeddings, _, pooled, _ = pipeline.encode_prompt(
                 prompt=caption,
                 prompt_2=None,
@@ -171,6 +175,7 @@ class SD3Checkpoint(FlowCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
+        # None leaves all three encoders and tokenizers out.
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
         return self._load_pipeline(dtype, transformer, text, **components)
 
@@ -191,11 +196,13 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoin
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
     path = local_checkpoint(model)
     read_index(model, path, family.pipeline_names)
+    # Only encoders have weights.
     require_whole_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
     fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
     fields["transformer_config"] = with_defaults(
         SD3Transformer2DModel, fields["transformer_config"]
     )
+    # None: the shift depends on the number of patches, through `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return SD3Checkpoint(
         **fields,

@@ -17,6 +17,7 @@ def one_by_one(encode_one: Callable[[str], Tensors]) -> TextEncoder:
 
     @torch.no_grad()
     def encode(captions: Sequence[str]) -> Tensors:
+        # Tensors (1, ...) by name, one dict per caption.
         rows = [encode_one(caption) for caption in captions]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
@@ -32,5 +33,6 @@ def as_arguments(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]
     """
     if isinstance(prompt, str):
         return {"prompt": prompt}
+    # Cached tensors have the names of the pipeline's arguments.
     negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
     return {**prompt, **negative}

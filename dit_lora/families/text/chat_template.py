@@ -31,5 +31,6 @@ class _Probe(nn.Module):
 
     def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
         self.pads = int((attention_mask == 0).sum())
+        # Zeros for whichever layers the pipeline reads.
         states = torch.zeros(1, attention_mask.shape[1], 1)
         return SimpleNamespace(hidden_states=defaultdict(lambda: states))

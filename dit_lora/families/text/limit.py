@@ -10,6 +10,7 @@ def text_limit(
     path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
 ) -> TextLimit:
     """Load the tokenizer from this folder of a checkpoint. Without `max_tokens`, the tokenizer's own limit applies."""
+    # Import here: Transformers takes seconds to import.
     from transformers import AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, path / folder)

@@ -31,11 +31,11 @@ def cut_text(
     columns = is_text.any(0).nonzero().flatten()
     # Prefer a slice, which does not copy. Only padding in the middle of captions needs a copy.
     if len(columns) == 0 or int(columns[-1]) == len(columns) - 1:
-        cut = embeddings[:, : len(columns)]
+        shortened = embeddings[:, : len(columns)]
     else:
-        cut = embeddings.index_select(1, moved(columns, embeddings.device))
+        shortened = embeddings.index_select(1, moved(columns, embeddings.device))
     is_text = is_text[:, columns]
-    return cut, None if bool(is_text.all()) else is_text
+    return shortened, None if bool(is_text.all()) else is_text
 
 
 def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | None:

@@ -39,6 +39,7 @@ def qwen3(layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
 
 def byte_tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
+    # Sorted, so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(

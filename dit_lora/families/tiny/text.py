@@ -18,6 +18,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+# Width of T5's embeddings, and of CLIP's pooled output.
 TEXT_WIDTH = 32
 POOLED_WIDTH = 16
 
@@ -27,6 +28,7 @@ def t5_tokenizer() -> T5Tokenizer:
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "</s>", "<unk>"]
     pieces = ["▁", *characters, *(f"▁{c}" for c in characters)]
+    # A unigram vocabulary: pieces with log probabilities. Special tokens come first, so padding is id 0.
     vocab = [(token, 0.0) for token in special] + [(piece, -2.0) for piece in pieces]
     return T5Tokenizer(vocab=vocab, extra_ids=0)
 
@@ -47,8 +49,10 @@ def t5_encoder(vocab_size: int) -> T5EncoderModel:
 def clip_tokenizer() -> CLIPTokenizer:
     """A tokenizer of the printable ASCII characters, inside a word and at its end. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
+    # CLIP's BPE marks the end of a word with </w>.
     pieces = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
+    # Without merges, every character is a token.
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
@@ -65,6 +69,7 @@ def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=32,
+        # Only the variant with a projection uses it.
         projection_dim=width,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -16,6 +16,7 @@ def qwen_image_vae() -> AutoencoderKLQwenImage:
 
 def narrow(vae: Any, width: float) -> Any:
     """Make the posterior narrow and its mean as wide as `latents_std`, as in a trained VAE."""
+    # The first half of the output channels is the mean, the second the log variance.
     head, latents = vae.quant_conv, vae.config.z_dim
     with torch.no_grad():
         head.weight[:latents] *= width

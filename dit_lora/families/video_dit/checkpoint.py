@@ -50,6 +50,7 @@ class VideoDiTCheckpoint(NoisePrediction):
 
     def wrong_shape(self, shape: VideoShape) -> list[str]:
         """Frames must be whole temporal patches; height and width multiples of VAE factor x patch size (16)."""
+        # Positions are computed for any size, so only whole patches matter.
         frame_step, step = self.transformer_config["patch_size_t"], self.side_step
         return wrong_multiples(
             {
@@ -67,6 +68,7 @@ class VideoDiTCheckpoint(NoisePrediction):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, F, H, W)."""
+        # A batch has only the one that this model is conditioned on.
         names = ("class_labels", "pooled_projections")
         return transformer(
             hidden_states=noisy_BCFHW.to(next(transformer.parameters()).dtype),
@@ -92,11 +94,13 @@ class VideoDiTOfText(VideoDiTCheckpoint):
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Maps texts to CLIP's pooled output, (B, D)."""
         pipeline = self.text_pipeline(dtype, device)
+        # encode_prompt disables gradients itself.
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
+        # Load with our own code, so that weights are frozen and may be random (`model.from_scratch`).
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
         return super().pipeline(dtype, transformer, text)
@@ -118,6 +122,7 @@ class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
     takes: ClassVar[tuple[str, ...]] = ClassCheckpoint.takes
 
     def grow(self, transformer: Any) -> None:
+        # (classes + 1, width)
         weight = self.classes.grown(transformer.class_embed.weight.data, self.stored)
         transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
         transformer.register_to_config(num_classes=self.classes.count)
@@ -125,6 +130,7 @@ class VideoDiTOfClasses(VideoDiTCheckpoint, ClassCheckpoint):
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
+        # The stored transformer has no rows for new classes.
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
         return self._load_pipeline(dtype, transformer, False, id2label=self.classes.labels())
@@ -150,11 +156,14 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> VideoDiTChec
     index = read_index(model, path, family.pipeline_names)
     fields = stored_fields(model, path)
     config = fields["transformer_config"]
+    # The model has either a label table or a text projection.
     is_text = config.get("num_classes") is None
     require_whole_weights(model, path, "vae", *(("text_encoder",) if is_text else ()))
+    # Called for its check of the channel counts.
     learns_variance(model.path, config)
     fields["objective"] = noise_objective(model, path)
     if is_text:
         return VideoDiTOfText(**fields)
+    # Until a recipe adds classes, those of the files are trained.
     table = VideoClasses(config["num_classes"], names_of(index))
     return VideoDiTOfClasses(**fields, stored=table, classes=table)

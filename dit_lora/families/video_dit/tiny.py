@@ -18,6 +18,7 @@ CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc",
 def build_tiny(variant: str, out: Path) -> None:
     """Write a pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
+    # Exactly one of the two conditions.
     condition = {"text_dim": POOLED_WIDTH} if text else {"num_classes": len(CLASSES)}
     transformer: Any = VideoDiTTransformer3DModel(
         num_attention_heads=2,

@@ -53,6 +53,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
                     else "; chat.tiles shows it more of a picture"
                 )
             )
+        # The default of the prompt format with which the checkpoint was trained.
         if how.timestamps is None:
             how = replace(how, timestamps=PROMPT_FORMATS[self.prompt_format].timestamps)
         return replace(self, how=how)
@@ -100,6 +101,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             timestamps=bool(self.how.timestamps),
             answered=answered,
         )
+        # The Q-Former reads the instruction only together with media.
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
         text = instruction_text(self.prompt_format, conversation)
@@ -116,6 +118,7 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             # (B, F, 3, H, W), normalised per color channel.
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             inputs["pixel_values"] = scaled
+        # (B, I), padded on the right.
         return inputs | {
             name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
         }
@@ -155,6 +158,7 @@ def open_checkpoint(model: ModelConfig) -> VideoChat2Checkpoint:
         )
     config = load_pretrained(VideoChat2Config, path)
     size = config.vision_config["image_size"]
+    # Until a recipe says otherwise: the frames and size of the checkpoint's training.
     viewing = Viewing(config.vision_config["num_frames"], size, size)
     return VideoChat2Checkpoint(
         path=path,

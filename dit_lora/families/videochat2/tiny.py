@@ -77,6 +77,7 @@ _WORDS = [
     "The",
     "What",
 ]
+# Markers of the prompt formats, each merged into one token.
 _MARKS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
 # From Phi-3's tokenizer.json: control tokens that swallow the white space after them.
 _PHI3_CONTROL = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
@@ -112,6 +113,7 @@ def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> 
             "num_hidden_layers": 4,  # the last one is not built
             "num_attention_heads": 2,
             "mlp_ratio": 2,
+            # More frames than in pretraining, so that positions are interpolated in time.
             "num_frames": 4,
             "pretrained_frames": 2,
         },
@@ -183,8 +185,10 @@ def llm_tokenizer(format_: str) -> LlamaTokenizer:
 
 def bert_tokenizer() -> BertTokenizer:
     """BERT's WordPiece over the same words and all ASCII characters, with the original's [DEC] token."""
+    # Lower case only, as in bert-base-uncased.
     characters = [c for c in string.printable if not c.isspace() and not c.isupper()]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]
+    # Pieces that continue a word.
     pieces += [f"##{c}" for c in characters if c.isalnum()]
     pieces += [word for word in _WORDS if len(word) > 1 and word.islower()]
     tokenizer: Any = BertTokenizer(

@@ -50,8 +50,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     objective = _objective(model, read_component_config(path, "scheduler"))
     if boundary is not None:
         # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
-        bound = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
-        objective = replace(objective, levels=replace(objective.levels, **bound))
+        level_range = (
+            {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
+        )
+        objective = replace(objective, levels=replace(objective.levels, **level_range))
     return kind(
         **fields,
         objective=objective,
@@ -72,9 +74,9 @@ def _own_task(index: Mapping[str, Any]) -> str:
 def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
     """The task to train and its checkpoint class. TI2V-5B (`expand_timesteps`) supports both tasks."""
     refuse_in_context(model)
-    stored_task, both = _own_task(index), bool(index.get("expand_timesteps"))
+    stored_task, has_both_tasks = _own_task(index), bool(index.get("expand_timesteps"))
     task = model.task or stored_task
-    if task != stored_task and not both:
+    if task != stored_task and not has_both_tasks:
         does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[stored_task]
         raise DitLoraError(
             f"model.task: {task}: {model.path} {does} ({index['_class_name']}); leave it out, or take a checkpoint of "
@@ -85,7 +87,7 @@ def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCh
     # Import late: without torchvision, Transformers warns whenever CLIP's image processor is imported.
     from dit_lora.families.wan.image_to_video import WanImageCheckpoint, WanTokenImageCheckpoint
 
-    return task, WanTokenImageCheckpoint if both else WanImageCheckpoint
+    return task, WanTokenImageCheckpoint if has_both_tasks else WanImageCheckpoint
 
 
 def _require_fitting(
@@ -96,6 +98,7 @@ def _require_fitting(
     `beside` is true if a mask and a condition are concatenated with the latents.
     """
     transformer, vae = fields["transformer_config"], fields["vae_config"]
+    # Without a condition, the inputs are the noisy latents.
     latents, inputs = vae["z_dim"], vae["z_dim"]
     if beside:
         inputs += vae["scale_factor_temporal"] + latents  # mask and condition (prepare_latents)
@@ -104,21 +107,25 @@ def _require_fitting(
         for name, value in {"in_channels": inputs, "out_channels": latents}.items()
         if transformer[name] != value
     ]
-    boundary, second = index.get("boundary_ratio"), _is_there(index, "transformer_2")
-    if (boundary is not None) != second:
-        has = "a transformer_2" if second else "no transformer_2"
+    # The boundary splits the noise levels between two experts.
+    boundary, has_second = index.get("boundary_ratio"), _is_there(index, "transformer_2")
+    if (boundary is not None) != has_second:
+        present = "a transformer_2" if has_second else "no transformer_2"
         problems.append(
-            f"model_index.json has {has} and boundary_ratio: {boundary}; both belong together, or neither"
+            f"model_index.json has {present} and boundary_ratio: {boundary}; both belong together, or neither"
         )
     if boundary is not None and not 0 < boundary < 1:
         problems.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
-    embeds, encoder = transformer["image_dim"] is not None, _is_there(index, "image_encoder")
-    if embeds and not (encoder and _is_there(index, "image_processor")):
+    has_image_embedding, has_encoder = (
+        transformer["image_dim"] is not None,
+        _is_there(index, "image_encoder"),
+    )
+    if has_image_embedding and not (has_encoder and _is_there(index, "image_processor")):
         problems.append(
             "its transformer attends to an image's embedding (image_dim), and model_index.json has no image_encoder "
             "with an image_processor"
         )
-    if embeds and not beside:
+    if has_image_embedding and not beside:
         problems.append(
             "its transformer attends to an image's embedding (image_dim), its pipeline has no image"
         )
@@ -131,6 +138,7 @@ def _require_fitting(
 def _objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
     """Flow matching with logit-normal noise levels and the shift that the pipeline samples with."""
     name, timesteps = scheduler.get("_class_name"), scheduler.get("num_train_timesteps", 1000)
+    # The scheduler of the published checkpoints; it names its shift `flow_shift`.
     if name == UniPCMultistepScheduler.__name__:
         config: Any = UniPCMultistepScheduler.from_config(dict(scheduler)).config
         if config.prediction_type == "flow_prediction" and config.use_flow_sigmas:

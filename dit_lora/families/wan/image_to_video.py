@@ -76,25 +76,26 @@ class WanImageCheckpoint(WanCheckpoint):
 
     def for_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`)."""
-        fitting = super().for_recipe(recipe)
+        checkpoint = super().for_recipe(recipe)
         problems = wrong_pictures(recipe.validation, self.pictures)
+        # A separate first image would not belong to the clip's last frame.
         if self.with_last and any(source.image_column for source in recipe.data.all_sources):
             problems.append(
                 "data.image_column: its two pictures are the clip's own first and last frame; remove it"
             )
         if problems:
             raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
-        return fitting
+        return checkpoint
 
     def video_facts(self) -> Mapping[str, Any]:
         pictures = "first and last" if self.with_last else "first"
-        facts = {**super().video_facts(), "image": f"{IMAGE_TRANSFORM}; {pictures}"}
+        key = {**super().video_facts(), "image": f"{IMAGE_TRANSFORM}; {pictures}"}
         if self.has_clip:
-            facts["image_encoder"] = self.path / "image_encoder"
-            facts["image_processor"] = self.path / "image_processor"
+            key["image_encoder"] = self.path / "image_encoder"
+            key["image_processor"] = self.path / "image_processor"
             # With torchvision, Transformers uses another image processor, which resizes differently.
-            facts["processor"] = CLIPImageProcessor.__name__
-        return facts
+            key["processor"] = CLIPImageProcessor.__name__
+        return key
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -107,10 +108,11 @@ class WanImageCheckpoint(WanCheckpoint):
         vae = memory.load(AutoencoderKLWan, self.path, torch.float32, device)
         embed = self._clip(device) if self.has_clip else None
         processor = VideoProcessor(vae_scale_factor=self.vae_config["scale_factor_spatial"])
-        facts = self._as_pipeline(vae)
+        pipeline_stub = self._as_pipeline(vae)
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
+            # The first image, and for FLF2V the last frame.
             frames = [
                 pixels[0] if image is None else image,
                 *([pixels[-1]] if self.with_last else []),
@@ -121,7 +123,7 @@ class WanImageCheckpoint(WanCheckpoint):
             )
             tensors = encode_video(vae, pixels)
             tensors["image_latents"] = self._condition(
-                facts, first_picture, last_picture, len(pixels)
+                pipeline_stub, first_picture, last_picture, len(pixels)
             )
             return tensors if embed is None else {**tensors, "image_embeds": embed(pictures)}
 
@@ -162,8 +164,9 @@ class WanImageCheckpoint(WanCheckpoint):
             CLIPVisionModel, self.path / "image_encoder", dtype=torch.float32, use_safetensors=True
         ).to(device)
         processor = load_pretrained(CLIPImageProcessor, self.path / "image_processor")
-        facts = SimpleNamespace(image_processor=processor, image_encoder=encoder)
-        return lambda pictures: self.pipeline_class.encode_image(facts, pictures, device)
+        # encode_image reads only these two attributes of the pipeline.
+        pipeline_stub = SimpleNamespace(image_processor=processor, image_encoder=encoder)
+        return lambda pictures: self.pipeline_class.encode_image(pipeline_stub, pictures, device)
 
     def predict(
         self,
@@ -173,6 +176,7 @@ class WanImageCheckpoint(WanCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity with the condition; equal to one call of the stock pipeline."""
+        # (B, C + mask channels + C, F, H, W)
         hidden = torch.cat([noisy, batch["image_latents"].float()], dim=1)
         return self.call(transformer, hidden, timesteps, batch)
 
@@ -222,8 +226,9 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity with the image's latent in the first frame; equal to one call of the stock pipeline."""
-        behind = self._with_picture(noisy, batch, {})
-        return self._by_tokens(transformer, behind, timesteps, batch, {})
+        # Without random tensors, every sample keeps its image.
+        conditioned = self._with_picture(noisy, batch, {})
+        return self._by_tokens(transformer, conditioned, timesteps, batch, {})
 
     def _with_picture(
         self,
@@ -246,7 +251,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
         # (B, F), 0 at frames that are given clean.
-        by_frame = (1 - self.known(batch, given)).flatten(1) * timesteps[:, None]
+        frame_timesteps = (1 - self.known(batch, given)).flatten(1) * timesteps[:, None]
         # (B, F, tokens per frame) -> (B, S)
-        by_token = by_frame[:, :, None].expand(-1, -1, tokens).flatten(1)
-        return self.call(transformer, noisy, by_token, batch)
+        token_timesteps = frame_timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
+        return self.call(transformer, noisy, token_timesteps, batch)

@@ -34,6 +34,7 @@ from dit_lora.families.text.limit import text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 PIPELINE_MULTIPLE = 16  # required by check_inputs of both pipelines, for any autoencoder
+# Components that stay in the pipeline that encodes captions.
 _READS_TEXT = ("text_encoder", "tokenizer", "scheduler")
 
 
@@ -72,6 +73,7 @@ class WanCheckpoint(FlowCheckpoint):
     def _beyond_positions(self, shape: VideoShape) -> list[str]:
         """One message per size that exceeds the position tables."""
         max_positions = self.transformer_config["rope_max_seq_len"]
+        # (time, height, width)
         patches = self.transformer_config["patch_size"]
         spatial, temporal = (
             self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
@@ -118,6 +120,7 @@ class WanCheckpoint(FlowCheckpoint):
 
     def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the pipeline with only its text encoder: no transformer and no image encoder."""
+        # Entries of components are [library, class]; other entries are options of the pipeline.
         index = read_component_config(self.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
         unused = dict.fromkeys(name for name in components if name not in _READS_TEXT)
@@ -131,6 +134,7 @@ class WanCheckpoint(FlowCheckpoint):
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
+            # (B, T, D)
             embeddings, _ = pipeline.encode_prompt(
                 list(captions),
                 do_classifier_free_guidance=False,
@@ -156,6 +160,7 @@ class WanCheckpoint(FlowCheckpoint):
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
+        # (B, C, F, H, W)
         latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
         return normalised(latents, self.vae_config)
 
@@ -202,6 +207,7 @@ class WanCheckpoint(FlowCheckpoint):
     def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
+        # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
         return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
 

@@ -18,6 +18,7 @@ from dit_lora.families.tiny.vae import narrow
 
 _LATENTS, _IMAGE_WIDTH, _WIDTH = 16, 16, 24
 _PICTURE, _PATCH = 28, 14  # CLIP's sizes: four patch tokens and a class token
+# Noisy latents, condition, and a mask of four channels.
 _BESIDE = {"in_channels": 2 * _LATENTS + 4}
 _FROM_CLIP = {**_BESIDE, "image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _WIDTH}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,10 +55,12 @@ def build_tiny(variant: str, out: Path) -> None:
         ),
         **_INDEX.get(variant, {}),
     }
+    # A second call draws other weights.
     if "boundary_ratio" in components:
         components["transformer_2"] = _transformer(changes)
     if "image_dim" in changes:
         components["image_encoder"], components["image_processor"] = _clip()
+    # TI2V-5B takes an image too, but its published pipeline is text-to-video.
     from_image = changes.get("in_channels") == _BESIDE["in_channels"]
     pipeline: Any = (WanImageToVideoPipeline if from_image else WanPipeline)(**components)
     pipeline.save_pretrained(out, safe_serialization=True)

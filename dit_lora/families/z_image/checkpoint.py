@@ -81,6 +81,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         problems = wrong_sides(shape, self.side_step)
         if shape.frames != 1:
             problems.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
+        # Numbers of positions for text and images, rows and columns.
         _, rows, columns = self.transformer_config["axes_lens"]
         for name, value, max_value in (
             ("height", shape.height, rows),
@@ -95,12 +96,14 @@ class ZImageCheckpoint(FlowCheckpoint):
 
     def notes(self, recipe: Recipe) -> list[str]:
         notes, name = super().notes(recipe), recipe.model.path
-        sign = None if self.from_scratch is not None else sign_of_turbo(name, self.scheduler_shift)
-        if sign is None or recipe.lora.under:
+        turbo_sign = (
+            None if self.from_scratch is not None else sign_of_turbo(name, self.scheduler_shift)
+        )
+        if turbo_sign is None or recipe.lora.under:
             return notes
         return [
             *notes,
-            f"distilled: {name} may be Z-Image-Turbo, by {sign} (no file of it says so): trained as it is, it "
+            f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): trained as it is, it "
             "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
             "lora.under="
             f"[{DE_DISTILLATION}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
@@ -119,6 +122,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         return {**super().text_facts(), "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
+        # The cache stores captions at one length, although the pipeline does not pad them.
         tokens = self.text_tokens
         return {
             "prompt_embeds": (torch.Size((tokens, self.transformer_config["cap_feat_dim"])), dtype),
@@ -224,7 +228,9 @@ def _masked(text: Tensors) -> dict[str, torch.Tensor]:
 
 def sign_of_turbo(name: str, shift: float) -> str | None:
     """What suggests that a checkpoint is Turbo: its folder or Hub name, or its scheduler's shift; else None."""
+    # The last part of a path or Hub id.
     folder_name = name.rstrip("/").rpartition("/")[2].lower()
+    # "de-turbo" and "dedistilled" models are Turbo with the distillation taken back.
     if re.search(r"de-?(turbo|distill)", folder_name):
         return None
     if "turbo" in folder_name:
@@ -260,10 +266,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
         objective=FlowMatching(TRAINING_SHIFT, scheduler["num_train_timesteps"]),
     )
     # A caption's positions begin at 1; the image takes the position after its last token.
-    needed, max_positions = checkpoint.text_tokens + 2, config["axes_lens"][0]
-    if max_positions < needed:
+    required, max_positions = checkpoint.text_tokens + 2, config["axes_lens"][0]
+    if max_positions < required:
         raise DitLoraError(
-            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {needed} "
+            f"{model.path}: captions of {checkpoint.text_tokens} tokens and the picture behind them need {required} "
             f"positions; its transformer has {max_positions} (axes_lens)"
         )
     return checkpoint

@@ -14,6 +14,7 @@ from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 def build_tiny(variant: str, out: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
+    # Enough layers for the second to last hidden states, which the pipeline reads.
     tokenizer, config = qwen3(layers=3)
     pipeline: Any = ZImagePipeline(
         tokenizer=tokenizer,

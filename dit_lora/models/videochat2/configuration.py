@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from dit_lora.errors import DitLoraError, listed
 
+# Sizes of UMT-L.
 VISION_DEFAULTS: dict[str, Any] = {
     "image_size": 224,
     "patch_size": 16,
@@ -23,6 +24,7 @@ VISION_DEFAULTS: dict[str, Any] = {
     "tubelet_size": 1,
     "drop_path_rate": 0.0,
 }
+# BERT-base, with cross-attention in every second layer.
 QFORMER_DEFAULTS: dict[str, Any] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -38,6 +40,7 @@ QFORMER_DEFAULTS: dict[str, Any] = {
     "use_text": True,
 }
 PROMPT_FORMATS = ("mistral", "vicuna", "phi3")
+# LayerNorm epsilons with and without `legacy`.
 LEGACY_EPS, EPS = 1e-12, 1e-6
 
 
@@ -82,11 +85,13 @@ class VideoChat2Config(PreTrainedConfig):
         self.text_config = text_config
         self.num_query_tokens = num_query_tokens
         self.num_extra_query_tokens = num_extra_query_tokens
+        # The first id after the vocabulary.
         self.media_token_id = text_config.vocab_size if media_token_id is None else media_token_id
         self.legacy, self.tile_size, self.add_global = legacy, tile_size, add_global
         self.prompt_format = prompt_format
         # Transformers reads this flag of the outer config to tie the output head.
         kwargs.setdefault("tie_word_embeddings", bool(text_config.tie_word_embeddings))
+        # After the attributes are set, because the base class may read them.
         super().__init__(**kwargs)
         self._check()
 
@@ -110,6 +115,7 @@ class VideoChat2Config(PreTrainedConfig):
     def num_views(self, height: int, width: int) -> int:
         """Number of tiles for height x width pixels. `add_global` adds the downscaled frame if there are several."""
         rows, columns = self.grid(height, width)
+        # A single tile is the whole frame already.
         return rows * columns + (self.add_global and rows * columns > 1)
 
     def num_media_tokens(self, height: int, width: int) -> int:
@@ -118,28 +124,29 @@ class VideoChat2Config(PreTrainedConfig):
 
     def _check(self) -> None:
         """Raise `DitLoraError` with all inconsistent values."""
-        faults = []
+        problems = []
         if self.prompt_format not in PROMPT_FORMATS:
-            faults.append(
+            problems.append(
                 f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}"
             )
+        # A media token inside the vocabulary could not be told from text.
         if 0 <= self.media_token_id < self.text_config.vocab_size:
-            faults.append(
+            problems.append(
                 f"media_token_id is outside the vocabulary of {self.text_config.vocab_size} tokens; "
                 f"got {self.media_token_id}"
             )
         if self.vision_config["image_size"] != self.tile_size:
-            faults.append(
+            problems.append(
                 "each tile is one picture of the vision encoder: tile_size is vision_config's image_size; "
                 f"got {self.tile_size} and {self.vision_config['image_size']}"
             )
         if self.legacy and not isinstance(self.text_config.bos_token_id, int):
-            faults.append(
+            problems.append(
                 "legacy replaces the BOS token's embedding, and text_config has no single bos_token_id; "
                 f"got {self.text_config.bos_token_id}"
             )
-        if faults:
-            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", faults))
+        if problems:
+            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", problems))
 
 
 # Transformers' auto classes, also for tokenizers, look up config.json's model_type.

@@ -43,6 +43,7 @@ from dit_lora.models.videochat2.released import (
 )
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
 
+# Names of tensors, folders and files in the converted checkpoint.
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
 GENERATION = "generation_config.json"
@@ -119,24 +120,30 @@ def convert_videochat2(
         DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite.
     """
     _check_paths(out, llm, vision, stages, qformer_tokenizer)
+    # Zip files are memory-mapped, so values are read only when a shard is written.
     released = [read_released(path) for path in stages]
     files = [read_released(vision), *released] if vision else released
-    tokenizer, reader = _tokenizers(llm, qformer_tokenizer)
+    # Fail early: all configs and tokenizers are checked before tensors are collected.
+    tokenizer, bert_tokenizer = _tokenizers(llm, qformer_tokenizer)
     kind = _language_model(released)
     text_config, notes = _text_config(llm, kind, tokenizer)
     if legacy is None:
         legacy = any(is_instruction_tuned(file.tensors) for file in released)
-    ours = _model_config(kind, legacy, text_config, len(reader), config or {})
+    ours = _model_config(kind, legacy, text_config, len(bert_tokenizer), config or {})
+    # The model only tells which tensors are expected, and their shapes.
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if ours.tie_word_embeddings:
         # A tied head is the embedding, and is not stored.
         del expected["lm_head.weight"]
+    # Released files have blocks of the vision encoder that the model does not build.
     blocks = len(model.model.vision_encoder.encoder.blocks)
+    # Stage 1 comes first, so that later stages override it.
     sources = collect(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
     fresh = _draw_extra_queries(sources, expected, seed)
     check(sources, expected)
+    # After the check, every LoRA matrix fits its weight.
     adapter = _Adapter(sources, lora_alpha)
     with _aside(out) as folder:
         if keep_adapter:
@@ -146,7 +153,7 @@ def convert_videochat2(
         _write_shards(folder, sources, list(expected), shard_bytes, progress)
         ours.architectures = [type(model).__name__]
         ours.save_pretrained(folder)
-        _write_rest(folder, llm, tokenizer, reader)
+        _write_rest(folder, llm, tokenizer, bert_tokenizer)
     notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
     unused = {reason: tuple(names) for reason, names in sources.unused.items()}
@@ -157,51 +164,55 @@ def _check_paths(
     out: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
     """Raise `DitLoraError` with every path that is missing, or exists and must not."""
-    faults = [f"{out} exists; choose another folder"] if out.exists() else []
-    faults += [
+    # Collect all problems, so that one run shows them together.
+    problems = [f"{out} exists; choose another folder"] if out.exists() else []
+    problems += [
         f"{folder} is no folder of a {content}"
         for folder, content in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
         if not folder.is_dir()
     ]
-    faults += [
+    problems += [
         f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()
     ]
     if not stages:
-        faults.append(
+        problems.append(
             "no file of stage 2 or later was given, so nothing projects to the language model"
         )
-    if faults:
-        raise DitLoraError(listed("cannot convert VideoChat2:", faults))
+    if problems:
+        raise DitLoraError(listed("cannot convert VideoChat2:", problems))
 
 
 def _model_config(
     kind: str, legacy: bool, text: PreTrainedConfig, words: int, overrides: Mapping[str, Any]
 ) -> VideoChat2Config:
     """The model's config, with overrides. `words` is the vocabulary size of the Q-Former's tokenizer."""
-    facts = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
+    values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
+    # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
     qformer = {"vocab_size": words, **overrides.get("qformer_config", {})}
-    return VideoChat2Config(**{**facts, **overrides, "qformer_config": qformer})
+    return VideoChat2Config(**{**values, **overrides, "qformer_config": qformer})
 
 
 def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     """Load the language model's tokenizer, with the original's padding, and the Q-Former's with [DEC] (blip2.py)."""
     try:
         tokenizer = load_tokenizer(llm)
-        reader = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
+        bert_tokenizer = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
     except (ValueError, OSError) as error:
         raise DitLoraError(
             f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}"
         ) from error
+    # Llama and Mistral have no padding token.
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if reader.bos_token != "[DEC]":
-        reader.add_special_tokens({"bos_token": "[DEC]"})
-    return tokenizer, reader
+    if bert_tokenizer.bos_token != "[DEC]":
+        bert_tokenizer.add_special_tokens({"bos_token": "[DEC]"})
+    return tokenizer, bert_tokenizer
 
 
 def _language_model(files: Sequence[ReleasedFile]) -> str:
     """`mistral`, `llama` or `phi`. Raises `DitLoraError` unless all files agree."""
     by_file = {file.path: language_model_of(file.tensors) for file in files}
+    # Files without a language model do not count.
     kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
         return kinds.pop()
@@ -239,6 +250,7 @@ def _draw_extra_queries(
     """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
+    # A generator of its own, so that the values depend only on the seed.
     queries = QUERY_STD * torch.randn(
         expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
     )
@@ -258,6 +270,7 @@ class _Adapter:
             raise DitLoraError(
                 f"the LoRA's layers are of one rank in every release; got {sorted(ranks)}"
             )
+        # 0 without LoRA, and then no scale is computed.
         self.rank = ranks.pop() if ranks else 0
         self.update = self.rounding = 0.0
 
@@ -265,6 +278,7 @@ class _Adapter:
         """Replace each W by W + alpha / rank * B A, computed in fp32 and rounded once when the tensor is read."""
         for module in self.sources.lora:
             name = f"{module}.weight"
+            # Merging is delayed until the shard with this tensor is written.
             base = self.sources.weights[name]
             self.sources.weights[name] = TensorOnDisk(
                 base.file, base.shape, partial(self._merged, module, base)
@@ -276,13 +290,14 @@ class _Adapter:
         update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
         exact = weight.float() + update
         merged = exact.to(weight.dtype)
+        # Sums of squares over all layers, in fp64, for the relative error of the rounding.
         self.update += float(update.square().sum(dtype=torch.float64))
         self.rounding += float((merged.float() - exact).square().sum(dtype=torch.float64))
-        off = (self.rounding / self.update) ** 0.5 if self.update else 0.0
+        relative_error = (self.rounding / self.update) ** 0.5 if self.update else 0.0
         self.done = (
             f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} "
             f"(alpha {self.alpha:g}, rank {self.rank}); "
-            f"rounding to {str(merged.dtype).removeprefix('torch.')} is off by {off:.2%} of the update"
+            f"rounding to {str(merged.dtype).removeprefix('torch.')} is off by {relative_error:.2%} of the update"
         )
         return merged
 
@@ -294,6 +309,7 @@ class _Adapter:
             )
         tensors = {}
         for module, lora in self.sources.lora.items():
+            # PEFT's names, as save_pretrained writes them.
             tensors[f"base_model.model.{module}.lora_A.weight"] = lora["A"].read().contiguous()
             tensors[f"base_model.model.{module}.lora_B.weight"] = lora["B"].read().contiguous()
         folder.mkdir()
@@ -327,6 +343,7 @@ def _write_shards(
     progress: Callable[[str], None] | None,
 ) -> None:
     """Write the tensors in shards as Transformers does. Raises `DitLoraError` after the last if any is not finite."""
+    # Names of the tensors in each shard.
     shards: list[list[str]] = []
     written = size = 0
     bad: list[str] = []
@@ -347,9 +364,11 @@ def _write_shards(
                 [f"{sources.weights[name].file.name}: {name}" for name in bad],
             )
         )
+    # A single file needs no index.
     if len(shards) == 1:
         (folder / _shard_name(0)).rename(folder / "model.safetensors")
         return
+    # The final names contain the number of shards, which is known only now.
     weight_map = {}
     for number, shard in enumerate(shards):
         final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -375,6 +394,7 @@ def _shards(
     size = 0
     for name in names:
         tensor = sources.weights[name].read().contiguous()
+        # The tensor would exceed the limit: it starts the next shard.
         if tensors and size + tensor.nbytes > shard_bytes:
             yield tensors
             tensors, size = {}, 0
@@ -386,10 +406,12 @@ def _shards(
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
     """Context that yields a temporary folder, renamed to `out` on success and removed on failure."""
+    # Next to the target, so that the rename stays within one file system.
     staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
     staged.mkdir(parents=True)
     try:
         yield staged
+        # Before the rename, so that nobody sees the folder with other permissions.
         share_weights(staged)
         staged.rename(out)
     finally:

@@ -18,6 +18,7 @@ from dit_lora.models.videochat2.released import (
     why_unused,
 )
 
+# Transformers' file names: an index if there are several shards, else one file.
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _PICKLED_INDEX, _PICKLED_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"
 
@@ -35,6 +36,7 @@ class TensorOnDisk:
 class Sources:
     """Where each of our tensors comes from. Later files override earlier ones."""
 
+    # By our name.
     weights: dict[str, TensorOnDisk] = field(default_factory=dict)
     lora: dict[str, dict[str, TensorOnDisk]] = field(default_factory=dict)
     """LoRA matrices by our layer name: `A` (rank, inputs) and `B` (outputs, rank)."""
@@ -54,6 +56,7 @@ def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: 
             sources.unused.setdefault(reason, []).append(f"{stored.file.name}: {name}")
         else:
             sources.weights[language_model_name(name)] = stored
+    # In the order of the stages: a tensor of a later file replaces that of an earlier one.
     for file in files:
         for key in file.beside:
             reason = "of a training run, beside its `model`"
@@ -81,19 +84,21 @@ def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> Non
 
 def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield names and tensors of a Transformers folder: safetensors or, for old Vicunas, .bin files."""
+    # Prefer safetensors, and read .bin files only if there are none.
     for index, weights, entries in (
         (_INDEX, _WEIGHTS, _safetensors),
         (_PICKLED_INDEX, _PICKLED_WEIGHTS, _pickled),
     ):
         names = [weights]
         if (llm / index).is_file():
-            named = read_typed(llm / index, WeightMap)["weight_map"]
-            names = list(dict.fromkeys(named.values()))
+            weight_map = read_typed(llm / index, WeightMap)["weight_map"]
+            # Each shard once, in the order of the index.
+            names = list(dict.fromkeys(weight_map.values()))
         elif not (llm / weights).is_file():
             continue
-        absent = [str(llm / name) for name in names if not (llm / name).is_file()]
-        if absent:
-            raise DitLoraError(listed(f"{llm / index} names files that are not there:", absent))
+        missing = [str(llm / name) for name in names if not (llm / name).is_file()]
+        if missing:
+            raise DitLoraError(listed(f"{llm / index} names files that are not there:", missing))
         for name in names:
             yield from entries(llm / name)
         return
@@ -106,6 +111,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield the tensors of a safetensors file. Raises `DitLoraError` if it is incomplete."""
 
     def read(name: str) -> torch.Tensor:
+        # Open the file at each read, so that no file stays open for hundreds of tensors.
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(name)
 
@@ -127,22 +133,23 @@ def _pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
 
 def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise one `DitLoraError` with every tensor that is unknown, missing or of another shape."""
-    faults = [f"{name}: unknown" for name in sources.unknown]
+    problems = [f"{name}: unknown" for name in sources.unknown]
+    # Tensors that the model lacks, or that have another shape.
     for name, stored in sources.weights.items():
         shape = expected.get(name)
         if shape is None:
-            faults.append(f"{stored.file.name}: {name}: not of this model")
+            problems.append(f"{stored.file.name}: {name}: not of this model")
         elif shape != stored.shape:
-            faults.append(
+            problems.append(
                 f"{stored.file.name}: {name}: shape {stored.shape}, the config makes {shape}"
             )
-    faults += [
+    problems += [
         f"{name}: missing from every file" for name in expected if name not in sources.weights
     ]
     for module, lora in sources.lora.items():
-        faults += _lora_faults(module, lora, expected.get(f"{module}.weight"))
-    if faults:
-        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", faults))
+        problems += _lora_faults(module, lora, expected.get(f"{module}.weight"))
+    if problems:
+        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", problems))
 
 
 def _lora_faults(
@@ -151,8 +158,10 @@ def _lora_faults(
     """Problems with the LoRA of one layer."""
     if shape is None:
         return [f"LoRA of {module}: the model has no such layer"]
+    # A and B must both be there.
     if len(lora) < 2:
         return [f"LoRA of {module}: {next(iter(lora))} without its other half"]
+    # A is (rank, inputs), B is (outputs, rank).
     a, b = lora["A"].shape, lora["B"].shape
     # B A must have the weight's shape, and both matrices the same rank.
     if (b[:1] + a[1:], a[:1]) != (shape, b[1:]):

@@ -98,14 +98,15 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
             instruction_ids = instruction_ids.repeat_interleave(views.shape[1], dim=0)
         if instruction_mask is not None:
             instruction_mask = instruction_mask.repeat_interleave(views.shape[1], dim=0)
+        # (B, V, F, 3, tile, tile) -> (B * V, F, 3, tile, tile) -> (B * V, N, D)
         vision = self.vision_layernorm(self.vision_encoder(views.flatten(0, 1)))
         queries: torch.Tensor = self.query_tokens
         if self.extra_query_tokens is not None:
             queries = torch.cat([queries, self.extra_query_tokens], dim=1)
         queries = queries.expand(len(vision), -1, -1)
-        read = self.qformer(queries, vision, instruction_ids, instruction_mask)
+        query_outputs = self.qformer(queries, vision, instruction_ids, instruction_mask)
         # (B * V, Q, D) -> (B, V * Q, D)
-        return self.projection(read).unflatten(0, (len(views), -1)).flatten(1, 2)
+        return self.projection(query_outputs).unflatten(0, (len(views), -1)).flatten(1, 2)
 
     def _views(self, pixels: torch.Tensor) -> torch.Tensor:
         """Cut (B, F, 3, H, W) into views (B, V, F, 3, tile, tile): tiles by row, then the full frame, resized in fp32.
@@ -119,6 +120,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         views = tiles.permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
         if self.config.num_views(*pixels.shape[-2:]) == rows * columns:
             return views
+        # (B * F, 3, H, W)
         frames = pixels.flatten(0, 1).float()
         resized = functional.interpolate(frames, size=(size, size), mode="bicubic")
         resized = resized.to(pixels.dtype).unflatten(0, pixels.shape[:2])
@@ -177,6 +179,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
             )
         if input_ids is not None:
             features = None
+            # In later steps of `generate` there are no pixels: media are in the cache.
             if pixel_values is not None:
                 features = self.get_media_features(pixel_values, instruction_ids, instruction_mask)
             inputs_embeds = self.embed(input_ids, features)
@@ -246,6 +249,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
+        # slice(0, None) for 0, so that all positions are kept.
         positions = (
             slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         )

@@ -25,6 +25,7 @@ class VideoChat2QFormerEmbeddings(nn.Module):
         super().__init__()
         width = config["hidden_size"]
         self.use_text = config["use_text"]
+        # Without text, files of stage 2 have no word embeddings.
         if self.use_text:
             self.word_embeddings = nn.Embedding(config["vocab_size"], width, padding_idx=0)
             self.position_embeddings = nn.Embedding(config["max_position_embeddings"], width)
@@ -34,6 +35,7 @@ class VideoChat2QFormerEmbeddings(nn.Module):
     def forward(
         self, queries_BQD: torch.Tensor, instruction_ids: torch.Tensor | None
     ) -> torch.Tensor:
+        # Queries have no positions.
         tokens = queries_BQD
         if instruction_ids is not None:
             position = torch.arange(instruction_ids.shape[1], device=instruction_ids.device)
@@ -58,6 +60,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
     def forward(
         self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
+        # (B, N, D) -> (B, heads, N, D / heads)
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(tokens), self.key(context), self.value(context))
@@ -65,6 +68,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
         # SDPA would apply dropout in evaluation too.
         dropout = self.dropout_prob if self.training else 0.0
         attended = functional.scaled_dot_product_attention(query, key, value, mask, dropout)
+        # (B, heads, N, D / heads) -> (B, N, D)
         return attended.transpose(1, 2).flatten(2)
 
 
@@ -117,6 +121,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
         super().__init__()
         width, inner = config["hidden_size"], config["intermediate_size"]
         self.attention = VideoChat2QFormerAttention(config, width, eps, rate)
+        # `vision_width` is None in layers without cross-attention.
         self.crosses = vision_width is not None
         if vision_width is not None:
             self.crossattention = VideoChat2QFormerAttention(config, vision_width, eps, rate)
@@ -149,6 +154,7 @@ class VideoChat2QFormerEncoder(nn.Module):
 
     def __init__(self, config: dict[str, Any], vision_width: int, eps: float) -> None:
         super().__init__()
+        # The rate of stochastic depth grows with the layer.
         rates = drop_path_rates(config["drop_path_rate"], config["num_hidden_layers"])
         frequency = config["cross_attention_frequency"]
         self.layer = nn.ModuleList(
@@ -183,13 +189,15 @@ class VideoChat2QFormer(nn.Module):
                 "this VideoChat2's Q-Former reads no instruction (qformer_config use_text: false); got "
                 f"instruction_ids of shape {tuple(instruction_ids.shape)}"
             )
+        # Number of queries, which come first in the sequence.
         queries = queries_BQD.shape[1]
         mask = None
         if instruction_ids is not None and instruction_mask is not None:
             # Every token may look at the queries, and at the words that are no padding: (B, 1, 1, Q + I).
-            looked_at = instruction_mask.new_ones((len(instruction_mask), queries))
-            mask = torch.cat([looked_at, instruction_mask], dim=1).bool()[:, None, None]
+            query_mask = instruction_mask.new_ones((len(instruction_mask), queries))
+            mask = torch.cat([query_mask, instruction_mask], dim=1).bool()[:, None, None]
         tokens = self.embeddings(queries_BQD, instruction_ids)
         for layer in self.encoder.layer:
             tokens = layer(tokens, vision_BND, queries, mask)
+        # The text's tokens only served to condition the queries.
         return tokens[:, :queries]

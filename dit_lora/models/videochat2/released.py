@@ -23,11 +23,14 @@ PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
 MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
 """The same names to the language models' `model_type`."""
 
+# Alternatives for the regular expressions below.
 _LLM = "|".join(PROMPT_FORMATS)
 # Some files have PEFT's adapter name, `default`, in their tensors' names.
 _LORA = re.compile(rf"({_LLM})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+# The language model's own tensors, with or without PEFT's prefix.
 _LANGUAGE_MODEL = re.compile(rf"({_LLM})_model\.(?:base_model\.model\.)?(.+)")
 _PROJECTION = re.compile(rf"({_LLM})_proj\.(weight|bias)")
+# The Q-Former's parts that only text uses: embeddings, and the text's feed-forward in each layer.
 _TEXT_IN_QFORMER = re.compile(
     r"qformer\.bert\.(embeddings\.(word|position)_embeddings|encoder\.layer\.\d+\.(intermediate|output))\..+"
 )
@@ -89,6 +92,7 @@ def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
     for pattern, reason in _UNUSED.items():
         if pattern.fullmatch(name):
             return reason
+    # Blocks after the output block are in the files but not in the model.
     match = _BLOCK.fullmatch(name)
     if match and int(match[1]) >= blocks:
         return "vision blocks after the one whose output is read"
@@ -156,6 +160,7 @@ def read_released(path: Path) -> ReleasedFile:
 def _refusal(path: Path) -> str:
     """Error message for a file that is not safe to unpickle."""
     unsafe: list[str] = []
+    # Only zip files can be inspected without unpickling them.
     if zipfile.is_zipfile(path):
         unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     content = (

@@ -25,6 +25,7 @@ def load_tokenizer(folder: Path) -> Any:
     stored = Path(folder) / "tokenizer.json"
     if not stored.is_file():
         return tokenizer
+    # Compare the two on a probe text: equal ids mean that Transformers kept the file's rules.
     backend = Tokenizer.from_file(str(stored))
     text = _PROBE.format(bos=tokenizer.bos_token or "", eos=tokenizer.eos_token or "")
     ids = tokenizer(text, add_special_tokens=False).input_ids

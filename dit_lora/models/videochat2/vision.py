@@ -17,10 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dit_lora.errors import DitLoraError
 
-PRETRAINED_SIZE, PRETRAINED_SIDE = (
-    224,
-    14,
-)  # vit.py: get_sinusoid_encoding_table2 is used for any other size
+# Pixels and patches per side; vit.py uses get_sinusoid_encoding_table2 for any other size.
+PRETRAINED_SIZE, PRETRAINED_SIDE = 224, 14
 BLOCK_EPS = 1e-6  # vit.py: norm_layer=partial(nn.LayerNorm, eps=1e-6), with and without `legacy`
 
 
@@ -36,6 +34,7 @@ class DropPath(nn.Module):
             return branch
         # Divide by the keep probability, so that the mean stays the same.
         keep = 1 - self.rate
+        # (B, 1, ..., 1): one decision per sample.
         shape = (branch.shape[0],) + (1,) * (branch.dim() - 1)
         return branch * (branch.new_empty(shape).bernoulli_(keep) / keep)
 
@@ -63,6 +62,7 @@ class VideoChat2VisionAttention(nn.Module):
         query, key, value = self.qkv(tokens_BND).chunk(3, dim=-1)
         query = query + self.q_bias.to(query.dtype)
         value = value + self.v_bias.to(value.dtype)
+        # Each (B, N, D) -> (B, heads, N, D / heads)
         attended = functional.scaled_dot_product_attention(
             *(part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value))
         )
@@ -106,6 +106,7 @@ class VideoChat2PatchEmbed(nn.Module):
         self.proj = nn.Conv3d(3, width, kernel_size=size, stride=size)
 
     def forward(self, pixels_BCFHW: torch.Tensor) -> torch.Tensor:
+        # (B, D, f, h, w) -> (B, N, D)
         patches = self.proj(pixels_BCFHW.to(self.proj.weight.dtype))
         return patches.flatten(2).transpose(1, 2)
 
@@ -140,6 +141,7 @@ class VideoChat2VisionEncoder(nn.Module):
             )
         # Conv3d takes (B, C, F, H, W).
         tokens = self.patch_embed(pixels_BFCHW.transpose(1, 2))
+        # Number of tokens in time.
         times = frames // tubelet
         side = size // self.config["patch_size"]
         positions = position_table(
@@ -194,6 +196,7 @@ def position_table(
         index = torch.arange(count, dtype=torch.float64, device="cpu")
         angle = index[:, None] / 10000 ** (2 * (channel // 2) / width)
         table = torch.where(channel % 2 == 0, angle.sin(), angle.cos()).float()
+        # (frames * N, D) -> (frames, D, rows, columns) for interpolate, and back.
         if side != pretrained_side:
             pictures = table.unflatten(0, (pretrained_frames, pretrained_side, pretrained_side))
             resized = functional.interpolate(
