@@ -191,6 +191,7 @@ def redacted(value: Any) -> Any:
 
 def redactor() -> Callable[[Any], Any]:
     """A function like `redacted` for many values: the environment is read only once."""
+    # Values that are secret because of the variable they are in, whatever their format is.
     secrets = _environment()
     return lambda value: _nested(value, secrets, _IN_TEXT)
 
@@ -211,20 +212,24 @@ def _without_tokens(text: str, held: Sequence[str]) -> str:
     # Longest first: replacing a shorter secret inside a longer one would leave the rest of it.
     for value in held:
         text = text.replace(value, TOKEN)
+    # Tokens by format, then values by the name before them.
     text = _KNOWN.sub(TOKEN, text)
     for pattern in (*_NAMED, _VARIABLE) if _NAMING.search(text) else ():
+        # Keeps the name, so that the reader sees what was removed.
         text = pattern.sub(_hidden, text)
     return text
 
 
 def _hidden(match: re.Match[str]) -> str:
     """Replace the value of a match and keep its name and quotes."""
+    # The match without the name at its beginning.
     value = match[0][len(match["name"]) :]
     quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
     return f"{match['name']}{quote}{TOKEN}{quote}"
 
 
 def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
+    # Tokens first: a token may contain slashes, of which a path pattern would leave a part.
     text = _without_tokens(text, held)
     if "/" not in text and "\\" not in text:
         return text
@@ -240,6 +245,7 @@ def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return {
             _nested(key, held, paths): TOKEN
+            # The whole value, even if it does not look like a token.
             if _is_secret(str(key), item)
             else _nested(item, held, _IN_WORDS if key in WORDS else paths)
             for key, item in value.items()
@@ -253,6 +259,7 @@ def _is_secret(key: str, value: Any) -> bool:
     """True if a mapping's key names a secret; for `token` and similar words, the value must look like one too."""
     if not isinstance(value, str) or not value:
         return False
+    # Names such as `api_key` are enough by themselves.
     named = _STRONG_KEY.fullmatch(key) is not None
     return named or bool(_WEAK_KEY.fullmatch(key) and _SHAPED.fullmatch(value))
 
@@ -275,6 +282,7 @@ def _environment() -> list[str]:
 
 def _cut(match: re.Match[str]) -> str:
     if match["address"]:
+        # `file://` and similar URLs hold a path; the others, such as https, are kept.
         is_local = match["scheme"].lower() in _LOCAL
         return f"{match['scheme']}:{_last(match['address'])}" if is_local else match["address"]
     if match["quote"]:
@@ -284,6 +292,7 @@ def _cut(match: re.Match[str]) -> str:
 
 def _last(path: str) -> str:
     """The last part of a path. A home folder becomes `[home]`, because its name is the user's."""
+    # Both kinds of slashes: a text may come from another system.
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")
     return HOME if is_home and len(parts) <= 3 else parts[-1]

@@ -25,6 +25,7 @@ class LayerNames:
         """The program's name for one of Diffusers' layers; None if it has no such layer."""
         if self.lacking or any(fnmatchcase(name, pattern) for pattern in self.without):
             return None
+        # None if a mapping exists and has no entry for this layer.
         theirs = _renamed(self.renamed, name) if self.renamed else name
         return theirs if theirs is None else f"{self.prefix}{theirs}"
 
@@ -51,6 +52,7 @@ def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
     """
     theirs = comfyui.of(name)
     without_prefix = name if theirs is None else theirs.removeprefix(comfyui.prefix)
+    # Without duplicates: for many models both names are the same.
     for base_name in dict.fromkeys((name, without_prefix)):
         yield from file_spellings(base_name)
     if theirs is not None:
@@ -89,6 +91,7 @@ def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) ->
 def _renamed(names: Mapping[str, str], name: str) -> str | None:
     if name in names:
         return names[name]
+    # The mapping has one entry for all blocks.
     pattern, number = split_block_number(name)
     theirs = names.get(pattern) if number else None
     return theirs and theirs.replace("*", number)
@@ -98,6 +101,7 @@ def split_block_number(name: str) -> tuple[str, str]:
     """Split a layer's name into a pattern, with `*` for the block's number, and that number; an empty number without a
     block.
     """
+    # The first number between dots is the block's; later ones are positions inside the block.
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
         return name, ""

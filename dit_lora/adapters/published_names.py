@@ -175,6 +175,7 @@ def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict
     for published, patterns in PUBLISHED_NAMES.get(type(model).__name__, {}).items():
         for number in numbers[patterns[0]]:
             layers = [pattern.replace("*", number) for pattern in patterns]
+            # Variants of a model lack some layers, such as the guidance embedder.
             if model_layers.issuperset(layers):
                 for spelling in file_spellings(published.replace("*", number)):
                     layers_by_name[spelling] = layers

@@ -37,8 +37,10 @@ def audit(
     from dit_lora.data.audit.summary import as_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page
 
+    # Imports are inside the verbs, so that help and completion load little.
     result = audit_target(target, overrides or [], encode=encode)
     for line in result.lines():
+        # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))
     judged, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
     try:

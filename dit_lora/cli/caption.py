@@ -57,11 +57,13 @@ def caption(
         raise DitLoraError(f"--port {port} is for --serve")
     from dit_lora.commands.caption import CaptionRequest
 
+    # None on processes that report nothing.
     failed: bool | None = False
     if model is not None:
         asked = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
         if (failed := _describe(asked)) is None:
             return
+    # Port 0 lets the system choose a free one.
     _show(folder, recipe, trigger, html, port or 0 if serve else None)
     if failed:
         raise typer.Exit(CheckFailedError.exit_code)

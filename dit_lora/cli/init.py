@@ -44,6 +44,7 @@ def recipes(
         answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
         return
     defaults = default_recipes()
+    # All recipes are read, also for one family: they are small files.
     records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
     chosen = [record for record in records if family in (None, record["family"])]
     answer(context, as_json, {"recipes": chosen}, lambda: _render(chosen))
@@ -68,12 +69,14 @@ def init(
 ) -> None:
     """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
     chosen = StockRecipe.named(recipe, default_recipes())
+    # The recipe's own launch is the default.
     config = accelerate or chosen.accelerate_config
     if config not in accelerate_configs():
         names = ", ".join(accelerate_configs())
         raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
     written = write_folder(chosen, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
+    # The user gave a family, so say which recipe it stands for.
     if recipe in FAMILIES:
         echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
     if not chosen.smoke:
@@ -86,7 +89,9 @@ def init(
 
 def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
     """Return what to type in the new folder, a line each."""
+    # The commands below use paths relative to the new folder.
     lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
+    # Commands that prepare the run, such as `dit-lora tiny`.
     lines += recipe.commands[:-1]
     if not recipe.smoke:
         lines += _captioning(recipe)
@@ -130,6 +135,7 @@ def _render(records: list[dict[str, Any]]) -> None:
 
 def _amount(words: str) -> str:
     """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
+    # A number and its unit, after an optional `about` or `computed:`.
     match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
     if match is None:
         return "-"

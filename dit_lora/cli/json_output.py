@@ -18,6 +18,7 @@ _OUT = "dit_lora.json"
 
 def _begin(context: typer.Context, asked: bool) -> bool:
     if asked and not context.resilient_parsing:
+        # Eager: it takes effect before any other option's callback can print.
         context.meta[_OUT] = context.with_resource(_diverted())
     return asked
 
@@ -49,6 +50,7 @@ def answer(
 @contextlib.contextmanager
 def _diverted() -> Iterator[TextIO]:
     """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
+    # The stream that the document is written to.
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -59,12 +61,14 @@ def _diverted() -> Iterator[TextIO]:
         out.flush()
         # Child processes write to the descriptor, whatever Python's `sys.stdout` is.
         copied = os.dup(number)
+        # From here on the descriptor of standard output leads to standard error.
         os.dup2(2, number)
         try:
             with os.fdopen(copied, "w", encoding="utf-8", closefd=False) as document:
                 yield document
         finally:
             out.flush()
+            # Undo the redirection of the descriptor.
             os.dup2(copied, number)
             os.close(copied)
 
@@ -72,4 +76,5 @@ def _diverted() -> Iterator[TextIO]:
 def silence_the_end() -> None:
     """Send what libraries print as a process ends to standard error, for nothing may follow the document."""
     sys.stdout.flush()
+    # 1 and 2 are the descriptors of standard output and standard error.
     os.dup2(2, 1)

@@ -34,6 +34,7 @@ def report(
             )
         echo(write_guard_report(run))
         return
+    # A run of both experts has a folder for each.
     runs = runs_of(run)
     if serve:
         if len(runs) > 1:

@@ -90,6 +90,7 @@ def judged(
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
+        # Restores PyTorch's attention backends at the end.
         stack.enter_context(kept_attention())
         if masked_attention is not None:
             choose_cudnn(masked=masked_attention)
@@ -97,6 +98,7 @@ def judged(
         names = {switch.name for switch in switches}
         # A recorded name may not exist here: another machine has other kernels and backends.
         for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
+            # Components stay off until the end of the diagnosis.
             stack.enter_context(find_switch(switches, name).off())
         start = bundle.facts["start_peak"]
         suspects = Suspects(

@@ -85,6 +85,7 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     """
     quiet_libraries()
     _require_files(request)
+    # From here on the target is local.
     request = _from_hub(request)
     # With a two-expert checkpoint, one or both experts were trained.
     sources = [find_source(target) for target in targets_of(request.target)]
@@ -98,10 +99,12 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
     )
+    # Before the pipeline is loaded.
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
     _load(request, pipeline, sources, family.comfyui)
+    # After the adapters: they move with the models that they are attached to.
     sampler.place(pipeline, device)
     fps = None if shape.frames == 1 else _value("fps", request.fps, video)
     sampling = Sampling(
@@ -114,6 +117,7 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
         request.references,
         fps,
     )
+    # Samples of two experts together go beside both adapters.
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
     out = request.out or folder / "samples"
@@ -132,6 +136,7 @@ def _cells(
     ]
     bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
+        # Every sample starts from its own seed, so it does not depend on the others.
         settings = replace(how, seed=seed)
         conditions = sampler.conditions(prompt)
         with at_strength(pipeline, 1.0 if strength is None else strength):
@@ -139,6 +144,7 @@ def _cells(
         problem = unplayable(sound)
         if problem:
             echo(f"{prompt!r} is written without sound: {problem}", err=True)
+            # The file is written without it.
             sound = None
         name = _file_name(prompt, settings)
         name += "" if strength is None else f"_strength_{strength:g}"
@@ -178,6 +184,7 @@ def _load(
         load_adapter(pipeline, source.file, comfyui, name=name)
     if others:
         weights = [request.weight, *(weight for _, weight in request.others)]
+        # With several adapters, all of them must be activated explicitly.
         weigh(pipeline, [name for name in names if name], weights)
 
 
@@ -215,6 +222,7 @@ def _from_hub(request: SampleRequest) -> SampleRequest:
 
 def _file_name(prompt: str, how: Sampling) -> str:
     """Readable file name from seed and prompt, with a digest that makes it unique for these settings."""
+    # Only characters that are safe in file names of every system.
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
     digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
     return f"seed_{how.seed}_{slug}_{digest}"

@@ -32,6 +32,7 @@ def hub_name(path: str) -> str | None:
     """
     if path.startswith(HUB):
         return path.removeprefix(HUB)
+    # An existing path always wins over a name on the Hub.
     return None if looks_local(path) or Path(path).expanduser().exists() else path
 
 
@@ -42,6 +43,7 @@ def looks_local(path: str) -> bool:
     """
     if path.startswith(HUB):
         return False
+    # A Hub id has exactly one slash, and no part that only a path has.
     owner, slash, name = path.partition("/")
     if not slash or not name or "/" in name or "\\" in path or owner.startswith((".", "~")):
         return True
@@ -58,6 +60,7 @@ def recipe_remedy(path: Path) -> str:
     """Suggest a recipe for a path that does not exist: a similar file in its folder, or one that comes with
     dit-lora.
     """
+    # Compared without the suffix, which all of them share.
     siblings = {near.stem: near for near in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, siblings, n=1)
     if close:

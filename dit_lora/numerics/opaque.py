@@ -27,6 +27,7 @@ def whole_test(module: nn.Module) -> Callable[[], bool] | None:
 
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over `named_modules`, without the submodules of modules that run as one kernel now."""
+    # Prefixes of the submodules to leave out.
     parts: list[str] = []
     for name, module in model.named_modules():
         # Modules come depth first: the submodules of the last fused module follow it directly.
