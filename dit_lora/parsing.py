@@ -30,8 +30,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in value if names.count(name) > 1)
-        raise ParseError(f"it holds {twice[:80]!r} twice")
+        duplicate = next(name for name in value if names.count(name) > 1)
+        raise ParseError(f"it holds {duplicate[:80]!r} twice")
     return value
 
 

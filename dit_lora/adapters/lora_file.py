@@ -298,8 +298,8 @@ def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
         missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
             sorted_out.refuse_unknown(name)
-        elif twice := [layer for layer in layers if layer in seen_layers]:
-            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(twice)}")
+        elif repeated_layers := [layer for layer in layers if layer in seen_layers]:
+            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(repeated_layers)}")
         elif missing_parts:
             suffix = ", its alpha is alone" if len(missing_parts) == 2 else ""
             sorted_out.refuse(

@@ -36,8 +36,8 @@ def own_files(folder: Path) -> list[str]:
         candidates = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
         parts = [path for path in folder.iterdir() if _is_part(path)]
     for part in parts:
-        below = files_below(part) if part.is_dir() else []
-        candidates += [path for path in below if _READ.fullmatch(path.name)]
+        inner_files = files_below(part) if part.is_dir() else []
+        candidates += [path for path in inner_files if _READ.fullmatch(path.name)]
     names = {path.relative_to(folder) for path in candidates if path.is_file()}
     # Hidden files and folders, such as .git, are not part of the checkpoint.
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))

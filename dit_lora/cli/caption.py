@@ -60,8 +60,8 @@ def caption(
     # None on processes that report nothing.
     failed: bool | None = False
     if model is not None:
-        asked = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
-        if (failed := _describe(asked)) is None:
+        request = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
+        if (failed := _describe(request)) is None:
             return
     # Port 0 lets the system choose a free one.
     _show(folder, recipe, trigger, html, port or 0 if serve else None)

@@ -39,6 +39,8 @@ def chat(
     answerer = load_answerer(target, model, frames=frames)
     media = MediaFile(file) if file else None
     # Without --prompt, lines from standard input.
-    asked = prompt or typed()
-    for answer in converse(answerer, media, asked, instruction=instruction, max_tokens=max_tokens):
+    questions = prompt or typed()
+    for answer in converse(
+        answerer, media, questions, instruction=instruction, max_tokens=max_tokens
+    ):
         echo(answer)

@@ -38,9 +38,9 @@ def answer(
 ) -> None:
     """Print what a verb found out, as the one JSON document or as `tell` does; exit 1 if it did not pass."""
     if as_json:
-        out: TextIO = context.meta[_OUT]
-        out.write(json.dumps(record, indent=2) + "\n")
-        out.flush()
+        stream: TextIO = context.meta[_OUT]
+        stream.write(json.dumps(record, indent=2) + "\n")
+        stream.flush()
     else:
         tell()
     if not passed:
@@ -51,14 +51,14 @@ def answer(
 def _diverted() -> Iterator[TextIO]:
     """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
     # The stream that the document is written to.
-    out = sys.stdout
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            number = out.fileno()
+            number = stdout.fileno()
         except io.UnsupportedOperation:  # no file: a test's, or a notebook's
-            yield out
+            yield stdout
             return
-        out.flush()
+        stdout.flush()
         # Child processes write to the descriptor, whatever Python's `sys.stdout` is.
         copied = os.dup(number)
         # From here on the descriptor of standard output leads to standard error.
@@ -67,7 +67,7 @@ def _diverted() -> Iterator[TextIO]:
             with os.fdopen(copied, "w", encoding="utf-8", closefd=False) as document:
                 yield document
         finally:
-            out.flush()
+            stdout.flush()
             # Undo the redirection of the descriptor.
             os.dup2(copied, number)
             os.close(copied)

@@ -150,6 +150,6 @@ def _write_shapes(
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
     else:
         write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
-    what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
-    what += ", each with what it is made from" if pairs else ""
-    echo(f"wrote {clips} {what} to {out}")
+    description = "clips and as many images" if chat else "images" if frames == 1 else "clips"
+    description += ", each with what it is made from" if pairs else ""
+    echo(f"wrote {clips} {description} to {out}")

@@ -111,11 +111,13 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
             raise DitLoraError("--encode: a chat model's samples are not encoded before training")
-        judged, caption_findings, notes = audit_conversations(
+        audited_samples, caption_findings, notes = audit_conversations(
             recipe, family.open(recipe.model, recipe), progress=True
         )
         return Audit(
-            recipe.data.path or "data.sources", merge(judged, caption_findings), tuple(notes)
+            recipe.data.path or "data.sources",
+            merge(audited_samples, caption_findings),
+            tuple(notes),
         )
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
@@ -131,10 +133,10 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     # Lists the files with their captions; nothing is decoded yet.
     sources = scan(data)
     # None: without a recipe there are no shapes to check against.
-    judged = audit_media(sources.clips, None, progress=progress)
+    audited_samples = audit_media(sources.clips, None, progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = (*sources.notes, *pair_notes(judged), *sound_note(judged))
-    return Audit(path, merge(judged, _problems(sources), captions), notes)
+    notes = (*sources.notes, *pair_notes(audited_samples), *sound_note(audited_samples))
+    return Audit(path, merge(audited_samples, _problems(sources), captions), notes)
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
@@ -150,7 +152,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
-    judged = audit_media(
+    audited_samples = audit_media(
         sources.clips,
         data,
         shapes=samples.shapes,
@@ -163,7 +165,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     digests.save()
     # A family without a text limit is conditioned on classes: its captions are labels.
     limit = checkpoint.text_limit()
-    notes: list[str] = [*samples.notes, *pair_notes(judged)]
+    notes: list[str] = [*samples.notes, *pair_notes(audited_samples)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
         caption_findings, label_notes = check_labels(sources.clips, data.classes)
@@ -178,7 +180,11 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
     merged = merge(
-        judged, _problems(sources), caption_findings, _dropped(samples, judged), facts=tokens
+        audited_samples,
+        _problems(sources),
+        caption_findings,
+        _dropped(samples, audited_samples),
+        facts=tokens,
     )
     return Audit(
         title=data.path or "data.sources",

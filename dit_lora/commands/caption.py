@@ -73,7 +73,9 @@ class Captioned:
     def lines(self, table: CaptionTable) -> list[str]:
         """Text for a terminal: failures, shortened captions, and counts."""
         # Failures first, because they need an action.
-        lines = [f"could not be described: {name}: {why}" for name, why in self.failed.items()]
+        lines = [
+            f"could not be described: {name}: {reason}" for name, reason in self.failed.items()
+        ]
         if self.cut:
             lines.append(
                 f"{len(self.cut)} captions were cut at the end of a sentence to what the recipe's text encoder reads: "
@@ -116,37 +118,39 @@ def caption_folder(request: CaptionRequest) -> Captioned:
     limit = limit_of(request.recipe)
     # One process without `accelerate launch`; otherwise it joins the process group.
     state = PartialState(cpu=not torch.cuda.is_available())
-    made, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
+    store, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
     with ExitStack() as stack:
         if main:
             # Raises for a bad folder before anything is written there.
             CaptionTable.read(request.folder)
             # A second command in the same folder would describe the same files again.
-            stack.enter_context(made.held())
+            stack.enter_context(store.held())
             # Captions of processes that were killed.
-            earlier = made.merge(of_all=True)
+            earlier = store.merge(of_all=True)
         # The others read the table after earlier captions are merged into it.
         state.wait_for_everyone()
         names = CaptionTable.read(request.folder).missing
-        done = Captioned(earlier=earlier if main else 0, is_told_here=main)
+        local_result = Captioned(earlier=earlier if main else 0, is_told_here=main)
         if not names:
-            return done
+            return local_result
         if main:
             # If this process ends early, others may still be writing: their captions are merged at the next start.
-            stack.callback(made.merge, of_all=False)
+            stack.callback(store.merge, of_all=False)
         # Every process takes each n-th file.
-        _describe(request, names[state.process_index :: state.num_processes], made, limit, done)
+        _describe(
+            request, names[state.process_index :: state.num_processes], store, limit, local_result
+        )
         # Waits for all processes. The first result is the main process's own.
-        results: list[Captioned] = gather_object([done])
+        results: list[Captioned] = gather_object([local_result])
         if main:
-            made.merge(of_all=True)
+            store.merge(of_all=True)
         state.wait_for_everyone()
     # Only the main process reports, so it adds up the counts.
     for result in results[1:] if main else ():
-        done.written += result.written
-        done.failed |= result.failed
-        done.cut += result.cut
-    return done
+        local_result.written += result.written
+        local_result.failed |= result.failed
+        local_result.cut += result.cut
+    return local_result
 
 
 def _describe(

@@ -188,11 +188,14 @@ class _Again:
 def _differing(wanted: Sequence[str], found: Sequence[str]) -> list[str]:
     """Parameters that only one of two models has, or that have different shapes."""
     # "name shape" to a dict by name
-    then, now = (
+    recorded_shapes, current_shapes = (
         dict(description.rsplit(" ", 1) for description in descriptions)
         for descriptions in (wanted, found)
     )
-    shapes = {name: (then.get(name), now.get(name)) for name in [*then, *now]}
+    shapes = {
+        name: (recorded_shapes.get(name), current_shapes.get(name))
+        for name in [*recorded_shapes, *current_shapes]
+    }
     return [
         f"{name}: {recorded_shape or 'not'} in the bundle, {current_shape or 'not'} here"
         for name, (recorded_shape, current_shape) in shapes.items()

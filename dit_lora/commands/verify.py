@@ -196,24 +196,24 @@ def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verifi
 
 def _verified(source: Target, allow_extreme_update: bool) -> Verification:
     """Run the checks for this target."""
-    stock = source.stock()
+    reference_model = source.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
     result = Result(
         source.file,
         source.made,
         source.base_name,
-        stock,
+        reference_model,
         dtype,
         allow_extreme=allow_extreme_update,
     )
     if source.kind == "pipeline":
         # Names and shapes only: the model is on the meta device.
-        expected = stock.without_values(dtype).state_dict()
-        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
-        return check_pipeline(result, checks, lambda: stock.load(dtype).to(device))
+        expected = reference_model.without_values(dtype).state_dict()
+        checks = pipeline_checks(reference_model.weight_files(), expected, reference_model.name)
+        return check_pipeline(result, checks, lambda: reference_model.load(dtype).to(device))
     # A base that no adapter was loaded into.
-    fresh = stock.load(dtype)
+    base_model = reference_model.load(dtype)
     if source.made.get("quantize"):  # as it was trained on
-        quantize_base(fresh, source.made["quantize"], set(tensors_of(result.base_file)))
-    return check_adapter(result, fresh.to(device))
+        quantize_base(base_model, source.made["quantize"], set(tensors_of(result.base_file)))
+    return check_adapter(result, base_model.to(device))

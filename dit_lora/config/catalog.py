@@ -202,9 +202,9 @@ def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
     spelled |= {recipe: recipe for recipe in names}
     spelled |= {family: family for family in families}
     # Typing errors first, then names that contain the text.
-    near = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
-    near += [recipe for recipe in names if name and name in recipe]
-    if near:
-        three = list(dict.fromkeys(near))[:3]
+    similar_names = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
+    similar_names += [recipe for recipe in names if name and name in recipe]
+    if similar_names:
+        three = list(dict.fromkeys(similar_names))[:3]
         return f"no recipe {name!r}; did you mean {' or '.join(three)}? All: dit-lora recipes"
     return f"no recipe {name!r}; see: dit-lora recipes"

@@ -59,12 +59,12 @@ def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
         _apply_override(values, override)
     allowed = [f"data.{name}" for name in Layout.model_fields]
     # Keys of other sections, and of `data` itself such as its height.
-    foreign = [
+    refused = [
         key for key in (override.partition("=")[0] for override in overrides) if key not in allowed
     ]
-    if foreign:
+    if refused:
         raise DitLoraError(
-            f"{', '.join(foreign)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
+            f"{', '.join(refused)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
         )
     try:
         # Height and width are required fields, and are not used without a recipe.
@@ -140,9 +140,9 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     elsewhere = [".".join(path) for path in key_paths if path[-1] == str(location[-1])]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
-    near = difflib.get_close_matches(str(location[-1]), siblings, n=1)
-    if near:
-        return f"; did you mean {'.'.join([*parent, near[0]])}?"
+    similar_keys = difflib.get_close_matches(str(location[-1]), siblings, n=1)
+    if similar_keys:
+        return f"; did you mean {'.'.join([*parent, similar_keys[0]])}?"
     return f"; known here: {', '.join(siblings)}"
 
 

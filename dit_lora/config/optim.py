@@ -150,10 +150,10 @@ class PreserveConfig(Section):
         ):
             raise ValueError("trigger and class_words are words; got none, or an empty one")
         # Replacing the trigger would put it back into the caption.
-        with_trigger = [word for word in self.class_words if self.trigger in word]
-        if with_trigger:
+        words_with_trigger = [word for word in self.class_words if self.trigger in word]
+        if words_with_trigger:
             raise ValueError(
-                f"class_words: {', '.join(map(repr, with_trigger))} has the trigger {self.trigger!r} in it, "
+                f"class_words: {', '.join(map(repr, words_with_trigger))} has the trigger {self.trigger!r} in it, "
                 "so that the "
                 "caption would not be without it"
             )

@@ -61,7 +61,7 @@ def recipe_remedy(path: Path) -> str:
     dit-lora.
     """
     # Compared without the suffix, which all of them share.
-    siblings = {near.stem: near for near in path.parent.glob("*.yaml")}
+    siblings = {sibling.stem: sibling for sibling in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, siblings, n=1)
     if close:
         return f"did you mean {siblings[close[0]]}?"

@@ -57,9 +57,9 @@ class _Loader(yaml.SafeLoader):
         # Keys by tag and text: `1` and `"1"` are different keys.
         node = super().compose_mapping_node(anchor)
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
-        if twice:
-            message = f"given twice: {', '.join(twice)}"
+        duplicates = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
+        if duplicates:
+            message = f"given twice: {', '.join(duplicates)}"
             raise yaml.composer.ComposerError(None, None, message, node.start_mark)
         return node
 

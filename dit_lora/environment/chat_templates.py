@@ -89,18 +89,18 @@ class _Renderer:
         return tuple(answer["rendered"])
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
+        parent_end, child_end = Pipe()
         child = os.fork()
         if child == 0:
             try:
                 # In the child, which has copies of all open files of the parent.
-                _close_all_but(theirs.fileno())
-                self._serve(theirs)
+                _close_all_but(child_end.fileno())
+                self._serve(child_end)
             finally:
                 os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
         # The parent's copy: while it is open, the end of the child would not be noticed.
-        theirs.close()
-        self._owner, self._child, self._connection = os.getpid(), child, ours
+        child_end.close()
+        self._owner, self._child, self._connection = os.getpid(), child, parent_end
 
     def _stop(self) -> None:
         if self._connection is None:

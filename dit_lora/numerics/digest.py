@@ -58,12 +58,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     Reads each device once.
     """
     totals: dict[torch.device, torch.Tensor] = {}
-    waiting: dict[torch.device, list[torch.Tensor]] = {}
+    pending: dict[torch.device, list[torch.Tensor]] = {}
 
     # Totals and collected small tensors, by device.
     # Adds the collected tensors of one device to its total.
     def count(device: torch.device) -> None:
-        parts = waiting.pop(device)
+        parts = pending.pop(device)
         value = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])
         totals[device] = totals[device] * 3 + value if device in totals else value
 
@@ -72,13 +72,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
         if not tensor.numel():
             continue
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        parts = waiting.get(raw.device, [])
+        parts = pending.get(raw.device, [])
         # The batch is full: digest it before this tensor starts the next one.
         if parts and sum(map(len, parts)) + len(raw) > _BATCH:
             count(raw.device)
-        waiting.setdefault(raw.device, []).append(raw)
+        pending.setdefault(raw.device, []).append(raw)
     # The last batch of each device.
-    for device in list(waiting):
+    for device in list(pending):
         count(device)
     total = 0
     # Devices are combined in the order in which they first occurred.

@@ -15,8 +15,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """True if this error, or one that caused it, says that device or host memory ran out."""
     while error is not None:
         # PyTorch has no error class for host memory (c10/core/impl/alloc_cpu.cpp).
-        of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-        if of_host or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        is_host_memory = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if is_host_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         error = error.__cause__
     return False

@@ -55,8 +55,8 @@ class NoiseLevels:
         # Probabilities at t_min and t_max before truncation.
         low, high = self._share_of_range(shift)
         # Inverse transform sampling: a uniform number between the two probabilities, then its quantile.
-        share = low + torch.special.ndtr(gaussian.double()) * (high - low)
-        level = self._quantile(share, shift).float()
+        probability = low + torch.special.ndtr(gaussian.double()) * (high - low)
+        level = self._quantile(probability, shift).float()
         # Rounding may reach the end of the half-open range, or just leave its beginning.
         return level.clamp(_fp32_from(self.t_min), _fp32_below(self.t_max))
 
@@ -141,17 +141,17 @@ def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tenso
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         # Elementwise: every element has its own interval.
-        above = rising(middle) > wanted
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        is_too_high = rising(middle) > wanted
+        low, high = torch.where(is_too_high, low, middle), torch.where(is_too_high, middle, high)
     return (low + high) / 2
 
 
 def _fp32_from(bound: float) -> float:
     """The smallest fp32 number that is not below the bound."""
     # Rounded to the nearest fp32 number, which may be below the bound.
-    near = torch.tensor(bound)
-    up = torch.nextafter(near, torch.tensor(2.0))
-    return near.item() if near.double().item() >= bound else up.item()
+    nearest = torch.tensor(bound)
+    up = torch.nextafter(nearest, torch.tensor(2.0))
+    return nearest.item() if nearest.double().item() >= bound else up.item()
 
 
 def _fp32_below(bound: float) -> float:

@@ -284,10 +284,14 @@ def _binned_log_likelihood(
     """
     inverse, distance = (-log_deviation).exp(), x - mean
     # Computed in the lower tail, by symmetry: there, differences of small numbers keep their precision.
-    near = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
-    far = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
-    above = torch.special.ndtr((1 / 255 - distance) * inverse)
-    below = torch.special.ndtr((distance + 1 / 255) * inverse)
+    near_edge_cdf = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
+    far_edge_cdf = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
+    upper_open_bin = torch.special.ndtr((1 / 255 - distance) * inverse)
+    lower_open_bin = torch.special.ndtr((distance + 1 / 255) * inverse)
     # Pixel values 0 and 255 are x = -1 and 1: their bins extend to infinity.
-    inside = torch.where(x > 0.999, above, torch.where(x < -0.999, below, near - far))
+    inside = torch.where(
+        x > 0.999,
+        upper_open_bin,
+        torch.where(x < -0.999, lower_open_bin, near_edge_cdf - far_edge_cdf),
+    )
     return inside.clamp(min=1e-12).log()

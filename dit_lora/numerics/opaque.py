@@ -21,8 +21,8 @@ def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
 
 def whole_test(module: nn.Module) -> Callable[[], bool] | None:
     """The test that `set_whole` has set for this module; None without one."""
-    is_whole: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
-    return is_whole
+    is_fused: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
+    return is_fused
 
 
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -34,6 +34,6 @@ def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module
-        is_whole = whole_test(module)
-        if is_whole is not None and is_whole():
+        is_fused = whole_test(module)
+        if is_fused is not None and is_fused():
             parts.append(f"{name}.")

@@ -143,7 +143,7 @@ def count(
         name: {mode_name: (need + in_flight) // parallel for mode_name, need in mode_needs.items()}
         for name, mode_needs in needs.items()
     }
-    phases, lacking = _phases(recipe, subject, weights, training)
+    phases, uncounted = _phases(recipe, subject, weights, training)
     return MemoryBudget(
         recipe,
         launch,
@@ -155,7 +155,7 @@ def count(
         _host(recipe, subject, weights, training, launch),
         _disk(recipe, subject, weights),
         len(subject.samples) if subject.samples is not None else None,
-        (*_assumed(recipe, subject, launch), *lacking),
+        (*_assumed(recipe, subject, launch), *uncounted),
     )
 
 
@@ -163,18 +163,18 @@ def _mode(
     recipe: Recipe, needs: Needs, weights: Weights, state: Training, gpu: int | None, launch: Launch
 ) -> Mode:
     """The checkpointing mode that `choose_checkpointing` would choose in the run."""
-    asked = recipe.train.asked_checkpointing
-    if asked != "auto" and asked not in needs:
+    requested = recipe.train.asked_checkpointing
+    if requested != "auto" and requested not in needs:
         raise DitLoraError(
-            f"train.checkpointing={asked}: this model has no gradient checkpointing; use auto or none"
+            f"train.checkpointing={requested}: this model has no gradient checkpointing; use auto or none"
         )
     if gpu is None:
-        return next(iter(needs)) if asked == "auto" else asked
+        return next(iter(needs)) if requested == "auto" else requested
     # Gradients exist at the peak in any case, even if backward allocates them.
-    to_come = state.gradients or weights.trained_bytes // launch.state_parts
+    peak_gradients = state.gradients or weights.trained_bytes // launch.state_parts
     # The gradients in the state are added back, because they are in `to_come` too.
-    free = gpu - CONTEXT - state.state + state.gradients - to_come
-    return advise(needs, max(0, free), asked).mode
+    free = gpu - CONTEXT - state.state + state.gradients - peak_gradients
+    return advise(needs, max(0, free), requested).mode
 
 
 def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:
@@ -231,16 +231,16 @@ def _phases(
 ) -> tuple[dict[str, int], list[str]]:
     """Peak bytes of each phase on the device, and a message for each phase that could not be computed."""
     # A CPU has neither a CUDA context nor a caching allocator.
-    over = CONTEXT if subject.gpu else 0
+    context_bytes = CONTEXT if subject.gpu else 0
     rounded = ROUNDING if subject.gpu else 1
-    at_training = training.state + int(training.activations * rounded) + over
+    at_training = training.state + int(training.activations * rounded) + context_bytes
     if subject.is_chat:
-        lacking = ["validation: answers are written token by token, with less than a step takes"]
-        return {"training": at_training}, lacking
-    lacking = []
+        uncounted = ["validation: answers are written token by token, with less than a step takes"]
+        return {"training": at_training}, uncounted
+    uncounted = []
 
     def alone(encoder: PlannedEncoder) -> int:
-        return encoder.weights + int(encoder.most * rounded) + over
+        return encoder.weights + int(encoder.most * rounded) + context_bytes
 
     # In the order of the run: captions and clips are encoded, then it trains and samples.
     phases = {}
@@ -248,7 +248,7 @@ def _phases(
     if text is not None:
         phases["captions"] = alone(text)
     elif "text_encoder" in subject.checkpoint.text_facts():
-        lacking.append(
+        uncounted.append(
             "captions: text_encoder/config.json is not there, so the text encoder is not counted"
         )
     phases["clips"] = alone(subject.video_encoder)
@@ -260,11 +260,13 @@ def _phases(
         # The trained weights are set aside while the model has the EMA weights.
         stored = training.trained if recipe.train.ema else 0
         # The previous step is finished: its gradients and micro-batches are freed.
-        gone = recipe.train.accumulate * _micro_batch(recipe, subject)
-        state = training.state - gone - training.gradients
+        freed_bytes = recipe.train.accumulate * _micro_batch(recipe, subject)
+        state = training.state - freed_bytes - training.gradients
         decoder_and_second = decoder.weights + _second(recipe, weights)
-        phases["validation"] = state + stored + decoder_and_second + int(at_work * rounded) + over
-    return phases, lacking
+        phases["validation"] = (
+            state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
+        )
+    return phases, uncounted
 
 
 def _second(recipe: Recipe, weights: Weights) -> int:
@@ -272,8 +274,10 @@ def _second(recipe: Recipe, weights: Weights) -> int:
     if recipe.validation.model is None:
         return 0
     # With offload only two blocks of the second model are on the device too.
-    away = weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
-    return weights.frozen - max(0, away) + weights.trained_bytes
+    offloaded_bytes = (
+        weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
+    )
+    return weights.frozen - max(0, offloaded_bytes) + weights.trained_bytes
 
 
 def _host(
@@ -282,20 +286,20 @@ def _host(
     """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
     data, ranks = recipe.data, launch.ranks
     # What a snapshot and a checkpoint hold of this rank.
-    whole = training.trained + training.optimizer + training.ema
+    rank_state = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)
     # Worker processes draw the noise in advance, together with the batch.
-    drawn = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
-    read_ahead = _micro_batch(recipe, subject) + drawn
+    noise_bytes = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
+    read_ahead = _micro_batch(recipe, subject) + noise_bytes
     return {
         # Every process reads the weights on the CPU, all at the same time.
         "loading": ranks * (weights.frozen + weights.trained_bytes),
-        "snapshots": ranks * _SNAPSHOTS * (whole + paged),
+        "snapshots": ranks * _SNAPSHOTS * (rank_state + paged),
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
         "offloaded weights": ranks * (weights.in_blocks if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
         "a second transformer": weights.frozen if recipe.validation.model else 0,
-        "checkpoint on its way": launch.state_parts * whole + paged,
+        "checkpoint on its way": launch.state_parts * rank_state + paged,
     }
 
 

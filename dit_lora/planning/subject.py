@@ -138,14 +138,16 @@ class Subject:
 
         def load() -> nn.Module:
             # The base without an adapter, whose layers have the names that quantization uses.
-            whole = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            load_base = (
+                self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            )
             with _meta():
-                bare: nn.Module = whole(self.dtype)
-            return bare
+                base_model: nn.Module = load_base(self.dtype)
+            return base_model
 
-        bare = self._once("bare", load)
-        names = base_members(bare, recipe.optim.groups, self.family.group_patterns)
-        return quantized_bytes(bare, None) - quantized_bytes(bare, kind, names)
+        base_model = self._once("bare", load)
+        names = base_members(base_model, recipe.optim.groups, self.family.group_patterns)
+        return quantized_bytes(base_model, None) - quantized_bytes(base_model, kind, names)
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
@@ -221,7 +223,7 @@ class Subject:
                     for module in (shape, *shape.references)
                 )
             # The first frame, (3, H, W): a real tensor, created outside of the fake mode.
-            first = torch.zeros(size[1:], dtype=torch.uint8)
+            first_frame = torch.zeros(size[1:], dtype=torch.uint8)
             masked = any(source.has_masks for source in self.recipe.data.all_sources)
             mask = torch.ones(shape.height, shape.width) if masked else None
             encoder_tensors = [
@@ -230,7 +232,7 @@ class Subject:
             # Tensors that exist before are not counted in the peak.
             with Live([*encoder_tensors, pixels]) as live:
                 sound = self._silence(shape)
-                sample = DecodedSample(pixels, first, tuple(references), mask, sound)
+                sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
                 encoded = sample.encoded(encode, shape)
             return encoded, live.most
 
