@@ -77,6 +77,7 @@ def share_weights(folder: Path) -> None:
         and not file.is_symlink()
         and stat.S_IMODE(file.stat().st_mode) == 0o600
     ]
+    # Usually there is nothing to change, and no file is created.
     if not private:
         return
     # Create a file to see the permissions that umask or access lists give: reading the umask would change it.
@@ -197,6 +198,7 @@ def require_regular(folder: Path) -> None:
 
     Libraries open the files of a checkpoint by name, and would wait forever on a pipe. Links are followed.
     """
+    # A checkpoint has one level of subfolders, one for each component.
     for pattern in ("*", "*/*"):
         for path in folder.glob(pattern):
             if path.exists() and not path.is_file() and not path.is_dir():

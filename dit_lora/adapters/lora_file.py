@@ -32,6 +32,7 @@ from dit_lora.config.records import AdapterConfig, CheckpointState, checked, rea
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import not_finite
 
+# A or B as PEFT, kohya or Diffusers' older versions name it, with or without the adapter's name.
 _MATRIX = re.compile(
     r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"
 )
@@ -242,10 +243,12 @@ _NO_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
 _OTHER_TENSORS = (
     (re.compile(r"\.(dora_scale|lora_magnitude_vector(\.\w+)?|magnitude)(\.|$)"), "DoRA"),
     (re.compile(r"\.(lokr_|hada_|oft_|boft_)"), "LoKr, LoHa or OFT"),
+    # ComfyUI's forms for a whole weight or bias.
     (re.compile(r"\.(diff|diff_b|set_weight)$"), "a full difference"),
     (re.compile(r"\.lora_mid\."), "a LoCon matrix"),
     (re.compile(r"\.alpha$"), "an alpha of more than one number"),
 )
+# Prefixes of text encoders, with dots and, in kohya's layout, with underscores.
 _TEXT_ENCODER_NAME = re.compile(
     r"(base_model\.model\.)?(text_encoders?[._\d]|te\d*\.|cond_stage_model\.|conditioner\.|"
     r"lora_(te\d*|text_encoder\w*|clip\w?|t5\w*|llm|gemma\w*|qwen\w*|mistral\w*)_)"

@@ -92,6 +92,7 @@ def _entries(incomplete: str) -> list[str]:
     # The folder that is typed completely, and the beginning of a name in it.
     folder, slash, start = incomplete.rpartition("/")
     entries = []
+    # Folders get a slash, so that the completion can go on inside them.
     for path in sorted(Path(folder + slash or ".").glob(f"{start}*")):
         if path.is_dir() and not path.name.startswith((".", "__")):
             entries.append(f"{folder}{slash}{path.name}/")
@@ -117,6 +118,7 @@ def _keys(
 
 def _values(options: list[dict[str, Any]]) -> list[str]:
     named = [value for option in options for value in option.get("enum", [])]
+    # JSON Schema has no list of values for booleans.
     if any(option.get("type") == "boolean" for option in options):
         named += [True, False]
     # A key without named values is completed with its default.

@@ -97,6 +97,7 @@ def _show(
 
     limit, table = limit_of(recipe), CaptionTable.read(folder)
     rules = TextRules(trigger=trigger)
+    # The page then marks captions that the text encoder would cut off.
     if limit is not None:
         rules = TextRules(limit.tokenizer, limit.max_tokens, trigger)
     if port is not None:

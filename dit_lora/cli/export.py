@@ -73,6 +73,7 @@ def export(
     """
     from dit_lora.results.export.export import ExportRequest, export_and_report
 
+    # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} goes with --rank")

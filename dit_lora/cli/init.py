@@ -95,6 +95,7 @@ def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
     lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
     # Commands that prepare the run, such as `dit-lora tiny`.
     lines += recipe.commands[:-1]
+    # Smoke recipes have commands that create their data.
     if not recipe.smoke:
         lines += _captioning(recipe)
         lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]

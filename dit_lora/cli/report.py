@@ -27,6 +27,7 @@ def report(
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
     from dit_lora.results.experts import runs_of
 
+    # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
         if serve:
             raise DitLoraError(

@@ -117,6 +117,7 @@ def _strengths(words: str | None) -> tuple[float, ...]:
         numbers = tuple(float(word) for word in words.split(","))
     except ValueError as error:
         raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {words!r}") from error
+    # Equal strengths would write the same file twice.
     if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
         raise DitLoraError(f"--strengths takes finite numbers, each once; got {words!r}")
     return numbers

@@ -142,6 +142,7 @@ class StockRecipe:
         options = [
             word for word in arguments[2:script] if not word.startswith("accelerate_configs/")
         ]
+        # Both are written again below.
         options = [word for word in options if word not in ("--quiet", "--config_file")]
         if config != self.accelerate_config:
             options = []  # options such as --num_processes belong to the header's config

@@ -112,6 +112,7 @@ class LoraConfig(Section):
         # An unknown kind gets a rank too; its own error is reported afterwards.
         if "rank" not in _OPTIONS.get(values.get("kind", "lora"), {"rank"}):
             return values
+        # A copy: the caller's dictionary stays unchanged.
         return {**values, "rank": RANK} if values.get("rank") is None else values
 
     @model_validator(mode="after")

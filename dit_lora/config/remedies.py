@@ -17,6 +17,7 @@ _FOLDERS = re.compile(
     r"weight|work|workspace)s?",
     re.IGNORECASE,
 )
+# A last part with the extension of a file is no repository's name.
 _FILE = re.compile(
     r".*\.(avi|bin|ckpt|csv|gif|jpe?g|jsonl?|mkv|mov|mp4|npz|parquet|png|pth?|safetensors|tar|tsv|txt|webm|webp|"
     r"ya?ml|zip)",

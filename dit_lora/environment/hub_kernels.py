@@ -38,6 +38,7 @@ _QUANTIZATIONS = (
 
 # Far above any published model.
 MAX_LAYERS = 10_000
+# Keys such as num_hidden_layers and depth, for which Transformers builds lists.
 _COUNTS = re.compile("layers|blocks|depth")
 
 

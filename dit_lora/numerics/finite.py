@@ -14,6 +14,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def has_values(tensor: torch.Tensor) -> bool:
     """True if the tensor is not empty, not on `meta`, and of a dtype that can hold NaN and Inf."""
+    # Integers and booleans have neither NaN nor Inf; tensors on `meta` have no values to test.
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and tensor.numel() > 0 and tensor.device.type != "meta"
 

@@ -18,6 +18,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         is_host_memory = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
         if is_host_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
+        # Libraries wrap the error in one of their own with `raise ... from`.
         error = error.__cause__
     return False
 
