@@ -49,7 +49,7 @@ def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
         # Subclasses may use their weights in other ways than in a matrix product.
         if type(module) is nn.Linear and name.startswith(tuple(lists))
     ]
-    # `kept` has names of parameters; the layer's name is before the last dot.
+    # Names of parameters: the layer's name is before the last dot.
     excluded = {*tied_layers(model, inside), *(parameter.rpartition(".")[0] for parameter in kept)}
     return [name for name in inside if name not in excluded]
 

@@ -164,7 +164,7 @@ def _bar(what: str) -> Iterator[maintenance.OnProgress]:
 
         def tell(done: int, total: int) -> None:
             bar.total = total
-            # tqdm takes the increment, and `done` is the total so far.
+            # tqdm takes the increment, not the total so far.
             bar.update(done - bar.n)
 
         yield tell

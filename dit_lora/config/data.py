@@ -27,8 +27,8 @@ class VideoShape:
     @property
     def volume(self) -> int:
         """Number of pixels in all frames, including those of the references."""
-        # References are encoded and passed to the network too, so they count.
         pixels = self.frames * self.height * self.width
+        # References are encoded and passed to the network too, so they count.
         return pixels + sum(reference.volume for reference in self.references)
 
     def __str__(self) -> str:

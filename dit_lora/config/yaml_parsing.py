@@ -54,8 +54,8 @@ class _Loader(yaml.SafeLoader):
 
     # The anchor is a name or None; the type is that of PyYAML's stubs.
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        # Keys by tag and text: `1` and `"1"` are different keys.
         node = super().compose_mapping_node(anchor)
+        # Keys by tag and text: `1` and `"1"` are different keys.
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         duplicates = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
         if duplicates:

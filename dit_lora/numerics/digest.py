@@ -60,7 +60,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     totals: dict[torch.device, torch.Tensor] = {}
     pending: dict[torch.device, list[torch.Tensor]] = {}
 
-    # Totals and collected small tensors, by device.
     # Adds the collected tensors of one device to its total.
     def count(device: torch.device) -> None:
         parts = pending.pop(device)

@@ -56,7 +56,7 @@ def next_token_losses(
     """
     if chunk < 1:
         raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
-    # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch would not fit in memory.
+    # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
     rows, targets = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
     parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
     # (B * A,) to (B, A), then the mean over the labels that count; 0 / 0 is NaN for a sample without any.

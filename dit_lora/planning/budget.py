@@ -172,7 +172,7 @@ def _mode(
         return next(iter(needs)) if requested == "auto" else requested
     # Gradients exist at the peak in any case, even if backward allocates them.
     peak_gradients = state.gradients or weights.trained_bytes // launch.state_parts
-    # The gradients in the state are added back, because they are in `to_come` too.
+    # The gradients in the state are added back: the last term has them too.
     free = gpu - CONTEXT - state.state + state.gradients - peak_gradients
     return advise(needs, max(0, free), requested).mode
 
