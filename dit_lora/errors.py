@@ -81,6 +81,7 @@ def show(error: DitLoraError) -> None:
             return
         time.sleep(_RANK_0_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
+    # One call with the whole message, so that messages of several ranks are not mixed within a line.
     sys.stderr.write(f"{error.label}{where}: {indented(error)}\n")
     sys.stderr.flush()
 
@@ -106,4 +107,5 @@ def reported_errors() -> Iterator[None]:
         sys.exit(DitLoraError.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
+        # 128 + SIGINT, as shells report it.
         sys.exit(130)

@@ -20,9 +20,8 @@ MAX_LINES_BYTES = 2**33
 """Size limit of a JSON-lines file."""
 MAX_FOLDERS = 32
 """Maximum depth of folders in a checkpoint, a result or a folder of samples."""
-_OPEN = (
-    os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-)  # without O_NONBLOCK, opening a named pipe waits for a writer
+# Without O_NONBLOCK, opening a named pipe waits for a writer.
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_whole(
@@ -37,14 +36,17 @@ def write_whole(
         allow_stream: Write into a device, a pipe or `/dev/stdout` instead of replacing it. If false, replace it too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: renaming is atomic only within a file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     if isinstance(data, str):
+        # Lone surrogates, from file names that are not UTF-8, become escapes.
         data = data.encode("utf-8", errors="backslashreplace")
     try:
         if allow_stream and _is_stream(path):
             with path.open("ab") as stream:
                 stream.write(data)
             return
+        # A killed process with the same id may have left it.
         partial.unlink(missing_ok=True)
         partial.touch(exist_ok=False)  # fails if somebody has put a link there
         partial.write_bytes(data)
@@ -53,12 +55,14 @@ def write_whole(
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
+        # The user knows the file by this name, not by the temporary one.
         error.filename = str(path)
         raise
 
 
 def replace_contents(path: Path, data: bytes) -> None:
     """Overwrite a user's file atomically and keep its permissions. If it is a link, its target is overwritten."""
+    # Renaming onto a link would replace the link.
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     write_whole(target, data, mode)
@@ -73,6 +77,7 @@ def share_weights(folder: Path) -> None:
         and not file.is_symlink()
         and stat.S_IMODE(file.stat().st_mode) == 0o600
     ]
+    # Usually there is nothing to change, and no file is created.
     if not private:
         return
     # Create a file to see the permissions that umask or access lists give: reading the umask would change it.
@@ -99,14 +104,17 @@ def append_line(path: Path, text: str) -> None:
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
+        # The last byte; empty for an empty file.
         torn = file.read(1) not in (b"", b"\n")
     data = (b"\n" if torn else b"") + text.encode("utf-8", errors="backslashreplace") + b"\n"
     try:
+        # Unbuffered: one system call, so that lines of several processes do not mix.
         with path.open("ab", buffering=0) as file:
             if file.write(data) < len(data):
                 file.write(data[file.tell() - end :])  # the second attempt raises the reason
     except OSError as error:
         with suppress(OSError):
+            # Remove the part that was written.
             os.truncate(path, end)
         error.filename = str(path)
         raise
@@ -151,6 +159,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
 
 
 def _regular(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
+    # Of the open file, which cannot be exchanged any more.
     status = os.fstat(handle)
     reason = ""
     if not stat.S_ISREG(status.st_mode):
@@ -189,6 +198,7 @@ def require_regular(folder: Path) -> None:
 
     Libraries open the files of a checkpoint by name, and would wait forever on a pipe. Links are followed.
     """
+    # A checkpoint has one level of subfolders, one for each component.
     for pattern in ("*", "*/*"):
         for path in folder.glob(pattern):
             if path.exists() and not path.is_file() and not path.is_dir():
@@ -202,6 +212,7 @@ def files_below(folder: Path) -> list[Path]:
     """
     files, level = list[Path](), [folder]
     for _ in range(MAX_FOLDERS):
+        # One level of folders at a time, so that the depth is bounded.
         entries = [path for parent in level for path in parent.iterdir()]
         level = [path for path in entries if path.is_dir() and not path.is_symlink()]
         files += [path for path in entries if path.is_file()]

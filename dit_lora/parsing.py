@@ -26,11 +26,12 @@ def _whole(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of equal keys, the last one remains.
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in value if names.count(name) > 1)
-        raise ParseError(f"it holds {twice[:80]!r} twice")
+        duplicate = next(name for name in value if names.count(name) > 1)
+        raise ParseError(f"it holds {duplicate[:80]!r} twice")
     return value
 
 
@@ -59,6 +60,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         value = json.loads(text, parse_int=_whole, object_pairs_hook=_unique if unique else None)
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
+        # The position is kept separately, for callers that parse a part of a larger text.
         raise ParseError(error.msg, at=error.pos, where=where) from error
     except (RecursionError, ValueError) as error:
         raise refused(error) from error
@@ -89,6 +91,7 @@ def _require_shallow(value: object, text: str, start: int = 0) -> None:
     # Most texts have fewer brackets than the allowed levels, and need no check.
     if text.count("[", start) + text.count("{", start) <= MOST_LEVELS:
         return
+    # Breadth first, without recursion: a value that is too deep cannot exhaust the stack.
     level = [value]
     for _ in range(MOST_LEVELS):
         level = [inner for outer in level for inner in _inner(outer)]

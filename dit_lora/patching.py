@@ -15,6 +15,7 @@ def is_a(value: object, class_path: str) -> bool:
     Nothing is imported: a class whose module is not imported has no instances.
     """
     module, _, name = class_path.partition(":")
+    # None if nobody has imported the module.
     made_by = sys.modules.get(module)
     return made_by is not None and isinstance(value, getattr(made_by, name))
 
@@ -41,6 +42,7 @@ class Patches:
                 delattr(owner, name)
 
         setattr(owner, name, wrapped)
+        # Undone in reverse order: an object may be patched several times.
         self._undo.append(restore)
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:

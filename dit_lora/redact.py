@@ -99,30 +99,41 @@ _OWNER = (
     "access|account|api|app|auth|client|consumer|database|db|deploy|encryption|key|master|priv|private|secret|"
     "service|shared[ _-]?access|signing|storage|subscription|wandb|signature"
 )
+# A name that always means a secret, such as api_key, client-secret, password or pwd, with an optional suffix.
 _STRONG = (
     rf"(?:(?:{_OWNER})[ _-]?(?:key|secret|pass|token)|passw(?:or)?d|passphrase|contrase[nñ]a|"
     r"(?<![a-z])pwd)[\w-]{0,40}"
 )
+# `token: 5` may be prose. Not after `[`, where the word is this module's own replacement.
 _WEAK = r"(?<!\[)(?:secret|token|credential)s?(?:[_-]\w{1,40})?"
+# The end of a quoted or bracketed name, then an assignment or a comparison.
 _GIVEN = r"""["'`\]]{0,2}\s{0,3}(?::=|=>|!=|={1,3}|:)\s{0,3}"""
+# A text in quotes or backticks, or everything up to a space or separator.
 _VALUE = r"""(?:"[^"\n]+"|'[^'\n]+'|`[^`\n]+`|[^\s"'`,;&|<>(){}]+)"""
+# At least 12 characters without spaces, with a digit and a letter.
 _LIKE_ONE = r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
 _NAMED = tuple(
     re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
     for name, value in (
         (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # user and password in a URL
         (
+            # A parameter in the query of a URL.
             r"[?&;][\w.-]{0,40}(?:token|sig|signature|key|secret|credential|auth|pass(?:word)?|code)=",
             r"[^\s&\"'<>`]+",
         ),
+        # Headers of HTTP requests, of which the whole value is removed.
         (r"authorization[\"']?\s*[:=]\s*[\"']?", r"(?!\s)[^\"'\n]+"),
         (r"cookie[\"']?\s*[:=]\s*[\"']?(?=[^\s=]+=)", r"[^\"'\n]+"),
         (r"\bbearer\s+", r"(?:(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}|[\w.~+/=-]{20,})"),
+        # An option of a command, such as --hf-token VALUE.
         (r"(?<![\w-])--?(?:[a-z]{1,40}-)?(?:api-?key|token|password|secret)[ =]", r"(?!-)\S+"),
+        # An assignment to a secret's name: any value. In a sentence with `is`, the value must have a digit.
         (_STRONG + _GIVEN, _VALUE),
         (_STRONG + r"\s+is\s+", r"(?=\S*\d)[^\s,;]{4,}"),
+        # An assignment to an ambiguous name: only a value that looks like a secret.
         (_WEAK + _GIVEN, _LIKE_ONE),
         (r"\b(?:password|passwd|login)\s+", r"(?=\S*\d)(?=\S*[a-z])[^\s,;]{8,}"),
+        # A key of 40 hex digits, as Weights & Biases has them; a cache key or digest is none.
         (r"(?<!cache )(?<!digest )\b(?:wandb|key)\W{1,4}", r"[0-9a-f]{40}\b"),
     )
 )
@@ -131,29 +142,41 @@ _VARIABLE = re.compile(
     r"(?P<name>\b[A-Z][A-Z0-9_]*_(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS)=)"
     rf"(?!\[token\]){_VALUE}"
 )
+# Shorter texts cannot hold a secret.
 _SHORTEST = 6
 _NAMING = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
 """Every pattern of `_NAMED` and `_VARIABLE` needs one of these: texts without them are not searched."""
 _STRONG_KEY = re.compile(rf"(?:[\w-]*{_STRONG}|authorization|cookie)", re.IGNORECASE)
 _WEAK_KEY = re.compile(rf"[\w-]*{_WEAK}", re.IGNORECASE)
+# As the value of an ambiguous name, but the whole text.
 _SHAPED = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
 _SECRET_VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS?)$")
 
 # A folder's name may have spaces, unless a file name with an extension ends before the space.
 _BAD = r"\s/\\:;,'\"`()<>|"
+# Extensions have two to five characters.
 _ENDED = "".join(rf"(?<!\.\w{{{length}}})" for length in (2, 3, 4, 5))
+# One folder with its slashes; at most four words.
 _FOLDER = rf"[^{_BAD}]+(?:{_ENDED} [^{_BAD}]+){{0,3}}[/\\]+"
+# The last part of a path, with slashes if it is a folder.
 _LAST = rf"[^{_BAD}]+[/\\]*"
+# C:\ or C:/, also after slashes as in file:///C:/.
 _DRIVE = r"(?<![A-Za-z0-9])/{0,3}[A-Za-z]:[/\\]+"
+# \\server\share, and Windows' long form \\?\C:\.
 _UNC = r"(?<!\\)\\{2,}(?:[?.]\\+(?:[A-Za-z]:\\+)?)?(?=[^\s\\]+\\)"
+# ~/ or ~name/.
 _USER = r"(?<![\w.~/\\])~(?:[A-Za-z_][\w.-]*)?[/\\]+"
+# Directly after a compiler's option, as in -I/usr/include.
 _OPTION = r"(?<=[\s'\"=]-[A-Z])|(?<=^-[A-Z])"
+# A slash that does not continue a word, a number, a URL or a closing bracket.
 _POSIX = rf"(?:(?<![\w.~/)\]}}])|{_OPTION})/+"
 _PLACES = (
     "home|users|root|mnt|media|tmp|var|opt|etc|srv|usr|proc|private|volumes|scratch|gpfs|lustre|nfs|data|datasets|"
     "workspaces?|work|content|kaggle|storage|export|net|mount|cluster|app|build|library|applications|dev|run"
 )
+# A slash before a usual top folder: certainly a path, also in prose.
 _SURE = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_PLACES})/)"
+# scheme://host..., but not file:///..., whose host is empty.
 _ADDRESS = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
 _LOCAL = frozenset(
     {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
@@ -191,6 +214,7 @@ def redacted(value: Any) -> Any:
 
 def redactor() -> Callable[[Any], Any]:
     """A function like `redacted` for many values: the environment is read only once."""
+    # Values that are secret because of the variable they are in, whatever their format is.
     secrets = _environment()
     return lambda value: _nested(value, secrets, _IN_TEXT)
 
@@ -211,20 +235,24 @@ def _without_tokens(text: str, held: Sequence[str]) -> str:
     # Longest first: replacing a shorter secret inside a longer one would leave the rest of it.
     for value in held:
         text = text.replace(value, TOKEN)
+    # Tokens by format, then values by the name before them.
     text = _KNOWN.sub(TOKEN, text)
     for pattern in (*_NAMED, _VARIABLE) if _NAMING.search(text) else ():
+        # Keeps the name, so that the reader sees what was removed.
         text = pattern.sub(_hidden, text)
     return text
 
 
 def _hidden(match: re.Match[str]) -> str:
     """Replace the value of a match and keep its name and quotes."""
+    # The match without the name at its beginning.
     value = match[0][len(match["name"]) :]
     quote = value[0] if value[0] in "\"'`" and value[-1] == value[0] and len(value) > 1 else ""
     return f"{match['name']}{quote}{TOKEN}{quote}"
 
 
 def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
+    # Tokens first: a token may contain slashes, of which a path pattern would leave a part.
     text = _without_tokens(text, held)
     if "/" not in text and "\\" not in text:
         return text
@@ -240,6 +268,7 @@ def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return {
             _nested(key, held, paths): TOKEN
+            # The whole value, even if it does not look like a token.
             if _is_secret(str(key), item)
             else _nested(item, held, _IN_WORDS if key in WORDS else paths)
             for key, item in value.items()
@@ -253,6 +282,7 @@ def _is_secret(key: str, value: Any) -> bool:
     """True if a mapping's key names a secret; for `token` and similar words, the value must look like one too."""
     if not isinstance(value, str) or not value:
         return False
+    # Names such as `api_key` are enough by themselves.
     named = _STRONG_KEY.fullmatch(key) is not None
     return named or bool(_WEAK_KEY.fullmatch(key) and _SHAPED.fullmatch(value))
 
@@ -275,6 +305,7 @@ def _environment() -> list[str]:
 
 def _cut(match: re.Match[str]) -> str:
     if match["address"]:
+        # `file://` and similar URLs hold a path; the others, such as https, are kept.
         is_local = match["scheme"].lower() in _LOCAL
         return f"{match['scheme']}:{_last(match['address'])}" if is_local else match["address"]
     if match["quote"]:
@@ -284,6 +315,7 @@ def _cut(match: re.Match[str]) -> str:
 
 def _last(path: str) -> str:
     """The last part of a path. A home folder becomes `[home]`, because its name is the user's."""
+    # Both kinds of slashes: a text may come from another system.
     parts = [part for part in re.split(r"[/\\]+", path) if part]
     is_home = len(parts) > 1 and parts[-2].lower() in ("home", "users")
     return HOME if is_home and len(parts) <= 3 else parts[-1]

@@ -25,6 +25,7 @@ def one_line(text: object) -> str:
 
 def indented(text: object) -> str:
     """`printable` text with all lines after the first indented, so that none looks like another message of ours."""
+    # Lines that are indented by two spaces already stay as they are.
     return re.sub(r"\n(?!  )", "\n  ", printable(text))
 
 

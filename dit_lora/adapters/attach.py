@@ -68,6 +68,7 @@ def attach_lora(
     `DitLoraError` if a target matches nothing, if a layer shares its weight with another module, or if PEFT's layer of
     this kind cannot adapt a quantized one.
     """
+    # Check everything before PEFT changes the model.
     targets = list(lora.targets or default_targets)
     linear, layers = _linear(model), adaptable_layers(model)
     _require_matches(type(model).__name__, targets, linear, _convolutions(model))
@@ -85,10 +86,12 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
     # Initializing A must not advance the random state of the run.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(seed, "lora_init"))
+        # Models without this method get it from Diffusers' mixin.
         adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(model, dtype=torch.float32)
     measure_magnitudes(model, ADAPTER_NAME)
+    # The base is frozen, so these are the adapter's parameters.
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapted = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
     matrices = sum(isinstance(base, nn.Linear) for base in adapted)
@@ -134,6 +137,7 @@ def _convolutions(model: nn.Module) -> list[str]:
 
 def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The layers that share their weight with another module, such as an output head with the embedding."""
+    # Without removing duplicates, a shared parameter occurs once for each module that has it.
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return [name for name in names if uses[id(model.get_submodule(name).weight)] > 1]
 
@@ -157,11 +161,13 @@ def matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     """
     if isinstance(targets, str):
         return [name for name in names if re.fullmatch(targets, name)]
+    # The dot before both: `to_q` must not match `my_to_q`.
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
 
 
 def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]) -> str:
     """One regular expression for all targets, limited to `within` for targets that match anything there."""
+    # Layers with one of the submodules in their path, at any depth.
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in within)]
     if not inside:
         raise DitLoraError(

@@ -38,9 +38,11 @@ def attach_lora_file(
     """
     require_consistent(model, stored, lora)
     require_untied(model, stored.layers)
+    # A short target such as `to_q` is preferred to the names of all layers; the first that is exact is used.
     hints = [(stored.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
     targets = exact_targets(list(stored.layers), adaptable_layers(model), hints)
     report = add_adapter(model, peft_config(stored.layers, targets, lora.dropout), seed=seed)
+    # Replaces the random initial values.
     put_matrices(model, stored.layers, ADAPTER_NAME)
     return report
 
@@ -60,6 +62,7 @@ def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> 
             raise DitLoraError(f"lora.{name}: {option} is given, and {has} is in {where}")
     if lora.targets is None:
         return
+    # The layers that the recipe would adapt without a file.
     targeted = set(matched(adaptable_layers(model), lora.targets))
     differing = [f"{name}: not in the file" for name in sorted(targeted - stored.layers.keys())]
     differing += [f"{name}: not in lora.targets" for name in stored.layers if name not in targeted]
@@ -71,6 +74,7 @@ def peft_config(
     layers: Mapping[str, StoredLayer], targets: str | list[str], dropout: float = 0.0
 ) -> peft.LoraConfig:
     """Build PEFT's config for these layers: the most common rank and alpha, and patterns for layers that differ."""
+    # Two dictionaries by layer name.
     ranks, alphas = (
         {name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha")
     )
@@ -112,8 +116,10 @@ def exact_targets(
         targets = hint if isinstance(hint, str) else sorted(hint)
         if set(matched(every, targets)) == set(layers):
             return targets
+    # Each name must not also be the end of another layer's name.
     if set(matched(every, layers)) == set(layers):
         return list(layers)
+    # A string is matched against whole names, so the expression is exact.
     return "|".join(re.escape(name) for name in layers)
 
 

@@ -57,6 +57,7 @@ def changed_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     if isinstance(layer, LoHaLayer):
         return weight + _hadamard(layer, adapter, weight)
     assert isinstance(layer, OFTLayer), type(layer)
+    # A copy in the weight's dtype: the module itself must stay in fp32.
     module: Any = layer.oft_R[adapter]
     rotation = copy.deepcopy(module).to(weight).get_weight()
     # OFT rotates the inputs: x R W' = x (W R')'.
@@ -71,6 +72,7 @@ def _product(layer: Any, adapter: str, weight: Tensor) -> Tensor:
 
 def _decomposed(layer: Any, adapter: str, total: Tensor) -> Tensor:
     """DoRA's weight: each row of the sum, scaled to its trained length (arXiv 2402.09353, eq. 5)."""
+    # (outputs,), for a convolution from (1, outputs, 1, 1).
     magnitude = layer.lora_magnitude_vector[adapter].weight.to(total).flatten()
     rows = total.flatten(1)
     # (outputs,): one length per row.
@@ -80,13 +82,16 @@ def _decomposed(layer: Any, adapter: str, total: Tensor) -> Tensor:
 
 def _kronecker(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     factor_1, factor_2 = (_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
+    # Of a convolution, only the second factor has the kernel's dimensions: append sides of 1 to the first.
     factor_1 = factor_1.reshape(*factor_1.shape, *[1] * (factor_2.ndim - factor_1.ndim))
+    # (a * c, b * d, ...) from (a, b) and (c, d, ...).
     product = torch.kron(factor_1, factor_2.contiguous())
     return layer.scaling[adapter] * product.reshape(weight.shape)
 
 
 def _factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
     """A factor of LoKr, which PEFT stores either whole or as a product of two matrices."""
+    # Stored whole, for example, if the rank is at least half of its side.
     full: dict[str, Tensor] = getattr(layer, name)
     if adapter in full:
         return full[adapter].to(weight)

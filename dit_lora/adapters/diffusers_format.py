@@ -60,6 +60,7 @@ def save_adapter(
     Returns the adapter's path. Raises `CheckFailedError`, before anything is written, for an adapter that is not
     finite or has no effect.
     """
+    # PEFT's names without the adapter's name, from `weights` if given.
     trained = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
     lora = saved_state(transformer, trained)
     base = base_weights(transformer, weights)
@@ -81,9 +82,11 @@ def save_adapter(
         metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
     metadata |= header_lines(provenance)
+    # safetensors cannot change metadata in place, so the file is written again.
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
     if base:
+        # safetensors refuses tensors that are not contiguous.
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
         save_file(host, staged / BASE_FILE, metadata=metadata)
     unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
@@ -93,6 +96,7 @@ def save_adapter(
 def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
     """Entries for a safetensors header: the whole provenance as JSON, and keys that other programs look for."""
     lines = {PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    # Values in a safetensors header are strings.
     return lines | {key: str(provenance[key]) for key in (DOWNSCALE,) if key in provenance}
 
 
@@ -105,6 +109,7 @@ def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
         else:
             # A file of this name is from an earlier run.
             (out / name).unlink(missing_ok=True)
+    # Raises if the folder is not empty: then a written file is missing from `names`.
     staged.rmdir()
 
 
@@ -124,17 +129,20 @@ def save_pipeline(
     `save_adapter`. Raises `CheckFailedError` for values that are not finite.
     """
     if weights is not None:
+        # The sharded model cannot be saved itself.
         transformer = _holding(transformer, weights)
     require_sound({}, dict(transformer.named_parameters()))
     staged = out.with_name(f".{out.name}.partial")
     # An interrupted run may have left this folder.
     shutil.rmtree(staged, ignore_errors=True)
+    # Every component but the trained one, which is written below.
     copy_own(base, staged, lambda name: not name.startswith(f"{part}/"))
     transformer.save_pretrained(staged / part, safe_serialization=True)
     model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
     (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
     share_weights(staged)
+    # The new folder is complete now, so the old one can be replaced.
     shutil.rmtree(out, ignore_errors=True)
     staged.rename(out)
     return out
@@ -145,6 +153,7 @@ def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, 
     trained = base_parameters(model)
     if weights is None:
         return {name: parameter.detach() for name, parameter in trained.items()}
+    # PEFT wraps an adapted layer and moves its weight to `base_layer`.
     plain_names = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
     return {name: plain_names[name] for name in trained}
 
@@ -182,6 +191,7 @@ def read_provenance(file: Path) -> dict[str, Any]:
     """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
     try:
         with safe_open(file, framework="pt") as opened:
+            # Before anything else is read: the file may come from a stranger.
             require_few_tensors(file, opened.keys())
             text = (opened.metadata() or {}).get(PROVENANCE_KEY, "{}")
     except (OSError, ValueError, SafetensorError) as error:

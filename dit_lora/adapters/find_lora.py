@@ -26,6 +26,7 @@ def find_lora(named: str, option: str) -> Path:
         file = _in_folder(path, named, option)
     else:
         file = _on_hub(named, option)
+    # Other formats, such as .pt, are pickles, which can run code.
     if file.suffix != _SUFFIX:
         raise DitLoraError(
             f"{option}: {named} is no {_SUFFIX} file, the one form that holds no code; convert it first"
@@ -53,6 +54,7 @@ def _in_folder(folder: Path, named: str, option: str) -> Path:
         for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME):
             if (directory / name).is_file():
                 return directory / name
+    # A file of another program may have any name.
     files = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if path.name != BASE_FILE]
     if len(files) == 1:
         return files[0]
@@ -65,6 +67,7 @@ def _in_folder(folder: Path, named: str, option: str) -> Path:
 
 
 def _on_hub(named: str, option: str) -> Path:
+    # OWNER/NAME/FILE, with three parts; OWNER/NAME has two.
     *repository, file_name = named.split("/")
     name, pattern = "/".join(repository), file_name
     if file_name.endswith(_SUFFIX) and len(repository) == 2 and not looks_local(name):

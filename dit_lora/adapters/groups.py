@@ -46,6 +46,7 @@ def parameter_groups(
     if not configs:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
     members = _members(model, configs, patterns or {})
+    # Of every parameter, for the check of patterns and for the message.
     all_names = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
     # A pattern that matches nothing is most likely a typing error.
@@ -62,6 +63,7 @@ def parameter_groups(
                 sorted({f"{name.partition('.')[0]}.*" for name in all_names}),
             )
         )
+    # Shared parameters occur once, under their first name.
     parameters = dict(model.named_parameters())
     # Before the check, which looks at all trainable parameters.
     _make_trainable(parameters, members)
@@ -71,6 +73,7 @@ def parameter_groups(
             "name": group,
             "params": [parameters[name] for name in names],
             "param_names": names,
+            # A group without its own weight decay uses the optimizer's default.
             **configs[group].model_dump(include={"lr", "weight_decay"}, exclude_none=True),
         }
         for group, names in members.items()
@@ -81,6 +84,7 @@ def recipe_groups(
     model: nn.Module, groups: GroupsConfig, patterns: Patterns, mode: str = "lora"
 ) -> list[dict[str, Any]]:
     """The `parameter_groups` of a recipe. In mode `full`, `backbone` is all weights that are not in the connector."""
+    # Only groups that the recipe sets.
     configs: dict[str, Any] = groups.given()
     if mode == "lora":
         return parameter_groups(model, **configs, patterns=patterns)
@@ -113,6 +117,7 @@ def _members(
         # Frozen adapters of `lora.under` are in no group.
         if is_under(name):
             continue
+        # B belongs to `adapter` unless the recipe gives it a group of its own.
         if is_lora_b(name):
             group = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_adapter(name):
@@ -134,6 +139,7 @@ def _base_group(
         # The connector comes first, because a backbone without patterns takes all remaining weights.
         modules = configs[group].modules if group in configs else None
         group_patterns = modules or patterns.get(group)
+        # All base weights that are not in the connector.
         if group_patterns is None and group == "backbone" and group in configs:
             return group
         if group_patterns and any(fnmatch.fnmatchcase(name, pattern) for pattern in group_patterns):
@@ -155,6 +161,7 @@ def _make_trainable(
 def _require_partition(
     parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
 ) -> None:
+    # The optimizer would never update a parameter outside of all groups.
     grouped = {name for names in members.values() for name in names}
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:

@@ -37,7 +37,9 @@ def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig
         size = lora.block_size or _BLOCK_SIZE
         # r=0: PEFT computes the number of blocks from their size.
         return peft.OFTConfig(r=0, oft_block_size=size, target_modules=target_modules)
+    # Without alpha the scale is 1.
     rank, alpha = lora.own_rank, lora.alpha or lora.own_rank
+    # Arguments that the configs of LoRA, LoKr and LoHa have in common.
     shared: dict[str, Any] = {
         "r": rank,
         "target_modules": target_modules,
@@ -45,6 +47,7 @@ def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig
         "alpha_pattern": dict(lora.alpha_pattern),
     }
     if lora.kind == "lokr":
+        # -1: PEFT makes both factors about equally large.
         return peft.LoKrConfig(alpha=alpha, decompose_factor=lora.factor or -1, **shared)
     if lora.kind == "loha":
         return peft.LoHaConfig(alpha=alpha, **shared)
@@ -64,6 +67,7 @@ def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
     # Diffusers' headers hold the enumeration's value, PEFT's objects the member.
     named = values.get("peft_type") or "LORA"
     kind = str(getattr(named, "value", named)).lower()
+    # For PEFT, DoRA is an option of LoRA.
     return "dora" if kind == "lora" and values.get("use_dora") else kind
 
 
@@ -116,9 +120,11 @@ def measure_magnitudes(model: nn.Module, adapter: str) -> None:
     for module in model.modules():
         if not isinstance(module, LoraLayer) or adapter not in module.lora_magnitude_vector:
             continue
+        # The layer without its adapters.
         base: Any = module.get_base_layer()
         trained: Any = module.lora_magnitude_vector[adapter]
         if not base.weight.is_meta:
+            # (outputs,): the norm of each row.
             norms = torch.linalg.vector_norm(base.weight.detach().float().flatten(1), dim=1)
             trained.weight.data.copy_(norms.reshape(trained.weight.shape))
 
@@ -127,6 +133,7 @@ def _unfit(layer: nn.Module, kind: Kind) -> str | None:
     """Why a layer cannot have an adapter of this kind; None if it can."""
     if kind == "oft" and not isinstance(layer, nn.Linear):
         return "a convolution, whose windows overlap once rotated"
+    # Kinds without an entry need neither the layer's weight nor its shape.
     if isinstance(layer, NarrowLinear) and layer.kind in _UNQUANTIZED.get(kind, ()):
         return f"quantised to {layer.kind}, and {kind} is computed from the weight itself"
     weight: Any = layer.weight

@@ -25,8 +25,9 @@ class LayerNames:
         """The program's name for one of Diffusers' layers; None if it has no such layer."""
         if self.lacking or any(fnmatchcase(name, pattern) for pattern in self.without):
             return None
-        theirs = _renamed(self.renamed, name) if self.renamed else name
-        return theirs if theirs is None else f"{self.prefix}{theirs}"
+        # None if a mapping exists and has no entry for this layer.
+        program_name = _renamed(self.renamed, name) if self.renamed else name
+        return program_name if program_name is None else f"{self.prefix}{program_name}"
 
 
 def no_names(why: str) -> LayerNames:
@@ -49,12 +50,13 @@ def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
     Trainers of the published model write ComfyUI's names, which are those of that model; trainers of the Diffusers
     model write Diffusers'. kohya's layout has either with underscores.
     """
-    theirs = comfyui.of(name)
-    without_prefix = name if theirs is None else theirs.removeprefix(comfyui.prefix)
-    for base_name in dict.fromkeys((name, without_prefix)):
+    comfyui_name = comfyui.of(name)
+    unprefixed_name = name if comfyui_name is None else comfyui_name.removeprefix(comfyui.prefix)
+    # Without duplicates: for many models both names are the same.
+    for base_name in dict.fromkeys((name, unprefixed_name)):
         yield from file_spellings(base_name)
-    if theirs is not None:
-        yield theirs
+    if comfyui_name is not None:
+        yield comfyui_name
 
 
 _DOTTED_PREFIXES = (
@@ -89,15 +91,17 @@ def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) ->
 def _renamed(names: Mapping[str, str], name: str) -> str | None:
     if name in names:
         return names[name]
+    # The mapping has one entry for all blocks.
     pattern, number = split_block_number(name)
-    theirs = names.get(pattern) if number else None
-    return theirs and theirs.replace("*", number)
+    new_name = names.get(pattern) if number else None
+    return new_name and new_name.replace("*", number)
 
 
 def split_block_number(name: str) -> tuple[str, str]:
     """Split a layer's name into a pattern, with `*` for the block's number, and that number; an empty number without a
     block.
     """
+    # The first number between dots is the block's; later ones are positions inside the block.
     number = re.search(r"\.(\d+)\.", name)
     if number is None:
         return name, ""

@@ -63,10 +63,12 @@ def load_adapter(
     loaded into that expert, as with `load_into_transformer_2=True` in Diffusers. Raises `DitLoraError` if the adapter
     does not fit.
     """
+    # Base weights are in the pipeline after this.
     target = _with_base(pipeline, adapter, name)
     try:
         state = stock_state(type(pipeline), target.file)
     except OF_CONVERTERS:
+        # The pipeline's loader cannot read the file: the reader below knows more forms.
         state = {}
     # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
     is_stock_form = _is_known(pipeline, state) and not is_converted_lora(target.file, state)
@@ -77,6 +79,7 @@ def load_adapter(
         try:
             _by_stock(target)
         except _REFUSALS as error:
+            # The first line: PyTorch's error lists every mismatching tensor after it.
             reason = str(error).strip().partition("\n")[0]
             name = type(target.model).__name__
             raise DitLoraError(f"{target.file} does not load into {name}: {reason}") from error
@@ -122,6 +125,7 @@ def missing_names(pipeline_class: Any, file: Path) -> list[str]:
     Empty if the conversion fails for another reason. Such loaders read names one after another and report only the
     first that is missing, so the conversion is repeated with a placeholder for each.
     """
+    # Given tensors instead of a file, the method only converts names.
     convert = lora_pipeline_class(pipeline_class).lora_state_dict
     tensors, missing = load_file(file), list[str]()
     names = list(tensors)
@@ -143,6 +147,7 @@ def missing_names(pipeline_class: Any, file: Path) -> list[str]:
 
 def _as_in_file(asked: str, names: list[str]) -> str:
     """A name that a converter asked for, with the prefix that it had removed from the file's names."""
+    # The common prefix of all names is that of the smallest and the largest.
     shared = min(names)[: _alike(min(names), max(names))]
     # If several are equally good, take the longest: then the converter removed the whole common prefix.
     num_removed = max(
@@ -159,6 +164,7 @@ def _alike(one: str, other: str) -> int:
 
 def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _Target:
     """Find the adapter file and its model, and load base weights that were saved with it."""
+    # In place: DiT, Latte and PixArt have no LoRA methods of their own.
     with_lora(pipeline)
     adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
@@ -182,6 +188,7 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
         # Base weights are loaded first, because PEFT renames the weights of the layers that it wraps.
         weights = load_file(base)
         _grow_tables(model, weights)
+        # Missing names are expected: the file has only the trained weights.
         _, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected:
             raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
@@ -220,6 +227,7 @@ def _in_pipeline(name: str) -> str:
 
 def _is_known(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
     """True if the state has adapted layers under a prefix that the pipeline loads into."""
+    # Names begin with the component, such as `transformer.`.
     parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
     return any(name.startswith(parts) and is_adapter(name) for name in state)
 
@@ -231,6 +239,7 @@ def _is_base_alone(file: Path) -> bool:
 def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
     """Raise `DitLoraError` that lists all layers the model lacks. Diffusers would warn and load the others."""
     modules = {name for name, _ in target.model.named_modules()}
+    # Names of layers without duplicates, in the file's order.
     layers = dict.fromkeys(
         layer_of(name.removeprefix("transformer."))
         for name in state
@@ -246,6 +255,7 @@ def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
 def _put_layers(target: _Target, comfyui: LayerNames) -> None:
     """Attach the layers that `read_lora` finds in a file, with the file's alphas."""
     layers = read_lora(target.file, target.model, comfyui, type(target.pipeline)).layers
+    # Names as in PEFT's state dicts, for a loader that expects no prefix.
     state = {
         f"{name}.lora_{part}.weight": matrix
         for name, layer in layers.items()
@@ -256,6 +266,7 @@ def _put_layers(target: _Target, comfyui: LayerNames) -> None:
 
 
 def _put_labels(pipeline: Any, file: Path) -> None:
+    # Class names by row of the class table.
     labels = (read_provenance(file).get("index") or {}).get("id2label", {})
     # DiTPipeline splits names at commas, too: a class may have several names.
     if labels and hasattr(pipeline, "labels"):
@@ -271,6 +282,7 @@ def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         if not isinstance(module, nn.Embedding) or weight is None:
             continue
         if len(weight) > module.num_embeddings:
+            # The parameter is replaced, and `load_state_dict` fills it afterwards.
             module.num_embeddings = len(weight)
             module.weight = nn.Parameter(weight.to(module.weight), requires_grad=False)
             # DiT's pipeline computes the null class from this value.

@@ -32,6 +32,7 @@ from dit_lora.config.records import AdapterConfig, CheckpointState, checked, rea
 from dit_lora.errors import DitLoraError, listed
 from dit_lora.numerics.finite import not_finite
 
+# A or B as PEFT, kohya or Diffusers' older versions name it, with or without the adapter's name.
 _MATRIX = re.compile(
     r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"
 )
@@ -89,12 +90,14 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     Raises `DitLoraError` that lists every name without a layer and every wrong shape, and for files that are not
     safetensors or have values that are not finite.
     """
+    # PEFT's config comes from its own file, or from the header.
     tensors, header = _opened(file)
     config_file = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
     config = read_peft_config(config_file) if in_peft_format else config_in(header, file)
     checkpoint_config = _config_of_checkpoint(file)
     require_bounded_patterns(checkpoint_config, file.with_name(STATE_FILE))
+    # Tensors by layer, with the model's names.
     sorted_out = _by_layer(file, tensors, model, comfyui, pipeline_class)
     factors_by_layer = sorted_out.found
     # A checkpoint's file has no alpha: it comes from the run's settings.
@@ -102,6 +105,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
         for name, factors in factors_by_layer.items():
             factors["alpha"] = torch.tensor(_alpha(name, factors, checkpoint_config))
     message = f"{file} was trained on another model than this {type(model).__name__}"
+    # Report all shapes at once.
     mismatches = sorted_out.mismatches
     mismatches += [
         mismatch
@@ -114,6 +118,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     if bad:
         raise DitLoraError(listed(f"{file}: these tensors are not finite", bad))
     layers = {
+        # fp32, whatever the file has: training continues in fp32.
         name: StoredLayer(factors["A"].float(), factors["B"].float(), _alpha(name, factors, config))
         for name, factors in sorted(factors_by_layer.items())
     }
@@ -161,6 +166,7 @@ def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     """PEFT's config of the transformer's adapter, from a header that Diffusers wrote; None without one."""
     description = f"{file}: its header's {_METADATA}"
     stored = typed(header.get(_METADATA, "{}"), dict[str, Any], description)
+    # Diffusers writes the configs of all components into one mapping, each key with its component.
     prefix = "transformer."
     config = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     config = dict(checked(config, AdapterConfig, description))
@@ -177,9 +183,11 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     state_file = file.with_name(STATE_FILE)
     if file.name != WEIGHTS_FILE or not state_file.is_file():
         return None
+    # The settings that the run's trajectory depends on, by recipe key.
     identity = read_typed(state_file, CheckpointState)["identity"]
     init = identity.get("lora.init")
     if init in FROM_WEIGHT:
+        # RUN/checkpoints/STEP/trainable.safetensors.
         run = file.absolute().parents[2]
         raise DitLoraError(
             f"{file} has what trained of {init} without its start; end the run, and give its folder: {run}"
@@ -235,10 +243,12 @@ _NO_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
 _OTHER_TENSORS = (
     (re.compile(r"\.(dora_scale|lora_magnitude_vector(\.\w+)?|magnitude)(\.|$)"), "DoRA"),
     (re.compile(r"\.(lokr_|hada_|oft_|boft_)"), "LoKr, LoHa or OFT"),
+    # ComfyUI's forms for a whole weight or bias.
     (re.compile(r"\.(diff|diff_b|set_weight)$"), "a full difference"),
     (re.compile(r"\.lora_mid\."), "a LoCon matrix"),
     (re.compile(r"\.alpha$"), "an alpha of more than one number"),
 )
+# Prefixes of text encoders, with dots and, in kohya's layout, with underscores.
 _TEXT_ENCODER_NAME = re.compile(
     r"(base_model\.model\.)?(text_encoders?[._\d]|te\d*\.|cond_stage_model\.|conditioner\.|"
     r"lora_(te\d*|text_encoder\w*|clip\w?|t5\w*|llm|gemma\w*|qwen\w*|mistral\w*)_)"
@@ -251,12 +261,14 @@ def _by_layer(
     """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all tensors that are something else, or of no
     layer.
     """
+    # First without conversion: names of Diffusers, PEFT, ComfyUI, kohya and the published model.
     spelled = _Spelled.of_model(model, comfyui)
     sorted_out = _sort_out(tensors, spelled)
     if _UNKNOWN in sorted_out.problems and pipeline_class is not None:
         # The file may have a form that only the pipeline's own loader knows.
         converted = _convert(file, tensors, pipeline_class)
         converted_layers = _sort_out(converted, spelled) if converted else None
+        # If the conversion leaves problems too, the first attempt's are reported, with the file's own names.
         if converted_layers is not None and not converted_layers.problems:
             sorted_out = converted_layers
     if sorted_out.problems:
@@ -285,11 +297,12 @@ def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
     sorted_out, seen_layers = _Sorted(), set[str]()
     for name, factors in _group(tensors, sorted_out).items():
         layers = [spelled.layers[name]] if name in spelled.layers else spelled.published.get(name)
+        # Alpha is optional.
         missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
             sorted_out.refuse_unknown(name)
-        elif twice := [layer for layer in layers if layer in seen_layers]:
-            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(twice)}")
+        elif repeated_layers := [layer for layer in layers if layer in seen_layers]:
+            sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(repeated_layers)}")
         elif missing_parts:
             suffix = ", its alpha is alone" if len(missing_parts) == 2 else ""
             sorted_out.refuse(
@@ -300,6 +313,7 @@ def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
             sorted_out.found[layers[0]] = factors
         else:
             _add_published(sorted_out, spelled.model, name, layers, factors)
+        # A layer may occur in one spelling only.
         seen_layers.update(layers or ())
     return sorted_out
 
@@ -309,7 +323,9 @@ def _add_published(
 ) -> None:
     """Add the parts of a published model's joined layer. They share A and alpha, and each has its own rows of B."""
     sizes = [_weight_size(model, layer) for layer in layers]
+    # Output rows of each layer, in the order in which the joined layer has them.
     rows = [size[0] if size else 0 for size in sizes]
+    # B is (outputs of all parts together, rank).
     if len(factors["B"]) != sum(rows):
         message = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
         sorted_out.mismatches.append(f"{name}.lora_B.weight: {message}")
@@ -323,12 +339,14 @@ def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
     """Group a file's tensors by the file's own layer names, and refuse those that are not part of a LoRA."""
     groups: Found = defaultdict(dict)
     for key, tensor in tensors.items():
+        # Group 1 is the layer's name, group 2 of a matrix its kind.
         matrix, alpha = _MATRIX.fullmatch(key), _ALPHA.fullmatch(key)
         if matrix is not None:
             name, part = matrix[1], "A" if matrix[2] in _IS_A else "B"
         elif alpha is not None and tensor.numel() == 1:
             name, part = alpha[1], "alpha"
         else:
+            # Tensors of a text encoder are refused for that reason, whatever they are.
             is_text = _TEXT_ENCODER_NAME.match(key)
             kind = next((label for form, label in _OTHER_TENSORS if form.search(key)), "")
             description = f"{key}: {kind}" if kind else key
@@ -360,11 +378,13 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
     folded = _fold_alphas(tensors)
     if folded is None:
         return None
+    # Leaves of a graph through the conversion, which copies, splits and joins tensors.
     leaves = {name: tensor.detach().float().requires_grad_() for name, tensor in folded.items()}
     try:
         with torch.enable_grad():
             state = lora_pipeline_class(pipeline_class).lora_state_dict(dict(leaves))
             state = state[0] if isinstance(state, tuple) else state
+            # Results that do not require a gradient were made by the converter itself.
             reached = [tensor.sum() for tensor in state.values() if tensor.requires_grad]
             if not reached:
                 return None
@@ -373,6 +393,7 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
             )
     except OF_CONVERTERS:
         return None
+    # No gradient: no result depends on this tensor.
     dropped = [name for name, grad in zip(leaves, gradients, strict=True) if grad is None]
     if dropped:
         message = f"{file}: {pipeline_class.__name__} takes the others of its tensors and would drop these"
@@ -395,6 +416,7 @@ def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
         scale = 1.0
         # The scale belongs into the product once, so only B is multiplied.
         if matrix[2] not in _IS_A and "alpha" in factors:
+            # A has one row per rank.
             scale = float(factors["alpha"].item()) / len(factors["A"])
         folded[key] = tensor * scale
     return folded
@@ -406,10 +428,11 @@ def _weight_size(model: nn.Module, layer: str) -> list[int] | None:
     if isinstance(module, BaseTunerLayer):  # the model has another adapter
         module = module.get_base_layer()
     if isinstance(module, nn.Linear):
+        # Not `weight.shape`, which is another one for a quantized weight.
         return [
             module.out_features,
             module.in_features,
-        ]  # the shape of a quantized weight is different
+        ]
     return list(module.weight.shape) if isinstance(module, nn.Conv2d) else None
 
 
@@ -419,6 +442,7 @@ def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> l
     if size is None:
         return [f"{layer}: no linear layer and no 2D convolution"]
     a, b = own["A"], own["B"]
+    # Ranks are compared only if inputs and outputs fit.
     misfits = []
     # A is (rank, inputs, ...) and B (outputs, rank, ...): compare inputs and outputs with the layer.
     for part, tensor, sides in (("A", a, slice(1, None)), ("B", b, slice(0, 1))):
@@ -437,6 +461,7 @@ def _alpha(layer: str, own: Mapping[str, torch.Tensor], config: Mapping[str, Any
         return float(own["alpha"].item())
     if config is None or config.get("lora_alpha") is None:
         return rank
+    # As in PEFT: the first matching pattern decides, else `lora_alpha`.
     patterns = config.get("alpha_pattern") or {}
     alpha = patterns.get(get_pattern_key(list(patterns), layer), config["lora_alpha"])
     # With rsLoRA, PEFT's scale is alpha / sqrt(rank). Ours is alpha / rank, so alpha is adjusted.

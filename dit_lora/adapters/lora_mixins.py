@@ -26,6 +26,7 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
         model = getattr(pipeline, part, None)
         if model is not None:
             adaptable(model)
+    # Changing the class of the object keeps all references to it valid.
     if not hasattr(pipeline, "load_lora_weights"):
         pipeline.__class__ = lora_pipeline_class(type(pipeline))
     return pipeline

@@ -28,14 +28,16 @@ def own_files(folder: Path) -> list[str]:
     the checkpoint. In the Hub's cache, links to the blobs of the same repository are allowed.
     """
     if (folder / INDEX).is_file():
+        # A pipeline: its index names the components, and each has a folder.
         candidates = [folder / INDEX]
         parts = [folder / name for name in _components(folder)]
     else:
+        # A single model, with its files at the top of the folder.
         candidates = [path for path in folder.iterdir() if _READ.fullmatch(path.name)]
         parts = [path for path in folder.iterdir() if _is_part(path)]
     for part in parts:
-        below = files_below(part) if part.is_dir() else []
-        candidates += [path for path in below if _READ.fullmatch(path.name)]
+        inner_files = files_below(part) if part.is_dir() else []
+        candidates += [path for path in inner_files if _READ.fullmatch(path.name)]
     names = {path.relative_to(folder) for path in candidates if path.is_file()}
     # Hidden files and folders, such as .git, are not part of the checkpoint.
     visible = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
@@ -55,6 +57,7 @@ def require_inside(folder: Path, paths: list[Path]) -> None:
     """Raise `DitLoraError` that lists all paths that are, or lead through, links to outside the folder."""
     root = folder.resolve()
     # In the Hub's cache, files are links to the blobs beside `snapshots`.
+    # .../models--OWNER--NAME/snapshots/COMMIT: take the folder of the whole repository.
     if root.parent.name == "snapshots":
         root = root.parent.parent
     outside = [path for path in paths if not path.resolve().is_relative_to(root)]

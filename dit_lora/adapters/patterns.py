@@ -58,6 +58,7 @@ def unbounded_reason(pattern: str) -> str | None:
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         return f"has {len(pattern):,} characters, more than {MAX_PATTERN_CHARACTERS:,}"
     try:
+        # The parsed expression is a sequence of pairs: operation and argument.
         ways = _count_ways(_PARSER.parse(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         return f"is no regular expression: {error}"
@@ -78,6 +79,7 @@ def _patterns_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(config.get(option), str):
             yield option, config[option]
     layers_pattern = config.get("layers_pattern")
+    # A text, a list of them, or None.
     for pattern in [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern or ():
         yield "layers_pattern", str(pattern)
     for option in ("rank_pattern", "alpha_pattern"):
@@ -105,11 +107,13 @@ def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
 def _count_item_ways(operation: str, argument: Any) -> int:
     if operation in _ONE_CHARACTER or operation == "AT":
         return 1
+    # (group, flags added, flags removed, items).
     if operation == "SUBPATTERN":
         return _count_ways(argument[-1])
     if operation == "ATOMIC_GROUP":
         return _count_ways(argument)
     if operation == "BRANCH":
+        # Alternatives exclude each other in one match, so their ways are added.
         return sum(_count_ways(branch) for branch in argument[1])
     if operation in _REPEATS:
         return _count_repeat_ways(*argument)
@@ -117,6 +121,7 @@ def _count_item_ways(operation: str, argument: Any) -> int:
 
 
 def _count_repeat_ways(least: int, most: int, repeated: Any) -> int:
+    # An optional item: absent, or matched in one of its ways.
     if most <= 1:
         return 1 + _count_ways(repeated)
     parts = [str(operation) for operation, _ in repeated]
@@ -124,4 +129,5 @@ def _count_repeat_ways(least: int, most: int, repeated: Any) -> int:
         raise _UnboundedError(
             "repeats a group, which can take years to match; repeat single characters only"
         )
+    # A repeat of single characters can end after any number of them between the bounds.
     return 1 + min(most, _MAX_NAME) - min(least, _MAX_NAME)

@@ -54,6 +54,7 @@ def save_chat_adapter(
     require_sound(lora, base)
     # Written to a temporary folder first, so that a failure leaves an earlier adapter intact.
     staged = out / ".staged"
+    # A killed process may have left it.
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     metadata = {"format": "pt", PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
@@ -74,6 +75,7 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
     that do not fit; the model must not be used afterwards.
     """
     chat_adapter_file(folder)
+    # Either may be empty: a run may train only base weights, or only an adapter.
     weights, tensors = _read(folder / BASE_FILE), _read(folder / CHAT_ADAPTER_FILE)
     # Read the names now: PEFT renames the parameters of layers that it wraps.
     parameters = dict(model.named_parameters())
@@ -83,6 +85,7 @@ def load_chat_adapter(model: PreTrainedModel, folder: Path) -> None:
         _add_adapter(model, folder)
         added = _adapter_tensors(model)
         _require_fit(folder / CHAT_ADAPTER_FILE, tensors, added)
+    # Everything fits now: copy into the model's own parameters.
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
@@ -116,6 +119,7 @@ def _adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[s
 
 
 def _peft_config(model: Any, provenance: Mapping[str, Any]) -> peft.PeftConfig:
+    # A copy: the model's own config keeps dropout for training.
     config: Any = copy.deepcopy(saved_config(model, ADAPTER_NAME))
     # The model's own name is a local path.
     config.base_model_name_or_path = provenance.get("base_model")
@@ -164,6 +168,7 @@ def _require_fit(
     file: Path, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise `DitLoraError` unless both have the same names and shapes."""
+    # In both directions, then shapes.
     faults = [f"{name}: not in the model" for name in stored if name not in wanted]
     faults += [f"{name}: not in the file" for name in wanted if name not in stored]
     faults += [

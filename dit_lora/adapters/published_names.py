@@ -25,7 +25,10 @@ def _joined(published: str, block: str, layers: str) -> dict[str, tuple[str, ...
 
 
 def _renamed(prefix: str, block: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    return {f"{prefix}{theirs}": (f"{block}{ours}",) for theirs, ours in names.items()}
+    return {
+        f"{prefix}{published_name}": (f"{block}{diffusers_name}",)
+        for published_name, diffusers_name in names.items()
+    }
 
 
 _FLUX_BLOCK = "transformer_blocks.*"
@@ -47,8 +50,8 @@ _FLUX_ENDS: Names = {
 
 def _flux_embedders(module: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {
-        f"{theirs}.{layer}": (f"{module}.{ours}.linear_{number}",)
-        for theirs, ours in names.items()
+        f"{published_name}.{layer}": (f"{module}.{diffusers_name}.linear_{number}",)
+        for published_name, diffusers_name in names.items()
         for number, layer in ((1, "in_layer"), (2, "out_layer"))
     }
 
@@ -175,6 +178,7 @@ def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict
     for published, patterns in PUBLISHED_NAMES.get(type(model).__name__, {}).items():
         for number in numbers[patterns[0]]:
             layers = [pattern.replace("*", number) for pattern in patterns]
+            # Variants of a model lack some layers, such as the guidance embedder.
             if model_layers.issuperset(layers):
                 for spelling in file_spellings(published.replace("*", number)):
                     layers_by_name[spelling] = layers

@@ -39,6 +39,7 @@ def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
     Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two modules share
     are not quantized.
     """
+    # Repeated blocks are in a ModuleList.
     lists = [
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     ]
@@ -48,6 +49,7 @@ def quantizable(model: nn.Module, kept: Collection[str] = ()) -> list[str]:
         # Subclasses may use their weights in other ways than in a matrix product.
         if type(module) is nn.Linear and name.startswith(tuple(lists))
     ]
+    # Names of parameters: the layer's name is before the last dot.
     excluded = {*tied_layers(model, inside), *(parameter.rpartition(".")[0] for parameter in kept)}
     return [name for name in inside if name not in excluded]
 
@@ -67,6 +69,7 @@ def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> Q
         )
     device = next(model.parameters()).device
     before, num_parameters = stored_bytes(model), sum(p.numel() for p in model.parameters())
+    # All layers are checked before the error, so that it lists every one.
     count, bad = 0, list[str]()
     for name in names:
         layer = _on_gpu(model.get_submodule(name))
@@ -74,6 +77,7 @@ def quantize_base(model: nn.Module, kind: Kind, kept: Collection[str] = ()) -> Q
         if not torch.isfinite(layer.weight.sum(dtype=torch.float32)):
             bad += not_finite([(f"{name}.weight", layer.weight)])
         count += layer.weight.numel()
+        # The original weight is freed here.
         model.set_submodule(name, NarrowLinear(layer, kind).to(device))
     if bad:
         raise DitLoraError(
@@ -87,6 +91,7 @@ def quantized_bytes(model: nn.Module, kind: Kind | None, kept: Collection[str] =
     if kind is None:
         return stored_bytes(model)
     weights = [model.get_parameter(f"{name}.weight") for name in quantizable(model, kept)]
+    # In the weight's current dtype minus the codes and scales.
     saved = sum(weight.nbytes - narrowed_bytes(weight.shape, kind) for weight in weights)
     return stored_bytes(model) - saved
 

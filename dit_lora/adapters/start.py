@@ -53,6 +53,7 @@ def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> Non
     The start depends only on the weights and `seed`. For weights without values (meta) both adapters keep PEFT's
     initial values. Raises `DitLoraError` that lists all layers whose rank is larger than their weight allows.
     """
+    # By name, in a fixed order: random draws below follow it.
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     small = [
         f"{name}: rank {layer.r[adapter]}, and its weight has {min(_sides(layer))}"
@@ -74,8 +75,10 @@ def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> Non
         # With the negative scale, this adapter subtracts the start.
         layer.scaling[START] = -layer.scaling[adapter]
         for part in (layer.lora_A, layer.lora_B):
+            # PEFT creates the new adapter trainable, and in the dtype of the base.
             part[START].float().requires_grad_(False)
             part[adapter].requires_grad_(True)
+        # `set_adapter` would make both trainable.
         layer._active_adapter = [adapter, START]
     # Full tensors on the host: those in the model may be sharded when the result is saved.
     setattr(model, _KEPT, starts)
@@ -113,6 +116,7 @@ def saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 def _sides(layer: Any) -> tuple[int, int]:
     """Outputs and inputs of a layer's weight as a matrix."""
+    # A is (rank, inputs, ...), B is (outputs, rank, ...).
     a, b = next(iter(layer.lora_A.values())).weight, next(iter(layer.lora_B.values())).weight
     return b.shape[0], a[0].numel()
 
@@ -125,6 +129,7 @@ def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
     if base.weight.is_meta:
         return StoredLayer(a.detach(), b.detach(), scaling * rank)
     base_weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
+    # (outputs, inputs * height * width).
     weight = base_weight.detach().float().flatten(1)
     b_start, a_start = (
         _principal(weight, rank, scaling) if init == "pissa" else _orthonormal(weight, rank)
@@ -141,6 +146,7 @@ def _principal(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """B (outputs, rank) and A (rank, inputs): scaling * B @ A has the weight's largest singular values."""
     num_vectors = min(rank + _MORE, *weight.shape)
+    # Randomized; u is (outputs, q), v is (inputs, q).
     u, s, v = torch.svd_lowrank(weight, q=num_vectors, niter=_ITERATIONS)
     # B and A each get the root of the singular values.
     root = (s[:rank] / scaling).sqrt()
@@ -149,6 +155,7 @@ def _principal(
 
 def _orthonormal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """B and A of the weight's QR decomposition: the columns of B are orthonormal."""
+    # q is (outputs, k) and r is (k, inputs), with k the smaller side.
     q, r = torch.linalg.qr(weight)
     return q[:, :rank], r[:rank]
 

@@ -28,6 +28,7 @@ def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
     if strength == 1:
         yield
         return
+    # Copies of each layer's scales, to restore exactly these numbers.
     before = [dict(getattr(layer, "scaling", {})) for layer in layers]
     # Adapters are switched off rather than scaled by 0, so that outputs equal the base's exactly.
     off = [layer for layer in layers if strength == 0 and not layer.disable_adapters]
@@ -49,6 +50,7 @@ def weigh(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None
     impossible.
     """
     try:
+        # Also multiplies the weights into the scales of the layers.
         pipeline.set_adapters(list(names), list(weights))
     except _REFUSALS as error:
         reason = str(error).strip().partition("\n")[0]

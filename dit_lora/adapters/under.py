@@ -38,12 +38,14 @@ def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, flo
     """Add frozen adapters by name, each a config, layers and a factor. All are active; trainable parameters stay the
     same.
     """
+    # PEFT makes new adapters trainable and may freeze others.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for name, (config, layers, factor) in under.items():
         # PEFT initializes A at random, which is overwritten, and warns about a second adapter, which is intended.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             peft.inject_adapter_in_model(config, adaptable(model), adapter_name=name)
+        # PEFT's wrappers have the names of the layers that they replaced.
         adapted = [model.get_submodule(layer) for layer in layers]
         # fp32, as the trained adapter: PEFT has created them in the base's dtype.
         for matrix in (part[name] for layer in adapted for part in (layer.lora_A, layer.lora_B)):
@@ -64,6 +66,7 @@ def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
     """Disable the frozen adapters inside the context, except those in `but`. Nothing else changes."""
     layers = [layer for layer in _tuner_layers(model) if _has_under(layer)]
     before = [list(layer.active_adapters) for layer in layers]
+    # The start belongs to the trained adapter, so it stays on.
     active = {ADAPTER_NAME, START, *but}
     for layer, names in zip(layers, before, strict=True):
         _activate([layer], [name for name in names if name in active])
@@ -80,6 +83,7 @@ def trained_off(model: nn.Module) -> Iterator[None]:
     layers = _tuner_layers(model)
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
+        # The start's name has the same prefix, but it goes with the trained adapter.
         frozen = [name for name in names if name.startswith(UNDER) and name != START]
         _activate([layer], frozen or names)
         # `enable_adapters` would also freeze them.

@@ -76,9 +76,11 @@ def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
     """The adapted layers of a model with one adapter, by their names in the model without it."""
     layers = {}
     for name, layer in _adapted(model):
+        # The model has one adapter, whatever its name is.
         adapter = next(iter(layer.r))
         rank = layer.r[adapter]
         if isinstance(layer, OFTLayer):
+            # OFT has no alpha.
             layers[name] = LoadedLayer(rank, rank, 1.0)
             continue
         # LoRA and LoKr name this attribute differently.
@@ -94,6 +96,7 @@ def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
     Weights of a model without values (meta) are read from the checkpoint's `files`, tensor by tensor, if the files use
     the same names.
     """
+    # Names of layers whose weight has no values here.
     norms, absent = {}, set()
     for name, layer in _adapted(model):
         base = layer.get_base_layer()
@@ -110,6 +113,7 @@ def module_updates(
     norms: Mapping[str, float],
 ) -> list[ModuleUpdate]:
     """The update of each LoRA layer whose two matrices are in `tensors`, sorted by name."""
+    # A (rank, inputs, ...) and B (outputs, rank, ...) by layer.
     pairs = {
         name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
         for name in sorted(layers)
@@ -131,6 +135,7 @@ def measured_updates(model: nn.Module, norms: Mapping[str, float]) -> list[Modul
     """
     changes, roots = {}, {}
     for name, layer in sorted(_adapted(model)):
+        # fp64: the difference of two nearly equal weights loses digits.
         before = _weight(layer.get_base_layer()).double()
         changed = changed_weight(layer, next(iter(layer.r)), before)
         changes[name] = torch.linalg.vector_norm(changed - before).item()
@@ -146,6 +151,7 @@ def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> 
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in tensors.keys() & set(opened.keys()):
+                # One tensor at a time, so that the checkpoint is never in memory as a whole.
                 original, current = opened.get_tensor(name).double(), tensors[name].double()
                 if original.shape == current.shape:
                     changes[name] = torch.linalg.vector_norm(current.cpu() - original).item()
@@ -164,6 +170,7 @@ def _compared(
     for name, norm in changes.items():
         own_norm = norms.get(name)
         reference = max(own_norm, typical_rms * roots[name]) if own_norm is not None else 0.0
+        # None for a weight of zeros, or one whose norm is unknown.
         relative, share = (norm / weight if weight else None for weight in (own_norm, reference))
         updates.append(ModuleUpdate(name, norm, relative, share))
     return updates

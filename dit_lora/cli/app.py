@@ -57,10 +57,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script: errors are one line and an exit code."""
+    # Around everything, so that no error of ours is shown with a traceback.
     with reported_errors():
         try:
             app()
         finally:
+            # Also after an error: libraries print at exit in any case.
             if "--json" in sys.argv[1:]:
                 silence_the_end()
 
@@ -76,10 +78,13 @@ def _options(
 
 def _add(place: str, panel: str) -> None:
     """Add a verb, or a group of verbs, to its panel, with its examples below its help."""
+    # A verb without a dot is in the file of its own name.
     file, _, name = place.rpartition(".")
     module = import_module(f"dit_lora.cli.{file or name}")
+    # Before the help texts below, which show the examples.
     EXAMPLES.update(module.EXAMPLES)
     verb = getattr(module, name)
+    # A group, whose verbs have examples of their own.
     if isinstance(verb, typer.Typer):
         for command in verb.registered_commands:
             command.epilog = _epilog(f"{name} {command.name}")
@@ -87,6 +92,7 @@ def _add(place: str, panel: str) -> None:
             verb, name=name, no_args_is_help=True, rich_help_panel=panel, epilog=_epilog(name)
         )
     else:
+        # Only this verb passes arguments on to a script.
         settings = _PASSES_ON if name == "guard" else None
         app.command(name, rich_help_panel=panel, epilog=_epilog(name), context_settings=settings)(
             verb

@@ -37,6 +37,7 @@ def tiny_names(incomplete: str) -> list[str]:
 def recipe_files(incomplete: str) -> list[str]:
     """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
     entries = _entries(incomplete)
+    # Follow folders that are the only choice, down to the first with several entries.
     while len(entries) == 1 and entries[0].endswith("/"):
         entries = _entries(entries[0])
     return entries
@@ -46,6 +47,7 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return `key.path=`; with the values or the default of a key that is the only choice."""
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash makes three words of key=value: files, for the value
+    # The schema file has all keys, without an import of the recipe's classes.
     schema = read_json(stock_files() / "recipes" / "schema.json")
     keys = dict(_keys(schema, schema, ""))
     matching = _starting([f"{key}=" for key in keys], incomplete)
@@ -74,6 +76,7 @@ ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, o
 def make_folder(out: Path) -> None:
     """Make the folder that a verb fills. Raises `DitLoraError` where there is one, or none can be."""
     try:
+        # Fails if the folder exists, even if it is empty.
         out.mkdir(parents=True)
     except FileExistsError as error:
         raise DitLoraError(f"{out} exists; choose another folder or remove it") from error
@@ -86,8 +89,10 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _entries(incomplete: str) -> list[str]:
+    # The folder that is typed completely, and the beginning of a name in it.
     folder, slash, start = incomplete.rpartition("/")
     entries = []
+    # Folders get a slash, so that the completion can go on inside them.
     for path in sorted(Path(folder + slash or ".").glob(f"{start}*")):
         if path.is_dir() and not path.name.startswith((".", "__")):
             entries.append(f"{folder}{slash}{path.name}/")
@@ -101,7 +106,9 @@ def _keys(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield every key that holds a value, with the values that the schema names."""
     for name, entry in section["properties"].items():
+        # An optional key is a choice between its type and null.
         options = [entry, *entry.get("anyOf", [])]
+        # A reference such as #/$defs/TrainConfig: the key is a section.
         inner = [option["$ref"].split("/")[-1] for option in options if "$ref" in option]
         for definition in inner:
             yield from _keys(schema, schema["$defs"][definition], f"{parent}{name}.")
@@ -111,7 +118,9 @@ def _keys(
 
 def _values(options: list[dict[str, Any]]) -> list[str]:
     named = [value for option in options for value in option.get("enum", [])]
+    # JSON Schema has no list of values for booleans.
     if any(option.get("type") == "boolean" for option in options):
         named += [True, False]
+    # A key without named values is completed with its default.
     named = named or [options[0]["default"]] if "default" in options[0] else named
     return [value if isinstance(value, str) else json.dumps(value) for value in named]

@@ -37,22 +37,24 @@ def audit(
     from dit_lora.data.audit.summary import as_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page
 
+    # Imports are inside the verbs, so that help and completion load little.
     result = audit_target(target, overrides or [], encode=encode)
     for line in result.lines():
+        # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))
-    judged, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
+    samples, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
     try:
         if json_file:
-            whole = as_json(judged, notes=notes, buckets=buckets, encoded=encoded)
-            write_json(json_file, whole)
+            document = as_json(samples, notes=notes, buckets=buckets, encoded=encoded)
+            write_json(json_file, document)
         if fix_list:
-            write_fix_list(fix_list, judged)
+            write_fix_list(fix_list, samples)
     except OSError as error:
         raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
     if html:
         write_audit_page(
             html,
-            judged,
+            samples,
             title=result.title,
             totals=result.totals,
             notes=notes,

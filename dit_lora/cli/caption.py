@@ -57,11 +57,13 @@ def caption(
         raise DitLoraError(f"--port {port} is for --serve")
     from dit_lora.commands.caption import CaptionRequest
 
+    # None on processes that report nothing.
     failed: bool | None = False
     if model is not None:
-        asked = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
-        if (failed := _describe(asked)) is None:
+        request = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
+        if (failed := _describe(request)) is None:
             return
+    # Port 0 lets the system choose a free one.
     _show(folder, recipe, trigger, html, port or 0 if serve else None)
     if failed:
         raise typer.Exit(CheckFailedError.exit_code)
@@ -95,6 +97,7 @@ def _show(
 
     limit, table = limit_of(recipe), CaptionTable.read(folder)
     rules = TextRules(trigger=trigger)
+    # The page then marks captions that the text encoder would cut off.
     if limit is not None:
         rules = TextRules(limit.tokenizer, limit.max_tokens, trigger)
     if port is not None:

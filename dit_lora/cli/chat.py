@@ -32,11 +32,15 @@ def chat(
 
     if video and image:
         raise DitLoraError("give --video or --image, one of them")
+    # At most one of them is given.
     file = video or image
     if file and not file.is_file():
         raise DitLoraError(f"no file {file}")
     answerer = load_answerer(target, model, frames=frames)
     media = MediaFile(file) if file else None
-    asked = prompt or typed()
-    for answer in converse(answerer, media, asked, instruction=instruction, max_tokens=max_tokens):
+    # Without --prompt, lines from standard input.
+    questions = prompt or typed()
+    for answer in converse(
+        answerer, media, questions, instruction=instruction, max_tokens=max_tokens
+    ):
         echo(answer)

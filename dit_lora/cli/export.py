@@ -73,10 +73,12 @@ def export(
     """
     from dit_lora.results.export.export import ExportRequest, export_and_report
 
+    # Only a change of rank has a report.
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} goes with --rank")
     choice = None if rank is None else _rank_choice(rank, energy)
+    # A whole checkpoint has no rank to lower.
     form = to or ("merged" if rank is None else "diffusers")
     request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
     _report(context, as_json, export_and_report(request, echo), out)
@@ -114,6 +116,7 @@ def _rank_choice(rank: str, energy: float | None) -> "RankChoice":
         if not 0 < share <= 1:
             raise DitLoraError(f"--energy is a share above 0 and up to 1; got {share:g}")
         return RankChoice(energy=share)
+    # `isdecimal` is false for signs, points and an empty text.
     if not rank.isdecimal() or int(rank) == 0:
         raise DitLoraError(f"--rank takes a number above 0, or auto; got {rank}")
     if energy is not None:

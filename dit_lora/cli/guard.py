@@ -66,4 +66,5 @@ def guard(
         monitor_every=monitor_every,
         spike_threshold=spike_threshold,
     )
+    # `context.args` is everything after the script's name.
     run_script(script, context.args, config=config, folder=folder, module=module)

@@ -44,9 +44,10 @@ def recipes(
         answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
         return
     defaults = default_recipes()
+    # All recipes are read, also for one family: they are small files.
     records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
-    chosen = [record for record in records if family in (None, record["family"])]
-    answer(context, as_json, {"recipes": chosen}, lambda: _render(chosen))
+    selected_records = [record for record in records if family in (None, record["family"])]
+    answer(context, as_json, {"recipes": selected_records}, lambda: _render(selected_records))
 
 
 def init(
@@ -67,27 +68,34 @@ def init(
     ] = None,
 ) -> None:
     """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
-    chosen = StockRecipe.named(recipe, default_recipes())
-    config = accelerate or chosen.accelerate_config
+    selected_recipe = StockRecipe.named(recipe, default_recipes())
+    # The recipe's own launch is the default.
+    config = accelerate or selected_recipe.accelerate_config
     if config not in accelerate_configs():
         names = ", ".join(accelerate_configs())
         raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
-    written = write_folder(chosen, out, config)
+    written = write_folder(selected_recipe, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
+    # The user gave a family, so say which recipe it stands for.
     if recipe in FAMILIES:
-        echo(f"It is {chosen.name}; others of the family: dit-lora recipes --family {recipe}")
-    if not chosen.smoke:
-        data = chosen.values["data"]["path"]
-        echo(f"Your data goes where data.path in {chosen.file} says, now {data}.")
-    echo("Next, as it stands:" if chosen.smoke else "Next:")
-    for line in _next(chosen, out, config):
+        echo(
+            f"It is {selected_recipe.name}; others of the family: dit-lora recipes --family {recipe}"
+        )
+    if not selected_recipe.smoke:
+        data = selected_recipe.values["data"]["path"]
+        echo(f"Your data goes where data.path in {selected_recipe.file} says, now {data}.")
+    echo("Next, as it stands:" if selected_recipe.smoke else "Next:")
+    for line in _next(selected_recipe, out, config):
         echo(f"  {line}")
 
 
 def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
     """Return what to type in the new folder, a line each."""
+    # The commands below use paths relative to the new folder.
     lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
+    # Commands that prepare the run, such as `dit-lora tiny`.
     lines += recipe.commands[:-1]
+    # Smoke recipes have commands that create their data.
     if not recipe.smoke:
         lines += _captioning(recipe)
         lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]
@@ -130,6 +138,7 @@ def _render(records: list[dict[str, Any]]) -> None:
 
 def _amount(words: str) -> str:
     """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
+    # A number and its unit, after an optional `about` or `computed:`.
     match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
     if match is None:
         return "-"

@@ -18,6 +18,7 @@ _OUT = "dit_lora.json"
 
 def _begin(context: typer.Context, asked: bool) -> bool:
     if asked and not context.resilient_parsing:
+        # Eager: it takes effect before any other option's callback can print.
         context.meta[_OUT] = context.with_resource(_diverted())
     return asked
 
@@ -37,9 +38,9 @@ def answer(
 ) -> None:
     """Print what a verb found out, as the one JSON document or as `tell` does; exit 1 if it did not pass."""
     if as_json:
-        out: TextIO = context.meta[_OUT]
-        out.write(json.dumps(record, indent=2) + "\n")
-        out.flush()
+        stream: TextIO = context.meta[_OUT]
+        stream.write(json.dumps(record, indent=2) + "\n")
+        stream.flush()
     else:
         tell()
     if not passed:
@@ -49,22 +50,25 @@ def answer(
 @contextlib.contextmanager
 def _diverted() -> Iterator[TextIO]:
     """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
-    out = sys.stdout
+    # The stream that the document is written to.
+    stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            number = out.fileno()
+            number = stdout.fileno()
         except io.UnsupportedOperation:  # no file: a test's, or a notebook's
-            yield out
+            yield stdout
             return
-        out.flush()
+        stdout.flush()
         # Child processes write to the descriptor, whatever Python's `sys.stdout` is.
         copied = os.dup(number)
+        # From here on the descriptor of standard output leads to standard error.
         os.dup2(2, number)
         try:
             with os.fdopen(copied, "w", encoding="utf-8", closefd=False) as document:
                 yield document
         finally:
-            out.flush()
+            stdout.flush()
+            # Undo the redirection of the descriptor.
             os.dup2(copied, number)
             os.close(copied)
 
@@ -72,4 +76,5 @@ def _diverted() -> Iterator[TextIO]:
 def silence_the_end() -> None:
     """Send what libraries print as a process ends to standard error, for nothing may follow the document."""
     sys.stdout.flush()
+    # 1 and 2 are the descriptors of standard output and standard error.
     os.dup2(2, 1)

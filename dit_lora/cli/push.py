@@ -38,6 +38,7 @@ def push(
     from dit_lora.hub.push import listing, prepare
     from dit_lora.hub.push import push as run_push
 
+    # Before the run's files are read and prepared.
     problem = repo_id_problem(repo_id)
     if problem:
         raise DitLoraError(f"REPO_ID {repo_id!r}: {problem}")

@@ -28,6 +28,7 @@ def quarantine(
 
     if not run.is_dir():
         raise DitLoraError(f"{run} is not a folder; give a run's folder, as its recipe's run.dir")
+    # The run keeps the list in memory and writes it again, so a change here would be lost.
     if release and is_live(run):
         raise DitLoraError(
             f"{run} is in use by {holder_of(run)}, which writes its list anew; release samples when it has ended"

@@ -27,6 +27,7 @@ def report(
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
     from dit_lora.results.experts import runs_of
 
+    # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
         if serve:
             raise DitLoraError(
@@ -34,6 +35,7 @@ def report(
             )
         echo(write_guard_report(run))
         return
+    # A run of both experts has a folder for each.
     runs = runs_of(run)
     if serve:
         if len(runs) > 1:

@@ -99,6 +99,7 @@ def _sample(request: "SampleRequest") -> None:
     from dit_lora.commands.sample import sample_cells
     from dit_lora.report.sample_grid import write_sample_grid
 
+    # Written before the page, which refers to the files.
     cells = sample_cells(request)
     for cell in cells:
         echo(cell.path)
@@ -116,6 +117,7 @@ def _strengths(words: str | None) -> tuple[float, ...]:
         numbers = tuple(float(word) for word in words.split(","))
     except ValueError as error:
         raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {words!r}") from error
+    # Equal strengths would write the same file twice.
     if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
         raise DitLoraError(f"--strengths takes finite numbers, each once; got {words!r}")
     return numbers
@@ -123,6 +125,7 @@ def _strengths(words: str | None) -> tuple[float, ...]:
 
 def _weighted(words: str) -> tuple[Path, float]:
     """Return path and weight of PATH=WEIGHT; the weight is 1 where there is none."""
+    # The last equals sign: a path may contain some. Without one, the path is empty.
     path, _, weight = words.rpartition("=")
     try:
         number = float(weight) if path else 1.0

@@ -87,6 +87,7 @@ def tiny(
 def _refuse(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
     """Raise `DitLoraError` if one of these options was given, which belong to `owner`."""
     for option in options:
+        # A default is no option that the user has given.
         source = context.get_parameter_source(option)
         if source is not None and source.name == "COMMANDLINE":
             raise DitLoraError(f"--{option} is an option of {owner}; remove it")
@@ -135,8 +136,10 @@ def _write_shapes(
             "--sound writes clips; leave out --chat, --classes, --pairs and --frames 1"
         )
     frames = frames or (1 if classes or pairs else 17)
+    # Chroma is stored at half the resolution.
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
+    # After all checks, so that no empty folder remains after an error.
     make_folder(out)
     size = {"height": height, "width": width, "frames": frames}
     if classes:
@@ -147,6 +150,6 @@ def _write_shapes(
         write_conversations(out, clips=clips, images=clips, fps=fps, **size)
     else:
         write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
-    what = "clips and as many images" if chat else "images" if frames == 1 else "clips"
-    what += ", each with what it is made from" if pairs else ""
-    echo(f"wrote {clips} {what} to {out}")
+    description = "clips and as many images" if chat else "images" if frames == 1 else "clips"
+    description += ", each with what it is made from" if pairs else ""
+    echo(f"wrote {clips} {description} to {out}")

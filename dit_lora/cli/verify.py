@@ -34,6 +34,7 @@ def verify(
         verify_adapter(item, model, allow_extreme_update=allow_extreme_update)
         for item in targets_of(target)
     ]
+    # Of a single adapter, its own report.
     lines, record, passed = (
         verifications[0].lines(),
         verifications[0].record(),

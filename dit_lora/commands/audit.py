@@ -74,6 +74,7 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Text for a terminal: rejected samples with reasons, warnings by code, notes, advice and totals."""
+        # Every rejected sample has a line, up to a limit.
         lines = [
             one_line(f"reject  {sample.file}: {'; '.join(_words(sample))}")
             for sample in self.judged
@@ -82,6 +83,7 @@ class Audit:
         if len(lines) > _SHOWN:
             lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more; --json lists all"]
         sums = self.totals
+        # Warnings are counted by code: a list of all of them would hide the rejects.
         warned = [sample for sample in self.judged if sample.verdict == "warn"]
         codes = Counter(code for sample in warned for code in {f.code for f in sample.findings})
         lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
@@ -109,11 +111,13 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
     if recipe.model.family in CHAT_FAMILIES:
         if encode:
             raise DitLoraError("--encode: a chat model's samples are not encoded before training")
-        judged, caption_findings, notes = audit_conversations(
+        audited_samples, caption_findings, notes = audit_conversations(
             recipe, family.open(recipe.model, recipe), progress=True
         )
         return Audit(
-            recipe.data.path or "data.sources", merge(judged, caption_findings), tuple(notes)
+            recipe.data.path or "data.sources",
+            merge(audited_samples, caption_findings),
+            tuple(notes),
         )
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
@@ -126,11 +130,13 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     `overrides` set where its captions, references and masks are, such as `data.mask_folder=masks`.
     """
     data = load_folder(path, overrides)
+    # Lists the files with their captions; nothing is decoded yet.
     sources = scan(data)
-    judged = audit_media(sources.clips, None, progress=progress)
+    # None: without a recipe there are no shapes to check against.
+    audited_samples = audit_media(sources.clips, None, progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = (*sources.notes, *pair_notes(judged), *sound_note(judged))
-    return Audit(path, merge(judged, _problems(sources), captions), notes)
+    notes = (*sources.notes, *pair_notes(audited_samples), *sound_note(audited_samples))
+    return Audit(path, merge(audited_samples, _problems(sources), captions), notes)
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
@@ -142,10 +148,11 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     # The only recipe setting that a checkpoint needs to compute the sizes of references.
     checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
     sources = scan(data, root)
+    # The samples as training would form them: windows, buckets and references.
     samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
-    judged = audit_media(
+    audited_samples = audit_media(
         sources.clips,
         data,
         shapes=samples.shapes,
@@ -154,10 +161,11 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         digests=digests,
         progress=progress,
     )
+    # Digests of the files' contents, so that unchanged files are not read again.
     digests.save()
     # A family without a text limit is conditioned on classes: its captions are labels.
     limit = checkpoint.text_limit()
-    notes: list[str] = [*samples.notes, *pair_notes(judged)]
+    notes: list[str] = [*samples.notes, *pair_notes(audited_samples)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
         caption_findings, label_notes = check_labels(sources.clips, data.classes)
@@ -172,7 +180,11 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
     merged = merge(
-        judged, _problems(sources), caption_findings, _dropped(samples, judged), facts=tokens
+        audited_samples,
+        _problems(sources),
+        caption_findings,
+        _dropped(samples, audited_samples),
+        facts=tokens,
     )
     return Audit(
         title=data.path or "data.sources",
@@ -187,6 +199,7 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     # An audit reports every bad sample; `rejects: refuse` would stop it at the first.
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
     recipe = recipe.model_copy(update={"data": data})
+    # Encode as training does, into the same cache.
     with running(recipe) as session:
         encoded = precompute(session, checkpoint)
     damaged: Findings = {}
@@ -196,15 +209,18 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
         for name, reason in encoded.rejected.items()
         if "is not usable" in reason
     }
+    # Each part has findings by cache entry, and an entry may be one window of a clip.
     parts = [_by_clip(part, audit.judged) for part in (damaged, non_finite, failed)]
     return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
 
 
 def _by_clip(by_file: Findings, judged: Sequence[JudgedSample]) -> Findings:
     """Findings by clip: those on a clip's later windows (named `clip@start`) move to the clip's name."""
+    # Names of samples that the audit has listed.
     files = {sample.file for sample in judged}
     by_clip: Findings = {}
     for name, findings in by_file.items():
+        # A name without `@` gives an empty clip, which is no listed file.
         clip, _, start = name.rpartition("@")
         if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
@@ -234,6 +250,7 @@ def _problems(scanned: Scan) -> Findings:
 
 def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
     """Findings on samples that fit no bucket, unless the media's own findings already say so."""
+    # Codes that the check of the media has reported already, by file.
     codes = {sample.file: {finding.code for finding in sample.findings} for sample in judged}
     dropped = samples.report.dropped if samples.report else ()
     return {
@@ -248,6 +265,7 @@ def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
 
     Samples that are already rejected are left out.
     """
+    # One reason is enough for the user to act on.
     rejected = {sample.file for sample in judged if sample.verdict == "reject"}
     remedy = "give it such references, or remove it"
     return {
@@ -263,11 +281,13 @@ def _tensors(
     """Yield each sample's name and tensors from its cache entries. Corrupt entries are added to `damaged`."""
     clips = encoded.clips
     for entry in clips.entries:
+        # Reads the entry and checks its digest; damage is reported in `faults`.
         sample = clips.read(entry, entry.text_key, 0)
         if sample.faults:
             reason = sample.faults[entry.id]
             remedy = "dit-lora cache verify RECIPE --set-aside, and build it anew"
             damaged[entry.id] = [Finding("cache_damaged", reason, "reject", remedy)]
+        # Without the batch dimension, which is 1.
         yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
 
 

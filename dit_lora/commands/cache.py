@@ -38,6 +38,7 @@ class CacheOutcome:
     def passed(self) -> bool:
         """True if no entry is bad, or all bad entries were set aside."""
         return all(
+            # Bad entries that were not set aside remain in the cache.
             len(getattr(result, "problems", [])) <= getattr(result, "set_aside", 0)
             for result in self.results.values()
         )
@@ -93,7 +94,9 @@ def stats(target: str, overrides: Sequence[str]) -> CacheOutcome:
 
 def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
     """Remove unusable entries and, if `keep` has recipes, entries that none of them uses."""
+    # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
+    # For each recipe, the used keys by name of the cache.
     keys_of_each = [dict(zip(_KINDS, _keys(recipe), strict=True)) for recipe in recipes]
 
     def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Pruned:
@@ -161,6 +164,7 @@ def _bar(what: str) -> Iterator[maintenance.OnProgress]:
 
         def tell(done: int, total: int) -> None:
             bar.total = total
+            # tqdm takes the increment, not the total so far.
             bar.update(done - bar.n)
 
         yield tell
@@ -168,6 +172,7 @@ def _bar(what: str) -> Iterator[maintenance.OnProgress]:
 
 def _plain(value: Any, root: Path) -> Any:
     """Convert paths to strings, relative to `root` if they are inside, in nested dicts and lists."""
+    # Files outside of the cache keep their full path.
     if isinstance(value, Path):
         return value.relative_to(root).as_posix() if value.is_relative_to(root) else str(value)
     if isinstance(value, dict):
@@ -180,6 +185,7 @@ def _plain(value: Any, root: Path) -> Any:
 def _counts(values: Mapping[str, Any]) -> Iterable[str]:
     """Text for every count in `values`, sizes in MiB."""
     for name, value in values.items():
+        # Of a list, the terminal shows the number of items.
         if isinstance(value, list):
             value = len(value)
         if isinstance(value, int):

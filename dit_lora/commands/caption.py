@@ -72,7 +72,10 @@ class Captioned:
 
     def lines(self, table: CaptionTable) -> list[str]:
         """Text for a terminal: failures, shortened captions, and counts."""
-        lines = [f"could not be described: {name}: {why}" for name, why in self.failed.items()]
+        # Failures first, because they need an action.
+        lines = [
+            f"could not be described: {name}: {reason}" for name, reason in self.failed.items()
+        ]
         if self.cut:
             lines.append(
                 f"{len(self.cut)} captions were cut at the end of a sentence to what the recipe's text encoder reads: "
@@ -92,6 +95,7 @@ def limit_of(recipe: str | None) -> TextLimit | None:
     """
     if recipe is None:
         return None
+    # Only its model and text encoder matter here.
     loaded = load_recipe(recipe)
     if loaded.model.family in CHAT_FAMILIES:
         raise DitLoraError(f"{recipe} trains a chat model, which reads conversations, not captions")
@@ -110,34 +114,43 @@ def caption_folder(request: CaptionRequest) -> Captioned:
     Raises:
         DitLoraError: The folder or the model cannot be used.
     """
+    # Before the model is loaded: a wrong recipe is reported at once.
     limit = limit_of(request.recipe)
+    # One process without `accelerate launch`; otherwise it joins the process group.
     state = PartialState(cpu=not torch.cuda.is_available())
-    made, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
+    store, main = MadeCaptions(request.folder, state.process_index), state.is_main_process
     with ExitStack() as stack:
         if main:
-            CaptionTable.read(
-                request.folder
-            )  # raises for a bad folder before anything is written there
-            stack.enter_context(made.held())
-            earlier = made.merge(of_all=True)  # captions of processes that were killed
+            # Raises for a bad folder before anything is written there.
+            CaptionTable.read(request.folder)
+            # A second command in the same folder would describe the same files again.
+            stack.enter_context(store.held())
+            # Captions of processes that were killed.
+            earlier = store.merge(of_all=True)
+        # The others read the table after earlier captions are merged into it.
         state.wait_for_everyone()
         names = CaptionTable.read(request.folder).missing
-        done = Captioned(earlier=earlier if main else 0, is_told_here=main)
+        local_result = Captioned(earlier=earlier if main else 0, is_told_here=main)
         if not names:
-            return done
+            return local_result
         if main:
             # If this process ends early, others may still be writing: their captions are merged at the next start.
-            stack.callback(made.merge, of_all=False)
-        _describe(request, names[state.process_index :: state.num_processes], made, limit, done)
-        results: list[Captioned] = gather_object([done])
+            stack.callback(store.merge, of_all=False)
+        # Every process takes each n-th file.
+        _describe(
+            request, names[state.process_index :: state.num_processes], store, limit, local_result
+        )
+        # Waits for all processes. The first result is the main process's own.
+        results: list[Captioned] = gather_object([local_result])
         if main:
-            made.merge(of_all=True)
+            store.merge(of_all=True)
         state.wait_for_everyone()
+    # Only the main process reports, so it adds up the counts.
     for result in results[1:] if main else ():
-        done.written += result.written
-        done.failed |= result.failed
-        done.cut += result.cut
-    return done
+        local_result.written += result.written
+        local_result.failed |= result.failed
+        local_result.cut += result.cut
+    return local_result
 
 
 def _describe(
@@ -152,6 +165,7 @@ def _describe(
     with finite_answers(answerer.model):
         for name in tqdm(names, desc="captions", unit="file", disable=not done.is_told_here):
             try:
+                # A file that cannot be described does not stop the others.
                 caption = describe(answerer, request.folder / name, request, limit)
             except (ClipError, CheckFailedError) as error:
                 done.failed[name] = str(error).removeprefix(f"{name}: ")
@@ -172,9 +186,11 @@ def describe(
         CheckFailedError: The answer cannot be used as a caption.
     """
     media = MediaFile(file)
+    # The user's prompt is used unchanged, without a length.
     question = request.prompt or (PICTURE if is_image(media) else CLIP)
     if limit is not None and request.prompt is None:
         question += f" Use at most {int(limit.max_tokens * _WORDS_A_TOKEN)} words."
+    # One line: a caption is a cell of a table.
     answer = " ".join(answerer.ask(media, question, max_tokens=request.max_tokens).split())
     fault = caption_fault(answer)
     if fault is not None:
@@ -217,6 +233,7 @@ def _most(parts: list[str], limit: TextLimit) -> str:
 
 def _length(text: str, limit: TextLimit) -> int:
     """Number of tokens, including the tokenizer's special tokens."""
+    # `verbose=False`: no warning about texts longer than the model's limit, which are expected here.
     ids = limit.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return len(ids) + int(limit.tokenizer.num_special_tokens_to_add())
 

@@ -34,6 +34,7 @@ class Decision:
 
 def decisions(env: Environment) -> list[Decision]:
     """The choices of a run in this environment that the recipe leaves open."""
+    # The first GPU decides for all: a machine usually has equal ones.
     gpu = env.devices[0] if env.devices else None
     trackers = ", ".join(name for name in TRACKERS if name in env.versions) or "none"
     device = "cpu", "torch finds no GPU that it can use"
@@ -63,6 +64,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
         env: The environment.
         launch_config: An Accelerate config file; None for the one that `accelerate launch` reads.
     """
+    # Versions and known-bad combinations.
     issues = problems(env)
     launch = _launch(env, launch_config)
     return {
@@ -78,6 +80,7 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
         "known_bad": [
             {name: getattr(problem, name) for name in _SHOWN}
             for problem in issues
+            # A problem of a single package has the package's name as id, and is reported with the package.
             if problem.id not in TESTED
         ],
         "launch": launch,
@@ -92,8 +95,10 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
     requested = launch_processes(config)
     # accelerate/commands/launch.py starts these kinds with simple_launcher, all others with torchrun.
     is_single = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")
+    # The number of processes that Accelerate really starts.
     started = 1 if is_single or requested is None else requested
     machines = config.get("num_machines", 1)
+    # num_processes counts all machines together.
     num_per_machine = started // machines if isinstance(machines, int) and machines > 0 else started
     if env.devices and num_per_machine > len(env.devices):
         return (
@@ -111,9 +116,11 @@ def render(report: Mapping[str, Any]) -> None:
     """Print a report as tables, readable in 80 columns. Commands are never wrapped."""
     from rich.console import Console
 
+    # Without highlighting, which would colour numbers and paths.
     console = Console(highlight=False)
     console.print(f"Python {report['python']} on {report['platform']}\n", markup=False)
     packages = report["packages"]
+    # A missing value is shown as a dash.
     rows = [
         (name, entry["version"] or "-", entry["tested"] or "-", entry["status"])
         for name, entry in packages.items()
@@ -121,6 +128,7 @@ def render(report: Mapping[str, Any]) -> None:
     console.print(table(("package", "installed", "tested", "status"), rows))
     choices = [(entry["what"], entry["choice"], entry["why"]) for entry in report["decisions"]]
     console.print(table(("a run uses", "choice", "why"), choices))
+    # Both have a severity, a description and a remedy.
     notes = [entry for entry in packages.values() if entry["what"]] + list(report["known_bad"])
     for note in notes:
         lines = [f"{note['severity']}: {note['what']}", note.get("source"), note["remedy"]]
@@ -164,6 +172,7 @@ def _package(
 def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
     """The entry of the launch config: file, number of processes, and its problem if it has one."""
     path = launch_config or default_launch_config()
+    # The default config is optional; a file that the user names must exist.
     if launch_config is None and not path.is_file():
         return {"config_file": None, "processes": None, "problem": None}
     config = read_launch_config(path)

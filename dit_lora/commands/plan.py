@@ -19,9 +19,11 @@ def render(planned: Planned) -> None:
     console, budget = Console(highlight=False), planned.budget
     limit = f" of {gib(budget.gpu)}" if budget.gpu is not None else ""
     console.print(_table((f"GPU memory{limit}", "GiB"), _rows(budget.phases)))
+    # Parts that this run does not have, such as EMA, are left out.
     parts = {name: size for name, size in vars(budget.training).items() if size}
     console.print(_table(("at a training step", "GiB"), _rows(parts)))
     rows = [
+        # A model without gradient checkpointing has only some of the modes.
         (shape, *(gib(needs[mode]) if mode in needs else "-" for mode in MODES))
         for shape, needs in budget.activations.items()
     ]

@@ -54,6 +54,7 @@ def replay_bundle(
     """
     quiet_libraries()
     bundle = read_bundle(folder)
+    # Only a bundle of an external loop records the call of the model.
     if "call" in bundle.facts:
         if model is not None or device is not None:
             raise DitLoraError(
@@ -83,6 +84,7 @@ def _device(asked: str | None) -> torch.device:
 
     Raises `DitLoraError` if it does not exist.
     """
+    # The bundle's own device may not exist on this machine.
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -91,6 +93,7 @@ def _device(asked: str | None) -> torch.device:
         raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
         raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1")
+    # `cuda` without an index is the first GPU.
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DitLoraError(f"--device {asked}: this machine has {torch.cuda.device_count()} GPUs")
     return device
@@ -99,6 +102,7 @@ def _device(asked: str | None) -> torch.device:
 def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
     """The bundle's recipe, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
+    # RUN/bundles/BUNDLE: two folders up is the run.
     config = folder.absolute().parent.parent / "config.yaml"
     # A bundle may be published, so it names its base without folders. The run's config.yaml has the path.
     if model is None and config.exists():
@@ -117,8 +121,10 @@ def _rebuild(
         checkpoint = family.open(recipe.model, recipe)
     except DitLoraError as error:
         raise DitLoraError(f"{error}; --model names the run's base checkpoint") from error
+    # Diffusion or chat: they load their models and form batches differently.
     task = task_of(recipe.model.family)
     digest = task.model_digest(checkpoint, recipe, Digests(checkpoint.path / "digests.json"))
+    # The dtype of the run, also if this device would choose another one.
     dtype = DTYPES[bundle.facts["dtype"]]
     # The same steps in the same order as in a run, so that the same kernels are used.
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
@@ -128,12 +134,14 @@ def _rebuild(
     set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Accelerate adds the same wrappers as in the run, such as autocast.
     accelerator = Accelerator(
         cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed
     )
     offload_base(recipe, transformer, accelerator)
     compile_blocks(recipe, transformer, accelerator)
     prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
+    # Training mode: dropout is part of the recorded step.
     unwrapped_model = accelerator.unwrap_model(prepared).train()
     # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
     facts = bundle.facts["replay"]
@@ -152,6 +160,7 @@ def _load(transformer: nn.Module, bundle: Bundle) -> None:
     """Copy the bundle's trained weights into the model. Raises `DitLoraError` if names or shapes differ."""
     # The bundle has only trained weights; the frozen ones come from the base checkpoint.
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    # Compared as a whole: a missing name counts as a different shape.
     if {n: p.shape for n, p in trained.items()} != {n: t.shape for n, t in bundle.weights.items()}:
         raise DitLoraError("the bundle's trained weights are not of this base model's shapes")
     with torch.no_grad():

@@ -48,8 +48,10 @@ def replay_in_script(
             "first call of it"
         )
     waiting_replay = _Again(bundle, fp32=fp32, without=without)
+    # The script runs with the user's rights and arguments, as in the original loop.
     with waiting_replay.waiting():
         run_as_main(script, arguments)
+    # Raised here, outside of the script, which might have caught it.
     if waiting_replay.problem is not None:
         raise waiting_replay.problem
     if waiting_replay.result is None:
@@ -81,12 +83,15 @@ class _Again:
         interceptions = Interceptions()
         # The script's own guard must not write into its folder: the bundle may be in there.
         interceptions.class_method(Guard, "__init__", self._without_folder)
+        # Called around each call of a module that is not inside another module's call.
         listen(self._around)
+        # For every optimizer of the process.
         hook = register_optimizer_step_pre_hook(self._before_step)
         try:
             yield
         except _Enough:
             pass
+        # A script may end itself after its last step, with or without an error.
         except SystemExit as end:
             if end.code:  # the script has printed the reason
                 raise
@@ -122,20 +127,22 @@ class _Again:
         if model is not None:
             try:
                 self.result = self._replayed(model)
-            except (
-                DitLoraError
-            ) as problem:  # stored, as the script might catch it and continue training
+            # Stored, because the script might catch it and continue training.
+            except DitLoraError as problem:
                 self.problem = problem
             raise _Enough
         yield
 
     def _fitting(self, outermost: nn.Module) -> nn.Module | None:
         """The module that matches the bundle: the called one or, inside a wrapper, a part of it. None if none does."""
+        # A wrapper such as DDP comes first, then the modules inside it.
         for module in outermost.modules():
             is_of_class = stock_class(module).__name__ == self._class
+            # Submodules of other classes cannot match; comparing their parameters would take long.
             if module is not outermost and not is_of_class:
                 continue
             parameters = parameters_in_words(module)
+            # Names, shapes and their order must be equal.
             if parameters == self._wanted and is_of_class:
                 return module
             if parameters:
@@ -160,6 +167,7 @@ class _Again:
         echo(f"replay: {self._class} is called, and has the bundle's weights now", err=True)
         parameters = dict(model.named_parameters())
         for name, weight in bundle.weights.items():
+            # Works for sharded parameters too, from the full weights.
             fill(parameters[name], weight)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         call = unpacked_call(bundle, model, device)
@@ -180,11 +188,14 @@ class _Again:
 def _differing(wanted: Sequence[str], found: Sequence[str]) -> list[str]:
     """Parameters that only one of two models has, or that have different shapes."""
     # "name shape" to a dict by name
-    then, now = (
+    recorded_shapes, current_shapes = (
         dict(description.rsplit(" ", 1) for description in descriptions)
         for descriptions in (wanted, found)
     )
-    shapes = {name: (then.get(name), now.get(name)) for name in [*then, *now]}
+    shapes = {
+        name: (recorded_shapes.get(name), current_shapes.get(name))
+        for name in [*recorded_shapes, *current_shapes]
+    }
     return [
         f"{name}: {recorded_shape or 'not'} in the bundle, {current_shape or 'not'} here"
         for name, (recorded_shape, current_shape) in shapes.items()

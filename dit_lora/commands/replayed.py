@@ -52,8 +52,10 @@ class Replayed:
 
     def told(self) -> str:
         """Text for a terminal: both diagnoses, each sample's loss and timestep, the trail to the first bad value."""
-        then = self.recorded["verdict"]
-        lines = [f"recorded: step {self.recorded['step']}: {then['cause']}: {then['words']}"]
+        recorded_verdict = self.recorded["verdict"]
+        lines = [
+            f"recorded: step {self.recorded['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"
+        ]
         if self.verdict is None:
             lines.append("replayed: healthy; the event does not come back here")
         else:
@@ -90,6 +92,7 @@ def judged(
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
+        # Restores PyTorch's attention backends at the end.
         stack.enter_context(kept_attention())
         if masked_attention is not None:
             choose_cudnn(masked=masked_attention)
@@ -97,6 +100,7 @@ def judged(
         names = {switch.name for switch in switches}
         # A recorded name may not exist here: another machine has other kernels and backends.
         for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
+            # Components stay off until the end of the diagnosis.
             stack.enter_context(find_switch(switches, name).off())
         start = bundle.facts["start_peak"]
         suspects = Suspects(
@@ -121,8 +125,10 @@ def judged(
 
 def other_versions(bundle: Bundle, here: Mapping[str, str]) -> list[str]:
     """A message that lists packages whose version differs from the bundle's; empty if none does."""
-    theirs = bundle.facts["packages"]
+    recorded_versions = bundle.facts["packages"]
     differing = [
-        f"{n}: {theirs[n]} then, {here.get(n)} now" for n in theirs if here.get(n) != theirs[n]
+        f"{n}: {recorded_versions[n]} then, {here.get(n)} now"
+        for n in recorded_versions
+        if here.get(n) != recorded_versions[n]
     ]
     return [listed("other versions", differing)] if differing else []

@@ -85,6 +85,7 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     """
     quiet_libraries()
     _require_files(request)
+    # From here on the target is local.
     request = _from_hub(request)
     # With a two-expert checkpoint, one or both experts were trained.
     sources = [find_source(target) for target in targets_of(request.target)]
@@ -98,10 +99,12 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     shape = VideoShape(
         *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
     )
+    # Before the pipeline is loaded.
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
     _load(request, pipeline, sources, family.comfyui)
+    # After the adapters: they move with the models that they are attached to.
     sampler.place(pipeline, device)
     fps = None if shape.frames == 1 else _value("fps", request.fps, video)
     sampling = Sampling(
@@ -114,12 +117,13 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
         request.references,
         fps,
     )
+    # Samples of two experts together go beside both adapters.
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
-    out = request.out or folder / "samples"
-    if out.exists() and not out.is_dir():
-        raise DitLoraError(f"--out {out} is a file; give a folder")
-    return list(_cells(request, sampler, pipeline, sampling, out))
+    output_folder = request.out or folder / "samples"
+    if output_folder.exists() and not output_folder.is_dir():
+        raise DitLoraError(f"--out {output_folder} is a file; give a folder")
+    return list(_cells(request, sampler, pipeline, sampling, output_folder))
 
 
 def _cells(
@@ -132,6 +136,7 @@ def _cells(
     ]
     bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
+        # Every sample starts from its own seed, so it does not depend on the others.
         settings = replace(how, seed=seed)
         conditions = sampler.conditions(prompt)
         with at_strength(pipeline, 1.0 if strength is None else strength):
@@ -139,6 +144,7 @@ def _cells(
         problem = unplayable(sound)
         if problem:
             echo(f"{prompt!r} is written without sound: {problem}", err=True)
+            # The file is written without it.
             sound = None
         name = _file_name(prompt, settings)
         name += "" if strength is None else f"_strength_{strength:g}"
@@ -155,29 +161,36 @@ def _load(
     Raises:
         DitLoraError: Strengths or weights for a full model or for trained base weights, which cannot be scaled.
     """
-    asked = "--strengths" if request.strengths else "--adapter" if request.others else ""
+    option = "--strengths" if request.strengths else "--adapter" if request.others else ""
     pipelines = [source.file for source in sources if source.is_pipeline]
-    if pipelines and asked:
+    if pipelines and option:
         raise DitLoraError(
-            f"{asked}: {pipelines[0]} is a whole model, with no adapter apart from it"
+            f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it"
         )
-    others = [find_source(path) for path, _ in request.others]
+    other_sources = [find_source(path) for path, _ in request.others]
     trained = [
-        source.file for source in (*sources, *others) if source.file.with_name(BASE_FILE).is_file()
+        source.file
+        for source in (*sources, *other_sources)
+        if source.file.with_name(BASE_FILE).is_file()
     ]
-    if trained and asked:
+    if trained and option:
         raise DitLoraError(
-            f"{asked}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
+            f"{option}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
         )
     # A single adapter gets the loader's default name.
-    names = [f"adapter_{number}" for number in range(1 + len(others))] if others else [None]
+    names = (
+        [f"adapter_{number}" for number in range(1 + len(other_sources))]
+        if other_sources
+        else [None]
+    )
     for source in sources:
         if not source.is_pipeline:
             load_adapter(pipeline, source.file, comfyui, name=names[0])
-    for name, source in zip(names[1:], others, strict=True):
+    for name, source in zip(names[1:], other_sources, strict=True):
         load_adapter(pipeline, source.file, comfyui, name=name)
-    if others:
+    if other_sources:
         weights = [request.weight, *(weight for _, weight in request.others)]
+        # With several adapters, all of them must be activated explicitly.
         weigh(pipeline, [name for name in names if name], weights)
 
 
@@ -209,12 +222,13 @@ def _from_hub(request: SampleRequest) -> SampleRequest:
         result_folder(
             request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
         )
-    out = request.out or Path("samples") / request.target.name
-    return replace(request, target=folder, out=out)
+    output_folder = request.out or Path("samples") / request.target.name
+    return replace(request, target=folder, out=output_folder)
 
 
 def _file_name(prompt: str, how: Sampling) -> str:
     """Readable file name from seed and prompt, with a digest that makes it unique for these settings."""
+    # Only characters that are safe in file names of every system.
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
     digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
     return f"seed_{how.seed}_{slug}_{digest}"

@@ -83,6 +83,7 @@ def show_sample(
     batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)
     if batch.faults:
         raise DitLoraError(batch.faults[entry.id])
+    # Rendered with the same random choices as the batch above.
     rendered, seconds = clips.render(entry, None if draw is None else draws_of(seed, draw))
     pixels = batch.tensors.get("pixels")
     return ShownSample(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])

@@ -65,6 +65,7 @@ class Target:
     @property
     def base_name(self) -> str:
         """The base's name without folders, safe to publish."""
+        # Of a local path, only the folder's name.
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
 
@@ -111,8 +112,10 @@ def find_target(target: Path, model: str | None) -> Target:
 def _chat_folder(target: Path) -> Path | None:
     """The folder of a chat adapter at this path, or of a diffusion adapter in PEFT's format; None if there is none."""
     if target.is_file():
+        # A file stands for the folder that it is in.
         is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
         return _chat_folder(target.parent) if is_adapter else None
+    # A run keeps its adapter in the subfolder `adapter`.
     for folder in (target, target / "adapter"):
         # Stage 2 of VideoChat2 trains only base weights. With a LoRA file they belong to a diffusion adapter.
         has_only_base_weights = (folder / BASE_FILE).is_file() and not (
@@ -168,6 +171,7 @@ def verify_adapter(
     is_own = target.is_dir() and run.resolve() == target.resolve() and model is None
     if not (is_own and (run / "config.yaml").is_file()):
         return _verified(source, allow_extreme_update)
+    # Before the checks: they must be about the same bytes.
     digests = digests_of(run, result_files(*source.result))
     changed = changed_files(run)
     checked = replace(_verified(source, allow_extreme_update), files=digests)
@@ -178,10 +182,12 @@ def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verifi
     """Update the run's verification record if it is missing or of other files."""
     path = run / VERIFICATION_FILE
     stored = read_verification(run)
+    # The record is up to date.
     if stored.get("files") == checked.files and stored.get("passed") is True:
         return checked
     try:
         record_verification(run, checked.record())
+    # The result is verified all the same, for example on a read-only disk.
     except OSError as error:
         return replace(checked, notes=(f"{path} cannot be written: {error.strerror}",))
     change = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
@@ -190,22 +196,24 @@ def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verifi
 
 def _verified(source: Target, allow_extreme_update: bool) -> Verification:
     """Run the checks for this target."""
-    stock = source.stock()
+    reference_model = source.stock()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
     result = Result(
         source.file,
         source.made,
         source.base_name,
-        stock,
+        reference_model,
         dtype,
         allow_extreme=allow_extreme_update,
     )
     if source.kind == "pipeline":
-        expected = stock.without_values(dtype).state_dict()
-        checks = pipeline_checks(stock.weight_files(), expected, stock.name)
-        return check_pipeline(result, checks, lambda: stock.load(dtype).to(device))
-    fresh = stock.load(dtype)
+        # Names and shapes only: the model is on the meta device.
+        expected = reference_model.without_values(dtype).state_dict()
+        checks = pipeline_checks(reference_model.weight_files(), expected, reference_model.name)
+        return check_pipeline(result, checks, lambda: reference_model.load(dtype).to(device))
+    # A base that no adapter was loaded into.
+    base_model = reference_model.load(dtype)
     if source.made.get("quantize"):  # as it was trained on
-        quantize_base(fresh, source.made["quantize"], set(tensors_of(result.base_file)))
-    return check_adapter(result, fresh.to(device))
+        quantize_base(base_model, source.made["quantize"], set(tensors_of(result.base_file)))
+    return check_adapter(result, base_model.to(device))

@@ -18,8 +18,10 @@ def stock_files() -> Path:
 
     Raises `DitLoraError` if the installation lacks them.
     """
+    # A wheel has the files inside the package; in a checkout they are at its root.
     package = Path(__file__).parents[1]
     for folder in (package / "stock_files", package.parent):
+        # An unrelated folder `recipes` beside the package has no such script.
         if (folder / "recipes" / "lora.py").is_file():
             return folder
     raise DitLoraError(
@@ -32,6 +34,7 @@ def recipe_names() -> list[str]:
     """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
     root = stock_files() / "recipes"
     names = [path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml")]
+    # False sorts before True.
     return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
 
@@ -55,6 +58,7 @@ class StockRecipe:
         Raises `DitLoraError` that suggests the nearest names.
         """
         defaults = defaults or {}
+        # Accept the path of the file, too.
         name = name.removeprefix("recipes/").removesuffix(".yaml")
         name = defaults.get(name, name)
         names = recipe_names()
@@ -76,15 +80,18 @@ class StockRecipe:
     @cached_property
     def header(self) -> str:
         """The comment at the top of the file."""
+        # Every recipe begins with a comment, followed by the section `model`.
         return self.text[: self.text.index("\nmodel:") + 1]
 
     @cached_property
     def facts(self) -> dict[str, str]:
         """The facts in the header by their labels: `Title`, `Task`, `Memory`, `Time` and others."""
+        # Lines that are indented after the `#` are commands.
         prose = [line[1:].strip() for line in self.header.splitlines() if line[:4] != "#   "]
         flat = " ".join(line.lstrip("# ").strip() for line in self.header.splitlines())
         # The title is the first paragraph after the schema line.
         title = " ".join(prose[1 : prose.index("")])
+        # A label is one capitalized word and a colon. The split gives text, label, text, label, ..., text.
         parts = re.split(r"(?:^| )([A-Z][a-z]+): ", flat)
         return {"Title": title} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -129,16 +136,19 @@ class StockRecipe:
         """The command that launches it in a folder for one run. Overrides of data.path and run.dir are dropped: the
         file has them.
         """
+        # accelerate launch [options] --config_file accelerate_configs/NAME.yaml recipes/lora.py RECIPE [overrides]
         arguments = shlex.split(self.commands[-1])
         script = arguments.index("recipes/lora.py")
         options = [
             word for word in arguments[2:script] if not word.startswith("accelerate_configs/")
         ]
+        # Both are written again below.
         options = [word for word in options if word not in ("--quiet", "--config_file")]
         if config != self.accelerate_config:
             options = []  # options such as --num_processes belong to the header's config
         in_file = ("data.path=", "run.dir=")
         overrides = [word for word in arguments[script + 2 :] if not word.startswith(in_file)]
+        # The folder has the config, script and recipe side by side, so their names have no folders.
         head = ["accelerate", "launch", "--quiet", "--config_file", f"{config}.yaml", *options]
         return " ".join([*head, "lora.py", self.file, *overrides])
 
@@ -151,6 +161,7 @@ def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
     """
     root = stock_files()
     script = (root / "recipes" / "lora.py").read_text(encoding="utf-8")
+    # The examples in the script name this recipe.
     script = re.sub(r"recipes/[\w.]+/[\w.]+\.yaml", recipe.file, script)
     files = {
         recipe.file: _placed(recipe, config),
@@ -160,6 +171,7 @@ def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
+        # Files that exist, even from an earlier `init`, are never overwritten.
         if any(out.iterdir()):
             raise DitLoraError(f"{out} is not empty; name another folder")
         for name, text in files.items():
@@ -171,16 +183,18 @@ def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
 
 def _placed(recipe: StockRecipe, config: str) -> str:
     """The recipe's text, with the commands and paths in its header adapted to a folder for one run."""
+    # The launch command with its continuation lines, which end with a backslash and begin with `#`.
     launch = re.compile(r"accelerate launch (?:[^\n]*\\\n#)*[^\n]*")
+    # A function as replacement: backslashes in a text would be read as escapes.
     header = launch.sub(lambda _: recipe.launch(config), recipe.header, count=1)
     header = header.replace("$schema=../schema.json", "$schema=schema.json")
-    header = re.sub(
-        r"recipes/([\w.]+/[\w.]+)\.yaml", r"\1", header
-    )  # references to other recipes become names
+    # References to other recipes become names.
+    header = re.sub(r"recipes/([\w.]+/[\w.]+)\.yaml", r"\1", header)
     return header + recipe.text[len(recipe.header) :]
 
 
 def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
+    # The name of a folder that holds several recipes.
     inside = [recipe for recipe in names if recipe.startswith(f"{name}/")]
     if inside:
         return listed(f"{name!r} has several recipes; choose one:", inside)
@@ -188,9 +202,10 @@ def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
     spelled = {recipe.split("/")[-1]: recipe for recipe in names}
     spelled |= {recipe: recipe for recipe in names}
     spelled |= {family: family for family in families}
-    near = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
-    near += [recipe for recipe in names if name and name in recipe]
-    if near:
-        three = list(dict.fromkeys(near))[:3]
+    # Typing errors first, then names that contain the text.
+    similar_names = [spelled[match] for match in difflib.get_close_matches(name, spelled, n=3)]
+    similar_names += [recipe for recipe in names if name and name in recipe]
+    if similar_names:
+        three = list(dict.fromkeys(similar_names))[:3]
         return f"no recipe {name!r}; did you mean {' or '.join(three)}? All: dit-lora recipes"
     return f"no recipe {name!r}; see: dit-lora recipes"

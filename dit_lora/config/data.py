@@ -28,6 +28,7 @@ class VideoShape:
     def volume(self) -> int:
         """Number of pixels in all frames, including those of the references."""
         pixels = self.frames * self.height * self.width
+        # References are encoded and passed to the network too, so they count.
         return pixels + sum(reference.volume for reference in self.references)
 
     def __str__(self) -> str:
@@ -70,6 +71,7 @@ class Layout(Section):
     def _one_place_each(self) -> Self:
         if self.reference_columns and self.reference_folders:
             raise ValueError("give reference_columns or reference_folders, one of them")
+        # Each of them is a mask of the whole sample: two could contradict each other.
         if sum(map(bool, (self.mask_column, self.mask_folder, self.alpha_mask))) > 1:
             raise ValueError("give one of mask_column, mask_folder and alpha_mask")
         return self
@@ -102,6 +104,7 @@ class SourceConfig(Layout):
             raise ValueError("generate needs a caption to generate from")
         if self.caption is not None and self.caption_column is not None:
             raise ValueError("caption replaces caption_column; give one of them")
+        # Both set how often a sample occurs in an epoch.
         if self.weight is not None and self.repeats > 1:
             raise ValueError("weight replaces repeats; give one of them")
         return self
@@ -128,6 +131,7 @@ class BucketsConfig(Section):
     @field_validator("aspect_ratios")
     @classmethod
     def _ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
+        # Two positive whole numbers, such as 16:9.
         malformed = [ratio for ratio in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio)]
         if malformed or not ratios:
             raise ValueError(f"give ratios such as 3:2; got {', '.join(malformed) or 'none'}")
@@ -196,6 +200,7 @@ class DataConfig(Layout):
     @property
     def most_frames(self) -> int:
         """Number of frames of the longest shape."""
+        # At least 1, for recipes whose buckets have no frame counts of their own.
         return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
 
     @property
@@ -203,16 +208,19 @@ class DataConfig(Layout):
         """The `sources`, or the one that `path` and its columns are."""
         if self.sources:
             return self.sources
+        # A recipe with `path` has the layout options in the data section itself.
         layout = {name: getattr(self, name) for name in Layout.model_fields}
         return (SourceConfig(path=self.path or "", **layout),)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DataConfig":
+        # The longest shape decides whether the samples are images or clips.
         frames = self.most_frames
         if frames > 1 and self.flip:
             raise ValueError("flip is for images (frames: 1)")
         if frames == 1 and self.windows != 1:
             raise ValueError("windows cut clips of several frames; data.frames is 1")
+        # An image has no duration, and so no sound.
         shortest = min((self.buckets.frames if self.buckets else None) or (self.frames,))
         if self.sound and (self.fps is None or shortest == 1):
             raise ValueError(
@@ -220,12 +228,14 @@ class DataConfig(Layout):
             )
         if self.window_stride is not None and self.windows == 1:
             raise ValueError("window_stride needs windows: all, or a number above 1")
+        # Exactly one of them must be given.
         if bool(self.path) == bool(self.sources):
             raise ValueError("give data.path or data.sources, one of them")
         if self.sources and any(getattr(self, name) for name in Layout.model_fields):
             raise ValueError("with data.sources, each source has its own columns and folders")
         if self.mask_floor and not any(source.has_masks for source in self.all_sources):
             raise ValueError("mask_floor needs mask_column, mask_folder or alpha_mask")
+        # A source without a weight would have no share relative to the others.
         weights = [source.weight is not None for source in self.sources]
         if any(weights) and not all(weights):
             raise ValueError("give every source a weight, or none")

@@ -16,6 +16,7 @@ def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
     """
     if recipe.model.part != "both":
         return (recipe,)
+    # At least one step for each expert, whatever the share is.
     high = min(max(round(recipe.train.steps * recipe.train.share), 1), recipe.train.steps - 1)
     steps = {"transformer": high, "transformer_2": recipe.train.steps - high}
     return tuple(_of_expert(recipe, part, count) for part, count in steps.items())
@@ -25,12 +26,15 @@ def _of_expert(recipe: Recipe, part: str, steps: int) -> Recipe:
     folder = Path(recipe.run.dir)
     changes = {
         "model": recipe.model.model_copy(update={"part": part}),
+        # The default cache lies beside run.dir, which changes below: name the recipe's own.
         "data": recipe.data.model_copy(update={"cache": str(recipe.cache_dir)}),
+        # The share applies only to a recipe for both experts; read again, this one would be refused with it.
         "train": recipe.train.model_copy(update={"steps": steps, "high_noise_share": None}),
         "run": recipe.run.model_copy(update={"dir": str(folder / EXPERTS[part])}),
         "hub": recipe.hub.model_copy(update={"push": False}),
     }
     if part == "transformer_2":
+        # The high-noise expert is trained first, so its adapter exists when this run samples.
         other_adapter = str(folder / EXPERTS["transformer"] / "adapter")
         changes["validation"] = recipe.validation.model_copy(update={"other_expert": other_adapter})
     return recipe.model_copy(update=changes)

@@ -46,6 +46,7 @@ class LadderConfig:
 
     def _faults(self) -> list[str]:
         messages = _no_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
+        # Written with `not`, so that NaN is refused too.
         if not 0 < self.rollback_lr < 1:
             messages.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
         if not 0 < self.bundle_mib < inf:
@@ -91,6 +92,7 @@ class LoopConfig(LadderConfig):
         """These settings for a loop; monitoring that the base class does not have is off."""
         if isinstance(config, cls):
             return config
+        # A config of the base class has fewer fields; the others keep their defaults.
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     def _faults(self) -> list[str]:
@@ -109,6 +111,7 @@ def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
     return [
         f"{name}={value!r}: it must be a whole number of 0 or more"
         for name in names
+        # `type`, not isinstance: True is an int too.
         if type(value := getattr(config, name)) is not int or value < 0
     ]
 

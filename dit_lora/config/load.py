@@ -32,6 +32,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
     if not isinstance(values, dict):
         raise DitLoraError(f"{path} must hold sections such as model: and data:; got {values!r}")
+    # Before validation: an override may supply a key that the file lacks.
     for override in overrides:
         _apply_override(values, override)
     return parse_recipe(values, source=str(path))
@@ -57,14 +58,16 @@ def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
     for override in overrides:
         _apply_override(values, override)
     allowed = [f"data.{name}" for name in Layout.model_fields]
-    foreign = [
+    # Keys of other sections, and of `data` itself such as its height.
+    refused = [
         key for key in (override.partition("=")[0] for override in overrides) if key not in allowed
     ]
-    if foreign:
+    if refused:
         raise DitLoraError(
-            f"{', '.join(foreign)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
+            f"{', '.join(refused)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
         )
     try:
+        # Height and width are required fields, and are not used without a recipe.
         return DataConfig(**values.get("data", {}), path=path, height=1, width=1)
     except ValidationError as error:
         raise DitLoraError(
@@ -76,7 +79,9 @@ def dump_recipe(recipe: Recipe) -> str:
     """The complete recipe as YAML, which `load_recipe` reads back unchanged. Sections that its mode does not have are
     left out.
     """
+    # Plain lists and numbers, which YAML can represent; tuples would become Python tags.
     values = recipe.model_dump(mode="json")
+    # Mode `full` has no adapter: leave out the sections that describe one.
     if recipe.train.mode == "full":
         del values["lora"], values["optim"]["groups"]["adapter"]
         del values["optim"]["groups"]["adapter_b"]
@@ -94,6 +99,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise DitLoraError(
             f"an override reads key.path=value, for instance train.steps=20; got {override!r}"
         )
+    # Create missing sections on the way to the key.
     *parents, leaf = key.split(".")
     section = values
     for parent in parents:
@@ -101,6 +107,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             section[parent] = {}  # absent, or null in the YAML
         section = section[parent]
     try:
+        # Values are YAML too: `[a, b]` is a list, `null` is None.
         section[leaf] = parse_yaml(text)
     except ValueError as error:
         excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -109,12 +116,14 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 def _problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
+        # Keys come from the file, so they may contain control characters.
         name = ".".join(one_line(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             yield f"{name}: unknown key{_suggestion(problem['loc'])}"
         elif problem["type"] == "missing":
             yield f"{name}: missing"
         else:
+            # pydantic puts this prefix before the text of a ValueError.
             message = one_line(problem["msg"]).removeprefix("Value error, ")
             # Our own checks of a whole section name the values in their message.
             says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
@@ -131,15 +140,16 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     elsewhere = [".".join(path) for path in key_paths if path[-1] == str(location[-1])]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
-    near = difflib.get_close_matches(str(location[-1]), siblings, n=1)
-    if near:
-        return f"; did you mean {'.'.join([*parent, near[0]])}?"
+    similar_keys = difflib.get_close_matches(str(location[-1]), siblings, n=1)
+    if similar_keys:
+        return f"; did you mean {'.'.join([*parent, similar_keys[0]])}?"
     return f"; known here: {', '.join(siblings)}"
 
 
 def _key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
     for name, field in section.model_fields.items():
         yield [*parent, name]
+        # A section may be optional: then its class is an argument of the union.
         for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(option, type) and issubclass(option, BaseModel):
                 yield from _key_paths(option, (*parent, name))

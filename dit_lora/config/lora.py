@@ -42,6 +42,7 @@ class UnderConfig(Section):
     @field_validator("scale")
     @classmethod
     def _does_something(cls, scale: float) -> float:
+        # The adapter would be loaded and computed without an effect.
         if scale == 0:
             raise ValueError("at scale 0 it does nothing; leave it out")
         return scale
@@ -86,6 +87,7 @@ class LoraConfig(Section):
     @field_validator("under", mode="before")
     @classmethod
     def _paths(cls, values: Any) -> Any:
+        # Anything else is left to pydantic, whose message names the expected type.
         if not isinstance(values, list | tuple):
             return values
         return [{"path": value} if isinstance(value, str) else value for value in values]
@@ -104,14 +106,18 @@ class LoraConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _usual_rank(cls, values: Any) -> Any:
+        # With a file in `init`, rank stays None: the file's rank is used.
         if not isinstance(values, dict) or values.get("init", INITS[0]) not in INITS:
             return values
+        # An unknown kind gets a rank too; its own error is reported afterwards.
         if "rank" not in _OPTIONS.get(values.get("kind", "lora"), {"rank"}):
             return values
+        # A copy: the caller's dictionary stays unchanged.
         return {**values, "rank": RANK} if values.get("rank") is None else values
 
     @model_validator(mode="after")
     def _options_of_kind(self) -> Self:
+        # All options that some kind has; those of other kinds must be at their defaults.
         options = set.union(*_OPTIONS.values())
         unsupported = sorted(
             name
@@ -125,6 +131,7 @@ class LoraConfig(Section):
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
             raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
+        # Reached for DoRA only: the check above has refused the other kinds.
         if self.kind != "lora" and self.init in (FROM_DATA, *FROM_WEIGHT):
             raise ValueError(f"init: {self.init} starts a LoRA, and kind is {self.kind}")
         if self.kind != "lora" and self.from_file:

@@ -19,6 +19,7 @@ _LEAST = 2.0**-126
 def _with_a_record(name: object) -> object:
     if isinstance(name, str) and name in OPTIMIZERS:
         return name
+    # The same error as for a Literal with the names of all optimizers.
     *names, last_name = map(repr, OPTIMIZERS)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last_name}"})
 
@@ -88,6 +89,7 @@ class OptimConfig(Section):
     @field_validator("eps")
     @classmethod
     def _eps_in_fp32(cls, eps: float) -> float:
+        # The field's type refuses 0; this refuses numbers that are subnormal in fp32.
         if eps < _LEAST:
             raise ValueError(
                 f"is added in fp32, where {eps:g} is 0 or has lost its digits, and 0 / 0 is NaN; give at least "
@@ -100,6 +102,7 @@ class OptimConfig(Section):
         record = OPTIMIZERS[self.name]
         if record.multipliers is None:
             return []
+        # For such an optimizer `lr` is a factor, so a usual rate such as 1e-4 would stop the training.
         low, high = record.multipliers
         problems = [
             f"optim.groups.{name}.lr={group.lr:g}: under optim.name={self.name} it multiplies the learning rate "
@@ -107,6 +110,7 @@ class OptimConfig(Section):
             for name, group in groups.items()
             if not low <= group.lr <= high
         ]
+        # Everything that determines the learning rate over time, as text, to compare groups and to report them.
         rates = {
             name: (
                 f"lr {group.lr:g}, {group.schedule or self.schedule}, warmup_steps "
@@ -145,10 +149,11 @@ class PreserveConfig(Section):
             word.strip() for word in (self.trigger, *self.class_words)
         ):
             raise ValueError("trigger and class_words are words; got none, or an empty one")
-        with_trigger = [word for word in self.class_words if self.trigger in word]
-        if with_trigger:
+        # Replacing the trigger would put it back into the caption.
+        words_with_trigger = [word for word in self.class_words if self.trigger in word]
+        if words_with_trigger:
             raise ValueError(
-                f"class_words: {', '.join(map(repr, with_trigger))} has the trigger {self.trigger!r} in it, "
+                f"class_words: {', '.join(map(repr, words_with_trigger))} has the trigger {self.trigger!r} in it, "
                 "so that the "
                 "caption would not be without it"
             )
@@ -224,6 +229,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _weights_come_back(self) -> "TrainConfig":
+        # A compiled block has no separate call of attention whose output could be saved.
         if self.compile and self.checkpointing == "selective":
             raise ValueError(
                 "a compiled block is one piece, of which checkpointing=selective can keep no attention; use "
@@ -236,6 +242,7 @@ class TrainConfig(Section):
                 f"offload=group needs checkpointing=full (or auto), which brings weights back for the "
                 f"backward pass; got checkpointing={self.checkpointing}"
             )
+        # All weights train, so there are no frozen ones to move.
         if self.mode == "full":
             raise ValueError(
                 "offload=group keeps frozen weights in host memory; mode=full has none"

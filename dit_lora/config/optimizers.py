@@ -69,6 +69,7 @@ def of_all(names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ..
 
 def _fp32_moments(parameters: Sequence["torch.Tensor"]) -> int:
     """Bytes of two moments in each parameter's dtype, and of its step count in fp32."""
+    # Two moments, and 4 bytes for the step count.
     return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
 
 
@@ -81,9 +82,12 @@ _TABLES = 2 * 256 * 4
 def _8bit_moments(parameters: Sequence["torch.Tensor"]) -> int:
     """Bytes of two moments with one byte per element and fp32 scales; small parameters have fp32 moments."""
     counts = [parameter.numel() for parameter in parameters]
+    # Two fp32 moments of 4 bytes per element.
     small = sum(2 * 4 * count for count in counts if count < SMALLEST_8BIT)
     large = [count for count in counts if count >= SMALLEST_8BIT]
+    # Two moments: a byte per element, and an fp32 scale per block.
     quantized = sum(2 * (count + 4 * math.ceil(count / _BLOCK)) for count in large)
+    # The two code tables exist once for all parameters.
     return small + quantized + (_TABLES if large else 0)
 
 
@@ -95,6 +99,7 @@ def _prodigy_state(parameters: Sequence["torch.Tensor"]) -> int:
     total = 0
     for parameter in parameters:
         count = parameter.numel()
+        # The initial value, from which Prodigy measures the distance. LoRA's B is zero, so its copy is one element.
         start = count if parameter.is_meta or parameter.any() else 1
         total += (3 * count + start) * parameter.element_size()
     return total
@@ -146,12 +151,13 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         narrower="adamw_8bit",
         never_negative=("exp_avg_sq",),
         squares=("exp_avg_sq",),
+        # Without d_denom and d_hat, which are written but never read.
         group_numbers=(
             "d",
             "d_max",
             "d_numerator",
             "k",
-        ),  # d_denom and d_hat are written but never read
+        ),
         rate_factor="d",
         multipliers=(0.1, 10.0),
     ),

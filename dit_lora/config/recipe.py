@@ -86,6 +86,7 @@ class KernelsConfig(Section):
 
     def ops(self) -> dict[str, KernelMode]:
         """The modes of kernels that replace parts of a model, by name."""
+        # These two are no replacement of a module: a choice of backend, and the norm of gradients.
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -129,6 +130,7 @@ class GuardConfig(Section):
 
     @property
     def ladder(self) -> LadderConfig:
+        # The section has the same names, and more settings that this class does not need.
         names = (field.name for field in fields(LadderConfig))
         return LadderConfig(**{name: getattr(self, name) for name in names})
 
@@ -162,6 +164,7 @@ _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
 def repo_id_problem(repo_id: str) -> str | None:
     """Why this cannot be the name of a repository on the Hub; None if it can."""
     parts = repo_id.split("/")
+    # The Hub refuses owners and names with these endings.
     ends = any(part.endswith((".", "-", ".git")) for part in parts)
     if _REPO_ID.fullmatch(repo_id) and not ends and "--" not in repo_id and ".." not in repo_id:
         return None
@@ -218,6 +221,7 @@ class Recipe(Section):
             raise ValueError(
                 "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
             )
+        # A question belongs to one image or video.
         media, prompts = self.validation.media, self.validation.prompts
         if media and len(media) != len(prompts):
             raise ValueError(
@@ -232,6 +236,7 @@ class Recipe(Section):
             raise ValueError(
                 "train.preserve: ranks that share samples cannot; remove train.context_parallel"
             )
+        # A second checkpoint that makes the samples.
         second = self.validation.model is not None
         if second and not prompts:
             raise ValueError(
@@ -257,12 +262,14 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _one_expert_or_both(self) -> "Recipe":
         both, train = self.model.part == "both", self.train
+        # Both are saved in PEFT's format, whose files have fixed names.
         if both and self.lora.kind in ("loha", "oft"):
             raise ValueError(
                 f"lora.kind: {self.lora.kind} has one adapter a folder; train one expert"
             )
         if train.high_noise_share is not None and not both:
             raise ValueError("train.high_noise_share is for model.part: both; remove it")
+        # The checks below are for recipes that train both experts.
         if not both:
             return self
         if train.mode == "full":
@@ -290,6 +297,7 @@ class Recipe(Section):
             if groups.adapter is None:
                 self._only_base_groups()
             return self
+        # From here on `train.mode` is `full`, which has no adapter.
         if self.validation.model is not None:
             raise ValueError(
                 "validation.model does not apply to train.mode: full: it takes an adapter, and there is none"
@@ -308,6 +316,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fp8_has_the_weights(self) -> "Recipe":
+        # `auto` is checked too: it may turn fp8 on.
         if self.kernels.fp8 == "off":
             return self
         if self.model.quantize is not None:
@@ -345,6 +354,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> "Recipe":
+        # A checkpoint is ranked by the eval loss of its own step, so saves and evaluations must coincide.
         save, eval_steps = self.train.save_every, self.validation.every
         if not self.train.keep_best:
             return self

@@ -36,6 +36,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max
 Module = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)
 ]
+# For example torch.bfloat16 or torch.float8_e4m3fn. The text is put into generated code.
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
 # Unknown keys are kept, and values are not converted.
 _OPEN = ConfigDict(extra="allow", strict=True)
@@ -408,6 +409,7 @@ def read_typed(path: Path, kind: type[T]) -> T:
 def typed(text: str | bytes, kind: type[T], what: str) -> T:
     """Parse a JSON text and validate it as this type. `what` names the text in the message of the `ParseError`."""
     try:
+        # Duplicate keys: two readers could take different values from such a file.
         value = parse_json(text, unique=True)
     except ParseError as error:
         raise ParseError(f"{what} is not valid JSON: {error}") from error
@@ -419,7 +421,9 @@ def checked(value: Any, kind: type[T], what: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
+        # The first problem is enough: the file is refused as a whole.
         problem = error.errors(include_url=False)[0]
+        # Shortened and escaped, because names and values come from the file.
         field = ".".join(one_line(part)[:80] for part in problem["loc"]) or "the whole"
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
         raise ParseError(

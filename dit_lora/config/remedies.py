@@ -17,6 +17,7 @@ _FOLDERS = re.compile(
     r"weight|work|workspace)s?",
     re.IGNORECASE,
 )
+# A last part with the extension of a file is no repository's name.
 _FILE = re.compile(
     r".*\.(avi|bin|ckpt|csv|gif|jpe?g|jsonl?|mkv|mov|mp4|npz|parquet|png|pth?|safetensors|tar|tsv|txt|webm|webp|"
     r"ya?ml|zip)",
@@ -32,6 +33,7 @@ def hub_name(path: str) -> str | None:
     """
     if path.startswith(HUB):
         return path.removeprefix(HUB)
+    # An existing path always wins over a name on the Hub.
     return None if looks_local(path) or Path(path).expanduser().exists() else path
 
 
@@ -42,6 +44,7 @@ def looks_local(path: str) -> bool:
     """
     if path.startswith(HUB):
         return False
+    # A Hub id has exactly one slash, and no part that only a path has.
     owner, slash, name = path.partition("/")
     if not slash or not name or "/" in name or "\\" in path or owner.startswith((".", "~")):
         return True
@@ -58,7 +61,8 @@ def recipe_remedy(path: Path) -> str:
     """Suggest a recipe for a path that does not exist: a similar file in its folder, or one that comes with
     dit-lora.
     """
-    siblings = {near.stem: near for near in path.parent.glob("*.yaml")}
+    # Compared without the suffix, which all of them share.
+    siblings = {sibling.stem: sibling for sibling in path.parent.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, siblings, n=1)
     if close:
         return f"did you mean {siblings[close[0]]}?"

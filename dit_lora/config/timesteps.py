@@ -39,6 +39,7 @@ class TimestepsConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "TimestepsConfig":
+        # A parameter that its density ignores is a mistake, so it is refused.
         for name, densities in _TAKES.items():
             if (
                 getattr(self, name) is not None
@@ -47,6 +48,7 @@ class TimestepsConfig(Section):
                 raise ValueError(
                     f"{name} is of density {' or '.join(densities)}; got {self.density}"
                 )
+        # An end that is left out is the full range's.
         low, high = self.t_min or 0.0, 1.0 if self.t_max is None else self.t_max
         if low >= high:
             raise ValueError(f"nothing is from t_min={low:g} on and below t_max={high:g}")

@@ -61,5 +61,6 @@ def sampled_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
     """Titles of the samples, one per prompt and seed; with several samples per prompt, they include the seed."""
     if count == 1:
         return list(prompts)
+    # The same order as that of the sampled files: by prompt, then by seed.
     seeds = range(seed, seed + count)
     return [f"{prompt} (seed {sample_seed})" for prompt in prompts for sample_seed in seeds]

@@ -41,6 +41,7 @@ def read_yaml(path: Path) -> Any:
     """Parse a YAML file; raises `OSError`, or `ParseError` that names the file."""
     try:
         with path.open(encoding="utf-8") as file:
+            # One character more than allowed, so that a longer file is refused without being read completely.
             return parse_yaml(file.read(MOST_YAML + 1))
     except UnicodeDecodeError as error:
         raise ParseError(f"{path} is not UTF-8 text: {error}") from error
@@ -54,10 +55,11 @@ class _Loader(yaml.SafeLoader):
     # The anchor is a name or None; the type is that of PyYAML's stubs.
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
+        # Keys by tag and text: `1` and `"1"` are different keys.
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
-        if twice:
-            message = f"given twice: {', '.join(twice)}"
+        duplicates = sorted(value for (_, value), count in Counter(keys).items() if count > 1)
+        if duplicates:
+            message = f"given twice: {', '.join(duplicates)}"
             raise yaml.composer.ComposerError(None, None, message, node.start_mark)
         return node
 
@@ -65,6 +67,7 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > MOST_DIGITS:  # in any base
             raise ParseError(LONG)
         value: int = super().construct_yaml_int(node)
+        # Seeds and counts are passed to torch, which has 64-bit integers.
         if not -(2**63) <= value < 2**63:
             raise ParseError(f"{value} does not fit 64 bits, as counts and seeds must")
         return value
@@ -90,11 +93,15 @@ def _require_few(text: str) -> None:
     """Numbers of nodes and levels by anchor, for aliases."""
     open_collections: list[_Open] = []
     count = 0
+    # Events come one at a time, so a text is refused before its aliases are expanded.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        # Of this event: the number of nodes that it adds, and its own depth.
         nodes, levels = 1, 0
         if isinstance(event, yaml.AliasEvent):
+            # An alias inside the collection that it names: the value would contain itself.
             if event.anchor in (collection.anchor for collection in open_collections):
                 raise ParseError(f"*{event.anchor} stands for what it is in itself")
+            # An undefined alias is counted as one node; PyYAML reports it.
             nodes, levels = sizes.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = (1, 0)
@@ -102,6 +109,7 @@ def _require_few(text: str) -> None:
         elif isinstance(event, yaml.CollectionStartEvent):
             open_collections.append(_Open(event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
+            # Its nodes were counted one by one, so only its depth is passed on.
             ended = open_collections.pop()
             sizes[ended.anchor] = (count - ended.before, ended.levels)
             nodes, levels = 0, ended.levels
@@ -123,6 +131,7 @@ def _require_unicode(value: str) -> None:
     if value.isascii():
         return
     try:
+        # Fails for surrogates, which `\ud800` in a quoted text creates.
         value.encode()
     except UnicodeEncodeError:
         raise ParseError(f"a value holds half of a UTF-16 pair: {value[:80]!a}") from None

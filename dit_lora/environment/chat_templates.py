@@ -49,6 +49,7 @@ class _Renderer:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._lock = Lock()
+        # Process ids; 0 while there is no child.
         self._owner, self._child = 0, 0
         self._connection: Connection | None = None
         self._num_timeouts: Counter[str | None] = Counter()
@@ -63,19 +64,20 @@ class _Renderer:
                     f"the checkpoint's chat template took more than {MAX_SECONDS:g} s "
                     f"{MAX_TIMEOUTS} times and is not rendered again"
                 )
-            if (
-                self._owner != os.getpid()
-            ):  # this process was forked from the one that started the child
+            # After a fork the child belongs to the parent process: this process needs its own.
+            if self._owner != os.getpid():
                 self._start()
             assert self._connection is not None
             try:
                 self._connection.send((args, options))
                 if not self._connection.poll(MAX_SECONDS):
+                    # The child may be in an endless loop, so it is killed; the next call starts another one.
                     self._stop()
                     self._num_timeouts[template] += 1
                     raise ChatTemplateError(
                         f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s"
                     )
+                # Not `recv`, which would unpickle what the child sends.
                 answer = parse_json(self._connection.recv_bytes())
             except (EOFError, ConnectionError) as error:
                 self._stop()
@@ -87,27 +89,31 @@ class _Renderer:
         return tuple(answer["rendered"])
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
+        parent_end, child_end = Pipe()
         child = os.fork()
         if child == 0:
             try:
-                _close_all_but(theirs.fileno())
-                self._serve(theirs)
+                # In the child, which has copies of all open files of the parent.
+                _close_all_but(child_end.fileno())
+                self._serve(child_end)
             finally:
                 os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
-        theirs.close()
-        self._owner, self._child, self._connection = os.getpid(), child, ours
+        # The parent's copy: while it is open, the end of the child would not be noticed.
+        child_end.close()
+        self._owner, self._child, self._connection = os.getpid(), child, parent_end
 
     def _stop(self) -> None:
         if self._connection is None:
             return
         self._connection.close()
         os.kill(self._child, signal.SIGKILL)
+        # Collect the exit status, so that no zombie process remains.
         os.waitpid(self._child, 0)
         self._owner, self._child, self._connection = 0, 0, None
 
     def _serve(self, connection: Connection) -> None:
         """Render templates in the child process until the parent closes the connection."""
+        # A collection would write to memory pages that are shared with the parent, and so copy them.
         gc.disable()
         # Ctrl+C reaches all processes of the terminal; only the parent handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -121,6 +127,7 @@ class _Renderer:
             # If the parent was killed, nobody stops this process: the alarm ends it.
             signal.setitimer(signal.ITIMER_REAL, 2 * MAX_SECONDS)
             try:
+                # A tuple of lists; the first has a text for each conversation.
                 rendered = self._function(*args, **options)
                 if sum(map(len, rendered[0])) > MAX_OUTPUT_CHARACTERS:
                     raise ValueError(f"it writes more than {MAX_OUTPUT_CHARACTERS:,} characters")
@@ -130,6 +137,7 @@ class _Renderer:
             except _RAISED as error:
                 message = " ".join(str(error)[:400].split())
                 answer = json.dumps({"error": message or type(error).__name__})
+            # Cancel the alarm: waiting for the next request has no limit.
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer.encode())
 
@@ -139,6 +147,7 @@ def _close_all_but(kept: int) -> None:
     locks.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # 0 to 2 are the standard streams.
     os.closerange(3, kept)
     os.closerange(kept + 1, max_files)
 
@@ -157,6 +166,7 @@ def bound_chat_templates() -> None:
     """Make Transformers render all chat templates of this process within the limits. A second call does nothing."""
     from transformers import processing_utils, tokenization_utils_base
 
+    # Both modules have imported the function by name, so it is replaced in each.
     modules: tuple[Any, ...] = (tokenization_utils_base, processing_utils)
     if not isinstance(tokenization_utils_base.render_jinja_template, _Renderer):
         renderer = _Renderer(tokenization_utils_base.render_jinja_template)

@@ -14,6 +14,7 @@ def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
 
     Raises `DitLoraError` if the folder does not exist and the download fails.
     """
+    # A local folder has priority over a repository of the same name.
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         require_regular(folder)
@@ -39,6 +40,7 @@ def result_folder(target: str | Path, files: Sequence[str]) -> Path:
     problem = repo_id_problem(name) if name else None
     if problem and str(target).startswith(HUB):
         raise DitLoraError(f"{target}: {problem}")
+    # The caller reports a missing path in its own words.
     if name is None or problem:
         return path
     folder = _downloaded(name, files, f"no local file or folder {name}", None)
@@ -54,6 +56,7 @@ def _downloaded(name: str, files: Sequence[str], missing: str, revision: str | N
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        # Files in the local cache are not downloaded again.
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         remedy = _remedy(name, error)
@@ -77,16 +80,19 @@ def _remedy(name: str, error: Exception) -> str:
         return f"it has no such revision; model.revision is a branch, tag or commit of {page}"
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no {page}, or it is private: correct the name, or type: hf auth login"
+    # Checked before the general error below: offline, every missing file raises that one.
     if constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download {name}"
     if isinstance(error, LocalEntryNotFoundError):
         return f"it was not reached; check the connection, or try: hf download {name}"
+    # The first line: the Hub's errors have details of the request after it.
     return str(error).strip().splitlines()[0]
 
 
 def _missing_folder(path: str) -> str:
     """The error message for a local checkpoint folder that does not exist, with the command that helps."""
     folder = Path(path)
+    # The recipes for tests refer to such folders, which `dit-lora tiny` writes.
     if folder.parent.name == "tiny":
         return f"model.path: no folder {path}; build it: dit-lora tiny {folder.name} {path}"
     return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"

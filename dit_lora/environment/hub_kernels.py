@@ -36,7 +36,9 @@ _QUANTIZATIONS = (
     *("aqlm", "awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao"),
 )
 
+# Far above any published model.
 MAX_LAYERS = 10_000
+# Keys such as num_hidden_layers and depth, for which Transformers builds lists.
 _COUNTS = re.compile("layers|blocks|depth")
 
 
@@ -48,6 +50,7 @@ def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     cleaned: dict[str, Any] = {}
     for key, value in config.items():
+        # The key is left out of the copy, so that the default applies.
         if key in _PLAIN and value is not None and value not in _PLAIN[key]:
             _refuse_repository(key, value, where)
             continue
@@ -66,6 +69,7 @@ def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _refuse_repository(key: str, value: Any, where: str) -> None:
     names = value.values() if isinstance(value, dict) else [value]
+    # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
     if any("/" in str(name) for name in names):
         raise DitLoraError(
             f"{where}: {key} {value!r} is code from the Hub, which is never run; remove it"
@@ -73,6 +77,7 @@ def _refuse_repository(key: str, value: Any, where: str) -> None:
 
 
 def _require_plain_quantization(value: Any, where: str) -> None:
+    # Older bitsandbytes configs have flags and no method.
     method = value.get("quant_method") if isinstance(value, dict) else value
     if isinstance(value, dict) and method is None and {"load_in_4bit", "load_in_8bit"} & {*value}:
         method = "bitsandbytes"
@@ -87,8 +92,10 @@ def _require_plain_quantization(value: Any, where: str) -> None:
 def kernels_hidden() -> Iterator[None]:
     """Make the package `kernels` look as if it were not installed, inside the context."""
     modules = cast(dict[str, ModuleType | None], sys.modules)
+    # Empty if it was not imported: then the entry is deleted again afterwards.
     before = {_PACKAGE: modules[_PACKAGE]} if _PACKAGE in modules else {}
     transformers: Any = modules.get("transformers.integrations.hub_kernels")
+    # Transformers' own test for the package is replaced too.
     is_available = getattr(transformers, "is_kernels_available", None)
     modules[_PACKAGE] = None  # makes `import kernels` raise ModuleNotFoundError
     if is_available is not None:
@@ -113,14 +120,17 @@ def configs_without_kernels() -> Iterator[None]:
     from diffusers import ConfigMixin
     from transformers import PreTrainedConfig
 
+    # From `vars`: the classmethod objects themselves, so that they can be put back unchanged.
     read, load = vars(PreTrainedConfig)["get_config_dict"], vars(ConfigMixin)["load_config"]
 
     def get_config_dict(cls: Any, *args: Any, **options: Any) -> tuple[dict[str, Any], Any]:
+        # `__func__`, with the class that it was called on: a subclass may have its own attributes.
         config, unused = read.__func__(cls, *args, **options)
         source = args[0] if args else options.get("pretrained_model_name_or_path")
         return without_kernels(config, f"config.json of {source}"), unused
 
     def load_config(cls: Any, *args: Any, **options: Any) -> Any:
+        # A dict, or a tuple that begins with it, depending on the options.
         loaded = load.__func__(cls, *args, **options)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         quantization = config.get("quantization_config") if isinstance(config, dict) else None

@@ -24,6 +24,7 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
 
     from dit_lora.environment.chat_templates import bound_chat_templates
 
+    # Before a tokenizer or processor of the checkpoint can render its template.
     bound_chat_templates()
     name, folder = None, Path(source).expanduser()
     if not folder.is_dir():
@@ -35,8 +36,10 @@ def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
     if not issubclass(kind, ModelMixin):
         options["trust_remote_code"] = False
+    # Errors name the folder that is read, not only the checkpoint.
     part = options.get("subfolder")
     with _reading(folder / part if part else folder, kind):
+        # For a local folder, a missing file must not lead to a request to the Hub.
         return kind.from_pretrained(name or folder, local_files_only=name is None, **options)
 
 
@@ -58,12 +61,14 @@ def _reading(source: Path, kind: Any) -> Iterator[None]:
     try:
         with configs_without_kernels():
             yield
+    # These say more than that the checkpoint is damaged.
     except (DitLoraError, MemoryError, OutOfMemoryError):
         raise
     except Exception as error:
         # Transformers' message for a checkpoint that needs its own code.
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise _own_code(source) from error
+        # One line: errors of Transformers span several.
         message = " ".join(str(error).split())[:400] or "no reason given"
         raise DitLoraError(
             f"cannot load {source} as {kind.__name__}; its files may be damaged or of another version: "

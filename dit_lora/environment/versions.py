@@ -103,6 +103,7 @@ def probe_environment() -> Environment:
     """Read the environment of this process. Imports torch; if that is missing, there is no CUDA version and no
     device.
     """
+    # Every tested package, and those that only the diagnosis needs.
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
@@ -111,6 +112,7 @@ def probe_environment() -> Environment:
     try:
         import torch
     except ModuleNotFoundError as error:
+        # A module that torch itself needs is missing: the installation is broken, which must be seen.
         if error.name != "torch":
             raise
     else:
@@ -118,6 +120,7 @@ def probe_environment() -> Environment:
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             gpu = torch.cuda.get_device_properties(index)
             # As torch.cuda.is_bf16_supported(including_emulation=False), which asks one device only.
+            # ROCm's GPUs, and NVIDIA's since compute capability 8.0 (Ampere).
             bf16 = torch.version.hip is not None or gpu.major >= 8
             devices.append(Device(gpu.name, round(gpu.total_memory / 2**30, 1), bf16))
     return Environment(
@@ -147,6 +150,7 @@ class KnownBad(VersionProblem):
 
 
 def _release(version: str) -> Release:
+    # Versions such as 2.11 have two numbers: pad with zeros.
     release = Version(version).release
     return (*release, 0, 0)[:3]  # type: ignore[return-value]
 
@@ -154,16 +158,19 @@ def _release(version: str) -> Release:
 def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
     """True if low <= installed < high; False if the package is not installed."""
     release = env.release(name)
+    # Without an upper bound, any later version.
     return release is not None and low <= release < (high or (10**6, 0, 0))
 
 
 def _torchvision_of_another_torch(env: Environment) -> bool:
     """True if torchvision does not belong to this torch: torchvision 0.(n + 15) requires torch 2.n."""
     torch, vision = env.release("torch"), env.release("torchvision")
+    # Other numbering schemes are not compared.
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
     # PyPI's wheel for x86-64 Linux links to CUDA, and fails with a CPU build of torch.
     on_pc = "Linux" in env.platform and "x86_64" in env.platform
+    # torch has the label cpu and torchvision has not.
     cuda_on_cpu = on_pc and env.label("torch") == "cpu" != env.label("torchvision")
     return vision[1] != torch[1] + 15 or cuda_on_cpu
 
@@ -225,12 +232,14 @@ def package_status(name: str, env: Environment) -> Status:
     # Patch releases of a tested minor version do not count as untested.
     if tested.newest is None or release[:2] > _release(tested.newest)[:2]:
         return "untested"
+    # The version in constraints.txt.
     exact = tested.release is not None and release == _release(tested.release)
     return "tested" if exact else "in range"
 
 
 def problems(env: Environment) -> list[VersionProblem]:
     """All versions outside their range, all untested ones, and all known-bad combinations."""
+    # None for packages without a problem.
     versions = (_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
@@ -241,6 +250,7 @@ def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
     With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """
     issues = problems(env)
+    # All at once, so that one command can correct them.
     refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:
         raise DitLoraError(
@@ -253,12 +263,14 @@ def _version_problem(name: str, env: Environment) -> VersionProblem | None:
     tested, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
     if status in ("tested", "in range", "absent"):
         return None
+    # There is no version to recommend, so the remedy is to remove the package.
     if status == "untested" and tested.release is None:
         message = f"no build of {name} could be tested; got {version}"
         return VersionProblem(name, "warn", message, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
         message = f"{name} was tested up to {tested.newest}; got {version}"
         return VersionProblem(name, "warn", message, _install(f"{name}=={tested.release}", env))
+    # From here on the package is missing, or outside of its range.
     requirement = tested.requirement(name)
     received = f"got {version}" if version else "it is not installed"
     return VersionProblem(
@@ -280,6 +292,7 @@ def launch_problem(
 
     `processes` is the number requested, if known.
     """
+    # The number for the commands in the message: at least 2, so that they start several processes.
     count = max(2, processes or 0)
     on_cpu = (
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
@@ -332,4 +345,5 @@ def launch_processes(config: Mapping[str, Any]) -> int | None:
         return None  # the config of a cloud job: it does not apply to this machine
     default = 1 if config.get("distributed_type") == "NO" else -1  # as Accelerate's config_args.py
     count = config.get("num_processes", default)
+    # The file may hold anything, such as a text for the number.
     return count if isinstance(count, int) and count > 0 else None

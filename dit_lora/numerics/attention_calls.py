@@ -38,5 +38,6 @@ def attention_call() -> AbstractContextManager[Any]:
 
 def exchange_keeper(keeper: Keeper | None) -> Keeper | None:
     """Set the keeper of attention calls in this thread, and return the previous one."""
+    # The caller sets the previous one again when it is done, so that contexts can be nested.
     previous, _LOCAL.keeper = _LOCAL.keeper, keeper
     return previous

@@ -23,6 +23,7 @@ def opened_again(autocasts: Autocasts) -> Iterator[None]:
     """Enable these autocasts inside the context, except on device types that `held_off` has disabled."""
     with ExitStack() as stack:
         for kind, dtype in autocasts:
+            # Without autocast's cache, casted copies of weights are freed after each op.
             if kind not in _held_off:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         yield
@@ -35,6 +36,7 @@ def held_off(kind: str) -> Iterator[None]:
     is_outermost = kind not in _held_off
     _held_off.add(kind)
     try:
+        # Set first: a replay of recorded autocasts inside the context looks at it.
         with torch.autocast(kind, enabled=False):
             yield
     finally:

@@ -21,9 +21,8 @@ def _multipliers(device: torch.device) -> Tensor:
     the changes cancel out.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    numbers = torch.empty(
-        _CHUNK, dtype=torch.int64, device="cpu"
-    )  # also if another default device is set
+    # Explicitly on the CPU, also if another default device is set.
+    numbers = torch.empty(_CHUNK, dtype=torch.int64, device="cpu")
     numbers.random_(-(2**63), 2**63 - 1, generator=generator)
     return (numbers | 1).to(device)
 
@@ -36,11 +35,13 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     top bits that flip in an even number of words would cancel out.
     """
     raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+    # Zero bytes up to the next multiple of 8.
     num_padding = -len(raw) % 8
     # Viewing as int64 needs 8-byte alignment; a copy has it.
     if num_padding or raw.data_ptr() % 8 or raw.storage_offset() % 8:
         raw = torch.cat([raw, raw.new_zeros(num_padding)])
     values = raw.view(torch.int64)
+    # Odd numbers are invertible modulo 2^64: no change of a word is lost in the product.
     odd = _multipliers(values.device)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for chunk in values.split(_CHUNK):
@@ -57,25 +58,29 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     Reads each device once.
     """
     totals: dict[torch.device, torch.Tensor] = {}
-    waiting: dict[torch.device, list[torch.Tensor]] = {}
+    pending: dict[torch.device, list[torch.Tensor]] = {}
 
     # Adds the collected tensors of one device to its total.
     def count(device: torch.device) -> None:
-        parts = waiting.pop(device)
+        parts = pending.pop(device)
         value = tensor_digest(torch.cat(parts) if len(parts) > 1 else parts[0])
         totals[device] = totals[device] * 3 + value if device in totals else value
 
     for tensor in tensors:
+        # An empty tensor has no bits.
         if not tensor.numel():
             continue
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        parts = waiting.get(raw.device, [])
+        parts = pending.get(raw.device, [])
+        # The batch is full: digest it before this tensor starts the next one.
         if parts and sum(map(len, parts)) + len(raw) > _BATCH:
             count(raw.device)
-        waiting.setdefault(raw.device, []).append(raw)
-    for device in list(waiting):
+        pending.setdefault(raw.device, []).append(raw)
+    # The last batch of each device.
+    for device in list(pending):
         count(device)
     total = 0
+    # Devices are combined in the order in which they first occurred.
     for device_total in totals.values():
         total = total * 3 + int(device_total.item())
     # Python's integers do not wrap around as the device's do.

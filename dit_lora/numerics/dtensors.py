@@ -44,6 +44,7 @@ def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return values
+    # The global shape and stride are taken from the sharded tensor: they cannot be computed from one shard.
     mesh, placements = tensor.device_mesh, tensor.placements
     # Without the check: comparing shapes with other ranks would make this collective.
     return DTensor.from_local(
@@ -73,6 +74,7 @@ def gathered(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, to
 def _gathered(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
+    # All ranks take part in the gathering, whether or not they keep the values.
     values = tensor.full_tensor()
     return values.cpu() if keep else torch.empty_like(values, device="meta")
 
@@ -111,10 +113,12 @@ def described(
     }
     if not together:
         return dict.fromkeys(local_findings.values(), -1)
+    # The lowest rank whose shard of a tensor has a finding.
     owners: dict[str, int] = {}
     for rank, names in enumerate(gather_object([list(local_findings)])):
         for name in names:
             owners.setdefault(name, rank)
+    # Equal on all ranks: they return together, and none waits in the gathering below.
     if not owners:
         return {}
     # Only tensors in which a rank found something are gathered: all of them would not fit in memory.
@@ -135,11 +139,13 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
 
     For forward passes on tensors without values (`meta`), or on weights that are already gathered.
     """
+    # The dictionaries in which torch keeps a module's hooks, and the keys of FSDP2's hooks in them.
     hooks = [
         (getattr(module, name), keys)
         for module in model.modules()
         for name, keys in module.__dict__.get(GATHERING, {}).items()
     ]
+    # Dictionaries keep their order: a hook that is added back alone would run after all others.
     hooks_before = [(registered, dict(registered)) for registered, _ in hooks]
     for registered, keys in hooks:
         for key in keys:
@@ -147,10 +153,8 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for (
-            registered,
-            original,
-        ) in hooks_before:  # in the original order, plus hooks that the pass added
+        # In the original order, plus hooks that the pass added.
+        for registered, original in hooks_before:
             current = dict(registered)
             registered.clear()
             registered.update(original | current)
@@ -161,6 +165,7 @@ def gathered_here(block: nn.Module) -> Iterator[None]:
     """Keep all weights of a sharded block gathered inside the context, also after a call of the block. Collective."""
     # The block's own weights are gathered already: this runs inside a call of it.
     units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+    # Gathered here, because the hooks that do it are disabled inside the context.
     for module in units:
         module.unshard()
     try:
@@ -185,6 +190,7 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
     if not is_sharded(model):
         yield
         return
+    # `Any`: the state of an FSDP unit has no public name.
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.reshard()  # weights that are gathered already would not be gathered again
@@ -192,6 +198,7 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
     # A unit whose parameters are all in inner units has no group.
     weights = [weight for group in groups if group is not None for weight in group.fsdp_params]
     low_precision = [weight for weight in weights if weight.orig_dtype in dtypes]
+    # The original attributes, to put back afterwards.
     saved = [
         {name: weight.__dict__.pop(name) for name in _GATHERED if name in weight.__dict__}
         for weight in low_precision
@@ -207,5 +214,6 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
         for unit in units:
             unit.reshard()  # if a pass raised, some weights may still be gathered
         for weight, attributes in zip(low_precision, saved, strict=True):
+            # The one in fp32; the original, if there was one, is put back with the other attributes.
             weight.__dict__.pop("_unsharded_param", None)
             weight.__dict__.update(attributes)

@@ -8,11 +8,13 @@ from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics.layouts import strided_values
 
+# The dtypes that count as half precision.
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
     """True if the tensor is not empty, not on `meta`, and of a dtype that can hold NaN and Inf."""
+    # Integers and booleans have neither NaN nor Inf; tensors on `meta` have no values to test.
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and tensor.numel() > 0 and tensor.device.type != "meta"
 
@@ -33,6 +35,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
     PyTorch has no `isfinite` for 8-bit floats and for some sparse layouts.
     """
+    # Sparse and nested layouts first: casts and element sizes are those of the stored values.
     tensor = strided_values(tensor)
     return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
@@ -54,18 +57,19 @@ def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tenso
     norms = torch._foreach_norm(tensors, float("inf"))
     try:
         return torch.stack(norms).float()  # one cast instead of one per tensor
-    except (
-        RuntimeError
-    ):  # the tensors are on several devices; checking for that first would cost more
+    # The tensors are on several devices. Checking for that first would cost more.
+    except RuntimeError:
         return torch.stack([norm.to(device) for norm in norms]).float()
 
 
 def read_scalars(scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Read scalars of one dtype as Python numbers, with one transfer per device instead of one per scalar."""
     numbers: dict[str, Any] = {}
+    # Each `tolist` waits for its device once.
     for device in {scalar.device for scalar in scalars.values()}:
         on_device = {name: scalar for name, scalar in scalars.items() if scalar.device == device}
         numbers |= zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True)
+    # In the order of the argument, not by device.
     return {name: numbers[name] for name in scalars}
 
 
@@ -82,6 +86,7 @@ def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) ->
     if not has_values(tensor):
         return None
     tensor = _readable(tensor)
+    # Two passes over the tensor, each with a synchronization.
     nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
     if counts:

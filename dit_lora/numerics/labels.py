@@ -15,10 +15,12 @@ def label_faults(
     """
     if not labels.numel():
         return "it has no label"
+    # (N,) labels that the loss is computed for, of any input shape.
     learned = labels[labels != ignore]
     if not learned.numel():
         return f"all of its {labels.numel()} labels are {ignore}, which the loss ignores"
     if classes is not None:
+        # Ignored labels such as -100 are not class ids, so only learned ones are compared with the table.
         outside = learned[(learned < 0) | (learned >= classes)]
         if outside.numel():
             return f"label {int(outside[0])} is outside 0..{classes - 1}"

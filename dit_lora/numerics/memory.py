@@ -15,9 +15,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """True if this error, or one that caused it, says that device or host memory ran out."""
     while error is not None:
         # PyTorch has no error class for host memory (c10/core/impl/alloc_cpu.cpp).
-        of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-        if of_host or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        is_host_memory = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if is_host_memory or isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
+        # Libraries wrap the error in one of their own with `raise ... from`.
         error = error.__cause__
     return False
 
@@ -35,6 +36,7 @@ def one_out_of_memory_error() -> Iterator[None]:
 
 def available_bytes(device: torch.device, processes: int) -> int:
     """Bytes that this process can still allocate on its device; of host memory, an equal share among `processes`."""
+    # Every process of this machine sees the same free host memory.
     if device.type != "cuda":
         return _host_bytes() // processes
     free, _ = torch.cuda.mem_get_info(device)
@@ -46,9 +48,8 @@ def available_bytes(device: torch.device, processes: int) -> int:
 def _host_bytes() -> int:
     try:
         import psutil
-    except (
-        ImportError
-    ):  # optional for the guard; free pages, not counting caches that the kernel could reclaim
+    # psutil is optional for the guard. Free pages do not count caches that the kernel could reclaim.
+    except ImportError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available: int = psutil.virtual_memory().available
     return available
@@ -67,5 +68,6 @@ def room_for_fp32(model: nn.Module) -> bool:
         in_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         needed += 2 * in_steps
     available = available_bytes(device, process_count())
+    # All ranks must take the same branch: a rank by itself would wait in a collective forward pass.
     fits: list[bool] = gather_object([needed <= available])
     return all(fits)

@@ -52,9 +52,11 @@ class NoiseLevels:
         if self.density == "logit_normal" and (self.t_min, self.t_max) == (0.0, 1.0):
             level = torch.sigmoid(gaussian.float() * self.std + self.mean)
             return shift * level / (1 + (shift - 1) * level)
+        # Probabilities at t_min and t_max before truncation.
         low, high = self._share_of_range(shift)
-        share = low + torch.special.ndtr(gaussian.double()) * (high - low)
-        level = self._quantile(share, shift).float()
+        # Inverse transform sampling: a uniform number between the two probabilities, then its quantile.
+        probability = low + torch.special.ndtr(gaussian.double()) * (high - low)
+        level = self._quantile(probability, shift).float()
         # Rounding may reach the end of the half-open range, or just leave its beginning.
         return level.clamp(_fp32_from(self.t_min), _fp32_below(self.t_max))
 
@@ -65,11 +67,13 @@ class NoiseLevels:
 
     def _share_of_range(self, shift: float) -> tuple[float, float]:
         # Not evaluated at 0 and 1: their logits are infinite, and a search for a step's first Inf would find them.
+        # Pairs below are for the lower and the upper end.
         is_cut = self.t_min > 0, self.t_max < 1
         ends = [
             end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)
         ]
         shares = self._whole_share(torch.tensor(ends, dtype=torch.float64), shift).tolist()
+        # An end that is not cut has probability 0 or 1.
         low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
         # Written with `not`, so that NaN is refused too.
         if not high - low > 1e-9:
@@ -81,6 +85,7 @@ class NoiseLevels:
 
     def _whole_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
         """The fraction of draws below these levels before truncation."""
+        # Adding log(shift) to a logit is the shift: this density applies it before the stretch.
         if self.density == "stretched_logit_normal":
             return self._stretched_share(level, math.log(shift))
         unshifted = level / (shift - (shift - 1) * level)  # inverts the shift
@@ -100,6 +105,7 @@ class NoiseLevels:
             unshifted = self._mode(share)
         else:
             unshifted = torch.sigmoid(torch.special.ndtri(share) * self.std + self.mean)
+        # The shift is increasing, so it maps quantiles to quantiles.
         return shift * unshifted / (1 + (shift - 1) * unshifted)
 
     def _mode(self, share: torch.Tensor) -> torch.Tensor:
@@ -117,9 +123,11 @@ class NoiseLevels:
             clean = clean.clamp(torch.finfo(clean.dtype).tiny, 1 - _TINY)
             return torch.special.ndtr((-torch.logit(clean) - mean) / self.std)
 
+        # Draws further below the mirror than this level is above it end up above the level: they do not count.
         mirrored = unstretched_share(level) - unstretched_share(2 * _REFLECTED - level)
         # Levels that the stretch moves beyond 1 count as 1.
         normal = torch.where(level < _REFLECTED, 0.0, torch.where(level < 1, mirrored, 1.0))
+        # The uniform tenth starts at the mirror too.
         uniform = ((level - _REFLECTED) / (1 - _REFLECTED)).clamp(0, 1)
         return (1 - _UNIFORM) * normal + _UNIFORM * uniform
 
@@ -132,16 +140,18 @@ def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tenso
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        above = rising(middle) > wanted
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        # Elementwise: every element has its own interval.
+        is_too_high = rising(middle) > wanted
+        low, high = torch.where(is_too_high, low, middle), torch.where(is_too_high, middle, high)
     return (low + high) / 2
 
 
 def _fp32_from(bound: float) -> float:
     """The smallest fp32 number that is not below the bound."""
-    near = torch.tensor(bound)
-    up = torch.nextafter(near, torch.tensor(2.0))
-    return near.item() if near.double().item() >= bound else up.item()
+    # Rounded to the nearest fp32 number, which may be below the bound.
+    nearest = torch.tensor(bound)
+    up = torch.nextafter(nearest, torch.tensor(2.0))
+    return nearest.item() if nearest.double().item() >= bound else up.item()
 
 
 def _fp32_below(bound: float) -> float:

@@ -56,8 +56,10 @@ def next_token_losses(
     """
     if chunk < 1:
         raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
+    # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
     rows, targets = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
     parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
+    # (B * A,) to (B, A), then the mean over the labels that count; 0 / 0 is NaN for a sample without any.
     return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE).sum(1)
 
 
@@ -70,6 +72,7 @@ def _cross_entropy(
     head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
     """Cross entropy of each row, fp32; 0 with zero gradient for ignored labels."""
+    # Logits (rows, vocabulary).
     return F.cross_entropy(head(rows).float(), wanted, ignore_index=IGNORE, reduction="none")
 
 
@@ -94,6 +97,7 @@ class VPrediction:
     @classmethod
     def from_alphas_cumprod(cls, alphas_cumprod: torch.Tensor) -> "VPrediction":
         """Build the tables. Square roots are taken in fp64 and rounded once."""
+        # In fp32, 1 - alpha^2 would lose digits where alpha is close to 1.
         alphas = alphas_cumprod.double()
         return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
@@ -134,6 +138,7 @@ class FlowMatching:
 
     def sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
         """Noise levels, fp32 in [0, 1), for standard normal draws. Give `shift` if the objective has none."""
+        # An explicit shift, computed from a sample's number of tokens, takes precedence.
         shift = self.shift if shift is None else shift
         if shift is None:
             raise ValueError("this objective shifts by the number of tokens: give the shift")
@@ -184,10 +189,13 @@ class EpsilonPrediction:
         """Build the tables. Everything is computed in fp64 and rounded once."""
         beta = betas.double()
         cumprod = (1 - beta).cumprod(0)
+        # Cumulative product of the step before; 1 before the first step, where nothing is noisy yet.
         previous = torch.cat([torch.ones(1, dtype=torch.float64), cumprod[:-1]])
+        # Variance of the posterior q(x_{t-1} | x_t, x_0), equation 7 of DDPM (arXiv 2006.11239).
         variance = beta * (1 - previous) / (1 - cumprod)
         # It is zero at t = 0, where its logarithm would be -inf.
         variance[0] = variance[1]
+        # In the order of the fields; the last two are the coefficients of x_0 and x_t in the posterior's mean.
         tables = (
             cumprod.sqrt(),
             (1 - cumprod).sqrt(),
@@ -223,9 +231,11 @@ class EpsilonPrediction:
         At t = 0 the term is the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler
         divergence.
         """
+        # Each (B, 1, ..., 1).
         tables = (_at(table, timesteps, clean) for table in self._tables)
         alpha, sigma, high, low, clean_share, noisy_share = tables
         share = (fraction.float() + 1) / 2
+        # Interpolated between the two log variances, section 3.1 of the paper.
         log_variance = share * high + (1 - share) * low
         # x_0 from the predicted noise; detached, because this loss trains only the variance.
         guess = (noisy.float() - sigma * prediction.detach().float()) / alpha
@@ -240,6 +250,7 @@ class EpsilonPrediction:
             + error.square() * (-log_variance).exp()
         )
         likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
+        # Both terms are computed for all samples; `where` takes the one that applies, without a synchronization.
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
         # From nats to bits.
         return _weighted_mean(nats, weights) / math.log(2)
@@ -253,11 +264,13 @@ class EpsilonPrediction:
 def _weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     if weights is None:
         return values.flatten(1).mean(1)
+    # After the expansion each element of a sample has its weight, so that sums need no further factors.
     weights = weights.float().expand_as(values)
     return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
 
 
 def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # (B,) to (B, 1, ..., 1), to broadcast over each sample.
     return table.to(like.device, non_blocking=True)[timesteps].view(-1, *[1] * (like.ndim - 1))
 
 
@@ -271,9 +284,14 @@ def _binned_log_likelihood(
     """
     inverse, distance = (-log_deviation).exp(), x - mean
     # Computed in the lower tail, by symmetry: there, differences of small numbers keep their precision.
-    near = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
-    far = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
-    above = torch.special.ndtr((1 / 255 - distance) * inverse)
-    below = torch.special.ndtr((distance + 1 / 255) * inverse)
-    inside = torch.where(x > 0.999, above, torch.where(x < -0.999, below, near - far))
+    near_edge_cdf = torch.special.ndtr((1 / 255 - distance.abs()) * inverse)
+    far_edge_cdf = torch.special.ndtr((-1 / 255 - distance.abs()) * inverse)
+    upper_open_bin = torch.special.ndtr((1 / 255 - distance) * inverse)
+    lower_open_bin = torch.special.ndtr((distance + 1 / 255) * inverse)
+    # Pixel values 0 and 255 are x = -1 and 1: their bins extend to infinity.
+    inside = torch.where(
+        x > 0.999,
+        upper_open_bin,
+        torch.where(x < -0.999, lower_open_bin, near_edge_cdf - far_edge_cdf),
+    )
     return inside.clamp(min=1e-12).log()

@@ -21,18 +21,19 @@ def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
 
 def whole_test(module: nn.Module) -> Callable[[], bool] | None:
     """The test that `set_whole` has set for this module; None without one."""
-    is_whole: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
-    return is_whole
+    is_fused: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
+    return is_fused
 
 
 def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over `named_modules`, without the submodules of modules that run as one kernel now."""
+    # Prefixes of the submodules to leave out.
     parts: list[str] = []
     for name, module in model.named_modules():
         # Modules come depth first: the submodules of the last fused module follow it directly.
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module
-        is_whole = whole_test(module)
-        if is_whole is not None and is_whole():
+        is_fused = whole_test(module)
+        if is_fused is not None and is_fused():
             parts.append(f"{name}.")

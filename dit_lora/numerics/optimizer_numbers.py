@@ -18,6 +18,7 @@ def as_tensor(value: torch.Tensor | float) -> torch.Tensor:
     """A number as a 0-dim int64 or float64 tensor on the CPU; a tensor as it is."""
     if isinstance(value, torch.Tensor):
         return value
+    # 64 bits: a float of Python comes back with the same bits.
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
@@ -31,5 +32,6 @@ def put_back(
 ) -> None:
     """Overwrite each number of the holder with `<prefix>/<name>` of the state. Tensors in it stay as they are."""
     for name, value in holder.items():
+        # Only values of existing keys change, so iterating over the mapping meanwhile is safe.
         if not isinstance(value, torch.Tensor) and f"{prefix}/{name}" in state:
             holder[name] = state[f"{prefix}/{name}"].item()

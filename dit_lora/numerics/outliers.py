@@ -31,6 +31,7 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
         now: Weights, moments and averages by name.
         before: Their peaks in the last snapshot; a name that is missing is compared only with the other tensors.
     """
+    # Tensors with one element have no others to compare with.
     tensors = {
         name: local(tensor.detach()) for name, tensor in now.items() if local(tensor).numel() > 1
     }
@@ -42,11 +43,14 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
         # Second moments are squares, and so is the factor between them.
         factor = _FAR**2 if name.endswith(squares) else _FAR
         reference = max(before.get(name, 0.0), usual[_kind(name)])
+        # NaN and Inf are skipped too: this is about finite values.
         if not max(factor * reference, _NOTHING) < peak < float("inf"):
             continue
+        # From here on only for tensors with a suspicious peak: `topk` needs a pass over the whole tensor.
         magnitudes = tensors[name].abs().flatten().float()
         # If more than a few are large, it is not memory corruption.
         max_corrupted = max(1, len(magnitudes) // _FEW)
+        # The largest element that remains if as many as may be corrupted are left out.
         largest_usual = float(magnitudes.topk(max_corrupted + 1).values[-1])
         if peak > factor * largest_usual:
             count = int((magnitudes > factor * max(largest_usual, reference)).sum())
@@ -63,6 +67,7 @@ def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
         if has_values(tensor) and local(tensor).numel()
     }
+    # One call for all tensors; the maximum norm cannot overflow.
     peaks = torch._foreach_norm(list(named.values()), float("inf")) if named else ()
     return {name: peak.float() for name, peak in zip(named, peaks, strict=True)}
 
@@ -71,6 +76,7 @@ def _kind(name: str) -> str:
     """The kind of a tensor by its name, such as `exp_avg` for `adapter/block.weight/exp_avg`: `ema`, `weight` or a
     moment.
     """
+    # A weight's average: what follows is the weight's name.
     if name.startswith("ema/"):
         return "ema"
     return name.rpartition("/")[2] if "/" in name else "weight"
@@ -81,4 +87,5 @@ def _usual(peaks: Mapping[str, float]) -> dict[str, float]:
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
         kinds[_kind(name)].append(peak)
+    # Of one or two tensors, a corrupted one would change the median itself.
     return {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}

@@ -25,6 +25,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
     """
     if asked != "auto":
         return Precision(DTYPES[asked], f"asked for by model.dtype={asked}")
+    # PyTorch emulates bf16 on older GPUs, which this excludes.
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return Precision(torch.bfloat16, "this GPU computes in bf16")
     if device.type == "cpu":

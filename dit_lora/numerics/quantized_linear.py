@@ -36,6 +36,7 @@ class NarrowLinear(nn.Linear):
         codes, scale = narrowed(wide.weight.data, kind)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
+        # Biases are small and stay as they are.
         self.bias = wide.bias
         self.train(wide.training)
 
@@ -45,6 +46,7 @@ class NarrowLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        # Codes of nf4 are flat, so the shape is passed separately.
         shape = (self.out_features, self.in_features)
         product: Tensor = _Product.apply(x, self.weight, self.scale, bias, self.kind, shape)
         return product
@@ -66,14 +68,17 @@ def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     if kind == "nf4":
         from bitsandbytes.functional import quantize_4bit
 
+        # Two codes per byte, and the largest magnitude of each block.
         codes, state = quantize_4bit(weight.contiguous(), blocksize=_BLOCK, quant_type="nf4")
         return codes, state.absmax
+    # (out, in); scale and codes by row.
     values = weight.float()
     scale = values.abs().amax(dim=1) / _LARGEST[kind]
     # A row of zeros has scale 0 and codes 0: divide by 1 instead of 0.
     codes = values / torch.where(scale == 0, 1.0, scale)[:, None]
     if kind == "int8":
         return codes.round_().to(torch.int8), scale
+    # The cast rounds to the nearest e4m3 number; the view stores its bits.
     return codes.to(_FP8).view(torch.uint8), scale
 
 
@@ -100,6 +105,7 @@ def widened(
         return weight
     # Both kinds of codes are exact in bf16.
     values = codes.view(_FP8) if kind == "fp8" else codes
+    # In place on the copy that the cast made: (out, in) times (out, 1).
     return values.to(dtype).mul_(scale[:, None])
 
 
@@ -116,6 +122,7 @@ class _Product(torch.autograd.Function):
         kind: Kind,
         shape: tuple[int, int],
     ) -> Tensor:
+        # x is not saved: the weight is frozen, and the gradient of x does not depend on x.
         ctx.save_for_backward(codes, scale)
         ctx.kind, ctx.shape = kind, shape
         return linear(x, widened(codes, scale, x.dtype, kind, shape), bias)
@@ -133,6 +140,7 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     fp8 codes come as floats. A 4-bit weight comes with `absmax`, the scales of its blocks, an 8-bit one with `SCB`.
     """
+    # Ids of parameters, because tied weights have several names.
     yielded = set()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -150,9 +158,11 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _constants(module: Any, parameter: Tensor) -> dict[str, Tensor]:
     """The quantization constants that bitsandbytes' Linear4bit and Linear8bitLt keep; empty for other parameters."""
+    # Only bitsandbytes' 4-bit parameters have this attribute.
     constants, four_bits = {}, getattr(parameter, "quant_state", None)
     if four_bits is not None:
         constants["absmax"] = four_bits.absmax
+        # With double quantization the scales are quantized too, and have an offset and scales of their own.
         if four_bits.nested:
             constants |= {
                 "absmax_offset": four_bits.offset,

@@ -31,12 +31,15 @@ def process_index() -> int:
 
 def gather_object(own: list[T]) -> list[T]:
     """Concatenate the lists of all ranks, in rank order. Collective."""
+    # No process group is needed, and none may exist.
     if process_count() == 1:
         return list(own)
+    # Filled by torch, one list for each rank; objects are pickled.
     lists: list[list[T]] = [[] for _ in range(process_count())]
     distributed.all_gather_object(lists, own)
     return [item for items in lists for item in items]
 
 
 def _spread() -> bool:
+    # `is_initialized` exists only in builds of torch with distributed support.
     return not _IS_ALONE.get() and distributed.is_available() and distributed.is_initialized()

@@ -17,6 +17,7 @@ Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
 
 def fold(seed: int, stream: str, *place: int | str) -> int:
     """A 63-bit seed for one stream: a hash of all arguments."""
+    # A cryptographic hash: streams of neighbouring seeds or epochs have nothing in common.
     text = "/".join([str(seed), stream, *map(str, place)])
     # 63 bits, so that the seed fits a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -41,10 +42,12 @@ class Drawn:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
         """A copy with `change` applied to every tensor, for instance to move them to another device."""
+        # The seeds stay, so the copy is valid for the same samples.
         return replace(self, tensors={name: change(t) for name, t in self.tensors.items()})
 
     def single(self, index: int) -> "Drawn":
         """The draws of the sample at this index."""
+        # (1, ...): the batch dimension stays.
         sample = self.each(lambda tensor: tensor[index : index + 1])
         return replace(sample, draws=(self.draws[index],))
 
@@ -58,6 +61,7 @@ class Streams:
     def __init__(self, seed: int, draws: Sequence[int], ahead: Drawn | None = None) -> None:
         self.seed = seed
         self.draws = tuple(draws)
+        # They do not match, for instance, after a sample was drawn again; then the numbers are computed here.
         is_valid = ahead is not None and (ahead.seed, ahead.draws) == (self.seed, self.draws)
         self._ahead = ahead.tensors if ahead is not None and is_valid else {}
 
@@ -77,12 +81,14 @@ class Streams:
 def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Move draws to a device without a synchronization; a GPU reads them from pinned memory."""
     if device.type == "cuda" and not draws.is_cuda:
+        # From pageable memory, `non_blocking` has no effect.
         draws = draws.pin_memory()
     return draws.to(device, non_blocking=True)
 
 
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Standard normal noise, fp32 (B, *shape) on the CPU, each row from its own generator."""
+    # One call for each sample: the batch size must not change a sample's numbers.
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
 
 

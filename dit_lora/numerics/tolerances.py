@@ -41,7 +41,9 @@ def rounding(dtypes: Collection[torch.dtype], devices: Collection[str], blocks: 
 
     Four times u sqrt(blocks), where u is the unit roundoff of the coarsest dtype. Measurements are in docs/verify.md.
     """
+    # The coarsest dtype dominates the difference.
     unit = max(_UNIT[dtype] for dtype in dtypes)
     if set(devices) != {"cpu"}:
         unit = max(unit, _TF32)
+    # Rounding errors of blocks are independent: they add up as a random walk.
     return _FACTOR * unit * math.sqrt(max(1, blocks))

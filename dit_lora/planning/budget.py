@@ -68,6 +68,7 @@ class Training:
     @property
     def state(self) -> int:
         """Everything except activations."""
+        # All fields are bytes, so a new one is counted without a change here.
         return sum(vars(self).values()) - self.activations
 
     @property
@@ -120,8 +121,11 @@ def count(
             `auto` chooses `none`.
         mode: Activation checkpointing to assume instead of the run's choice.
     """
+    # Shapes are sorted by volume; all peaks are computed for the largest.
     largest, weights = subject.shapes[0], subject.weights(recipe)
+    # By shape and checkpointing mode, without gradients.
     needs = {str(shape): subject.needs(recipe, shape) for shape in subject.shapes}
+    # Activations are still 0: their size depends on the mode, which depends on this state.
     state = _state(recipe, subject, weights, launch)
     if mode is None:
         mode = _mode(recipe, needs[str(largest)], weights, state, gpu, launch)
@@ -133,12 +137,13 @@ def count(
     # At the optimizer step activations are freed, and gradients and a temporary copy for the EMA take their place.
     gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
     at_update = max(gradients, state.ema)
+    # The peak is in backward or at the optimizer step, whichever is larger.
     training = replace(state, activations=max(peak // parallel, at_update))
     shapes = {
         name: {mode_name: (need + in_flight) // parallel for mode_name, need in mode_needs.items()}
         for name, mode_needs in needs.items()
     }
-    phases, lacking = _phases(recipe, subject, weights, training)
+    phases, uncounted = _phases(recipe, subject, weights, training)
     return MemoryBudget(
         recipe,
         launch,
@@ -150,7 +155,7 @@ def count(
         _host(recipe, subject, weights, training, launch),
         _disk(recipe, subject, weights),
         len(subject.samples) if subject.samples is not None else None,
-        (*_assumed(recipe, subject, launch), *lacking),
+        (*_assumed(recipe, subject, launch), *uncounted),
     )
 
 
@@ -158,21 +163,24 @@ def _mode(
     recipe: Recipe, needs: Needs, weights: Weights, state: Training, gpu: int | None, launch: Launch
 ) -> Mode:
     """The checkpointing mode that `choose_checkpointing` would choose in the run."""
-    asked = recipe.train.asked_checkpointing
-    if asked != "auto" and asked not in needs:
+    requested = recipe.train.asked_checkpointing
+    if requested != "auto" and requested not in needs:
         raise DitLoraError(
-            f"train.checkpointing={asked}: this model has no gradient checkpointing; use auto or none"
+            f"train.checkpointing={requested}: this model has no gradient checkpointing; use auto or none"
         )
     if gpu is None:
-        return next(iter(needs)) if asked == "auto" else asked
-    to_come = state.gradients or weights.trained_bytes // launch.state_parts
-    free = gpu - CONTEXT - state.state + state.gradients - to_come
-    return advise(needs, max(0, free), asked).mode
+        return next(iter(needs)) if requested == "auto" else requested
+    # Gradients exist at the peak in any case, even if backward allocates them.
+    peak_gradients = state.gradients or weights.trained_bytes // launch.state_parts
+    # The gradients in the state are added back: the last term has them too.
+    free = gpu - CONTEXT - state.state + state.gradients - peak_gradients
+    return advise(needs, max(0, free), requested).mode
 
 
 def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:
     """Every part of `Training` except activations, which are 0."""
     parts, trained = launch.weight_parts, weights.trained_bytes
+    # Bytes on this rank's device, before sharding.
     frozen, gathered = weights.frozen, 0
     # With offload and with sharded weights, only two blocks are on the device at a time: one computes while the next
     # one is fetched.
@@ -182,6 +190,7 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
         gathered = 2 * weights.largest_block
     # Without accumulation the gradients are part of `activations`: they appear during backward and are freed after it.
     gradients = trained // launch.state_parts if recipe.train.accumulate > 1 else 0
+    # Only without a cache: encoders then run before every step.
     encoders = 0
     if not recipe.data.precompute and not subject.is_chat:
         text = subject.caption_encoder
@@ -191,6 +200,7 @@ def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -
         gathered=gathered,
         trained=trained // parts,
         gradients=gradients,
+        # DDP copies gradients into buckets; with one process there is no all-reduce.
         buckets=trained if launch.ranks > 1 and launch.sharding == "ddp" else 0,
         optimizer=_optimizer(recipe.optim.name, weights)[0] // launch.state_parts,
         ema=trained // parts if recipe.train.ema else 0,
@@ -210,6 +220,7 @@ def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
 
     A paged optimizer is counted on the host, where its state goes when the device is full.
     """
+    # Computed from the shapes of the trained parameters, which may be on the meta device.
     record = OPTIMIZERS[name]
     size = record.state_bytes(weights.trained)
     return (size, 0) if record.unpaged is None else (0, size)
@@ -219,46 +230,54 @@ def _phases(
     recipe: Recipe, subject: Subject, weights: Weights, training: Training
 ) -> tuple[dict[str, int], list[str]]:
     """Peak bytes of each phase on the device, and a message for each phase that could not be computed."""
-    over = CONTEXT if subject.gpu else 0
+    # A CPU has neither a CUDA context nor a caching allocator.
+    context_bytes = CONTEXT if subject.gpu else 0
     rounded = ROUNDING if subject.gpu else 1
-    at_training = training.state + int(training.activations * rounded) + over
+    at_training = training.state + int(training.activations * rounded) + context_bytes
     if subject.is_chat:
-        lacking = ["validation: answers are written token by token, with less than a step takes"]
-        return {"training": at_training}, lacking
-    lacking = []
+        uncounted = ["validation: answers are written token by token, with less than a step takes"]
+        return {"training": at_training}, uncounted
+    uncounted = []
 
     def alone(encoder: PlannedEncoder) -> int:
-        return encoder.weights + int(encoder.most * rounded) + over
+        return encoder.weights + int(encoder.most * rounded) + context_bytes
 
+    # In the order of the run: captions and clips are encoded, then it trains and samples.
     phases = {}
     text = subject.caption_encoder
     if text is not None:
         phases["captions"] = alone(text)
     elif "text_encoder" in subject.checkpoint.text_facts():
-        lacking.append(
+        uncounted.append(
             "captions: text_encoder/config.json is not there, so the text encoder is not counted"
         )
     phases["clips"] = alone(subject.video_encoder)
     phases["training"] = at_training
     if recipe.validation.prompts:
         decoder = subject.video_decoder
+        # Denoising and decoding follow each other, so the larger one counts.
         at_work = max(subject.inference_peak(recipe), decoder.most)
         # The trained weights are set aside while the model has the EMA weights.
         stored = training.trained if recipe.train.ema else 0
         # The previous step is finished: its gradients and micro-batches are freed.
-        gone = recipe.train.accumulate * _micro_batch(recipe, subject)
-        state = training.state - gone - training.gradients
+        freed_bytes = recipe.train.accumulate * _micro_batch(recipe, subject)
+        state = training.state - freed_bytes - training.gradients
         decoder_and_second = decoder.weights + _second(recipe, weights)
-        phases["validation"] = state + stored + decoder_and_second + int(at_work * rounded) + over
-    return phases, lacking
+        phases["validation"] = (
+            state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
+        )
+    return phases, uncounted
 
 
 def _second(recipe: Recipe, weights: Weights) -> int:
     """Bytes of the second transformer, `validation.model`, with its own adapter. It is unsharded, on one rank."""
     if recipe.validation.model is None:
         return 0
-    away = weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
-    return weights.frozen - max(0, away) + weights.trained_bytes
+    # With offload only two blocks of the second model are on the device too.
+    offloaded_bytes = (
+        weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
+    )
+    return weights.frozen - max(0, offloaded_bytes) + weights.trained_bytes
 
 
 def _host(
@@ -266,19 +285,21 @@ def _host(
 ) -> dict[str, int]:
     """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
     data, ranks = recipe.data, launch.ranks
-    whole = training.trained + training.optimizer + training.ema
+    # What a snapshot and a checkpoint hold of this rank.
+    rank_state = training.trained + training.optimizer + training.ema
     _, paged = _optimizer(recipe.optim.name, weights)
-    drawn = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
-    read_ahead = _micro_batch(recipe, subject) + drawn
+    # Worker processes draw the noise in advance, together with the batch.
+    noise_bytes = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
+    read_ahead = _micro_batch(recipe, subject) + noise_bytes
     return {
         # Every process reads the weights on the CPU, all at the same time.
         "loading": ranks * (weights.frozen + weights.trained_bytes),
-        "snapshots": ranks * _SNAPSHOTS * (whole + paged),
+        "snapshots": ranks * _SNAPSHOTS * (rank_state + paged),
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
         "offloaded weights": ranks * (weights.in_blocks if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
         "a second transformer": weights.frozen if recipe.validation.model else 0,
-        "checkpoint on its way": launch.state_parts * whole + paged,
+        "checkpoint on its way": launch.state_parts * rank_state + paged,
     }
 
 
@@ -288,6 +309,7 @@ def _disk(recipe: Recipe, subject: Subject, weights: Weights) -> dict[str, int]:
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(
         _optimizer(recipe.optim.name, weights)
     )
+    # An adapter, or the whole transformer.
     result = trained if recipe.train.mode == "lora" else weights.frozen + trained
     # One more than the recipe keeps: the oldest is deleted after the newest is written.
     num_checkpoints = recipe.train.keep + recipe.train.keep_best + 1

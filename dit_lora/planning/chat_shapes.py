@@ -49,12 +49,14 @@ def chat_specs(
 
 def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     """A dataset with one synthetic conversation that is as long as the recipe allows."""
+    # A recipe without the section uses its defaults.
     chat, data = recipe.chat or ChatConfig(), recipe.data
     # Wide enough for the maximum number of tiles, if the model splits frames into tiles.
     height, width = data.height, data.width * (chat.tiles or 1)
     header = VideoHeader(fps=8.0, seconds=_SECONDS, frames=None, height=height, width=width)
     pixels = checkpoint.shape("video", height, width)
     assert pixels is not None
+    # Time stamps of frames in the middle of equal parts: their digits become tokens in some prompts.
     seconds = [_SECONDS * (index + 0.5) / pixels.frames for index in range(pixels.frames)]
 
     def rendered(words: int) -> tuple[Conversation, Rendered]:
@@ -66,9 +68,11 @@ def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     _, longer = rendered(9)
     # Answers of 1 and 9 words give the tokens per word: a tokenizer may need several.
     tokens_per_word = max(1, (longer.answers - short.answers) // 8)
+    # Tokens of the question: it and the answer share what the rest of the prompt leaves free.
     questions = sum(len(piece.ids) for piece in short.pieces if piece.part == "question")
     free = chat.max_tokens - len(short) + questions
     conversation, long = rendered(max(1, free // 2 // tokens_per_word))
+    # Batches are padded to multiples of this step.
     length = bucket_length(len(long), chat.length_step)
     shape = ChatShape(length, pixels.frames, pixels.height, pixels.width, "video")
     entry = ChatEntry(conversation, header, shape, long.answers, len(long.instruction))

@@ -50,6 +50,7 @@ class Planned:
     def record(self) -> dict[str, Any]:
         """The output of `plan --json`; sizes in GiB."""
         budget, change = self.budget, self.change
+        # None if the run fits, or if no change was found.
         cheapest = None
         if change is not None:
             needs = change.budget.needs / GIB
@@ -92,6 +93,7 @@ def plan(
     """
     recipe = load_recipe(path, overrides)
     _require_possible(recipe, launch)
+    # A folder with the checkpoint's configs, downloaded if necessary; weights are not read.
     with without_weights(recipe) as local:
         variants = _Variants(path, overrides, local.model.path, launch, gpu)
         budget = variants.count()
@@ -102,12 +104,14 @@ def subject_of(recipe: Recipe, *, gpu: bool) -> Subject:
     """Open the checkpoint of a recipe whose `model.path` is local."""
     family, checkpoint = opened(recipe)
     precision = choose_precision(recipe.model.dtype, torch.device("cpu"))
+    # The plan is for a GPU even on a machine without one, so `auto` means bf16.
     dtype = torch.bfloat16 if gpu and recipe.model.dtype == "auto" else precision.dtype
     return Subject(recipe, family, checkpoint, dtype, gpu)
 
 
 def _require_possible(recipe: Recipe, launch: Launch) -> None:
     """Raise `DitLoraError` for a combination of recipe and launch that training rejects."""
+    # There is nothing to shard over.
     if launch.sharding != "ddp" and launch.ranks == 1:
         raise DitLoraError(f"--sharding {launch.sharding} needs --ranks 2 or more; got 1")
     if launch.sharding != "ddp":
@@ -136,8 +140,10 @@ class _Variants:
         """The budget with these changes. Raises `DitLoraError` if the recipe or the launch does not allow them."""
         settings = _together(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_typed(settings)])
+        # Sharding is no key of the recipe: it belongs to the launch.
         launch = Launch(self.launch.ranks, "fsdp2") if _SHARDING in settings else self.launch
         _require_possible(recipe, launch)
+        # The recipe was read again, so its path is that of the original checkpoint.
         model = recipe.model.model_copy(update={"path": self.local})
         recipe = recipe.model_copy(update={"model": model})
         return count(recipe, self.subject(recipe), launch, self.gpu)
@@ -163,6 +169,7 @@ def _what_fits(variants: _Variants, budget: MemoryBudget) -> Change | None:
     Data shapes change only as the last resort.
     """
     selected: list[Settings] = []
+    # The smallest peak so far.
     min_bytes = budget.needs
     smaller = _smaller(budget.recipe, variants.subject(budget.recipe))
     # First settings that keep the data's shape, then smaller shapes.
@@ -174,6 +181,7 @@ def _what_fits(variants: _Variants, budget: MemoryBudget) -> Change | None:
         # No single change is enough: add up those that reduce the peak, until it fits.
         for change in changes:
             together = variants.tried([*selected, change])
+            # Not allowed, or without an effect on the peak.
             if together is None or together.needs >= min_bytes:
                 continue
             selected.append(change)
@@ -188,6 +196,7 @@ def _without_excess(variants: _Variants, taken: list[Settings], fitting: MemoryB
 
     For example, full checkpointing makes the selective checkpointing before it superfluous.
     """
+    # The last ones first: they cost the most.
     for change in reversed(taken):
         fewer = [other_change for other_change in taken if other_change is not change]
         budget = variants.tried(fewer)
@@ -217,6 +226,7 @@ def _settings(budget: MemoryBudget) -> Iterator[Settings]:
     VAE tiling, then more recomputation one mode at a time, smaller micro-batches, fewer bits, offload, sharding.
     """
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
+    # Phases that do not fit. Tiling helps where the VAE runs; sampling can be turned off.
     too_much = {name for name, size in budget.phases.items() if size > (budget.gpu or size)}
     if too_much & {"clips", "validation"}:
         yield {"data.vae_tiling": "true"}
@@ -225,10 +235,12 @@ def _settings(budget: MemoryBudget) -> Iterator[Settings]:
     if train.checkpointing != "auto":
         for mode in MODES[MODES.index(train.checkpointing) + 1 :]:
             yield {"train.checkpointing": mode}
+    # The product of batch size and accumulation stays, and so does the effective batch.
     for size in range(train.batch_size - 1, 0, -1):
         if train.batch_size % size == 0:
             accumulate = train.accumulate * train.batch_size // size
             yield {"train.batch_size": size, "train.accumulate": accumulate}
+    # An optimizer with less state.
     narrower = OPTIMIZERS[recipe.optim.name].narrower
     if narrower is not None:
         yield {"optim.name": narrower}
@@ -249,10 +261,12 @@ def _smaller(recipe: Recipe, subject: Subject) -> Iterator[Settings]:
             yield {"data.frames": frames}
         return
     for scale in _SCALES:
+        # The largest number of frames that the checkpoint accepts.
         for frames in range(int(data.frames * scale), 1, -1):
             if checkpoint.refusal(VideoShape(frames, data.height, data.width)) is None:
                 yield {"data.frames": frames}
                 break
+    # Height and width must be multiples of it.
     step = checkpoint.side_step
     for scale in _SCALES:
         height, width = (

@@ -41,11 +41,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+        # The second one stands for the reciprocal root mean square of each row.
         ctx.save_for_backward(x, x.new_empty(x.shape[: x.dim() - dims]), weight)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Gradients have the right sizes and no meaningful values.
         x, _, weight = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
@@ -60,6 +62,7 @@ class CudaAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        # Outside of autocast, ops run in the dtype of their inputs on every device.
         if torch.is_autocast_enabled("cpu") and name in FP32:
             args, kwargs = tree_map(_to_fp32, (args, kwargs))
             if name == "rms_norm":
@@ -94,6 +97,7 @@ def autocasting(model: nn.Module, dtype: torch.dtype, *, gpu: bool) -> Iterator[
             return forward(*args, **kwargs)
 
     patches = Patches()
+    # Accelerate wraps `forward` in the same way, so outputs are fp32 here too.
     patches.method(model, "forward", convert_outputs_to_fp32(under))
     try:
         with CudaAutocast() if gpu else nullcontext():
@@ -126,7 +130,9 @@ def step_peak(
     Raises:
         As `FakeStep.run`.
     """
+    # Weights and batch become fake tensors, which have sizes and no memory.
     step = FakeStep(transformer, batch, known)
+    # Backward then adds into these instead of allocating new ones.
     if gradients_exist:
         for weight in step.weights.values():
             if weight.requires_grad:
@@ -142,6 +148,7 @@ def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | No
 
     PyTorch turns function modes off in the backward pass.
     """
+    # No public function tells whether a function mode is active.
     modes = _get_current_function_mode_stack()
     if call is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
         return call

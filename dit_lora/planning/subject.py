@@ -97,6 +97,7 @@ class Subject:
         """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
 
         def load() -> nn.Module:
+            # Parameters on the meta device have shapes and no memory.
             with _meta(), _kernels_of_a_gpu(self.gpu):
                 model, _, _ = task_of(recipe.model.family).load_trainable(
                     _wide(recipe), self.family, self.checkpoint, self.dtype
@@ -119,6 +120,7 @@ class Subject:
             sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed)
             for block in blocks
         ]
+        # Only weights in blocks are quantized, so the same bytes are subtracted from the blocks.
         narrowed = self._narrowed(recipe)
         largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
         return Weights(
@@ -135,14 +137,17 @@ class Subject:
             return 0
 
         def load() -> nn.Module:
-            whole = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            # The base without an adapter, whose layers have the names that quantization uses.
+            load_base = (
+                self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
+            )
             with _meta():
-                bare: nn.Module = whole(self.dtype)
-            return bare
+                base_model: nn.Module = load_base(self.dtype)
+            return base_model
 
-        bare = self._once("bare", load)
-        names = base_members(bare, recipe.optim.groups, self.family.group_patterns)
-        return quantized_bytes(bare, None) - quantized_bytes(bare, kind, names)
+        base_model = self._once("bare", load)
+        names = base_members(base_model, recipe.optim.groups, self.family.group_patterns)
+        return quantized_bytes(base_model, None) - quantized_bytes(base_model, kind, names)
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
@@ -169,6 +174,7 @@ class Subject:
 
     def _video_shapes(self) -> Sequence[VideoShape]:
         """Shapes that the samples have, or all buckets of the recipe if there is no data."""
+        # A set: samples of equal shape need one computation.
         used = {sample.shape for sample in self.samples or ()}
         buckets = used or buckets_of(
             self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
@@ -180,6 +186,7 @@ class Subject:
 
         Unchanged if the data has them.
         """
+        # None for models without references.
         takes = self.checkpoint.references
         if takes is None or shape.references or self.samples is not None:
             return shape
@@ -204,6 +211,7 @@ class Subject:
         encode, encoders, fake = self._encoders
 
         def run() -> tuple[Mapping[str, torch.Tensor], int]:
+            # (F, 3, H, W), uint8 as decoded.
             size = (shape.frames, 3, shape.height, shape.width)
             with fake:
                 pixels, *references = (
@@ -214,15 +222,17 @@ class Subject:
                     )
                     for module in (shape, *shape.references)
                 )
-            first = torch.zeros(size[1:], dtype=torch.uint8)
+            # The first frame, (3, H, W): a real tensor, created outside of the fake mode.
+            first_frame = torch.zeros(size[1:], dtype=torch.uint8)
             masked = any(source.has_masks for source in self.recipe.data.all_sources)
             mask = torch.ones(shape.height, shape.width) if masked else None
             encoder_tensors = [
                 t for module in encoders for t in (*module.parameters(), *module.buffers())
             ]
+            # Tensors that exist before are not counted in the peak.
             with Live([*encoder_tensors, pixels]) as live:
                 sound = self._silence(shape)
-                sample = DecodedSample(pixels, first, tuple(references), mask, sound)
+                sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
                 encoded = sample.encoded(encode, shape)
             return encoded, live.most
 
@@ -234,6 +244,7 @@ class Subject:
         if sound_format is None or fps is None:
             return None
         return Sound(
+            # (channels, samples).
             torch.zeros(sound_format.channels, sound_format.samples(shape.frames, fps)),
             sound_format.rate,
         )
@@ -245,6 +256,7 @@ class Subject:
         The VAE is the first model; a model that needs its own encoder for a first image has a second one.
         """
         fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # Models that are loaded inside are built from their configs, with fake weights, and collected in the list.
         with fake, from_configs() as built:
             encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
         return encode, built, fake
@@ -262,9 +274,11 @@ class Subject:
         _, encoders, fake = self._encoders
         vae: Any = encoders[0]
         size, _ = self._encoded(self._own_shape)["latent_mean"]
+        # (C, F, h, w) of a video to (C, h, w) of one frame.
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
             size = torch.Size([size[0], *size[2:]])
         with fake:
+            # A batch of one sample.
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
             # Decoders of LTX-Video 0.9.1 and later take a timestep.
             timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
@@ -286,6 +300,7 @@ class Subject:
                 kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
                 for name, kind in self.checkpoint.after_text_encoder.items()
             ]
+        # The maximum number of tokens of a caption, if the family sets one.
         limit, peak_bytes = self.checkpoint.text_facts().get("tokens"), 0
         for model in models:
             config: Any = model.config
@@ -293,6 +308,7 @@ class Subject:
             positions = getattr(config.get_text_config(), "max_position_embeddings", limit)
             tokens = min(limit or positions, positions)
             with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
+                # Token ids (1, tokens); their values do not change the memory.
                 model(torch.ones((1, tokens), dtype=torch.int64))
             peak_bytes = max(peak_bytes, live.most)
         weights = sum(tensor_bytes(model.parameters()) for model in (*models, *connectors))
@@ -312,6 +328,7 @@ class Subject:
     def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
         """Peak of a whole micro-step, in bytes."""
         size, model = recipe.train.batch_size, self.model(recipe)
+        # With accumulation, gradients of earlier micro-steps are in memory during every pass but the first.
         exist = recipe.train.accumulate > 1
 
         def count() -> int:
@@ -325,11 +342,13 @@ class Subject:
     def inference_peak(self, recipe: Recipe) -> int:
         """Peak bytes of one denoising call in validation. Guidance may double the batch."""
         guided = recipe.validation.guidance_scale > self.checkpoint.guided_above
+        # Guidance may run the conditional and the unconditional prediction as one batch.
         size = self.checkpoint.guided_batch if guided else 1
         model = self.model(recipe)
 
         def count() -> int:
             spec = self._encoded(self._own_shape)
+            # Without dropout, as in sampling.
             step = FakeStep(model.eval(), self._batch(spec, size))
             try:
                 with (
@@ -366,6 +385,7 @@ class Subject:
     def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
         """Integer tensors of a micro-batch, such as token ids, that the model's shapes depend on."""
         integers = self._specs[shape][1]
+        # The same values for each sample of the batch, as a view.
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
     def _losses(self, size: int) -> Losses:
@@ -397,6 +417,7 @@ def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
     patches = Patches()
     if assumed:
         gpu_support = kernel_support()._replace(mode="gpu", reason="assumed")
+        # The wrappers ignore the original, which would look at this machine.
         patches.method(api, "triton_support", lambda _own: gpu_support)
         patches.method(api, "why_no_fp8", lambda _own: None)
     try:
