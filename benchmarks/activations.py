@@ -39,7 +39,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.patches import OPS
-from dit_lora.numerics.opaque import ONLY_COUNTS
+from dit_lora.numerics.opaque import COUNTS_ONLY
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 JOINT_TARGETS = ["to_qkv_mlp_proj", "attn.to_out"]
@@ -223,7 +223,7 @@ def kept(run: Callable[[], Any], besides: Sequence[torch.Tensor]) -> int:
         storage_bytes.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    setattr(pack, ONLY_COUNTS, True)
+    setattr(pack, COUNTS_ONLY, True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()  # alive, so that no address is used twice
     return sum(
@@ -258,7 +258,7 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     if isinstance(block, SanaTransformerBlock | SanaVideoTransformerBlock):
-        keep_linear_attention_fp32(model, saturates=False)  # as recipes do
+        keep_linear_attention_fp32(model, should_saturate=False)  # as recipes do
 
     def units() -> float:
         sizes = []

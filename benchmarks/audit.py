@@ -119,7 +119,7 @@ def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
     samples = [Clip(path.name, MediaFile(path), "") for path in clips]
     data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)
     with measured() as spent:
-        samples_audited = audit_media(samples, data, workers=workers, progress=True)
+        samples_audited = audit_media(samples, data, workers=workers, show_progress=True)
     return spent, sum(sample.verdict == "reject" for sample in samples_audited)
 
 

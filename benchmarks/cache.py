@@ -25,8 +25,8 @@ import psutil
 import torch
 from safetensors import safe_open
 
-from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
-from dit_lora.data.cache.shards import shards_in
+from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
+from dit_lora.data.cache.shards import list_shards
 from dit_lora.errors import DitLoraError
 
 LATENT, TEXT = (16, 9, 60, 90), (226, 4096)  # 33 frames of 480x720; T5 of CogVideoX
@@ -54,12 +54,12 @@ def small(number: int) -> Tensors:
 def write(root: Path, make: Callable[[int], Tensors], count: int, per_shard: int) -> list[str]:
     """A cache of `count` entries; its keys."""
     cache = TensorCache(root)
-    keys = [entry_key({"number": number}) for number in range(count)]
+    keys = [make_entry_key({"number": number}) for number in range(count)]
     with mock.patch("os.fsync"):
         for begin in range(0, count, per_shard):
-            cache.write_all(
+            cache.write_entries(
                 [
-                    encoded(
+                    encode_entry(
                         key, make(n), sample=f"clips/{n:06d}.mp4", facts={**FACTS, "media": key}
                     )
                     for n, key in enumerate(keys[begin : begin + per_shard], begin)
@@ -82,7 +82,7 @@ def ours(root: Path, *, clone: bool) -> Callable[[str], None]:
 
 def mapped(root: Path) -> Callable[[str], None]:
     locations = {}
-    for path in shards_in(root):
+    for path in list_shards(root):
         file = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118
             locations.setdefault(name.partition("/")[0], []).append((file, name))
@@ -116,7 +116,7 @@ def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) ->
                 took[name].append(seconds(kinds[name], orders[name][number]))
         for name in kinds if turn > 1 else ():  # the first two warm up
             medians[name].append(statistics.median(took[name]))
-    cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(shards_in(root))))]
+    cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
     cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.3g}" for name in kinds]
     for name in ("ours", "cloned"):
         ratios = [m / o for m, o in zip(medians["mapped"], medians[name], strict=True)]
@@ -133,7 +133,7 @@ def hold(root: Path) -> None:
     count = len(cache)
     print(f"opening {count} entries: {time.perf_counter() - began:.2f} s")
     print(f"the index: {1e-6 * len(pickle.dumps(cache)):.1f} MB pickled for a worker")
-    keys = [entry_key({"number": number}) for number in range(count)]
+    keys = [make_entry_key({"number": number}) for number in range(count)]
     random.Random(0).shuffle(keys)
     began = time.perf_counter()
     print("| reads | resident, MiB more than at the start |\n|---:|---:|")

@@ -30,7 +30,7 @@ from sklearn.svm import SVC
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.diffusers_format import read_run_metadata
 from dit_lora.adapters.load import load_adapter
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
@@ -253,7 +253,7 @@ def launch(recipe: dict[str, Any], path: Path) -> None:
 def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict[str, np.ndarray]:
     """Pictures of each class that the model knows, from one seed a class: uint8 (n, 16, 16)."""
     file = adapter / "pytorch_lora_weights.safetensors" if adapter else None
-    index = read_provenance(file)["index"] if file else None
+    index = read_run_metadata(file)["index"] if file else None
     config = ModelConfig(family="dit", path=str(model))
     checkpoint = get_family("dit").open(config, index=index)
     pipeline = checkpoint.pipeline(torch.float32)
@@ -264,7 +264,7 @@ def sampled(model: Path, adapter: Path | None, args: argparse.Namespace) -> dict
     for name in NAMES:
         if name not in pipeline.labels:
             continue
-        rows = checkpoint.conditions(name)["class_labels"] * args.per_class
+        rows = checkpoint.prompt_kwargs(name)["class_labels"] * args.per_class
         images = pipeline(
             rows,
             guidance_scale=args.guidance,

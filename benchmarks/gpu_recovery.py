@@ -187,7 +187,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _poison() -> None:
     """Make the latents of one sample NaN on the device, from the fourth step on, whenever a step takes it."""
-    moved, micro_step = Batch.to, training_loop._micro_step
+    moved, micro_step = Batch.to, training_loop._run_micro_step
     victims: list[str] = []
     poisons = False
 
@@ -212,7 +212,7 @@ def _poison() -> None:
         return replace(batch, tensors=tensors)
 
     Batch.to = to  # type: ignore[method-assign]
-    training_loop._micro_step = poisoned_step
+    training_loop._run_micro_step = poisoned_step
 
 
 def _as_run(kind: str, arguments: list[str]) -> None:

@@ -30,29 +30,29 @@ from diffusers import CogVideoXTransformer3DModel
 from tqdm import tqdm
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import GuardConfig, LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.guard.gate import Trip
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.numerics.parameters import trainable_state
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training import loop as training_loop
 from dit_lora.training.distributed import engine as training_engine
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
-from dit_lora.training.journal import Journal, metrics_line
+from dit_lora.training.journal import Journal, build_metrics_line
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_optimizer, build_schedule
 from dit_lora.training.optim.state import optimizer_state
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.step import StepResult
-from dit_lora.training.tasks.diffusion.task import by_timestep
+from dit_lora.training.tasks.diffusion.task import average_by_timestep
 
 FAMILY = get_family("cogvideox")
 OPTIM = OptimConfig(groups=GroupsConfig(adapter=GroupConfig(lr=1e-4)))
@@ -69,7 +69,7 @@ class NoRecovery:
     """A benchmark whose step trips is no benchmark."""
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         raise RuntimeError(f"{trip}")
 
@@ -89,7 +89,7 @@ def build_model() -> tuple[torch.nn.Module, torch.optim.AdamW]:
         sample_frames=9,
     ).requires_grad_(False)
     attach_lora(transformer, LoraConfig(rank=16), FAMILY.lora_targets, seed=0)
-    groups = recipe_groups(transformer, OPTIM.groups, FAMILY.group_patterns)
+    groups = build_recipe_groups(transformer, OPTIM.groups, FAMILY.group_patterns)
     return transformer.train(), build_optimizer(groups, OPTIM)
 
 
@@ -121,7 +121,7 @@ def bare_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int) -> St
     def step(number: int) -> float:
         began = time.perf_counter()
         batch = next(batches).to(accelerator.device)
-        output = checkpoint.losses(model, batch.tensors, Streams(42, batch.draws))
+        output = checkpoint.losses(model, batch.tensors, RandomStreams(42, batch.sample_seeds))
         output.losses.mean().backward()
         torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
         optimizer.step()
@@ -138,27 +138,29 @@ def our_loop(
     model, optimizer = build_model()
     prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
     snapshots = Snapshots(
-        lambda: {**trainable_state(model), **optimizer_state(optimizer)},
-        every=GUARD.snapshot_every,
+        lambda: {**get_trainable_parameters(model), **optimizer_state(optimizer)},
+        interval_steps=GUARD.snapshot_every,
     )
-    watcher = StepWatcher(snapshots, Monitor(model, every=GUARD.monitor_every if guarded else 0))
+    watcher = StepWatcher(
+        snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0)
+    )
     folder.mkdir()
     journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
     batches = fixed_batches(size)
 
     def on_step(result: StepResult) -> None:
-        line = metrics_line(
-            result, {"loss_by_timestep": by_timestep(result, checkpoint.drawn_timesteps)}
+        line = build_metrics_line(
+            result, {"loss_by_timestep": average_by_timestep(result, checkpoint.timestep_range)}
         )
-        journal.step(line, watcher.statistics(result.step))
+        journal.write_step(line, watcher.collect_statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
-        if guarded and snapshots.due(result.step):
+        if guarded and snapshots.is_due(result.step):
             snapshots.take(result.step)
 
     loop = Loop(
         engine=Engine(accelerator, prepared, prepared_optimizer),
-        losses=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
+        loss_function=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
         schedule=build_schedule(OPTIM, 1_000_000),
         optim=OPTIM,
         accumulate=1,
@@ -182,7 +184,7 @@ def our_loop(
                 from_here,
                 start_step=number - 1,
                 steps=number,
-                stop_asked=lambda: 0,
+                get_stop_code=lambda: 0,
                 on_step=on_step,
             )
             _wait(accelerator)
@@ -271,7 +273,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < WATCHED_ROUNDS:
         parser.error(f"--rounds must be at least {WATCHED_ROUNDS}; received {arguments.rounds}")
-    quiet_libraries()
+    hide_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
         FAMILY.build_tiny("cogvideox-2b", Path(folder) / "model", 0)
         checkpoint = FAMILY.open(ModelConfig(family="cogvideox", path=f"{folder}/model"))

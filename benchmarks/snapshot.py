@@ -82,7 +82,7 @@ def measure(
 
 
 def one_round(state: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:
-    snapshots = Snapshots(lambda: state, every=1)
+    snapshots = Snapshots(lambda: state, interval_steps=1)
     seconds = {}
 
     def timed(name: str, action: Callable[[], object]) -> None:
@@ -100,7 +100,7 @@ def one_round(state: dict[str, torch.Tensor], device: torch.device) -> dict[str,
     snapshots.take(2)
     timed("take, into used buffers", lambda: snapshots.take(3))
     timed("torch.clone", lambda: [tensor.detach().clone() for tensor in state.values()])
-    timed("not_finite", lambda: snapshots.not_finite(3))
+    timed("not_finite", lambda: snapshots.find_nonfinite(3))
     timed("restore", lambda: snapshots.restore(3))
     return seconds
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.cache.cache import TensorCache, encoded
+from dit_lora.data.cache.cache import TensorCache, encode_entry
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
@@ -72,7 +72,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
     opened = time.perf_counter()
     AcceleratorState._reset_state(reset_partial_state=True)
     with running(recipe) as session:
-        clips = precompute(session, checkpoint).clips
+        clips = precompute(session, checkpoint).training_set
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
         topology = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
@@ -86,7 +86,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
             prefetch=2,
             pin_memory=False,
         )
-        batch = next(iter(clips.loader(config)))
+        batch = next(iter(clips.make_loader(config)))
         end = time.perf_counter()
     assert len(batch.ids) == 4
     assert not batch.faults
@@ -104,13 +104,15 @@ def write_images(folder: Path, samples: int) -> None:
 
 def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """Random latents and the classes' entries, as shards."""
-    plan = make_plan(recipe, checkpoint, torch.float32, group=4, quiet=False)
+    plan = make_plan(recipe, checkpoint, torch.float32, samples_per_step=4, quiet=False)
     latents = {name: torch.randn(4, 4, 4) for name in ("latent_mean", "latent_logvar")}
     videos = TensorCache(recipe.cache_dir / "videos")
-    missing = [entry for entry in plan.wanted if not videos.is_whole(entry.video.key)]
+    missing = [entry for entry in plan.planned_samples if not videos.is_complete(entry.video.key)]
     for start in range(0, len(missing), _SHARD):
         jobs = [entry.video for entry in missing[start : start + _SHARD]]
-        videos.write_all([encoded(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs])
+        videos.write_entries(
+            [encode_entry(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs]
+        )
 
 
 if __name__ == "__main__":

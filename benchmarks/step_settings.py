@@ -13,22 +13,25 @@ from benchmarks.step_models import Inputs, Model
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.gradient_norms import choose_norms
-from dit_lora.fuse.patches import OPS, fusion_of
-from dit_lora.guard.gate import Trip
+from dit_lora.fuse.gradient_norms import choose_norm_function
+from dit_lora.fuse.patches import OPS, get_fusion
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.numerics.memory import available_bytes
+from dit_lora.numerics.memory import get_available_bytes
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
-from dit_lora.training.choose_checkpointing import bytes_to_come
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.training.choose_checkpointing import count_unallocated_bytes
 from dit_lora.training.distributed.engine import Engine
-from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
-from dit_lora.training.execution.activations import advise, measure
+from dit_lora.training.execution.activation_checkpointing import (
+    CheckpointingMode,
+    set_checkpointing,
+)
+from dit_lora.training.execution.activations import advise_checkpointing, measure_activations
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.optim.build import build_schedule
-from dit_lora.training.session.determinism import deterministic_algorithms
+from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.step import StepResult
 
 _FP8 = "fp8"
@@ -83,7 +86,7 @@ Done = Callable[[int, float, float | None], None]
 class Steps(Protocol):
     """One setting at work."""
 
-    mode: Mode
+    mode: CheckpointingMode
     words: str
     """Why that checkpointing."""
 
@@ -100,7 +103,7 @@ def settled(
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(setting.cudnn and cudnn)
-        with deterministic_algorithms(setting.deterministic):
+        with use_deterministic_algorithms(setting.deterministic):
             yield _steps(model, entry, setting, batches, wait)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
@@ -134,8 +137,8 @@ def _steps(
 
 def ops_used(model: Any) -> str:
     """Return the kernels that replaced something in a fused model, as words."""
-    fusion = fusion_of(model)
-    return ", ".join(fusion.used()) if fusion else ""
+    fusion = get_fusion(model)
+    return ", ".join(fusion.get_active_ops()) if fusion else ""
 
 
 def _take_off(model: Any, trained: Mapping[str, torch.Tensor]) -> None:
@@ -155,7 +158,7 @@ def _blocks(model: Any) -> Sequence[torch.nn.Module]:
 
 def _mode(
     model: Any, setting: Setting, given: Inputs, optimizer: torch.optim.Optimizer
-) -> tuple[Mode, str]:
+) -> tuple[CheckpointingMode, str]:
     """Return the setting's checkpointing, of `auto` the advisor's, and why."""
     if setting.checkpointing != "auto":
         return setting.checkpointing, setting.checkpointing
@@ -166,10 +169,10 @@ def _mode(
         return _output(transformer, {**batch, **constants}).square().mean()
 
     spec = {n: (t.shape, t.dtype) for n, t in tensors.items() if n != TARGET}
-    needs = measure(model, losses, spec, device)
-    free = available_bytes(device, 1) - bytes_to_come(optimizer)
-    advice = advise(needs, max(0, free), "auto")
-    return advice.mode, advice.words
+    needs = measure_activations(model, losses, spec, device)
+    free = get_available_bytes(device, 1) - count_unallocated_bytes(optimizer)
+    advice = advise_checkpointing(needs, max(0, free), "auto")
+    return advice.mode, advice.message
 
 
 def _taken_apart(given: Inputs) -> tuple[dict[str, torch.Tensor], Inputs]:
@@ -199,7 +202,7 @@ class _PlainSteps:
     model: Any
     optimizer: torch.optim.Optimizer
     batches: Sequence[Inputs]
-    mode: Mode
+    mode: CheckpointingMode
     words: str
     wait: Callable[[], None]
 
@@ -223,7 +226,7 @@ class _NoRecovery:
     """A benchmark whose step trips is no benchmark."""
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         raise RuntimeError(f"the guard tripped: {trip}")
 
@@ -238,7 +241,7 @@ class _GuardedSteps:
     model: Any
     optimizer: torch.optim.Optimizer
     batches: Sequence[Inputs]
-    mode: Mode
+    mode: CheckpointingMode
     words: str
     wait: Callable[[], None]
 
@@ -257,7 +260,7 @@ class _GuardedSteps:
             self._from,
             start_step=first,
             steps=last + 1,
-            stop_asked=lambda: 0,
+            get_stop_code=lambda: 0,
             on_step=on_step,
         )
 
@@ -274,18 +277,18 @@ class _GuardedSteps:
         device = next(self.model.parameters()).device
         _, constants = _taken_apart(self.batches[0])
 
-        def losses(model: Any, batch: Batch, _streams: Streams) -> LossOutput:
+        def losses(model: Any, batch: Batch, _streams: RandomStreams) -> LossOutput:
             kwargs = {**batch.tensors, **constants}
             return LossOutput(sample_losses(model, kwargs), batch.tensors["timestep"])
 
         return Loop(
             engine=Engine(Accelerator(cpu=device.type == "cpu"), self.model, self.optimizer),
-            losses=losses,
+            loss_function=losses,
             schedule=build_schedule(optim, len(self.batches)),
             optim=optim,
             accumulate=1,
             seed=0,
             recovery=_NoRecovery(),
-            watcher=StepWatcher(Snapshots(dict, every=0)),
-            norms=choose_norms("auto", self.optimizer.param_groups[0]["params"])[0],
+            watcher=StepWatcher(Snapshots(dict, interval_steps=0)),
+            compute_norms=choose_norm_function("auto", self.optimizer.param_groups[0]["params"])[0],
         )

@@ -9,7 +9,7 @@ from benchmarks.kernel_time import KernelTimes
 from benchmarks.machine import in_words
 from benchmarks.step_models import Model
 from benchmarks.step_settings import EXAMPLE, SETTINGS
-from dit_lora.training.execution.activations import SHARE
+from dit_lora.training.execution.activations import MAX_MEMORY_SHARE
 
 WARM_UP = 2
 _COMPILED = {setting.name for setting in SETTINGS if setting.is_compiled_stock}
@@ -79,7 +79,10 @@ def markdown(
     for model_results in by_model.values():
         lines += [_row(result, model_results, steps) for result in model_results]
     lines += _kernel_table(results)
-    lines += ["", f"Advice counts {SHARE:.0%} of the free memory as there for activations."]
+    lines += [
+        "",
+        f"Advice counts {MAX_MEMORY_SHARE:.0%} of the free memory as there for activations.",
+    ]
     return "\n".join(lines) + "\n"
 
 

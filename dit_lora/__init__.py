@@ -29,7 +29,7 @@ __all__ = [
     "with_lora",
 ]
 
-_HOMES = {
+_MODULES = {
     "Guard": "dit_lora.guard.attach.guard",
     "GuardCallback": "dit_lora.guard.attach.callbacks.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
@@ -45,6 +45,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Heavy imports happen at first use, so that `import dit_lora` is instant (PEP 562).
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'dit_lora' has no attribute {name!r}")

@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dit_lora.terminal import indented, one_line, printable
+from dit_lora.terminal import indent_lines, make_one_line, make_printable
 
 # Errors caused by the user's disk or network. Any other OSError is a defect and keeps its traceback.
-_OF_THE_DISK = {
+_DISK_ERRNOS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
 # Time for rank 0 to report an error before other ranks do.
-_RANK_0_SECONDS = 3.0
+_RANK_0_HEAD_START_S = 3.0
 
 
 class DitLoraError(Exception):
@@ -32,7 +32,7 @@ class DitLoraError(Exception):
     exit_code = 2
     collective = False
     """True if all ranks raise it together."""
-    shown = False
+    is_shown = False
     label = "error"
 
 
@@ -53,36 +53,36 @@ class InterruptedRunError(DitLoraError):
         self.exit_code = exit_code
 
 
-def listed(summary: str, offenders: Sequence[str]) -> str:
+def format_list(summary: str, items: Sequence[str]) -> str:
     """The summary line, then one line for each offender."""
-    return "\n".join([summary, *(f"  - {offender}" for offender in offenders)])
+    return "\n".join([summary, *(f"  - {offender}" for offender in items)])
 
 
-def unwritable(error: OSError) -> DitLoraError:
+def make_write_error(error: OSError) -> DitLoraError:
     """The `DitLoraError` for an `OSError` from writing: it names the file and the reason."""
     where = error.filename or "a file of the run"
     return DitLoraError(f"cannot write {where}: {error.strerror or error}")
 
 
-def show(error: DitLoraError) -> None:
+def print_error(error: DitLoraError) -> None:
     """Write the message of an error to stderr, once.
 
     Rank 0 reports an error for all ranks. An error that is not collective may have happened on one rank only. That
     rank waits, so that rank 0 can report first and the launcher can end all processes; if it is still running then, it
     reports the error itself.
     """
-    if error.shown:
+    if error.is_shown:
         return
-    error.shown = True
+    error.is_shown = True
     # Set by torchrun and accelerate launch.
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         if error.collective:
             return
-        time.sleep(_RANK_0_SECONDS)
+        time.sleep(_RANK_0_HEAD_START_S)
     where = "" if rank == "0" else f" on rank {rank}"
     # One call with the whole message, so that messages of several ranks are not mixed within a line.
-    sys.stderr.write(f"{error.label}{where}: {indented(error)}\n")
+    sys.stderr.write(f"{error.label}{where}: {indent_lines(error)}\n")
     sys.stderr.flush()
 
 
@@ -92,15 +92,15 @@ def reported_errors() -> Iterator[None]:
     try:
         yield
     except DitLoraError as error:
-        show(error)
+        print_error(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+        if error.errno not in _DISK_ERRNOS:
             raise
         where = error.filename or "a file of the run or the cache"
         sys.stderr.write(
-            printable(
-                f"error: cannot read or write {one_line(where)}: {error.strerror}; checkpoints and cache entries "
+            make_printable(
+                f"error: cannot read or write {make_one_line(where)}: {error.strerror}; checkpoints and cache entries "
                 "already written are whole\n"
             )
         )

@@ -18,13 +18,13 @@ MAX_LINE_BYTES = 2**24
 """Length limit of a line in a JSON-lines file; longer lines count as damaged."""
 MAX_LINES_BYTES = 2**33
 """Size limit of a JSON-lines file."""
-MAX_FOLDERS = 32
+MAX_FOLDER_DEPTH = 32
 """Maximum depth of folders in a checkpoint, a result or a folder of samples."""
 # Without O_NONBLOCK, opening a named pipe waits for a writer.
-_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def write_whole(
+def write_atomically(
     path: Path, data: bytes | str, mode: int | None = None, *, allow_stream: bool = True
 ) -> None:
     """Write a file atomically, by renaming: after a failure or a kill the old file is still there, complete.
@@ -65,14 +65,14 @@ def replace_contents(path: Path, data: bytes) -> None:
     # Renaming onto a link would replace the link.
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    write_whole(target, data, mode)
+    write_atomically(target, data, mode)
 
 
-def share_weights(folder: Path) -> None:
+def set_shared_permissions(folder: Path) -> None:
     """Give the safetensors files in a folder the permissions of new files; safetensors creates them with 0600."""
     private = [
         file
-        for file in files_below(folder)
+        for file in list_files(folder)
         if file.suffix == ".safetensors"
         and not file.is_symlink()
         and stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -126,7 +126,7 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     Raises `OSError` for anything else, such as a named pipe, from which reading could block forever, and for a file
     larger than `max_bytes`.
     """
-    return _regular(os.open(path, _OPEN), path, max_bytes)
+    return _wrap_regular_file(os.open(path, _OPEN_FLAGS), path, max_bytes)
 
 
 def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> BufferedReader:
@@ -144,7 +144,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
         raise
     # Open one folder after another, relative to its parent: a link cannot be swapped in between.
     for depth, part in enumerate(parts, start=1):
-        flags = _OPEN | os.O_NOFOLLOW | (os.O_DIRECTORY if depth < len(parts) else 0)
+        flags = _OPEN_FLAGS | os.O_NOFOLLOW | (os.O_DIRECTORY if depth < len(parts) else 0)
         try:
             inner = os.open(part, flags, dir_fd=handle)
         except OSError as error:
@@ -155,10 +155,10 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
         finally:
             os.close(handle)
         handle = inner
-    return _regular(handle, path, max_bytes)
+    return _wrap_regular_file(handle, path, max_bytes)
 
 
-def _regular(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
+def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
     # Of the open file, which cannot be exchanged any more.
     status = os.fstat(handle)
     reason = ""
@@ -172,7 +172,7 @@ def _regular(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def is_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
+def can_open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> bool:
     """True if `open_inside` can open this file."""
     try:
         open_inside(folder, path, max_bytes).close()
@@ -205,20 +205,20 @@ def require_regular(folder: Path) -> None:
                 raise DitLoraError(f"{path} is not a regular file; remove it")
 
 
-def files_below(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """All files in a folder and its subfolders, sorted. Links to files are followed, links to folders are not.
 
-    Raises `DitLoraError` if folders are nested more than `MAX_FOLDERS` deep.
+    Raises `DitLoraError` if folders are nested more than `MAX_FOLDER_DEPTH` deep.
     """
     files, level = list[Path](), [folder]
-    for _ in range(MAX_FOLDERS):
+    for _ in range(MAX_FOLDER_DEPTH):
         # One level of folders at a time, so that the depth is bounded.
         entries = [path for parent in level for path in parent.iterdir()]
         level = [path for path in entries if path.is_dir() and not path.is_symlink()]
         files += [path for path in entries if path.is_file()]
         if not level:
             return sorted(files)
-    raise DitLoraError(f"{folder} has more than {MAX_FOLDERS} folders within one another")
+    raise DitLoraError(f"{folder} has more than {MAX_FOLDER_DEPTH} folders within one another")
 
 
 def read_json(path: Path) -> Any:
@@ -232,7 +232,7 @@ def read_json(path: Path) -> Any:
         raise ParseError(f"{path} is not valid JSON: {error}") from error
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The objects in a JSON-lines file, and the number of damaged lines, which killed processes leave.
 
     No objects if the file does not exist. Raises `OSError` for links and for anything but a regular file.
@@ -244,8 +244,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     with file:
         # A blank line is neither an object nor damaged.
-        for line in bounded_lines(file):
-            value = json_object(line)
+        for line in iterate_bounded_lines(file):
+            value = parse_json_object(line)
             if value is not None:
                 objects.append(value)
             elif line.strip():
@@ -253,13 +253,13 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return objects, torn
 
 
-def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+def iterate_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file. Lines longer than `MAX_LINE_BYTES` come in pieces of that length."""
     while line := file.readline(MAX_LINE_BYTES):
         yield line
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
+def parse_json_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None for anything else."""
     try:
         value = parse_json(line)

@@ -10,22 +10,22 @@ from typing import Any
 
 from dit_lora.errors import DitLoraError
 
-MOST_LEVELS = 100
+MAX_LEVELS = 100
 """Maximum depth of lists and objects. Recipes, annotations and checkpoints have at most a dozen levels."""
-MOST_DIGITS = 100
+MAX_DIGITS = 100
 """Maximum digits of an integer: floats have up to 309, and Python does not convert more than 4,300 to text."""
 
-DEEP = f"it is nested deeper than {MOST_LEVELS} levels"
-LONG = f"it holds a whole number of more than {MOST_DIGITS} digits"
+DEPTH_MESSAGE = f"it is nested deeper than {MAX_LEVELS} levels"
+DIGITS_MESSAGE = f"it holds a whole number of more than {MAX_DIGITS} digits"
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ParseError(LONG)
+def _parse_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ParseError(DIGITS_MESSAGE)
     return int(digits)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Of equal keys, the last one remains.
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -35,16 +35,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole)
+_DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
 class ParseError(DitLoraError, ValueError):
     """What is wrong with a text, in one line. The user sees this message if no caller adds a better one."""
 
-    def __init__(self, words: str, *, at: int | None = None, where: str = "") -> None:
-        super().__init__(f"{words}{where}")
-        self.words = words
-        self.at = at
+    def __init__(self, message: str, *, position: int | None = None, location: str = "") -> None:
+        super().__init__(f"{message}{location}")
+        self.message = message
+        self.position = position
         """Index of the character in the text; None if unknown."""
 
 
@@ -57,13 +57,17 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         if isinstance(text, bytes):
             # Some editors write a byte order mark before UTF-8, which JSON does not allow.
             text = text.decode("utf-8-sig")
-        value = json.loads(text, parse_int=_whole, object_pairs_hook=_unique if unique else None)
+        value = json.loads(
+            text,
+            parse_int=_parse_integer,
+            object_pairs_hook=_require_unique_keys if unique else None,
+        )
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
         # The position is kept separately, for callers that parse a part of a larger text.
-        raise ParseError(error.msg, at=error.pos, where=where) from error
+        raise ParseError(error.msg, position=error.pos, location=where) from error
     except (RecursionError, ValueError) as error:
-        raise refused(error) from error
+        raise convert_to_parse_error(error) from error
     _require_shallow(value, text)
     return value
 
@@ -73,34 +77,34 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise ParseError(error.msg, at=error.pos) from error
+        raise ParseError(error.msg, position=error.pos) from error
     except (RecursionError, ValueError) as error:
-        raise refused(error, start) from error
+        raise convert_to_parse_error(error, start) from error
     _require_shallow(value, text, start)
     return value, end
 
 
-def refused(error: Exception, at: int | None = None) -> ParseError:
+def convert_to_parse_error(error: Exception, position: int | None = None) -> ParseError:
     if isinstance(error, ParseError):
         return error
-    message = DEEP if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return ParseError(message, at=at)
+    message = DEPTH_MESSAGE if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return ParseError(message, position=position)
 
 
 def _require_shallow(value: object, text: str, start: int = 0) -> None:
     # Most texts have fewer brackets than the allowed levels, and need no check.
-    if text.count("[", start) + text.count("{", start) <= MOST_LEVELS:
+    if text.count("[", start) + text.count("{", start) <= MAX_LEVELS:
         return
     # Breadth first, without recursion: a value that is too deep cannot exhaust the stack.
     level = [value]
-    for _ in range(MOST_LEVELS):
-        level = [inner for outer in level for inner in _inner(outer)]
+    for _ in range(MAX_LEVELS):
+        level = [inner for outer in level for inner in _iterate_nested(outer)]
         if not level:
             return
-    raise ParseError(DEEP, at=start)
+    raise ParseError(DEPTH_MESSAGE, position=start)
 
 
-def _inner(value: object) -> Iterator[object]:
+def _iterate_nested(value: object) -> Iterator[object]:
     """Yield the lists and objects directly inside a value."""
     items = (
         value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

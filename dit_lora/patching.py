@@ -9,7 +9,7 @@ from typing import Any
 _SET_CLASS = vars(object)["__class__"].__set__
 
 
-def is_a(value: object, class_path: str) -> bool:
+def is_instance_of(value: object, class_path: str) -> bool:
     """True if the value is an instance of `module:Class`, from a package that may not be installed.
 
     Nothing is imported: a class whose module is not imported has no instances.
@@ -26,7 +26,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def method(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    def wrap_method(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Replace `owner.name(...)` with `wrapper(original, ...)`."""
         instance_attribute, original = vars(owner).get(name), getattr(owner, name)
 
@@ -45,26 +45,26 @@ class Patches:
         # Undone in reverse order: an object may be patched several times.
         self._undo.append(restore)
 
-    def attribute(self, owner: Any, name: str, value: Any) -> None:
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute that the owner does not have itself; `undo` deletes it."""
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name))
 
-    def gated_step(self, owner: Any, is_shut: Callable[[], bool]) -> None:
-        """Make `owner.step` do nothing while `is_shut()` is true, by swapping in a subclass.
+    def gate_step(self, owner: Any, is_closed: Callable[[], bool]) -> None:
+        """Make `owner.step` do nothing while `is_step_over()` is true, by swapping in a subclass.
 
         An attribute would not do: a scheduler's state_dict contains all of its attributes, and must be picklable.
         """
         original_class = type(owner)
 
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if is_shut() else original_class.step(this, *args, **kwargs)
+            return None if is_closed() else original_class.step(this, *args, **kwargs)
 
         # A subclass with the same name, so that isinstance and the class name stay the same.
         owner.__class__ = type(original_class.__name__, (original_class,), {"step": step})
         self._undo.append(lambda: setattr(owner, "__class__", original_class))
 
-    def iterated(self, owner: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
+    def wrap_iteration(self, owner: Any, wrapper: Callable[[Iterator[Any]], Iterator[Any]]) -> bool:
         """Wrap `owner.__iter__` by swapping in a subclass. Returns False if the class of the owner cannot be
         replaced.
         """
@@ -82,7 +82,7 @@ class Patches:
         self._undo.append(lambda: _SET_CLASS(owner, original_class))
         return True
 
-    def handle(self, handle: Any) -> None:
+    def add_handle(self, handle: Any) -> None:
         """Remove this hook in `undo`."""
         self._undo.append(handle.remove)
 

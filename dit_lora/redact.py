@@ -12,7 +12,7 @@ from typing import Any
 
 TOKEN, HOME = "[token]", "[home]"
 
-WORDS = frozenset(
+TEXT_KEYS = frozenset(
     {
         "answer",
         "caption",
@@ -27,7 +27,7 @@ WORDS = frozenset(
 )
 """Keys whose values are texts for or from a model, in which a slash is rarely a path."""
 
-KINDS: Mapping[str, str] = {
+TOKEN_PATTERNS: Mapping[str, str] = {
     # OAuth tokens have parts in base64url, separated with dots.
     "Hugging Face": r"hf_(?:oauth|jwt|app)_[\w=-]{10,}(?:\.[\w=-]+)*|(?:hf|api_org)_[A-Za-z0-9]{10,}",
     "Weights & Biases": r"wandb_v\d+_\w{8,}|local-[0-9a-f]{40}",
@@ -92,27 +92,29 @@ KINDS: Mapping[str, str] = {
 }
 """Tokens with a recognizable format: a regular expression by issuer."""
 
-_KNOWN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(KINDS.values()) + ")")
+_ISSUED_TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(TOKEN_PATTERNS.values()) + ")")
 
 # Names of secrets. `secret` and `token` are also words of prose, so their value must look like a secret.
-_OWNER = (
+_SECRET_PREFIX = (
     "access|account|api|app|auth|client|consumer|database|db|deploy|encryption|key|master|priv|private|secret|"
     "service|shared[ _-]?access|signing|storage|subscription|wandb|signature"
 )
 # A name that always means a secret, such as api_key, client-secret, password or pwd, with an optional suffix.
-_STRONG = (
-    rf"(?:(?:{_OWNER})[ _-]?(?:key|secret|pass|token)|passw(?:or)?d|passphrase|contrase[nñ]a|"
+_SECRET_NAME = (
+    rf"(?:(?:{_SECRET_PREFIX})[ _-]?(?:key|secret|pass|token)|passw(?:or)?d|passphrase|contrase[nñ]a|"
     r"(?<![a-z])pwd)[\w-]{0,40}"
 )
 # `token: 5` may be prose. Not after `[`, where the word is this module's own replacement.
-_WEAK = r"(?<!\[)(?:secret|token|credential)s?(?:[_-]\w{1,40})?"
+_AMBIGUOUS_NAME = r"(?<!\[)(?:secret|token|credential)s?(?:[_-]\w{1,40})?"
 # The end of a quoted or bracketed name, then an assignment or a comparison.
-_GIVEN = r"""["'`\]]{0,2}\s{0,3}(?::=|=>|!=|={1,3}|:)\s{0,3}"""
+_ASSIGNMENT = r"""["'`\]]{0,2}\s{0,3}(?::=|=>|!=|={1,3}|:)\s{0,3}"""
 # A text in quotes or backticks, or everything up to a space or separator.
 _VALUE = r"""(?:"[^"\n]+"|'[^'\n]+'|`[^`\n]+`|[^\s"'`,;&|<>(){}]+)"""
 # At least 12 characters without spaces, with a digit and a letter.
-_LIKE_ONE = r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
-_NAMED = tuple(
+_SECRET_LIKE_VALUE = (
+    r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
+)
+_NAMED_SECRETS = tuple(
     re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
     for name, value in (
         (r"[a-z][\w+.-]{0,20}://", r"[^\s/?#\"'<>`]+(?=@)"),  # user and password in a URL
@@ -128,38 +130,40 @@ _NAMED = tuple(
         # An option of a command, such as --hf-token VALUE.
         (r"(?<![\w-])--?(?:[a-z]{1,40}-)?(?:api-?key|token|password|secret)[ =]", r"(?!-)\S+"),
         # An assignment to a secret's name: any value. In a sentence with `is`, the value must have a digit.
-        (_STRONG + _GIVEN, _VALUE),
-        (_STRONG + r"\s+is\s+", r"(?=\S*\d)[^\s,;]{4,}"),
+        (_SECRET_NAME + _ASSIGNMENT, _VALUE),
+        (_SECRET_NAME + r"\s+is\s+", r"(?=\S*\d)[^\s,;]{4,}"),
         # An assignment to an ambiguous name: only a value that looks like a secret.
-        (_WEAK + _GIVEN, _LIKE_ONE),
+        (_AMBIGUOUS_NAME + _ASSIGNMENT, _SECRET_LIKE_VALUE),
         (r"\b(?:password|passwd|login)\s+", r"(?=\S*\d)(?=\S*[a-z])[^\s,;]{8,}"),
         # A key of 40 hex digits, as Weights & Biases has them; a cache key or digest is none.
         (r"(?<!cache )(?<!digest )\b(?:wandb|key)\W{1,4}", r"[0-9a-f]{40}\b"),
     )
 )
 # An environment variable with such a name in upper case: any value is a secret.
-_VARIABLE = re.compile(
+_VARIABLE_ASSIGNMENT = re.compile(
     r"(?P<name>\b[A-Z][A-Z0-9_]*_(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS)=)"
     rf"(?!\[token\]){_VALUE}"
 )
 # Shorter texts cannot hold a secret.
-_SHORTEST = 6
-_NAMING = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
-"""Every pattern of `_NAMED` and `_VARIABLE` needs one of these: texts without them are not searched."""
-_STRONG_KEY = re.compile(rf"(?:[\w-]*{_STRONG}|authorization|cookie)", re.IGNORECASE)
-_WEAK_KEY = re.compile(rf"[\w-]*{_WEAK}", re.IGNORECASE)
+_MIN_CHARACTERS = 6
+_SECRET_HINT = re.compile(r"[:=]|key|passw|login|wandb|bearer|secret|token|pwd", re.IGNORECASE)
+"""Every pattern of `_NAMED_SECRETS` and `_VARIABLE_ASSIGNMENT` needs one of these: texts without them are not
+searched.
+"""
+_SECRET_KEY = re.compile(rf"(?:[\w-]*{_SECRET_NAME}|authorization|cookie)", re.IGNORECASE)
+_AMBIGUOUS_KEY = re.compile(rf"[\w-]*{_AMBIGUOUS_NAME}", re.IGNORECASE)
 # As the value of an ambiguous name, but the whole text.
-_SHAPED = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
+_SECRET_SHAPE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=~.-]{12,}")
 _SECRET_VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASS|PAT|AUTH|CREDENTIALS?)$")
 
 # A folder's name may have spaces, unless a file name with an extension ends before the space.
-_BAD = r"\s/\\:;,'\"`()<>|"
+_NOT_IN_NAMES = r"\s/\\:;,'\"`()<>|"
 # Extensions have two to five characters.
-_ENDED = "".join(rf"(?<!\.\w{{{length}}})" for length in (2, 3, 4, 5))
+_NO_EXTENSION_BEFORE = "".join(rf"(?<!\.\w{{{length}}})" for length in (2, 3, 4, 5))
 # One folder with its slashes; at most four words.
-_FOLDER = rf"[^{_BAD}]+(?:{_ENDED} [^{_BAD}]+){{0,3}}[/\\]+"
+_FOLDER = rf"[^{_NOT_IN_NAMES}]+(?:{_NO_EXTENSION_BEFORE} [^{_NOT_IN_NAMES}]+){{0,3}}[/\\]+"
 # The last part of a path, with slashes if it is a folder.
-_LAST = rf"[^{_BAD}]+[/\\]*"
+_LAST_PART = rf"[^{_NOT_IN_NAMES}]+[/\\]*"
 # C:\ or C:/, also after slashes as in file:///C:/.
 _DRIVE = r"(?<![A-Za-z0-9])/{0,3}[A-Za-z]:[/\\]+"
 # \\server\share, and Windows' long form \\?\C:\.
@@ -170,80 +174,80 @@ _USER = r"(?<![\w.~/\\])~(?:[A-Za-z_][\w.-]*)?[/\\]+"
 _OPTION = r"(?<=[\s'\"=]-[A-Z])|(?<=^-[A-Z])"
 # A slash that does not continue a word, a number, a URL or a closing bracket.
 _POSIX = rf"(?:(?<![\w.~/)\]}}])|{_OPTION})/+"
-_PLACES = (
+_ROOT_FOLDERS = (
     "home|users|root|mnt|media|tmp|var|opt|etc|srv|usr|proc|private|volumes|scratch|gpfs|lustre|nfs|data|datasets|"
     "workspaces?|work|content|kaggle|storage|export|net|mount|cluster|app|build|library|applications|dev|run"
 )
 # A slash before a usual top folder: certainly a path, also in prose.
-_SURE = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_PLACES})/)"
+_KNOWN_ROOT = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_ROOT_FOLDERS})/)"
 # scheme://host..., but not file:///..., whose host is empty.
-_ADDRESS = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
-_LOCAL = frozenset(
+_URL = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
+_LOCAL_SCHEMES = frozenset(
     {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
 )
 """URL schemes that stand for paths on a machine."""
 
 
-def _paths(posix: str, parts: str) -> re.Pattern[str]:
+def _compile_path_pattern(posix: str, parts: str) -> re.Pattern[str]:
     """Compile a pattern for URLs, which are mostly kept, and absolute paths. `posix` matches the start of a POSIX
     path.
     """
-    certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_SURE})(?:{_FOLDER})*{_LAST}"
+    certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_KNOWN_ROOT})(?:{_FOLDER})*{_LAST_PART}"
     full_path = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
     quoted = rf"(?P<quote>[\"'`])(?P<inside>{full_path})(?P=quote)"
     return re.compile(
-        rf"{_ADDRESS}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST}", re.IGNORECASE
+        rf"{_URL}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST_PART}", re.IGNORECASE
     )
 
 
-_IN_TEXT = _paths(_POSIX, "+")
-_IN_WORDS = _paths(_SURE, "*")
-_ALONE = re.compile(
+_TEXT_PATHS = _compile_path_pattern(_POSIX, "+")
+_PROSE_PATHS = _compile_path_pattern(_KNOWN_ROOT, "*")
+_WHOLE_PATH = re.compile(
     rf"(?:{_DRIVE}|{_UNC}|{_USER}|/+)[^\s/\\](?:(?!\s(?:/|~|[A-Za-z]:[/\\]|\\\\))[^\"'`\n:;,|<>])*"
 )
 
 
-def redacted(value: Any) -> Any:
+def redact_value(value: Any) -> Any:
     """The value with tokens and absolute paths removed from all strings in it, including keys of mappings.
 
-    Values whose key names a secret are removed in any case. Values of keys in `WORDS` are handled as in
-    `redacted_words`. Sequences become lists.
+    Values whose key names a secret are removed in any case. Values of keys in `TEXT_KEYS` are handled as in
+    `redact_model_text`. Sequences become lists.
     """
-    return redactor()(value)
+    return make_redactor()(value)
 
 
-def redactor() -> Callable[[Any], Any]:
-    """A function like `redacted` for many values: the environment is read only once."""
+def make_redactor() -> Callable[[Any], Any]:
+    """A function like `redact_value` for many values: the environment is read only once."""
     # Values that are secret because of the variable they are in, whatever their format is.
-    secrets = _environment()
-    return lambda value: _nested(value, secrets, _IN_TEXT)
+    secrets = _read_environment_secrets()
+    return lambda value: _redact_nested(value, secrets, _TEXT_PATHS)
 
 
-def redacted_words(text: str) -> str:
+def redact_model_text(text: str) -> str:
     """Redact text for a model: only text that is certainly a path is removed, and `/imagine` is kept."""
-    return _clean(text, _environment(), _IN_WORDS)
+    return _clean_text(text, _read_environment_secrets(), _PROSE_PATHS)
 
 
-def without_tokens(text: str) -> str:
+def remove_tokens(text: str) -> str:
     """Replace all tokens in the text with `[token]`, including secrets in this process's environment variables."""
-    return _without_tokens(text, _environment())
+    return _remove_tokens(text, _read_environment_secrets())
 
 
-def _without_tokens(text: str, held: Sequence[str]) -> str:
-    if len(text) < _SHORTEST:
+def _remove_tokens(text: str, secrets: Sequence[str]) -> str:
+    if len(text) < _MIN_CHARACTERS:
         return text
     # Longest first: replacing a shorter secret inside a longer one would leave the rest of it.
-    for value in held:
+    for value in secrets:
         text = text.replace(value, TOKEN)
     # Tokens by format, then values by the name before them.
-    text = _KNOWN.sub(TOKEN, text)
-    for pattern in (*_NAMED, _VARIABLE) if _NAMING.search(text) else ():
+    text = _ISSUED_TOKEN.sub(TOKEN, text)
+    for pattern in (*_NAMED_SECRETS, _VARIABLE_ASSIGNMENT) if _SECRET_HINT.search(text) else ():
         # Keeps the name, so that the reader sees what was removed.
-        text = pattern.sub(_hidden, text)
+        text = pattern.sub(_replace_value, text)
     return text
 
 
-def _hidden(match: re.Match[str]) -> str:
+def _replace_value(match: re.Match[str]) -> str:
     """Replace the value of a match and keep its name and quotes."""
     # The match without the name at its beginning.
     value = match[0][len(match["name"]) :]
@@ -251,30 +255,30 @@ def _hidden(match: re.Match[str]) -> str:
     return f"{match['name']}{quote}{TOKEN}{quote}"
 
 
-def _clean(text: str, held: Sequence[str], paths: re.Pattern[str]) -> str:
+def _clean_text(text: str, secrets: Sequence[str], paths: re.Pattern[str]) -> str:
     # Tokens first: a token may contain slashes, of which a path pattern would leave a part.
-    text = _without_tokens(text, held)
+    text = _remove_tokens(text, secrets)
     if "/" not in text and "\\" not in text:
         return text
     # The whole text is one path, which may have spaces.
-    if paths is _IN_TEXT and _ALONE.fullmatch(text):
-        return _last(text)
-    return paths.sub(_cut, text)
+    if paths is _TEXT_PATHS and _WHOLE_PATH.fullmatch(text):
+        return _get_last_part(text)
+    return paths.sub(_shorten_match, text)
 
 
-def _nested(value: Any, held: Sequence[str], paths: re.Pattern[str]) -> Any:
+def _redact_nested(value: Any, secrets: Sequence[str], paths: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        return _clean(value, held, paths)
+        return _clean_text(value, secrets, paths)
     if isinstance(value, Mapping):
         return {
-            _nested(key, held, paths): TOKEN
+            _redact_nested(key, secrets, paths): TOKEN
             # The whole value, even if it does not look like a token.
             if _is_secret(str(key), item)
-            else _nested(item, held, _IN_WORDS if key in WORDS else paths)
+            else _redact_nested(item, secrets, _PROSE_PATHS if key in TEXT_KEYS else paths)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_nested(item, held, paths) for item in value]
+        return [_redact_nested(item, secrets, paths) for item in value]
     return value
 
 
@@ -283,11 +287,11 @@ def _is_secret(key: str, value: Any) -> bool:
     if not isinstance(value, str) or not value:
         return False
     # Names such as `api_key` are enough by themselves.
-    named = _STRONG_KEY.fullmatch(key) is not None
-    return named or bool(_WEAK_KEY.fullmatch(key) and _SHAPED.fullmatch(value))
+    named = _SECRET_KEY.fullmatch(key) is not None
+    return named or bool(_AMBIGUOUS_KEY.fullmatch(key) and _SECRET_SHAPE.fullmatch(value))
 
 
-def _environment() -> list[str]:
+def _read_environment_secrets() -> list[str]:
     """Values of environment variables that are named as secrets, longest first.
 
     Values under 12 characters, paths, and short values without a digit are ignored.
@@ -297,23 +301,27 @@ def _environment() -> list[str]:
         for name, value in os.environ.items()
         if _SECRET_VARIABLE.search(name.upper())
         and len(value) >= 12
-        and not _ALONE.fullmatch(value)
+        and not _WHOLE_PATH.fullmatch(value)
         and (len(value) >= 20 or any(letter.isdigit() for letter in value))
     }
     return sorted(secrets, key=len, reverse=True)
 
 
-def _cut(match: re.Match[str]) -> str:
+def _shorten_match(match: re.Match[str]) -> str:
     if match["address"]:
         # `file://` and similar URLs hold a path; the others, such as https, are kept.
-        is_local = match["scheme"].lower() in _LOCAL
-        return f"{match['scheme']}:{_last(match['address'])}" if is_local else match["address"]
+        is_local = match["scheme"].lower() in _LOCAL_SCHEMES
+        return (
+            f"{match['scheme']}:{_get_last_part(match['address'])}"
+            if is_local
+            else match["address"]
+        )
     if match["quote"]:
-        return f"{match['quote']}{_last(match['inside'])}{match['quote']}"
-    return _last(match[0])
+        return f"{match['quote']}{_get_last_part(match['inside'])}{match['quote']}"
+    return _get_last_part(match[0])
 
 
-def _last(path: str) -> str:
+def _get_last_part(path: str) -> str:
     """The last part of a path. A home folder becomes `[home]`, because its name is the user's."""
     # Both kinds of slashes: a text may come from another system.
     parts = [part for part in re.split(r"[/\\]+", path) if part]

@@ -5,34 +5,38 @@ import sys
 
 # Control characters, which start terminal commands (ECMA-48), except line ends and tabs; marks and overrides of the
 # writing direction (Unicode TR9) and invisible tags; other line ends; halves of UTF-16 pairs.
-_OBEYED = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
 )
 
 
-def printable(text: object) -> str:
+def make_printable(text: object) -> str:
     r"""The text with all characters that control a terminal written as escapes, such as `\x1b`. Line ends and tabs
     stay.
     """
-    return _OBEYED.sub(_escape, str(text))
+    return _CONTROL_CHARACTERS.sub(_escape, str(text))
 
 
-def one_line(text: object) -> str:
-    """`printable` text with line ends and tabs escaped too, so that a file name cannot look like a message of ours."""
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+def make_one_line(text: object) -> str:
+    """`make_printable` text with line ends and tabs escaped too, so that a file name cannot look like a message of
+    ours.
+    """
+    return make_printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def indented(text: object) -> str:
-    """`printable` text with all lines after the first indented, so that none looks like another message of ours."""
+def indent_lines(text: object) -> str:
+    """`make_printable` text with all lines after the first indented, so that none looks like another
+    message of ours.
+    """
     # Lines that are indented by two spaces already stay as they are.
-    return re.sub(r"\n(?!  )", "\n  ", printable(text))
+    return re.sub(r"\n(?!  )", "\n  ", make_printable(text))
 
 
 def echo(text: object, *, err: bool = False) -> None:
     """Print one or several lines to standard output, or with `err` to standard error."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(f"{printable(text)}\n")
+    stream.write(f"{make_printable(text)}\n")
     stream.flush()
 
 

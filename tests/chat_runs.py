@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.data.chat.frames import frame_seconds, read_at
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import read_header, write_sample
 from dit_lora.data.synthetic.clips import COLOURS
@@ -114,8 +114,8 @@ def write_small_clips(clips: Path, folder: Path, answers: Mapping[str, str]) -> 
         header = read_header(media)
         assert header.seconds is not None
         assert header.fps is not None
-        seconds = frame_seconds(header.seconds, header.fps, 8)
-        frames = read_at(media, seconds, height=64, width=64, fit="stretch")
+        seconds = sample_frame_times(header.seconds, header.fps, 8)
+        frames = read_frames_at(media, seconds, height=64, width=64, fit="stretch")
         write_sample(folder / name, frames.permute(0, 2, 3, 1), 2.0)
     records = [{"video": f"{n}.mp4", "QA": [{"q": _SHOWN, "a": a}]} for n, a in answers.items()]
     other = {"q": "Is it in colour?", "a": "No, black and white."}

@@ -12,7 +12,7 @@ from dit_lora.data.loading.reading import Reading
 from dit_lora.data.loading.sampler import PositionSampler
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.training.tasks.chat.samples import ChatSamples, find_conversations, training_set
+from dit_lora.training.tasks.chat.samples import ChatSamples, build_training_set, find_conversations
 from dit_lora.training.tasks.chat.training_set import ChatSet
 
 WATCH = "Watch the video and answer the question, please."
@@ -72,7 +72,7 @@ def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
 def set_of(recipe: Recipe) -> ChatSet:
     checkpoint, found = found_in(recipe)
     assert not found.rejected
-    return training_set(found.entries, checkpoint, recipe)
+    return build_training_set(found.entries, checkpoint, recipe)
 
 
 def reading(
@@ -86,7 +86,12 @@ def reading(
 ) -> Reading:
     steps = other.pop("steps", 12)
     sampler = PositionSampler(
-        start_step=0, steps=steps, batch_size=size, accumulate=accumulate, rank=rank, ranks=ranks
+        start_step=0,
+        steps=steps,
+        batch_size=size,
+        accumulate=accumulate,
+        rank=rank,
+        num_ranks=ranks,
     )
     defaults: dict[str, Any] = {"seed": 3, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
     quarantine = Quarantine(tmp_path / "quarantine.json")

@@ -99,7 +99,7 @@ def encoded_shapes(
     tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The cache of the smoke recipe's clips and captions."""
-    from dit_lora.commands.cache import build
+    from dit_lora.commands.cache import build_cache
 
     AcceleratorState._reset_state(
         reset_partial_state=True
@@ -107,7 +107,7 @@ def encoded_shapes(
     cache = tmp_path_factory.mktemp("encoded") / "cache"
     model, data = tiny_checkpoints["cogvideox-5b"], shape_clips
     size = ("data.height=32", "data.width=48", "validation.prompts=[]")
-    build(SMOKE, [f"model.path={model}", f"data.path={data}", f"data.cache={cache}", *size])
+    build_cache(SMOKE, [f"model.path={model}", f"data.path={data}", f"data.cache={cache}", *size])
     return cache
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch
-from dit_lora.guard.verdict import Verdict
-from dit_lora.numerics.labels import IGNORE
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import Fallback
+from dit_lora.guard.verdict import Diagnosis
+from dit_lora.numerics.labels import IGNORE_INDEX
 from dit_lora.numerics.objectives import LossOutput
 
 Tensors = dict[str, torch.Tensor]
@@ -58,7 +58,7 @@ def rows() -> Tensors:
     return {
         "latents": torch.randn(3, 6, generator=draws),
         "prompt_embeds": torch.randn(3, 4, 6, generator=draws),
-        "labels": torch.tensor([[5, IGNORE], [IGNORE, 7], [3, 9]]),
+        "labels": torch.tensor([[5, IGNORE_INDEX], [IGNORE_INDEX, 7], [3, 9]]),
     }
 
 
@@ -93,18 +93,18 @@ def batch(
 
 def diagnosed(
     given: MicroBatch, model: nn.Module, *, kind: str = "non_finite_loss", **facts: Any
-) -> Verdict:
+) -> Diagnosis:
     """The verdict, whose record every JSON reader can read."""
     control = facts.pop("control", None)
-    suspects = Suspects(model, facts.pop("state", list), **facts)
+    suspects = DiagnosisContext(model, facts.pop("state", list), **facts)
     verdict = diagnose(given, suspects, kind=kind, control=control)
     assert (verdict.step, verdict.micro_step, verdict.rank) == (12, 1, 2)
-    record = json.loads(json.dumps(verdict.record(), allow_nan=False))
+    record = json.loads(json.dumps(verdict.to_record(), allow_nan=False))
     assert (record["cause"], record["sample_ids"]) == (verdict.cause, [*verdict.sample_ids])
     return verdict
 
 
-def switch(block: Block, name: str = "norm", cause: str = "kernel") -> Switch:
+def switch(block: Block, name: str = "norm", cause: str = "kernel") -> Fallback:
     """Off, the block's fault is gone."""
 
     @contextmanager
@@ -113,7 +113,7 @@ def switch(block: Block, name: str = "norm", cause: str = "kernel") -> Switch:
         yield
         block.fault = fault
 
-    return Switch(f"{cause}:{name}", cause, off, lambda: None, "eager mode")
+    return Fallback(f"{cause}:{name}", cause, off, lambda: None, "eager mode")
 
 
 def overflows_at_large_values(model: Net) -> Tensors:

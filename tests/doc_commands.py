@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from typer.exceptions import TyperException
 
 from dit_lora.cli.app import app
-from dit_lora.config.load import load_folder, load_recipe
+from dit_lora.config.load import load_folder_config, load_recipe
 from dit_lora.config.recipe import Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=.*", re.DOTALL)
@@ -145,7 +145,7 @@ def _recipe_of(args: Sequence[str], folder: Path) -> Recipe | None:
     overrides = [word for word in args if _OVERRIDE.fullmatch(word)]
     if not files:
         if args[:1] == ["audit"]:  # of a folder, they say where its references and masks are
-            load_folder(args[1], overrides)
+            load_folder_config(args[1], overrides)
             return None
         assert not overrides, f"overrides of no recipe: {overrides}"
         return None

@@ -14,7 +14,7 @@ from runs import poison
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.environment.versions import package_status, probe_environment
+from dit_lora.environment.versions import get_package_status, probe_environment
 
 PAGES = sorted(
     [
@@ -212,7 +212,7 @@ def as_installed(text: str) -> str:
 
     def row(printed: re.Match[str]) -> str:
         name = printed["name"]
-        return f" {name} {env.versions[name]} {printed['tested']} {package_status(name, env)}"
+        return f" {name} {env.versions[name]} {printed['tested']} {get_package_status(name, env)}"
 
     return _VERSION.sub(row, text)
 

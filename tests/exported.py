@@ -10,9 +10,9 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.groups import parameter_groups
-from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
+from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.adapters.peft_format import save_chat_adapter
-from dit_lora.config.lora import Kind
+from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 
@@ -37,7 +37,7 @@ def trained(
     rank: int = 4,
     alpha: float = 7,
     targets: tuple[str, ...] = (),
-    kind: Kind = "lora",
+    kind: AdapterKind = "lora",
     connector: bool = False,
     seed: int = 1,
     scale: float = 0.1,
@@ -64,7 +64,7 @@ def trained(
         "rank": rank,
         "alpha": alpha,
     }
-    if kind in WITHOUT_DIFFUSERS:
+    if kind in PEFT_ONLY_KINDS:
         save_chat_adapter(model, folder, made)
     else:
         save_adapter(model, checkpoint.pipeline_class, folder, made)

@@ -10,13 +10,13 @@ from tiny_chat_models import mistral
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.rendered import Piece, Rendered
-from dit_lora.families.chat_base import Viewing
+from dit_lora.data.chat.conversation import Conversation, ConversationKind
+from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.families.chat_base import VisionSettings
 from dit_lora.training.tasks.chat.answerer import Answerer
 
 Say = Callable[[nn.Module, str], str]
-HOW = Viewing(frames=4, height=8, width=10)
+HOW = VisionSettings(frames=4, height=8, width=10)
 
 
 @dataclass
@@ -25,17 +25,21 @@ class Checkpoint:
 
     path: Path = Path("nowhere")
     fit: Any = "stretch"
-    how: Viewing = HOW
+    vision_settings: VisionSettings = HOW
     say: Say = lambda model, question: "A"
     asked: list[tuple[Conversation, tuple[float, ...]]] = field(default_factory=list)
     pixels: list[torch.Tensor | None] = field(default_factory=list)
 
-    def viewing(self, how: Viewing) -> "Checkpoint":
-        return replace(self, how=how)  # what is asked of either is kept in the same lists
+    def with_vision_settings(self, vision_settings: VisionSettings) -> "Checkpoint":
+        return replace(
+            self, vision_settings=vision_settings
+        )  # what is asked of either is kept in the same lists
 
-    def shape(self, kind: Kind, height: int, width: int) -> VideoShape:
+    def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape:
         return VideoShape(
-            self.how.frames if kind == "video" else 1, self.how.height, self.how.width
+            self.vision_settings.frames if kind == "video" else 1,
+            self.vision_settings.height,
+            self.vision_settings.width,
         )
 
     def render(
@@ -44,15 +48,19 @@ class Checkpoint:
         shape: VideoShape | None,
         seconds: Sequence[float] = (),
         *,
-        answered: bool = True,
-    ) -> Rendered:
-        assert not answered
-        told = () if self.how.timestamps is False else tuple(seconds)
+        include_answer: bool = True,
+    ) -> RenderedConversation:
+        assert not include_answer
+        told = () if self.vision_settings.timestamps is False else tuple(seconds)
         self.asked.append((conversation, told))
-        return Rendered((Piece((7, 9, 11), "fixed"),))
+        return RenderedConversation((Piece((7, 9, 11), "fixed"),))
 
     def answer(
-        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+        self,
+        model: nn.Module,
+        rendered: RenderedConversation,
+        pixels: torch.Tensor | None,
+        max_tokens: int,
     ) -> str:
         assert not torch.is_grad_enabled()
         self.pixels.append(pixels)

@@ -20,9 +20,9 @@ from kernel_checks import saved_bytes
 from torch import nn
 
 from dit_lora.fuse.api import unfuse
-from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.comparison.parity import first_difference
-from dit_lora.guard.switches import find_switch, model_switches
+from dit_lora.fuse.patches import get_fusion
+from dit_lora.guard.comparison.parity import find_first_difference
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
 
 Inputs = dict[str, Any]
 
@@ -117,7 +117,7 @@ class Contract:
             expected = self.run(model, given)
             drawn = torch.get_rng_state()
             fuse_all(model)
-            assert set(fusion_of(model).used()) == set(self.ops)
+            assert set(get_fusion(model).get_active_ops()) == set(self.ops)
             assert_equal(self.run(model, given), expected)
             assert torch.equal(torch.get_rng_state(), drawn)
             unfuse(model)
@@ -137,9 +137,9 @@ class Contract:
         expected = self.run(model)
         fuse_all(model)
         for op in self.ops:
-            with fusion_of(model).without(op):
+            with get_fusion(model).disable_op(op):
                 assert_equal(self.run(model), expected)
-        with fusion_of(model).all_stock():
+        with get_fusion(model).use_stock_code():
             assert_equal(self.run(model), expected, 0.0)
 
     @pytest.mark.parametrize("weights", ["bf16 base", "fp32, all train"])
@@ -204,7 +204,7 @@ class Contract:
         other.enable_gradient_checkpointing()
         assert_equal(self.run(other), expected, 0.0)
         unfuse(model)
-        assert set(fusion_of(other).used()) == set(self.ops)
+        assert set(get_fusion(other).get_active_ops()) == set(self.ops)
         with torch.no_grad():
             next(p for p in other.parameters() if p.requires_grad).add_(1.0)
         assert_equal(self.run(model), expected)
@@ -248,9 +248,9 @@ class Contract:
         def losses() -> torch.Tensor:
             return self.samples(model(**given, return_dict=False)).flatten(1).square().mean(1)
 
-        switch = find_switch(model_switches(model), "ada_norm")
-        assert first_difference(switch, losses, model) is None
+        switch = find_fallback(list_model_fallbacks(model), "ada_norm")
+        assert find_first_difference(switch, losses, model) is None
         monkeypatch.setattr(self.module, "joint_ada_norm", wrong)
-        difference = first_difference(switch, losses, model)
+        difference = find_first_difference(switch, losses, model)
         assert difference is not None
         assert f"{self.blocks}.0" in difference.module

@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.models import two_streams
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 TARGETS = [
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"),
@@ -36,13 +36,13 @@ class TwoStreams(Contract):
     def test_norms_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Once for each input of theirs: what saves it by another name or shape would keep it."""
         model, found = fuse_all(self.build()), []
-        buffer = two_streams._buffer
+        buffer = two_streams._recompute_buffer
 
         def counted(*args: Any) -> torch.Tensor:
             found.append(buffer(*args))
             return found[-1]
 
-        monkeypatch.setattr(two_streams, "_buffer", counted)
+        monkeypatch.setattr(two_streams, "_recompute_buffer", counted)
         self.run(model)
         assert len(found) == self.recomputed
 
@@ -55,7 +55,7 @@ class TwoStreams(Contract):
                 self.all_trained(model)
             expected = self.run(model, given)
             assert_equal(self.run(fuse_all(model), given), expected, 5e-5)
-            assert "ada_norm" in fusion_of(model).used()
+            assert "ada_norm" in get_fusion(model).get_active_ops()
         return model
 
     def streams(self, generator: torch.Generator, text: int = 32) -> tuple[Any, Any, Any]:

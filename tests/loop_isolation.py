@@ -23,7 +23,7 @@ def _with_no_guard_of_another_test() -> None:
     gc.collect()
     # The fault suite hides warnings in this process.
     logging.getLogger("dit_lora").setLevel(logging.NOTSET)
-    for listener in outermost_calls._present():
-        outermost_calls.leave(listener)
+    for listener in outermost_calls._list_listeners():
+        outermost_calls.remove_listener(listener)
     # The process remembers the batches of all loops, those of another test too.
     vars(EVENTS.batches).update(vars(LoadedBatches()))

@@ -14,7 +14,7 @@ from dit_lora.fuse import lora
 from dit_lora.fuse.patches import Fusion, patch_forward
 from dit_lora.fuse.registry import FORWARDS
 
-PATCH = next(patch for patch in FORWARDS if patch.of == "peft.tuners.lora.layer.Linear")
+PATCH = next(patch for patch in FORWARDS if patch.target_class == "peft.tuners.lora.layer.Linear")
 BF16 = torch.bfloat16
 
 

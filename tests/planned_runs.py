@@ -9,10 +9,13 @@ from accelerate.state import AcceleratorState
 from torch.profiler import ProfilerActivity, profile
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.numerics.streams import Streams
-from dit_lora.planning.subject import Subject
-from dit_lora.training.execution.activation_checkpointing import Mode, set_checkpointing
-from dit_lora.training.loop import micro_batches_held
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.planning.subject import MemoryEstimator
+from dit_lora.training.execution.activation_checkpointing import (
+    CheckpointingMode,
+    set_checkpointing,
+)
+from dit_lora.training.loop import max_resident_micro_batches
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.tasks.registry import task_of
 
@@ -20,7 +23,13 @@ from dit_lora.training.tasks.registry import task_of
 class RealRun:
     """The recipe's model with its weights, and steps on random samples."""
 
-    def __init__(self, recipe: Recipe, subject: Subject, mode: Mode, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        subject: MemoryEstimator,
+        mode: CheckpointingMode,
+        device: torch.device,
+    ) -> None:
         self.recipe, self.checkpoint = recipe, subject.checkpoint
         self.model, groups, _ = task_of(recipe.model.family).load_trainable(
             recipe, subject.family, subject.checkpoint, subject.dtype
@@ -37,13 +46,13 @@ class RealRun:
             name: torch.rand(self.size, *size).to(dtype)
             if dtype.is_floating_point
             else torch.ones((self.size, *size), dtype=dtype)
-            for name, (size, dtype) in subject.spec(subject.shapes[0]).items()
-        } | subject.known(subject.shapes[0], self.size)
+            for name, (size, dtype) in subject.get_spec(subject.shapes[0]).items()
+        } | subject.get_integer_inputs(subject.shapes[0], self.size)
         self.batch = {name: tensor.contiguous().to(device) for name, tensor in made.items()}
 
     def step(self) -> None:
         for _ in range(self.recipe.train.accumulate):
-            streams = Streams(0, range(self.size))
+            streams = RandomStreams(0, range(self.size))
             self.checkpoint.losses(self.model, self.batch, streams).losses.mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -55,7 +64,9 @@ class RealRun:
         tensors = (*self.model.parameters(), *self.batch.values(), *state)
         own = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
         batch = sum(tensor.nbytes for tensor in self.batch.values())
-        return sum(own.values()) + batch * (micro_batches_held(self.recipe.train.accumulate) - 1)
+        return sum(own.values()) + batch * (
+            max_resident_micro_batches(self.recipe.train.accumulate) - 1
+        )
 
     def peak(self) -> int:
         """Return the peak of the second step, by the CPU allocator's own record of what it gave and took back."""

@@ -27,13 +27,13 @@ class Armed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         self.yes = step == 0
-        note = running._note
+        note = running._log_step
 
         def noted(run: Run, bar: Any, result: StepResult) -> None:
             self.yes = self.yes or result.step >= step
             note(run, bar, result)
 
-        monkeypatch.setattr(running, "_note", noted)
+        monkeypatch.setattr(running, "_log_step", noted)
 
 
 def _first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -124,7 +124,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, fault: str, step: int) -> No
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it `auto` takes every kernel, by its reference."""
     with by("reference", monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(api, "_why_off", lambda *_: None)
+        patch.setattr(api, "_find_off_reason", lambda *_: None)
         yield
 
 

@@ -12,20 +12,20 @@ from dit_lora.training.guarding import parity_watch
 
 PASSES = 4
 """Passes through blocks that ask whether a kernel repeats itself: in a tiny model all of them are two blocks', and
-take a fifth of a run. Tests of kernels that are wrong now and then set `numerics.block_parity.PASSES` here."""
+take a fifth of a run. Tests of kernels that are wrong now and then set `numerics.block_parity.MIN_PASSES` here."""
 
 
 @contextmanager
 def quick_runs() -> Iterator[None]:
     """Recipes that run in this process are quick within."""
     with (
-        mock.patch.object(choosing, "measure", _counted_once),
-        mock.patch.object(parity_watch, "PASSES", PASSES),
+        mock.patch.object(choosing, "measure_activations", _counted_once),
+        mock.patch.object(parity_watch, "MIN_PASSES", PASSES),
     ):
         yield
 
 
-_MEASURE: Callable[..., Any] = choosing.measure
+_MEASURE: Callable[..., Any] = choosing.measure_activations
 _COUNTED: dict[str, Any] = {}
 
 
@@ -37,7 +37,9 @@ def _counted_once(
     known: dict[str, Any] | None = None,
     alone: Any = None,
 ) -> Any:
-    """Return what `memory.measure` does, a third of a tiny run, but count once for equal weights and batches."""
+    """Return what `memory.measure_activations` does, a third of a tiny run, but count once for equal weights and
+    batches.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named]
     values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]

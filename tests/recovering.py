@@ -16,14 +16,14 @@ from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.event import Event
-from dit_lora.guard.gate import Trip
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.policy import Policy
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch
-from dit_lora.guard.verdict import Verdict
-from dit_lora.numerics.parameters import trainable_state
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import Fallback
+from dit_lora.guard.verdict import Diagnosis
+from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.guarding import recovery as recovery_module
 from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
 
@@ -41,7 +41,7 @@ class FakeFiles:
     newest: int = 0
 
     def event(self, event: Event) -> None:
-        self.events.append(event.record())
+        self.events.append(event.to_record())
 
     def rewind(self, step: int, *, other_trajectory: bool) -> None:
         self.calls.append(("rewind", step, other_trajectory))
@@ -84,24 +84,24 @@ class Guarded:
         self.files = FakeFiles()
         self.turned_off: list[str] = []
         turn_off = partial(self.turned_off.append, "attention:flash")
-        switch = Switch("attention:flash", "attention_backend", nullcontext, turn_off, "math")
+        switch = Fallback("attention:flash", "attention_backend", nullcontext, turn_off, "math")
         quarantine = Quarantine(path / "quarantine.jsonl")
         self.recovery = recovery_module.RunRecovery(
-            suspects=Suspects(
+            diagnosis_context=DiagnosisContext(
                 self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
             ),
-            policy=Policy(GuardConfig(**guard).ladder),
+            policy=Policy(GuardConfig(**guard).recovery_config),
             state=recovery_module.GuardState(),
             quarantine=quarantine,
             order=Order(SAMPLES, seed=0, quarantine=quarantine),
-            snapshots=Snapshots(self.state, every=2),
+            snapshots=Snapshots(self.state, interval_steps=2),
             drop_state=lambda names: drop_optimizer_state(self.optimizer, names),
             samples_per_step=2,
             files=self.files,
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {**trainable_state(self.model), **optimizer_state(self.optimizer)}
+        return {**get_trainable_parameters(self.model), **optimizer_state(self.optimizer)}
 
     def copy(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.state().items()}
@@ -115,29 +115,30 @@ class Guarded:
     def in_step(self, step: int) -> list[str]:
         """The samples of a step's two micro-batches."""
         return [
-            SAMPLES[self.recovery.order.draw_at(p).sample] for p in range(2 * step - 2, 2 * step)
+            SAMPLES[self.recovery.order.get_occurrence(p).sample_index]
+            for p in range(2 * step - 2, 2 * step)
         ]
 
-    def trip(self, step: int, *verdicts: Verdict, kind: str = "non_finite_loss") -> int:
+    def trip(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
         """Let the step trip with these verdicts, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
         found = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
         where = tuple((0, micro) for micro in sorted(m for m in found if m is not None))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recovery_module, "diagnose", lambda one, *_, **__: found[one.micro_step])
-            return self.recovery.recover(Trip(step, kind, where), micro_batches, None)
+            return self.recovery.recover(StepFailure(step, kind, where), micro_batches, None)
 
     def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
         def never(*arguments: Any) -> Any:
             raise AssertionError("the diagnosis is faked")
 
         ids = (self.in_step(step)[micro_step],)
-        return MicroBatch(ids, step, micro_step, rank, {}, forward=never, single=never)
+        return MicroBatch(ids, step, micro_step, rank, {}, forward=never, select_sample=never)
 
 
-def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Verdict:
+def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Diagnosis:
     given = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
-    return Verdict(cause, f"it is {cause}", **given)
+    return Diagnosis(cause, f"it is {cause}", **given)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

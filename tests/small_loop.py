@@ -11,11 +11,11 @@ from torch import nn
 
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.data.loading.batch import Batch
-from dit_lora.guard.gate import Trip
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams, integers
+from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
@@ -28,15 +28,15 @@ def batches(count: int, size: int = 2) -> list[Batch]:
     return [
         Batch(
             ids=tuple(f"{k}-{row}" for row in range(size)),
-            draws=tuple(range(k * size, (k + 1) * size)),
+            sample_seeds=tuple(range(k * size, (k + 1) * size)),
             tensors={"x": torch.randn(size, 3, generator=g)},
         )
         for k in range(count)
     ]
 
 
-def losses_of(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
-    timesteps = integers(0, 1000, streams("timestep"))
+def losses_of(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
+    timesteps = draw_integers(0, 1000, streams("timestep"))
     return LossOutput(model(batch.tensors["x"]).square().flatten(1).mean(1) + 1, timesteps)
 
 
@@ -49,12 +49,12 @@ class FakeRecovery:
     """Notes its calls and answers with the steps that it was given; then it raises."""
 
     answers: list[int] = field(default_factory=list)
-    trips: list[Trip] = field(default_factory=list)
+    trips: list[StepFailure] = field(default_factory=list)
     ids: list[list[tuple[str, ...]]] = field(default_factory=list)
     controls: list[MicroBatch | None] = field(default_factory=list)
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         self.trips.append(trip)
         self.ids.append([one.ids for one in micro_batches])
@@ -93,13 +93,13 @@ def build(
     prepared, optimizer = accelerator.prepare(model, build_optimizer(parameters, optim))
     return Loop(
         engine=Engine(accelerator, prepared, optimizer),
-        losses=losses,
+        loss_function=losses,
         schedule=build_schedule(optim, 10),
         optim=optim,
         accumulate=accumulate,
         seed=7,
         recovery=FakeRecovery(list(answers)),
-        watcher=StepWatcher(Snapshots(lambda: {}, every=10)),
+        watcher=StepWatcher(Snapshots(lambda: {}, interval_steps=10)),
     )
 
 
@@ -121,7 +121,7 @@ def run(
         lambda step: data[step * loop.accumulate :],
         start_step=0,
         steps=steps,
-        stop_asked=lambda: 0,
+        get_stop_code=lambda: 0,
         on_step=note,
     )
     return results
@@ -146,7 +146,7 @@ def failing_first(faults: Mapping[str, Any]) -> Callable:
     """
     left = dict(faults)
 
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+    def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
         output, fault = losses_of(model, batch, streams), left.pop(batch.ids[0], 1.0)
         if isinstance(fault, Exception):
             raise fault

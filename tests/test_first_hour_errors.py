@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
-from dit_lora.config.catalog import StockRecipe, write_folder
+from dit_lora.config.catalog import PackagedRecipe, write_run_folder
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -29,7 +29,7 @@ MADE = "model.path=tiny/made"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `dit-lora init smoke/cogvideox` writes, a checkpoint, and clips of several kinds."""
     root = tmp_path_factory.mktemp("first") / "my-run"
-    write_folder(StockRecipe.named("smoke/cogvideox"), root, "cpu")
+    write_run_folder(PackagedRecipe.from_name("smoke/cogvideox"), root, "cpu")
     get_family("cogvideox").build_tiny("cogvideox-2b", root / "tiny" / "made", 0)
     write_shapes(root / "captioned", clips=1, frames=9, height=64, width=96, fps=8)
     (root / "empty").mkdir()

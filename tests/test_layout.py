@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dit_lora.config.load import load_recipe, recipe_schema
+from dit_lora.config.load import build_recipe_schema, load_recipe
 from dit_lora.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ FLOOR_OF = {
     for room in rooms.split()
 }
 MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 16, 9, 25
-# Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which from_configs gives another.
+# Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which build_from_configs gives another.
 _NO_CODE = ("PeftModel", "PeftConfig", "Embedding", "kind")
 
 
@@ -395,7 +395,7 @@ def test_the_readme_fits_on_a_few_screens() -> None:
 
 
 def test_the_schema_beside_the_recipes_is_the_current_one() -> None:
-    assert json.loads((ROOT / "recipes" / "schema.json").read_text()) == recipe_schema()
+    assert json.loads((ROOT / "recipes" / "schema.json").read_text()) == build_recipe_schema()
     for path in recipe_files():
         assert path.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.numerics.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE_INDEX
 
 IMAGE, VIDEO = 62, 63
 FRAMES, SIDE = 2, 8
@@ -150,7 +150,7 @@ def samples(name: str) -> list[Sample]:
     for length, answers in zip(LENGTHS, ANSWERS, strict=True):
         ids = torch.randint(3, 60, (1, length), generator=random)
         ids[:, 1 : 1 + _MEDIA[name]] = 64 if name == "videochat2" else VIDEO
-        labels = ids.masked_fill(torch.arange(length) < length - answers, IGNORE)
+        labels = ids.masked_fill(torch.arange(length) < length - answers, IGNORE_INDEX)
         found.append(Sample({"input_ids": ids, **_video(name, ids, random)}, labels))
     return found
 
@@ -185,12 +185,12 @@ def batch(found: list[Sample]) -> dict[str, torch.Tensor]:
         name: _padded([sample.inputs[name] for sample in found], 0) for name in found[0].inputs
     }
     most = max(ANSWERS)
-    places = [(sample.labels[0] != IGNORE).nonzero()[:, 0] for sample in found]
+    places = [(sample.labels[0] != IGNORE_INDEX).nonzero()[:, 0] for sample in found]
     labels = [sample.labels[:, at] for sample, at in zip(found, places, strict=True)]
     positions = [nn.functional.pad(at - 1, (0, most - len(at)))[None] for at in places]
     return inputs | {
         "answer_positions": torch.cat(positions),
-        "answer_labels": _padded(labels, IGNORE),
+        "answer_labels": _padded(labels, IGNORE_INDEX),
     }
 
 

@@ -16,9 +16,9 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families import get_family
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.families.base import Checkpoint, Tensors
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 CPU = torch.device("cpu")
 # The blocks of what is encoded with references are those of the variant that is not.
@@ -38,7 +38,7 @@ class TinyStep:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.batch.items()}
 
     def losses(self, model: nn.Module, batch: Tensors) -> Any:
-        return self.checkpoint.losses(model, batch, Streams(0, (0, 1)))
+        return self.checkpoint.losses(model, batch, RandomStreams(0, (0, 1)))
 
     def loss(self) -> torch.Tensor:
         """Equal at every call: dropout draws the same."""
@@ -64,7 +64,7 @@ class ChatStep:
 
     @classmethod
     def of(cls, name: str) -> "ChatStep":
-        model = with_answer_losses(tiny_chat_models.MODELS[name]()).requires_grad_(False)
+        model = add_answer_losses(tiny_chat_models.MODELS[name]()).requires_grad_(False)
         targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
         model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
         if name == "videochat2":

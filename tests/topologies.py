@@ -20,7 +20,7 @@ from launching import SCRIPT
 from quick_runs import quick_runs
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.training import fit as running
 from dit_lora.training.run import Run
 from dit_lora.training.step import StepResult
@@ -108,10 +108,10 @@ def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
     if not kept:
         return Seen(code, error, 0, 0, {})
     engine = kept[0].setup.engine
-    state = engine.own_state()
-    whole = engine.weights()
-    parts = [name for name in whole if local(state[name]).numel() < whole[name].numel()]
-    own = {name: local(tensor.detach()).clone() for name, tensor in state.items()}
+    state = engine.local_state_dict()
+    whole = engine.trainable_state_dict()
+    parts = [name for name in whole if get_local_tensor(state[name]).numel() < whole[name].numel()]
+    own = {name: get_local_tensor(tensor.detach()).clone() for name, tensor in state.items()}
     return Seen(code, error, len(whole), len(parts), own)
 
 
@@ -150,7 +150,7 @@ def _fault(fault: Fault | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    after, pending = running._after_step, [True]
+    after, pending = running._check_and_save, [True]
 
     def then(run: Run, result: StepResult) -> None:
         is_now = result.step == fault.after and bool(pending)
@@ -163,11 +163,11 @@ def _fault(fault: Fault | None) -> Iterator[None]:
         if is_now and is_own and not fault.kept:
             _spoil(run, fault)
 
-    running._after_step = then
+    running._check_and_save = then
     try:
         yield
     finally:
-        running._after_step = after
+        running._check_and_save = after
 
 
 def _spoil(run: Run, fault: Fault) -> None:
@@ -175,10 +175,14 @@ def _spoil(run: Run, fault: Fault) -> None:
     tensors = {
         "frozen": (p for p in run.setup.transformer.parameters() if not p.requires_grad),
         "weight": (p for p in run.setup.transformer.parameters() if p.requires_grad),
-        "moment": (t for n, t in run.setup.engine.own_moments().items() if n.endswith("exp_avg")),
+        "moment": (
+            t for n, t in run.setup.engine.local_optimizer_state().items() if n.endswith("exp_avg")
+        ),
     }
     values = next(
-        one for one in (local(t.detach()) for t in tensors[fault.where]) if one.numel() > 1
+        one
+        for one in (get_local_tensor(t.detach()) for t in tensors[fault.where])
+        if one.numel() > 1
     )
     values.view(-1)[values.numel() // 2] += fault.adds
 

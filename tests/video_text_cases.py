@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.families.chat import FAMILY
 from dit_lora.families.chat.checkpoint import VideoTextCheckpoint
-from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat_base import VisionSettings
 
 VARIANTS = FAMILY.tiny_variants
-KINDS: tuple[Kind, ...] = ("video", "image", "text")
+KINDS: tuple[ConversationKind, ...] = ("video", "image", "text")
 # data.height and data.width: room for images of four tiles, where there are tiles.
 SIDES = {
     "llava-next-video": 56,
@@ -33,10 +33,10 @@ def opened(path: Path, *, frames: int = 3) -> VideoTextCheckpoint:
     """The checkpoint of the folder, which has its variant's name."""
     checkpoint = FAMILY.open(ModelConfig(family="chat", path=str(path)))
     side = SIDES[path.name]
-    return checkpoint.viewing(Viewing(frames, side, side))
+    return checkpoint.with_vision_settings(VisionSettings(frames, side, side))
 
 
-def conversation(kind: Kind, question: str, answer: str) -> Conversation:
+def conversation(kind: ConversationKind, question: str, answer: str) -> Conversation:
     turns = (Turn("Look at it.", "Yes, I see."), Turn(question, answer))
     return Conversation("one", kind, None, turns)
 
@@ -47,7 +47,7 @@ def frame_times(frames: int, apart: float = 1.5) -> list[float]:
 
 def rendered_sample(
     checkpoint: VideoTextCheckpoint,
-    kind: Kind,
+    kind: ConversationKind,
     *,
     size: tuple[int, int] = (90, 151),
     question: str = "What is it?",
@@ -55,12 +55,12 @@ def rendered_sample(
     answered: bool = True,
     apart: float = 1.5,
     generator: torch.Generator,
-) -> tuple[Rendered, dict[str, torch.Tensor]]:
+) -> tuple[RenderedConversation, dict[str, torch.Tensor]]:
     """The tokens, and `pixels` (F, 3, H, W) and `seconds` (F,) unless of kind text."""
     shape = checkpoint.shape(kind, *size)
     times = frame_times(shape.frames, apart) if shape and kind == "video" else []
     text = conversation(kind, question, answer)
-    rendered = checkpoint.render(text, shape, times, answered=answered)
+    rendered = checkpoint.render(text, shape, times, include_answer=answered)
     if shape is None:
         return rendered, {}
     size3 = (shape.frames, 3, shape.height, shape.width)
@@ -71,13 +71,25 @@ def rendered_sample(
 
 
 def batched(
-    samples: Sequence[tuple[Rendered, Mapping[str, torch.Tensor]]], *, extra: int = 0, pad: int = 0
+    samples: Sequence[tuple[RenderedConversation, Mapping[str, torch.Tensor]]],
+    *,
+    extra: int = 0,
+    pad: int = 0,
 ) -> dict[str, torch.Tensor]:
     """One batch, padded on the right to the longest and `extra` more."""
     length = max(len(rendered) for rendered, _ in samples) + extra
-    answers = max(rendered.answers for rendered, _ in samples) + extra
+    answers = max(rendered.num_answer_tokens for rendered, _ in samples) + extra
     rows = [
-        {**to_tensors(rendered, length=length, answers=answers, instruction=None, pad=pad), **media}
+        {
+            **to_tensors(
+                rendered,
+                length=length,
+                num_answers=answers,
+                instruction_length=None,
+                pad_token_id=pad,
+            ),
+            **media,
+        }
         for rendered, media in samples
     ]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config
 
-from dit_lora.families.videochat2.tiny import bert_tokenizer, llm_tokenizer
+from dit_lora.families.videochat2.tiny import build_bert_tokenizer, build_llm_tokenizer
 from dit_lora.models.videochat2.convert import Conversion, convert_videochat2
 
 VISION, BLOCKS, PATCH = 24, 2, 8  # three blocks in the original, of which the last is not read
 QFORMER, INNER, QUERIES, EXTRA = 16, 40, 3, 2
-TEXT, VOCAB = 32, len(llm_tokenizer("mistral"))
+TEXT, VOCAB = 32, len(build_llm_tokenizer("mistral"))
 CONFIG: dict[str, Any] = {
     "vision_config": {
         "image_size": 16,
@@ -92,7 +92,7 @@ def qformer_shapes(text: bool) -> Shapes:
         **norm(f"{bert}.embeddings.LayerNorm", QFORMER),
     }
     if text:
-        shapes[f"{bert}.embeddings.word_embeddings.weight"] = (len(bert_tokenizer()), QFORMER)
+        shapes[f"{bert}.embeddings.word_embeddings.weight"] = (len(build_bert_tokenizer()), QFORMER)
         shapes[f"{bert}.embeddings.position_embeddings.weight"] = (20, QFORMER)
     for index in range(2):
         layer = f"{bert}.encoder.layer.{index}"
@@ -120,11 +120,11 @@ STAGE_1_ONLY: Shapes = {
     **linear("vision_proj", QFORMER, 8),
     **linear("text_proj", QFORMER, 8),
     **linear("itm_head", QFORMER, 2),
-    "qformer.cls.predictions.bias": (len(bert_tokenizer()),),
+    "qformer.cls.predictions.bias": (len(build_bert_tokenizer()),),
     **linear("qformer.cls.predictions.transform.dense", QFORMER, QFORMER),
     **norm("qformer.cls.predictions.transform.LayerNorm", QFORMER),
-    "qformer.cls.predictions.decoder.weight": (len(bert_tokenizer()), QFORMER),
-    "qformer.cls.predictions.decoder.bias": (len(bert_tokenizer()),),
+    "qformer.cls.predictions.decoder.weight": (len(build_bert_tokenizer()), QFORMER),
+    "qformer.cls.predictions.decoder.bias": (len(build_bert_tokenizer()),),
 }
 
 
@@ -140,7 +140,7 @@ class World:
         self, folder: Path, llm: str = "mistral", dtype: torch.dtype = torch.float32
     ) -> None:
         self.folder, self.llm = folder, llm
-        tokenizer = llm_tokenizer("phi3" if llm == "phi" else "mistral")
+        tokenizer = build_llm_tokenizer("phi3" if llm == "phi" else "mistral")
         tokenizer.save_pretrained(folder / "llm")
         config = LLMS[llm](
             vocab_size=len(tokenizer),
@@ -161,7 +161,7 @@ class World:
         self.base: Tensors = {name: t.clone() for name, t in model.state_dict().items()}
         config.save_pretrained(folder / "llm")
         save_file(self.base, folder / "llm" / "model.safetensors", metadata={"format": "pt"})
-        bert_tokenizer().save_pretrained(folder / "bert")
+        build_bert_tokenizer().save_pretrained(folder / "bert")
         projection = linear(f"{llm}_proj", QFORMER, TEXT)
         extra: Shapes = {"extra_query_tokens": (1, EXTRA, QFORMER)}
         self.stage1 = drawn(vision_shapes(BLOCKS + 1) | qformer_shapes(text=True) | STAGE_1_ONLY, 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, answer, silence_the_end
+from dit_lora.cli.json_output import JsonFlag, divert_exit_output, write_answer
 from dit_lora.errors import reported_errors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def main() -> None:
             app()
         finally:
             if "--json" in sys.argv[1:]:
-                silence_the_end()
+                divert_exit_output()
 
 
 @app.command(epilog=_EPILOG)
@@ -60,7 +60,7 @@ def faults(
     sums = totals(results)
     record = {"faults": [asdict(judgment) for judgment in results], "totals": sums}
     passed = all(judgment.passed for judgment in results)
-    answer(context, as_json, record, lambda: _render(results, sums), passed=passed)
+    write_answer(context, as_json, record, lambda: _render(results, sums), passed=passed)
 
 
 def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.faults.triggers import Change, Find, Fires, When
 from benchmarks.faults.world import Arm, Stage, Tensors
-from dit_lora.guard.switches import Switch
+from dit_lora.guard.switches import Fallback
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 ADAPTED = "{attention}.{key}.{idle}"
 OUTPUT = "{attention}.{out}"
@@ -66,7 +66,7 @@ def losses(change: Change, rows: Rows, when: When) -> Arm:
     def arm(stage: Stage) -> None:
         fires = when.fires(stage)
 
-        def after(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+        def after(output: LossOutput, batch: Tensors, streams: RandomStreams) -> LossOutput:
             if not torch.is_grad_enabled():
                 return output
             at_fault = rows(stage, output, batch)
@@ -91,7 +91,7 @@ def sample_tensor(name: str, change: Change, when: When) -> Arm:
         fires = when.fires(stage)
         key = (stage.targets.text if name == "prompt_embeds" else None) or name
 
-        def read(batch: Tensors, streams: Streams) -> Tensors:
+        def read(batch: Tensors, streams: RandomStreams) -> Tensors:
             for index, is_target in enumerate(stage.is_target(batch)):
                 if is_target and fires():
                     batch[key] = batch[key].clone()
@@ -154,7 +154,7 @@ def moment_of(name: str, key: str) -> Find:
 
 
 def _moments(stage: Stage, end: str) -> list[torch.Tensor]:
-    moments = stage.run.setup.engine.own_moments()
+    moments = stage.run.setup.engine.local_optimizer_state()
     return [tensor for name, tensor in moments.items() if name.endswith(end)]
 
 
@@ -165,7 +165,7 @@ def average(number: int) -> Find:
 
 def averages(stage: Stage) -> dict[str, torch.Tensor]:
     assert stage.run.ema is not None
-    return stage.run.ema.tensors()
+    return stage.run.ema.named_averages()
 
 
 def _numbered(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ def gradients(change: Change, number: int | None, when: When) -> Arm:
             return
         acts = [False]
 
-        def decide(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+        def decide(output: LossOutput, batch: Tensors, streams: RandomStreams) -> LossOutput:
             acts[0] = torch.is_grad_enabled() and fires()  # once a pass, for all alike
             return output
 
@@ -228,8 +228,8 @@ def add_switch(stage: Stage, name: str) -> dict[str, bool]:
         finally:
             state["on"] = before
 
-    switch = Switch(name, "kernel", off, lambda: state.update(on=False), "its reference")
-    stage.run.recovery.suspects.switches.append(switch)
+    switch = Fallback(name, "kernel", off, lambda: state.update(on=False), "its reference")
+    stage.run.recovery.diagnosis_context.fallbacks.append(switch)
     return state
 
 
@@ -281,7 +281,7 @@ def first_passes(count: int) -> Arm:
             passes[0] = 0
             return inner(number)
 
-        def after(output: LossOutput, batch: Tensors, streams: Streams) -> LossOutput:
+        def after(output: LossOutput, batch: Tensors, streams: RandomStreams) -> LossOutput:
             passes[0] += 1
             spoiled = output.losses * torch.nan if passes[0] <= count else output.losses
             return LossOutput(spoiled, output.timesteps) if torch.is_grad_enabled() else output
@@ -306,7 +306,7 @@ def out_of_memory(when_recovering: Fires) -> Arm:
             finally:
                 depth[0] -= 1
 
-        def read(batch: Tensors, streams: Streams) -> Tensors:
+        def read(batch: Tensors, streams: RandomStreams) -> Tensors:
             if depth[0] and when_recovering():
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return batch

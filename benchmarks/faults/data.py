@@ -154,7 +154,7 @@ class SoundOddity(DataFault):
         if observation.error is not None:
             unnamed.append(f"refused: {observation.error}")
         encoded: list[Any] = [stage.run.setup.data for stage in reached]
-        entries = [entry for run_data in encoded for entry in run_data.clips.entries]
+        entries = [entry for run_data in encoded for entry in run_data.training_set.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
         lost = [f"{file} is not trained on" for file in self.files if file not in keys]
         if len(set(keys.values())) < len(keys):
@@ -263,7 +263,7 @@ def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
     """Return the fault of a shard of the cache that has to be encoded anew."""
 
     def before_start(cache: Path) -> None:
-        do(next(TensorCache(cache / "videos").entries()))
+        do(next(TensorCache(cache / "videos").iter_entries()))
 
     expected = Expected("none", "none", same_as="clean")
     return Fault(

@@ -22,7 +22,7 @@ from benchmarks.faults.triggers import (
     times,
 )
 from benchmarks.faults.world import Arm, Overrides, Stage, Tensors
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 _ALWAYS = When("from", 0)
 
@@ -50,7 +50,7 @@ def op_of_target(change: Change, module: str) -> Arm:
     def arm(stage: Stage) -> None:
         rows: list[list[bool]] = [[]]
 
-        def note(batch: Tensors, streams: Streams) -> Tensors:
+        def note(batch: Tensors, streams: RandomStreams) -> Tensors:
             rows[0] = stage.is_target(batch)
             return batch
 

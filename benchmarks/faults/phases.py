@@ -16,8 +16,8 @@ from benchmarks.faults.world import Arm, Observation, Stage, Tensors, World
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import dump_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.numerics.dtensors import local
+from dit_lora.files import write_atomically
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.patching import Patches
 
 
@@ -34,12 +34,12 @@ class _BadEncoder:
             encoded["latent_mean"] = bad(encoded["latent_mean"].contiguous())
         return encoded
 
-    def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        latents: Tensors = self._encode.references(given, shape)
+    def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        latents: Tensors = self._encode.encode_references(references, shape)
         return latents
 
-    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
-        latents: Tensors = self._encode.sound(waveform, rate)
+    def encode_sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        latents: Tensors = self._encode.encode_sound(waveform, rate)
         return latents
 
 
@@ -52,7 +52,7 @@ def _from_vae(name: str, value: float, words: str) -> Fault:
 
         opened = world.family.open(world.recipe("", world.clips, world.root, ()).model)
         patches = Patches()
-        patches.method(type(opened), "load_video_encoder", load)
+        patches.wrap_method(type(opened), "load_video_encoder", load)
         try:
             return world.observe(fault.name, None, fresh_cache=True)
         finally:
@@ -93,7 +93,7 @@ def _other_conversations(fault: Fault, world: World) -> Observation:
 
 def _spoil_weight(stage: Stage, value: float) -> None:
     """Change this rank's part of the first trained weight of which it has any."""
-    parts = map(local, stage.trained().values())
+    parts = map(get_local_tensor, stage.trained().values())
     write(next(part for part in parts if part.numel()), Element(value, 3))
 
 
@@ -135,7 +135,7 @@ def _disk_full(stage: Stage) -> None:
         raise OSError(28, "No space left on device")
 
     def fill() -> None:
-        stage.run.checkpoints.saver.wait()  # the checkpoint of step 3, which is written beside the loop
+        stage.run.checkpoints.writer.wait()  # the checkpoint of step 3, which is written beside the loop
         stage.wrap(module, "_write_synced", refuse)
 
     if stage.run.setup.session.is_main:
@@ -177,7 +177,7 @@ def _killed(fault: Fault, world: World) -> Observation:
     recipe = world.recipe(fault.name, world.clips, world.cache(fault.name), ())
     config = world.root / "killed.yaml"
     if world.accelerator.is_main_process:
-        write_whole(config, dump_recipe(recipe))
+        write_atomically(config, dump_recipe(recipe))
         ranks = world.accelerator.num_processes
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         # The suite's own place among ranks must not reach a launch of its own.

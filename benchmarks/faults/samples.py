@@ -14,8 +14,8 @@ from benchmarks.faults.media.cache import damaged, flip, poisoned
 from benchmarks.faults.triggers import Element, When, times
 from benchmarks.faults.world import Arm, Stage
 from dit_lora.data.cache.shards import StoredEntry
-from dit_lora.data.loading.batch import draw_number
-from dit_lora.numerics.streams import fold
+from dit_lora.data.loading.batch import make_sample_seed
+from dit_lora.numerics.streams import derive_seed
 
 _NAN, _INF = math.nan, math.inf
 _PLACES = {
@@ -78,8 +78,8 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
 
     def arm(stage: Stage) -> None:
         # A sample's generator is seeded from its draw number: a draw is known by its seed, in replays too.
-        draw = draw_number(stage.target_clip, epoch=1)
-        bad = fold(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
+        draw = make_sample_seed(stage.target_clip, epoch=1)
+        bad = derive_seed(stage.run.setup.recipe.train.seed, stream, draw) & 0xFFFFFFFF
 
         def drawn(
             normal: Callable[..., torch.Tensor],

@@ -21,9 +21,9 @@ from benchmarks.faults.arms import (
 from benchmarks.faults.fault import Expected, Fault, between_steps
 from benchmarks.faults.triggers import ALL_RANKS, Change, Element, When, before, here, times
 from benchmarks.faults.world import Arm, Stage, Tensors
-from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.numerics.dtensors import is_sharded, local
-from dit_lora.numerics.streams import Streams
+from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.numerics.dtensors import get_local_tensor, is_sharded
+from dit_lora.numerics.streams import RandomStreams
 
 _LAYER = "{key}.{idle_module}"
 _NAN, _INF = Element(math.nan, of_whole=True), Element(math.inf, of_whole=True)
@@ -91,10 +91,10 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:
     """Change this rank's parts of gradients before the step looks at them: what is whole in a pass is FSDP2's own."""
 
-    def norms(inner: Callable[[Norms | None], Tensors], by: Norms | None) -> Tensors:
+    def norms(inner: Callable[[NormFunction | None], Tensors], by: NormFunction | None) -> Tensors:
         for tensor in parameters:
-            if tensor.grad is not None and local(tensor.grad).numel():
-                part = local(tensor.grad)
+            if tensor.grad is not None and get_local_tensor(tensor.grad).numel():
+                part = get_local_tensor(tensor.grad)
                 part.copy_(hook(part))
         return inner(by)
 
@@ -107,7 +107,7 @@ def _spoiled(*, neighbours: bool) -> Arm:
     def arm(stage: Stage) -> None:
         key = stage.targets.mark
 
-        def change(batch: Tensors, streams: Streams) -> Tensors:
+        def change(batch: Tensors, streams: RandomStreams) -> Tensors:
             rows = torch.tensor(stage.is_target(batch))
             rows |= rows.any() & neighbours
             batch[key] = batch[key].clone()

@@ -43,7 +43,7 @@ from benchmarks.faults.target_table import DEFAULT, targets_for
 from benchmarks.faults.targets import FaultTargets
 from benchmarks.faults.world import Engine, World, engine_of
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 
 _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 """Foreign loops have models of their own."""
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
     )
     lines = [asdict(judgment) for judgment in bar]
     if is_main:
-        write_whole(output, json.dumps(lines))
+        write_atomically(output, json.dumps(lines))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.faults.targets import FaultTargets
-from dit_lora.config.lora import KINDS, Kind
+from dit_lora.config.lora import ADAPTER_KINDS, AdapterKind
 from dit_lora.errors import DitLoraError
 
 _CLIPS = {"frames": 9, "height": 32, "width": 48, "fps": 8}
@@ -340,7 +340,7 @@ FAULT_TARGETS = {targets.variant: targets for targets in _TARGETS}
 DEFAULT = "cogvideox-5b"
 
 # By kind of adapter, as PEFT names them: a layer's first parameter, and the parameter that starts at zero.
-_FACTORS: Mapping[Kind, tuple[str, str]] = {
+_FACTORS: Mapping[AdapterKind, tuple[str, str]] = {
     "lora": ("lora_A.default.weight", "lora_B.default.weight"),
     "dora": ("lora_A.default.weight", "lora_B.default.weight"),
     "lokr": ("lokr_w2.default", "lokr_w1.default"),
@@ -355,7 +355,7 @@ def targets_for(variant: str, kind: str = "lora") -> FaultTargets:
         raise DitLoraError(
             f"no tiny checkpoint {variant!r} has faults; there are: {', '.join(FAULT_TARGETS)}"
         )
-    adapter_kind = next((name for name in KINDS if name == kind), None)
+    adapter_kind = next((name for name in ADAPTER_KINDS if name == kind), None)
     if adapter_kind is None:
-        raise DitLoraError(f"no adapter is of kind {kind!r}; there are: {', '.join(KINDS)}")
+        raise DitLoraError(f"no adapter is of kind {kind!r}; there are: {', '.join(ADAPTER_KINDS)}")
     return replace(FAULT_TARGETS[variant], kind=adapter_kind, factors=_FACTORS[adapter_kind])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from dit_lora.config.lora import Kind
+from dit_lora.config.lora import AdapterKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class FaultTargets:
     """A self-attention of a chat model's vision encoder."""
     queries: str | None = None
     """The Q-Former's query parameter, which older trainers initialized to zero."""
-    kind: Kind = "lora"
+    kind: AdapterKind = "lora"
     """The kind of adapter that is trained."""
     factors: tuple[str, str] = ("lora_A.default.weight", "lora_B.default.weight")
     """Name endings of an adapted layer's first parameter and of the one that starts at zero."""

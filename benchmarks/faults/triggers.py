@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from benchmarks.faults.world import Arm, Stage
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.streams import fold
+from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.streams import derive_seed
 
 ALL_RANKS = -1
 Mode = Literal["once", "from", "at", "random"]
@@ -88,7 +88,7 @@ def step_seeds(stage: Stage, step: int) -> set[int]:
     """
     recipe = stage.run.setup.recipe
     return {
-        fold(recipe.train.seed, "dropout", step, micro_step, rank)
+        derive_seed(recipe.train.seed, "dropout", step, micro_step, rank)
         for micro_step in range(recipe.train.accumulate)
         for rank in range(stage.ranks)
     }
@@ -113,7 +113,7 @@ class Element:
 
 def write(tensor: torch.Tensor, change: Change) -> None:
     """Change a tensor where it lies; of a sharded one this rank's part."""
-    part = local(tensor.detach())
+    part = get_local_tensor(tensor.detach())
     with torch.no_grad():
         part.copy_(change(part))
 

@@ -20,23 +20,23 @@ from benchmarks.faults.tiny_data import data_of, drop_sample, lora_of, write_sam
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.cache.shards import tombstone
+from dit_lora.data.cache.shards import get_bad_mark_path
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families import get_family
-from dit_lora.families.base import Trained
+from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.families.family import ChatFamily, DiffusionFamily
-from dit_lora.guard.switches import kept_attention
+from dit_lora.guard.switches import preserve_attention_backends
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.patching import Patches
-from dit_lora.training.checkpoints.files import find_checkpoint, is_whole
+from dit_lora.training.checkpoints.files import find_checkpoint, is_complete_checkpoint
 from dit_lora.training.finish import finish, require_verified
 from dit_lora.training.fit import fit
 from dit_lora.training.prepare import prepare
 from dit_lora.training.run import Run
 from dit_lora.training.session.launch import Sharding
-from dit_lora.training.session.session import Session, quiet_libraries, require_free_folder
+from dit_lora.training.session.session import Session, hide_progress_bars, require_free_folder
 from dit_lora.training.tasks.registry import task_of
 
 STEPS = 6
@@ -72,15 +72,15 @@ class Observation:
 class ArmedCheckpoint:
     """A family's checkpoint whose losses a fault can get at, before and after."""
 
-    def __init__(self, inner: Trained) -> None:
+    def __init__(self, inner: TrainableCheckpoint) -> None:
         self.inner = inner
-        self.before: list[Callable[[Tensors, Streams], Tensors]] = []
-        self.after: list[Callable[[LossOutput, Tensors, Streams], LossOutput]] = []
+        self.before: list[Callable[[Tensors, RandomStreams], Tensors]] = []
+        self.after: list[Callable[[LossOutput, Tensors, RandomStreams], LossOutput]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def losses(self, transformer: nn.Module, batch: Tensors, streams: Streams) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Tensors, streams: RandomStreams) -> LossOutput:
         changed = batch
         for change in self.before:
             changed = change(dict(changed), streams)
@@ -127,7 +127,7 @@ class Stage:
         with.
         """
         tensors = [p.data for n, p in self.trained().items() if name in (None, n)]
-        for key, tensor in self.run.setup.engine.own_state().items():
+        for key, tensor in self.run.setup.engine.local_state_dict().items():
             if key.endswith("/part" if name is None else f"/{name}/part"):
                 tensors.append(tensor)
         return tensors
@@ -140,7 +140,7 @@ class Stage:
     def _mark(self) -> torch.Tensor:
         clips = self.run.setup.data.clips
         entry = next(entry for entry in clips.entries if entry.id == self.target_clip)
-        return clips.sample(entry, 0).tensors[self.targets.mark][0]
+        return clips.read_sample(entry, 0).tensors[self.targets.mark][0]
 
     def before_step(self, step: int, act: Callable[[], None]) -> None:
         """Do something once, at the start of a step on this rank."""
@@ -156,7 +156,7 @@ class Stage:
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Call `wrapper(original, ...)` in place of a function or method until the run is over."""
-        self.patches.method(owner, name, wrapper)
+        self.patches.wrap_method(owner, name, wrapper)
 
 
 Arm = Callable[[Stage], None]
@@ -182,7 +182,7 @@ class World:
         self._references: dict[tuple[str, Overrides], Tensors] = {}
         self.shared: dict[Hashable, Observation] = {}
         """Runs that several faults are judged by."""
-        quiet_libraries()
+        hide_progress_bars()
         if accelerator.is_main_process:
             self.family.build_tiny(targets.variant, self.model, 0)
             write_samples(targets, self.clips)
@@ -201,7 +201,7 @@ class World:
     def target_latent(self) -> torch.Tensor:
         """The latent that the VAE makes of the target."""
         clips = TensorCache(self.root / "caches" / "reference_0" / "videos")
-        for entry in clips.entries():
+        for entry in clips.iter_entries():
             if entry.sample == self.target_clip:
                 return clips.read(entry.key, {})[0]["latent_mean"]
         raise DitLoraError(f"{self.target_clip} was not encoded")
@@ -274,7 +274,7 @@ class World:
         recipe = self.recipe(name, clips or self.clips, cache, overrides)
         output, error = StringIO(), None
         # The guard may switch a backend off for good, and this process has other runs to make.
-        with redirect_stderr(output), kept_attention():
+        with redirect_stderr(output), preserve_attention_backends():
             try:
                 if self.accelerator.is_main_process:
                     before_start(cache)
@@ -329,7 +329,7 @@ def prepared_run(
     several = accelerator.num_processes > 1
     sharding = Sharding() if several and engine == "fsdp2" else None
     zero = 2 if several and engine == "zero2" else None
-    session = Session(recipe, accelerator, precision, sharding=sharding, zero=zero)
+    session = Session(recipe, accelerator, precision, sharding=sharding, zero_stage=zero)
     require_free_folder(session)
     session.lock.release()  # the runs of this process come one after another
     resume_from = find_checkpoint(recipe.train.resume, session.dir)
@@ -345,7 +345,7 @@ def prepared_run(
         transformer,
         groups,
         resume_from,
-        checkpoint_blocks=lambda setup: None,
+        apply_checkpointing=lambda setup: None,
     )
 
 
@@ -356,11 +356,13 @@ def poisoned_files(seen: Observation) -> list[Path]:
         path
         for path in written
         if "bundles" not in path.parts
-        and ("checkpoints" not in path.parts or is_whole(path.parent))
+        and ("checkpoints" not in path.parts or is_complete_checkpoint(path.parent))
         and not all(
             torch.isfinite(tensor).all()
             for name, tensor in load_file(path).items()
-            if not tombstone(path, name.partition("/")[0]).exists()  # set aside in the cache
+            if not get_bad_mark_path(
+                path, name.partition("/")[0]
+            ).exists()  # set aside in the cache
         )
     ]
 

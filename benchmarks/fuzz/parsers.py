@@ -14,17 +14,17 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from dit_lora.adapters.diffusers_format import PROVENANCE_KEY, read_provenance
+from dit_lora.adapters.diffusers_format import RUN_METADATA_KEY, read_run_metadata
 from dit_lora.adapters.lora_file import read_lora
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.config.data import DataConfig
 from dit_lora.config.load import load_recipe
-from dit_lora.config.records import Facts, read_typed
-from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
-from dit_lora.data.cache.maintenance import verify
+from dit_lora.config.records import Facts, read_typed_json
+from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
+from dit_lora.data.cache.maintenance import verify_cache
 from dit_lora.data.chat.annotations import read_conversations
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
-from dit_lora.data.sources.scan import scan
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.guard.bundle import read_bundle, write_bundle
 from dit_lora.report.guard_page import write_guard_report
@@ -118,7 +118,7 @@ def _write_cache(folder: Path) -> None:
     facts = {"media": "abc", "frames": 9}
     cache = TensorCache(folder / "videos")
     entry = {"mean": torch.randn(4, 3), "logvar": torch.zeros(2).bfloat16()}
-    cache.write_all([encoded(entry_key(facts), entry, sample="a.mp4", facts=facts)])
+    cache.write_entries([encode_entry(make_entry_key(facts), entry, sample="a.mp4", facts=facts)])
 
 
 def _write_checkpoint(folder: Path) -> None:
@@ -212,7 +212,9 @@ def _write_guard(folder: Path) -> None:
 
 
 def _write_quarantine(folder: Path) -> None:
-    records = [LeftOut(name, 0, None, 3, "nan", "it has NaN") for name in ("a.png", "b.png")]
+    records = [
+        QuarantineRecord(name, 0, None, 3, "nan", "it has NaN") for name in ("a.png", "b.png")
+    ]
     quarantine = Quarantine(folder / "quarantine.jsonl")
     quarantine.add(records)
     quarantine.save()
@@ -247,7 +249,7 @@ def _write_lora(folder: Path) -> None:
         "transformer.target_modules": ["to_q"],
     }
     metadata = {"family": "cogvideox", "rank": 2, "alpha": 2, "index": {}, "video": {"fps": 8}}
-    header = {PROVENANCE_KEY: json.dumps(metadata), "lora_adapter_metadata": json.dumps(config)}
+    header = {RUN_METADATA_KEY: json.dumps(metadata), "lora_adapter_metadata": json.dumps(config)}
     save_file(tensors, folder / "pytorch_lora_weights.safetensors", metadata=header)
 
 
@@ -260,9 +262,9 @@ def _write_peft(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    from dit_lora.families.tiny.chat_text import byte_tokenizer
+    from dit_lora.families.tiny.chat_text import build_byte_tokenizer
 
-    byte_tokenizer(("<|im_start|>", "<|im_end|>"), "<|im_end|>").save_pretrained(folder)
+    build_byte_tokenizer(("<|im_start|>", "<|im_end|>"), "<|im_end|>").save_pretrained(folder)
 
 
 def _write_config(folder: Path) -> None:
@@ -276,12 +278,14 @@ def _write_config(folder: Path) -> None:
 
 
 def _scan(folder: Path) -> bool:
-    result = scan(DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars"))
+    result = scan_sources(
+        DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars")
+    )
     return not result.problems
 
 
 def _scan_dataset(folder: Path) -> bool:
-    result = scan(DataConfig(path=str(folder / "saved"), height=32, width=32))
+    result = scan_sources(DataConfig(path=str(folder / "saved"), height=32, width=32))
     return not result.problems
 
 
@@ -297,8 +301,10 @@ def _recipe(folder: Path) -> object:
 
 def _cache(folder: Path) -> bool:
     cache = TensorCache(folder / "videos")
-    faults = [cache.read(entry.key, cache.spec(entry.key))[1] for entry in list(cache.entries())]
-    checked = verify(cache)
+    faults = [
+        cache.read(entry.key, cache.get_spec(entry.key))[1] for entry in list(cache.iter_entries())
+    ]
+    checked = verify_cache(cache)
     return bool(faults) and not any(faults) and not checked.problems
 
 
@@ -313,7 +319,7 @@ def _lora(folder: Path) -> object:
     from dit_lora.adapters.layer_names import LayerNames
 
     file = folder / "pytorch_lora_weights.safetensors"
-    read_provenance(file)
+    read_run_metadata(file)
     return read_lora(file, _MODEL, LayerNames(), CogVideoXPipeline)
 
 
@@ -349,7 +355,7 @@ PARSERS: Mapping[str, Parser] = {
     ),
     "facts": Parser(
         _write_facts,
-        lambda f: read_typed(f / "facts.json", Facts),
+        lambda f: read_typed_json(f / "facts.json", Facts),
         required=("class", "module", "dtype", "arguments", "seed", "output", "in_fp32"),
     ),
     "run": Parser(_write_run, write_report, False),

@@ -32,7 +32,7 @@ from benchmarks.verdicts.judge import QUESTIONS, Judgement
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 
 _INTERRUPTED = 130
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if message:
         print(f"\n{message}")
     if args.json:
-        write_whole(Path(args.json), json.dumps(_record(args, judgements), indent=1) + "\n")
+        write_atomically(Path(args.json), json.dumps(_record(args, judgements), indent=1) + "\n")
     if interrupted:
         return _INTERRUPTED
     return 1 if message else 0

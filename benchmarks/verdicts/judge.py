@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.world import Observation, Overrides, Stage, Tensors, World
 from benchmarks.verdicts.cases import Case, Right
 from dit_lora.commands.verify import find_target
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.results.verify.output import compare_output
 
 QUESTIONS = {
@@ -112,7 +112,7 @@ def acted(seen: Observation) -> list[dict[str, Any]]:
     return [event for event in seen.events if event["action"] != "report"]
 
 
-def _lost(allowed: Right, records: Sequence[LeftOut], target: str) -> str:
+def _lost(allowed: Right, records: Sequence[QuarantineRecord], target: str) -> str:
     for_good = {record.sample_id for record in records if record.to_epoch is None}
     innocent = for_good - ({target} if allowed.touches else set())
     return f"left out for good: {', '.join(sorted(innocent))}" if innocent else ""
@@ -145,7 +145,9 @@ def _cause(allowed: Right, seen: Observation, *, came: bool) -> str:
     return ""
 
 
-def _certified(case: Case, world: World, seen: Observation, records: Sequence[LeftOut]) -> str:
+def _certified(
+    case: Case, world: World, seen: Observation, records: Sequence[QuarantineRecord]
+) -> str:
     if not is_certified(seen):
         return ""
     assert seen.adapter is not None
@@ -181,7 +183,7 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
     return f"the adapter is not the clean run's: {name} is {apart[name]:.2%} away"
 
 
-def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) -> Path:
+def clean_run(world: World, overrides: Overrides, records: Sequence[QuarantineRecord]) -> Path:
     """The folder of a faultless run that leaves the same samples out of the same epochs. Made once; collective."""
     entries = [
         (record.sample_id, record.from_epoch, record.from_copy, record.to_epoch)
@@ -197,7 +199,7 @@ def clean_run(world: World, overrides: Overrides, records: Sequence[LeftOut]) ->
 
     def leave_out(stage: Stage) -> None:
         stage.run.recovery.quarantine.add(records)
-        stage.run.recovery.order.forget()
+        stage.run.recovery.order.reset()
 
     name = f"clean_{key}_{_unique(world)}"
     observation = world.observe(name, leave_out, overrides)
@@ -232,11 +234,11 @@ def load_adapter(folder: Path) -> Tensors:
 def _other_output(folder: Path, noted: Mapping[str, Any], made: str) -> str:
     """What the file gives in its stock model, loaded afresh, against an output that was noted."""
     target = find_target(folder, None)
-    stock = target.stock()
-    fresh = stock.put(stock.load(torch.float32), target.file)
+    stock = target.open_reference_model()
+    fresh = stock.load_adapter(stock.load_model(torch.float32), target.file)
     check = compare_output(stock, fresh, noted, torch.float32, made)
-    return "" if check.passed else f"the stock output is not {made}'s: {check.words[:160]}"
+    return "" if check.passed else f"the stock output is not {made}'s: {check.message[:160]}"
 
 
 def _noted(folder: Path) -> Mapping[str, Any]:
-    return find_target(folder, None).made["output"]
+    return find_target(folder, None).metadata["output"]

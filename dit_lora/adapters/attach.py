@@ -12,15 +12,20 @@ from diffusers.training_utils import cast_training_params
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dit_lora.adapters.kinds import config_of, kind_of, measure_magnitudes, require_adaptable
-from dit_lora.adapters.lora_mixins import adaptable
+from dit_lora.adapters.kinds import (
+    create_peft_config,
+    get_adapter_kind,
+    require_adaptable,
+    set_dora_magnitudes,
+)
+from dit_lora.adapters.lora_mixins import add_adapter_methods
 from dit_lora.config.recipe import LoraConfig
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.streams import fold
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.streams import derive_seed
 
 # Diffusers', Transformers' and PEFT's name for the first adapter.
 ADAPTER_NAME = "default"
-UNDER = "under_"
+FROZEN_ADAPTER_PREFIX = "under_"
 """Prefix of the names of frozen adapters from `lora.under`, which are numbered in the recipe's order."""
 
 
@@ -28,19 +33,19 @@ UNDER = "under_"
 class AttachReport:
     """Numbers of adapted layers and of trainable parameters."""
 
-    adapted: int
+    num_adapted: int
     """Number of adapted linear layers."""
-    linear: int
-    parameters: int
-    convolutions: int = 0
+    num_linear: int
+    num_parameters: int
+    num_convolutions: int = 0
     """Number of adapted 2D convolutions."""
     kind: str = "lora"
 
     def __str__(self) -> str:
-        convolutions = f" and {self.convolutions} convolutions" if self.convolutions else ""
+        convolutions = f" and {self.num_convolutions} convolutions" if self.num_convolutions else ""
         return (
-            f"{self.kind}: {self.adapted} of {self.linear} linear layers{convolutions}, "
-            f"{self.parameters:,} trainable parameters in fp32"
+            f"{self.kind}: {self.num_adapted} of {self.num_linear} linear layers{convolutions}, "
+            f"{self.num_parameters:,} trainable parameters in fp32"
         )
 
 
@@ -50,7 +55,7 @@ def attach_lora(
     default_targets: Sequence[str],
     *,
     seed: int,
-    within: Sequence[str] = (),
+    submodules: Sequence[str] = (),
 ) -> AttachReport:
     """Add an fp32 adapter of `lora.kind` to the layers that `lora.targets` matches. It has no effect before the first
     step.
@@ -58,9 +63,10 @@ def attach_lora(
     Args:
         model: Frozen model.
         lora: Section of the recipe.
-        default_targets: Targets if `lora.targets` is None.
+        select_default_targets: Targets if `lora.targets` is None.
         seed: The initial weights depend only on it, so that all ranks start with the same ones.
-        within: Names of submodules, such as `language_model`. A target that matches layers inside them is not applied
+        submodules: Names of submodules, such as `language_model`. A target that matches layers inside them is not
+        applied
             anywhere else. A target that matches nothing inside is applied wherever it matches: `lm_head`, or
             `visual.blocks.3.attn.qkv`.
 
@@ -70,14 +76,14 @@ def attach_lora(
     """
     # Check everything before PEFT changes the model.
     targets = list(lora.targets or default_targets)
-    linear, layers = _linear(model), adaptable_layers(model)
-    _require_matches(type(model).__name__, targets, linear, _convolutions(model))
+    linear, layers = _find_linear_layers(model), find_adaptable_layers(model)
+    _require_matches(type(model).__name__, targets, linear, _find_convolutions(model))
     # PEFT has no option for submodules: one regular expression says the same.
-    pattern = _pattern(targets, within, layers) if within else None
-    adapted = matched(layers, pattern or targets)
+    pattern = _build_pattern(targets, submodules, layers) if submodules else None
+    adapted = match_names(layers, pattern or targets)
     require_untied(model, adapted)
     require_adaptable(model, adapted, lora)
-    return add_adapter(model, config_of(lora, pattern or targets), seed=seed)
+    return add_adapter(model, create_peft_config(lora, pattern or targets), seed=seed)
 
 
 def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> AttachReport:
@@ -85,21 +91,21 @@ def add_adapter(model: nn.Module, config: peft.PeftConfig, *, seed: int) -> Atta
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     # Initializing A must not advance the random state of the run.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(fold(seed, "lora_init"))
+        torch.manual_seed(derive_seed(seed, "lora_init"))
         # Models without this method get it from Diffusers' mixin.
-        adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+        add_adapter_methods(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     # AdamW on half-precision parameters loses small updates, and its eps of 1e-8 is 0 in fp16.
     cast_training_params(model, dtype=torch.float32)
-    measure_magnitudes(model, ADAPTER_NAME)
+    set_dora_magnitudes(model, ADAPTER_NAME)
     # The base is frozen, so these are the adapter's parameters.
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapted = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
     matrices = sum(isinstance(base, nn.Linear) for base in adapted)
-    kind = kind_of(config)
+    kind = get_adapter_kind(config)
     return AttachReport(matrices, linear, parameters, len(adapted) - matrices, kind)
 
 
-def adapter_config(model: Any) -> dict[str, Any]:
+def get_adapter_config(model: Any) -> dict[str, Any]:
     """PEFT's config of the attached adapter: rank, alpha, targets."""
     return model.peft_config[ADAPTER_NAME].to_dict()
 
@@ -112,21 +118,21 @@ def is_lora_b(name: str) -> bool:
     return ".lora_B." in name
 
 
-def is_under(name: str) -> bool:
+def is_frozen_adapter(name: str) -> bool:
     """True if this is the name of a parameter of a frozen adapter from `lora.under`."""
-    return (is_lora_a(name) or is_lora_b(name)) and f".{UNDER}" in name
+    return (is_lora_a(name) or is_lora_b(name)) and f".{FROZEN_ADAPTER_PREFIX}" in name
 
 
-def adaptable_layers(model: nn.Module) -> list[str]:
+def find_adaptable_layers(model: nn.Module) -> list[str]:
     """Names of the layers that can have an adapter: linear layers, and 2D convolutions without groups."""
-    return [*_linear(model), *_convolutions(model)]
+    return [*_find_linear_layers(model), *_find_convolutions(model)]
 
 
-def _linear(model: nn.Module) -> list[str]:
+def _find_linear_layers(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
 
 
-def _convolutions(model: nn.Module) -> list[str]:
+def _find_convolutions(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
@@ -135,7 +141,7 @@ def _convolutions(model: nn.Module) -> list[str]:
     ]
 
 
-def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
+def find_tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The layers that share their weight with another module, such as an output head with the embedding."""
     # Without removing duplicates, a shared parameter occurs once for each module that has it.
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -143,11 +149,11 @@ def tied_layers(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def require_untied(model: nn.Module, names: Iterable[str]) -> None:
-    tied = tied_layers(model, names)
+    tied = find_tied_layers(model, names)
     if tied:
         # PEFT would adapt only one use of the weight, and a merged checkpoint could not represent that.
         raise DitLoraError(
-            listed(
+            format_list(
                 f"lora.targets: these layers of {type(model).__name__} share their weight with another module "
                 "(tie_word_embeddings); leave them out of lora.targets",
                 tied,
@@ -155,7 +161,7 @@ def require_untied(model: nn.Module, names: Iterable[str]) -> None:
         )
 
 
-def matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
+def match_names(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     """The names that match by PEFT's rule: a string is a regular expression for the whole name, a list holds
     endings.
     """
@@ -165,27 +171,31 @@ def matched(names: Sequence[str], targets: str | Sequence[str]) -> list[str]:
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in targets)]
 
 
-def _pattern(targets: Sequence[str], within: Sequence[str], names: Sequence[str]) -> str:
-    """One regular expression for all targets, limited to `within` for targets that match anything there."""
+def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Sequence[str]) -> str:
+    """One regular expression for all targets, limited to `submodules` for targets that match anything there."""
     # Layers with one of the submodules in their path, at any depth.
-    inside = [name for name in names if any(f".{part}." in f".{name}" for part in within)]
+    inside = [name for name in names if any(f".{part}." in f".{name}" for part in submodules)]
     if not inside:
         raise DitLoraError(
-            listed("no linear layer is inside these submodules, to which LoRA is limited", within)
+            format_list(
+                "no linear layer is inside these submodules, to which LoRA is limited", submodules
+            )
         )
-    inside_targets = [target for target in targets if matched(inside, [target])]
+    inside_targets = [target for target in targets if match_names(inside, [target])]
     other_targets = [target for target in targets if target not in inside_targets]
     # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
     parts = (
-        [rf"(?=(?:.*\.)?(?:{_either(within)})\.)(?:.*\.)?(?:{_either(inside_targets)})"]
+        [
+            rf"(?=(?:.*\.)?(?:{_join_alternatives(submodules)})\.)(?:.*\.)?(?:{_join_alternatives(inside_targets)})"
+        ]
         if inside_targets
         else []
     )
-    parts += [rf"(?:.*\.)?(?:{_either(other_targets)})"] if other_targets else []
+    parts += [rf"(?:.*\.)?(?:{_join_alternatives(other_targets)})"] if other_targets else []
     return "|".join(parts)
 
 
-def _either(names: Sequence[str]) -> str:
+def _join_alternatives(names: Sequence[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
@@ -193,24 +203,24 @@ def _require_matches(
     model: str, targets: list[str], linear: list[str], convolutions: list[str]
 ) -> None:
     names = (*linear, *convolutions)
-    unmatched = [target for target in targets if not matched(names, [target])]
+    unmatched = [target for target in targets if not match_names(names, [target])]
     if unmatched:
         shown_convolutions = [
-            f"{suffix} ({n}, convolutions)" for suffix, n in _suffixes(convolutions).items()
+            f"{suffix} ({n}, convolutions)" for suffix, n in _count_suffixes(convolutions).items()
         ]
         raise DitLoraError(
-            listed(
+            format_list(
                 f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has",
-                [f"{suffix} ({count})" for suffix, count in _suffixes(linear).items()]
+                [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
                 + shown_convolutions,
             )
         )
 
 
-def _suffixes(linear: list[str]) -> Counter[str]:
+def _count_suffixes(names: list[str]) -> Counter[str]:
     """The shortest names that a user would write, with the number of layers that each matches."""
     counts: Counter[str] = Counter()
-    for name in linear:
+    for name in names:
         parts = name.split(".")
         # `to_out.0` and `net.2` keep two parts: the number by itself would say nothing.
         counts[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] += 1

@@ -13,19 +13,19 @@ from torch import nn
 from dit_lora.adapters.attach import (
     ADAPTER_NAME,
     AttachReport,
-    adaptable_layers,
     add_adapter,
-    matched,
+    find_adaptable_layers,
+    match_names,
     require_untied,
 )
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer
 from dit_lora.config.recipe import LoraConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 
 def attach_lora_file(
     model: nn.Module,
-    stored: LoraFile,
+    lora_file: LoraFile,
     lora: LoraConfig,
     default_targets: Sequence[str],
     *,
@@ -36,25 +36,27 @@ def attach_lora_file(
     Raises `DitLoraError` if `lora` has a rank, alpha or targets that differ from the file's, and for layers that share
     their weight with another module.
     """
-    require_consistent(model, stored, lora)
-    require_untied(model, stored.layers)
+    require_consistent(model, lora_file, lora)
+    require_untied(model, lora_file.layers)
     # A short target such as `to_q` is preferred to the names of all layers; the first that is exact is used.
-    hints = [(stored.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
-    targets = exact_targets(list(stored.layers), adaptable_layers(model), hints)
-    report = add_adapter(model, peft_config(stored.layers, targets, lora.dropout), seed=seed)
+    hints = [(lora_file.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
+    targets = build_exact_targets(list(lora_file.layers), find_adaptable_layers(model), hints)
+    report = add_adapter(
+        model, build_peft_config(lora_file.layers, targets, lora.dropout), seed=seed
+    )
     # Replaces the random initial values.
-    put_matrices(model, stored.layers, ADAPTER_NAME)
+    copy_matrices(model, lora_file.layers, ADAPTER_NAME)
     return report
 
 
-def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> None:
+def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) -> None:
     """Raise `DitLoraError` if a recipe gives a rank, alpha or targets that differ from those of its LoRA file."""
     where = (
-        f"{stored.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
+        f"{lora_file.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
     )
     for name, option, stored_values in (
-        ("rank", lora.rank, {layer.rank for layer in stored.layers.values()}),
-        ("alpha", lora.alpha, {layer.alpha for layer in stored.layers.values()}),
+        ("rank", lora.rank, {layer.rank for layer in lora_file.layers.values()}),
+        ("alpha", lora.alpha, {layer.alpha for layer in lora_file.layers.values()}),
     ):
         # None: the recipe leaves the value to the file.
         if option is not None and stored_values != {option}:
@@ -63,14 +65,16 @@ def require_consistent(model: nn.Module, stored: LoraFile, lora: LoraConfig) -> 
     if lora.targets is None:
         return
     # The layers that the recipe would adapt without a file.
-    targeted = set(matched(adaptable_layers(model), lora.targets))
-    differing = [f"{name}: not in the file" for name in sorted(targeted - stored.layers.keys())]
-    differing += [f"{name}: not in lora.targets" for name in stored.layers if name not in targeted]
+    targeted = set(match_names(find_adaptable_layers(model), lora.targets))
+    differing = [f"{name}: not in the file" for name in sorted(targeted - lora_file.layers.keys())]
+    differing += [
+        f"{name}: not in lora.targets" for name in lora_file.layers if name not in targeted
+    ]
     if differing:
-        raise DitLoraError(listed(f"lora.targets: not the layers of {where}", differing))
+        raise DitLoraError(format_list(f"lora.targets: not the layers of {where}", differing))
 
 
-def peft_config(
+def build_peft_config(
     layers: Mapping[str, StoredLayer], targets: str | list[str], dropout: float = 0.0
 ) -> peft.LoraConfig:
     """Build PEFT's config for these layers: the most common rank and alpha, and patterns for layers that differ."""
@@ -78,20 +82,24 @@ def peft_config(
     ranks, alphas = (
         {name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha")
     )
-    rank, alpha = _usual(ranks), _usual(alphas)
+    rank, alpha = _find_most_common(ranks), _find_most_common(alphas)
     return peft.LoraConfig(
         r=int(rank),
         lora_alpha=alpha,  # type: ignore[arg-type]  # a float where the file's is
         lora_dropout=dropout,
         target_modules=targets,
-        rank_pattern={_exactly(name): value for name, value in ranks.items() if value != rank},
-        alpha_pattern={_exactly(name): value for name, value in alphas.items() if value != alpha},
+        rank_pattern={
+            _build_exact_pattern(name): value for name, value in ranks.items() if value != rank
+        },
+        alpha_pattern={
+            _build_exact_pattern(name): value for name, value in alphas.items() if value != alpha
+        },
         init_lora_weights=True,
     )
 
 
 @torch.no_grad()
-def put_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) -> None:
+def copy_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) -> None:
     """Copy a file's matrices into an attached adapter, which must have these layers, ranks and scales."""
     for name, stored in layers.items():
         layer = model.get_submodule(name)
@@ -103,10 +111,10 @@ def put_matrices(model: Any, layers: Mapping[str, StoredLayer], adapter: str) ->
         layer.lora_B[adapter].weight.copy_(stored.b)
 
 
-def exact_targets(
-    layers: Sequence[str], every: Sequence[str], hints: Sequence[Any] = ()
+def build_exact_targets(
+    layers: Sequence[str], all_layers: Sequence[str], hints: Sequence[Any] = ()
 ) -> str | list[str]:
-    """Targets that PEFT matches to exactly these layers among `every`.
+    """Targets that PEFT matches to exactly these layers among `all_layers`.
 
     The first of `hints` that does so is used, such as the file's own `target_modules`; else the names of all layers.
     """
@@ -114,19 +122,19 @@ def exact_targets(
         if not hint:
             continue
         targets = hint if isinstance(hint, str) else sorted(hint)
-        if set(matched(every, targets)) == set(layers):
+        if set(match_names(all_layers, targets)) == set(layers):
             return targets
     # Each name must not also be the end of another layer's name.
-    if set(matched(every, layers)) == set(layers):
+    if set(match_names(all_layers, layers)) == set(layers):
         return list(layers)
     # A string is matched against whole names, so the expression is exact.
     return "|".join(re.escape(name) for name in layers)
 
 
-def _usual(values: Mapping[str, float]) -> float:
+def _find_most_common(values: Mapping[str, float]) -> float:
     return Counter(values.values()).most_common(1)[0][0]
 
 
-def _exactly(name: str) -> str:
+def _build_exact_pattern(name: str) -> str:
     """A pattern that matches this layer only. PEFT searches for its keys at the ends of names."""
     return f"^{re.escape(name)}"

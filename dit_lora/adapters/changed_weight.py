@@ -20,9 +20,9 @@ class WeightChange:
     layer: Any
     adapter: str
 
-    def of(self, weight: Tensor) -> Tensor:
-        """The weight with this adapter merged in, as `changed_weight` computes it."""
-        return changed_weight(self.layer, self.adapter, weight)
+    def apply_to(self, weight: Tensor) -> Tensor:
+        """The weight with this adapter merged in, as `merge_into_weight` computes it."""
+        return merge_into_weight(self.layer, self.adapter, weight)
 
     @property
     def is_added(self) -> bool:
@@ -32,7 +32,7 @@ class WeightChange:
         return not isinstance(self.layer, OFTLayer)
 
 
-def changes_of(model: nn.Module, adapter: str) -> dict[str, WeightChange]:
+def get_weight_changes(model: nn.Module, adapter: str) -> dict[str, WeightChange]:
     """The weight changes of all layers that have this adapter, by name."""
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
@@ -43,19 +43,21 @@ def changes_of(model: nn.Module, adapter: str) -> dict[str, WeightChange]:
 
 
 @torch.no_grad()
-def changed_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+def merge_into_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     """The weight (outputs, inputs, ...) with the adapter merged in, computed in the weight's own dtype.
 
     `weight` is used instead of the base layer's weight, which may be on `meta`. The formulas are those of PEFT's
     layers.
     """
     if isinstance(layer, LoraLayer):
-        total = weight + _product(layer, adapter, weight)
-        return _decomposed(layer, adapter, total) if adapter in layer.lora_variant else total
+        total = weight + _compute_lora_update(layer, adapter, weight)
+        return (
+            _apply_dora_magnitude(layer, adapter, total) if adapter in layer.lora_variant else total
+        )
     if isinstance(layer, LoKrLayer):
-        return weight + _kronecker(layer, adapter, weight)
+        return weight + _compute_lokr_update(layer, adapter, weight)
     if isinstance(layer, LoHaLayer):
-        return weight + _hadamard(layer, adapter, weight)
+        return weight + _compute_loha_update(layer, adapter, weight)
     assert isinstance(layer, OFTLayer), type(layer)
     # A copy in the weight's dtype: the module itself must stay in fp32.
     module: Any = layer.oft_R[adapter]
@@ -64,13 +66,13 @@ def changed_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     return weight @ rotation.mT
 
 
-def _product(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+def _compute_lora_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     a, b = (factors[adapter].weight.to(weight) for factors in (layer.lora_A, layer.lora_B))
     # A convolution's (rank, in, h, w) and (out, rank, 1, 1) are multiplied as matrices.
     return layer.scaling[adapter] * (b.flatten(1) @ a.flatten(1)).reshape(weight.shape)
 
 
-def _decomposed(layer: Any, adapter: str, total: Tensor) -> Tensor:
+def _apply_dora_magnitude(layer: Any, adapter: str, total: Tensor) -> Tensor:
     """DoRA's weight: each row of the sum, scaled to its trained length (arXiv 2402.09353, eq. 5)."""
     # (outputs,), for a convolution from (1, outputs, 1, 1).
     magnitude = layer.lora_magnitude_vector[adapter].weight.to(total).flatten()
@@ -80,8 +82,8 @@ def _decomposed(layer: Any, adapter: str, total: Tensor) -> Tensor:
     return (rows * (magnitude / length)[:, None]).reshape(total.shape)
 
 
-def _kronecker(layer: Any, adapter: str, weight: Tensor) -> Tensor:
-    factor_1, factor_2 = (_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
+def _compute_lokr_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+    factor_1, factor_2 = (_get_lokr_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
     # Of a convolution, only the second factor has the kernel's dimensions: append sides of 1 to the first.
     factor_1 = factor_1.reshape(*factor_1.shape, *[1] * (factor_2.ndim - factor_1.ndim))
     # (a * c, b * d, ...) from (a, b) and (c, d, ...).
@@ -89,7 +91,7 @@ def _kronecker(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     return layer.scaling[adapter] * product.reshape(weight.shape)
 
 
-def _factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
+def _get_lokr_factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
     """A factor of LoKr, which PEFT stores either whole or as a product of two matrices."""
     # Stored whole, for example, if the rank is at least half of its side.
     full: dict[str, Tensor] = getattr(layer, name)
@@ -99,7 +101,7 @@ def _factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Tensor:
     return parts[0].to(weight) @ parts[1].to(weight)
 
 
-def _hadamard(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+def _compute_loha_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     # LoHa: the elementwise product of two LoRAs (arXiv 2309.14859).
     w1_a, w1_b, w2_a, w2_b = (
         getattr(layer, f"hada_{name}")[adapter].to(weight)

@@ -17,26 +17,26 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.groups import base_parameters
-from dit_lora.adapters.kinds import DROPOUTS
+from dit_lora.adapters.groups import get_base_parameters
+from dit_lora.adapters.kinds import DROPOUT_OPTIONS
 from dit_lora.adapters.lora_file import require_few_tensors
-from dit_lora.adapters.lora_mixins import lora_pipeline_class
-from dit_lora.adapters.own_files import copy_own
-from dit_lora.adapters.start import saved_config, saved_state
-from dit_lora.config.records import Provenance, typed
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import read_json, share_weights
-from dit_lora.numerics.adapter_tensors import is_idle
-from dit_lora.numerics.dtensors import stock_class
+from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
+from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.adapters.start import build_saved_config, build_saved_state
+from dit_lora.config.records import RunMetadata, parse_typed_json
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.files import read_json, set_shared_permissions
+from dit_lora.numerics.adapter_tensors import is_zero_initialized
+from dit_lora.numerics.dtensors import get_original_class
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # diffusers' LORA_WEIGHT_NAME_SAFE
 BASE_FILE = "base_weights.safetensors"
-PROVENANCE_KEY = "dit_lora"
+RUN_METADATA_KEY = "dit_lora"
 # For in-context LoRAs. Lightricks/LTX-2 (ltx_pipelines/ic_lora.py) and ComfyUI-LTXVideo (iclora.py) read this key from
 # the header, as a number in text, and default to 1.
-DOWNSCALE = "reference_downscale_factor"
+DOWNSCALE_KEY = "reference_downscale_factor"
 # For whole pipelines. An adapter has its provenance in the header.
-PROVENANCE_FILE = "dit_lora.json"
+RUN_METADATA_FILE = "dit_lora.json"
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -44,8 +44,8 @@ Tensors = Mapping[str, torch.Tensor]
 def save_adapter(
     transformer: nn.Module,
     pipeline_class: Any,
-    out: Path,
-    provenance: Mapping[str, Any],
+    output_folder: Path,
+    run_metadata: Mapping[str, Any],
     weights: Tensors | None = None,
 ) -> Path:
     """Write `out/pytorch_lora_weights.safetensors`, and `base_weights.safetensors` if base weights were trained.
@@ -53,8 +53,8 @@ def save_adapter(
     Args:
         transformer: The trained model.
         pipeline_class: Its `save_lora_weights` decides names and metadata.
-        out: Folder; an adapter in it is replaced.
-        provenance: Added to the header.
+        output_folder: Folder; an adapter in it is replaced.
+        run_metadata: Added to the header.
         weights: Full trained weights by name, if those of the model are sharded over ranks.
 
     Returns the adapter's path. Raises `CheckFailedError`, before anything is written, for an adapter that is not
@@ -62,26 +62,26 @@ def save_adapter(
     """
     # PEFT's names without the adapter's name, from `weights` if given.
     trained = peft.get_peft_model_state_dict(transformer, weights, adapter_name=ADAPTER_NAME)
-    lora = saved_state(transformer, trained)
-    base = base_weights(transformer, weights)
-    require_sound(lora, base)
-    out.mkdir(parents=True, exist_ok=True)
+    lora = build_saved_state(transformer, trained)
+    base = get_base_weights(transformer, weights)
+    require_valid_tensors(lora, base)
+    output_folder.mkdir(parents=True, exist_ok=True)
     # Written to a temporary folder first, so that a failure leaves an earlier adapter intact.
-    staged = out / ".staged"
+    staged = output_folder / ".staged"
     # JSON has no sets. They are sorted, because equal adapters must give equal files.
     config = {
         key: sorted(value) if isinstance(value, set) else value
-        for key, value in saved_config(transformer, ADAPTER_NAME).to_dict().items()
+        for key, value in build_saved_config(transformer, ADAPTER_NAME).to_dict().items()
     }
     # Diffusers leaves a loaded adapter in training mode, so its dropout would act on every sample.
-    config |= {key: 0.0 for key in DROPOUTS if key in config}
-    lora_pipeline_class(pipeline_class).save_lora_weights(
+    config |= {key: 0.0 for key in DROPOUT_OPTIONS if key in config}
+    get_lora_pipeline_class(pipeline_class).save_lora_weights(
         staged, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config
     )
     with safe_open(staged / ADAPTER_FILE, framework="pt") as file:
         metadata = dict(file.metadata())
     # Diffusers has written rank and alpha into the metadata.
-    metadata |= header_lines(provenance)
+    metadata |= build_header_entries(run_metadata)
     # safetensors cannot change metadata in place, so the file is written again.
     tensors = load_file(staged / ADAPTER_FILE)
     save_file(tensors, staged / ADAPTER_FILE, metadata=metadata)
@@ -89,40 +89,42 @@ def save_adapter(
         # safetensors refuses tensors that are not contiguous.
         host = {name: tensor.cpu().contiguous() for name, tensor in base.items()}
         save_file(host, staged / BASE_FILE, metadata=metadata)
-    unstage(staged, out, (BASE_FILE, ADAPTER_FILE))
-    return out / ADAPTER_FILE
+    move_staged_files(staged, output_folder, (BASE_FILE, ADAPTER_FILE))
+    return output_folder / ADAPTER_FILE
 
 
-def header_lines(provenance: Mapping[str, Any]) -> dict[str, str]:
+def build_header_entries(run_metadata: Mapping[str, Any]) -> dict[str, str]:
     """Entries for a safetensors header: the whole provenance as JSON, and keys that other programs look for."""
-    lines = {PROVENANCE_KEY: json.dumps(dict(provenance), sort_keys=True)}
+    lines = {RUN_METADATA_KEY: json.dumps(dict(run_metadata), sort_keys=True)}
     # Values in a safetensors header are strings.
-    return lines | {key: str(provenance[key]) for key in (DOWNSCALE,) if key in provenance}
+    return lines | {key: str(run_metadata[key]) for key in (DOWNSCALE_KEY,) if key in run_metadata}
 
 
-def unstage(staged: Path, out: Path, names: Sequence[str]) -> None:
-    """Move these files from the folder `staged` to `out`. Files that were not written are removed from `out`."""
-    share_weights(staged)
+def move_staged_files(staging_folder: Path, output_folder: Path, names: Sequence[str]) -> None:
+    """Move these files from the folder `staging_folder` to `output_folder`. Files that were not written are removed
+    from `output_folder`.
+    """
+    set_shared_permissions(staging_folder)
     for name in names:
-        if (staged / name).exists():
-            (staged / name).replace(out / name)
+        if (staging_folder / name).exists():
+            (staging_folder / name).replace(output_folder / name)
         else:
             # A file of this name is from an earlier run.
-            (out / name).unlink(missing_ok=True)
+            (output_folder / name).unlink(missing_ok=True)
     # Raises if the folder is not empty: then a written file is missing from `names`.
-    staged.rmdir()
+    staging_folder.rmdir()
 
 
 def save_pipeline(
     transformer: Any,
     base: Path,
-    out: Path,
-    provenance: Mapping[str, Any],
+    output_folder: Path,
+    run_metadata: Mapping[str, Any],
     index: Mapping[str, Any],
     weights: Tensors | None = None,
     part: str = "transformer",
 ) -> Path:
-    """Write a whole pipeline to `out`: the checkpoint `base` with this transformer as its `part`.
+    """Write a whole pipeline to `output_folder`: the checkpoint `base` with this transformer as its `part`.
 
     The components that the base's model_index.json names are copied, and no other files in the folder. Entries of
     `index` replace the base's. The folder is written under a temporary name and renamed. `weights` are those of
@@ -130,27 +132,27 @@ def save_pipeline(
     """
     if weights is not None:
         # The sharded model cannot be saved itself.
-        transformer = _holding(transformer, weights)
-    require_sound({}, dict(transformer.named_parameters()))
-    staged = out.with_name(f".{out.name}.partial")
+        transformer = _build_model_with_weights(transformer, weights)
+    require_valid_tensors({}, dict(transformer.named_parameters()))
+    staged = output_folder.with_name(f".{output_folder.name}.partial")
     # An interrupted run may have left this folder.
     shutil.rmtree(staged, ignore_errors=True)
     # Every component but the trained one, which is written below.
-    copy_own(base, staged, lambda name: not name.startswith(f"{part}/"))
+    copy_checkpoint_files(base, staged, lambda name: not name.startswith(f"{part}/"))
     transformer.save_pretrained(staged / part, safe_serialization=True)
     model_index = read_json(base / "model_index.json")
     (staged / "model_index.json").write_text(json.dumps({**model_index, **index}, indent=2) + "\n")
-    (staged / PROVENANCE_FILE).write_text(json.dumps(dict(provenance), indent=2) + "\n")
-    share_weights(staged)
+    (staged / RUN_METADATA_FILE).write_text(json.dumps(dict(run_metadata), indent=2) + "\n")
+    set_shared_permissions(staged)
     # The new folder is complete now, so the old one can be replaced.
-    shutil.rmtree(out, ignore_errors=True)
-    staged.rename(out)
-    return out
+    shutil.rmtree(output_folder, ignore_errors=True)
+    staged.rename(output_folder)
+    return output_folder
 
 
-def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
+def get_base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
     """The trained base weights, by their names in a model without adapters; taken from `weights` if given."""
-    trained = base_parameters(model)
+    trained = get_base_parameters(model)
     if weights is None:
         return {name: parameter.detach() for name, parameter in trained.items()}
     # PEFT wraps an adapted layer and moves its weight to `base_layer`.
@@ -158,16 +160,16 @@ def base_weights(model: nn.Module, weights: Tensors | None = None) -> dict[str, 
     return {name: plain_names[name] for name in trained}
 
 
-def _holding(model: Any, weights: Tensors) -> nn.Module:
+def _build_model_with_weights(model: Any, weights: Tensors) -> nn.Module:
     """A model of the same config that holds `weights` without a copy of them."""
-    holder: nn.Module = stock_class(model).from_config(model.config)  # type: ignore[attr-defined]
+    holder: nn.Module = get_original_class(model).from_config(model.config)  # type: ignore[attr-defined]
     # `weights` has parameters only; the model's state dict also has buffers that it computes.
     tables = {name: table for name, table in model.named_buffers() if name in holder.state_dict()}
     holder.load_state_dict({**weights, **tables}, assign=True)
     return holder
 
 
-def require_sound(
+def require_valid_tensors(
     lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Raise `CheckFailedError` if a tensor is not finite, or if the adapter has no effect because every B is zero."""
@@ -177,8 +179,8 @@ def require_sound(
         if not torch.isfinite(tensor).all()
     ]
     if bad:
-        raise CheckFailedError(listed("refused to save: these tensors are not finite", bad))
-    idle = {name: tensor for name, tensor in lora.items() if is_idle(name)}
+        raise CheckFailedError(format_list("refused to save: these tensors are not finite", bad))
+    idle = {name: tensor for name, tensor in lora.items() if is_zero_initialized(name)}
     # These factors are zero before the first step; if all still are, nothing was trained.
     if idle and not any(tensor.any() for tensor in idle.values()):
         factor = "B matrix" if any("lora_B" in name for name in idle) else "last factor"
@@ -187,13 +189,13 @@ def require_sound(
         )
 
 
-def read_provenance(file: Path) -> dict[str, Any]:
+def read_run_metadata(file: Path) -> dict[str, Any]:
     """The provenance that a run wrote into the adapter's header; empty for files of other programs."""
     try:
         with safe_open(file, framework="pt") as opened:
             # Before anything else is read: the file may come from a stranger.
             require_few_tensors(file, opened.keys())
-            text = (opened.metadata() or {}).get(PROVENANCE_KEY, "{}")
+            text = (opened.metadata() or {}).get(RUN_METADATA_KEY, "{}")
     except (OSError, ValueError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors adapter: {error}") from error
-    return dict(typed(text, Provenance, f"{file}: its header's {PROVENANCE_KEY}"))
+    return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))

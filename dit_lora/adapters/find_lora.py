@@ -5,50 +5,51 @@ from pathlib import Path
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.config.remedies import HUB, hub_hint, hub_name, looks_local
-from dit_lora.environment.hub_files import result_folder
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.config.remedies import HUB_PREFIX, get_hub_name, is_likely_local, suggest_hub_prefix
+from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.errors import DitLoraError, format_list
 
 _SUFFIX = ".safetensors"
 
 
-def find_lora(named: str, option: str) -> Path:
+def find_lora(location: str, option: str) -> Path:
     """The path of the LoRA file; `option` is the recipe's key, for messages.
 
     In a folder (of a run or an adapter) it is Diffusers' or PEFT's file, or the only safetensors file. A repository is
     OWNER/NAME, or OWNER/NAME/FILE.safetensors if it has several files. Raises `DitLoraError` if there is no LoRA or
     several, or if base weights were saved with it.
     """
-    path = Path(named).expanduser()
+    path = Path(location).expanduser()
     if path.is_file():
         file = path
     elif path.is_dir():
-        file = _in_folder(path, named, option)
+        file = _find_in_folder(path, location, option)
     else:
-        file = _on_hub(named, option)
+        file = _find_on_hub(location, option)
     # Other formats, such as .pt, are pickles, which can run code.
     if file.suffix != _SUFFIX:
         raise DitLoraError(
-            f"{option}: {named} is no {_SUFFIX} file, the one form that holds no code; convert it first"
+            f"{option}: {location} is no {_SUFFIX} file, the one form that holds no code; convert it first"
         )
     if (
         file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
         and file.with_name(BASE_FILE).is_file()
     ):
         raise DitLoraError(
-            f"{option}: {named} has base weights beside its LoRA ({BASE_FILE}), which a LoRA alone leaves out; write "
+            f"{option}: {location} has base weights beside its LoRA ({BASE_FILE}), which a LoRA "
+            "alone leaves out; write "
             "both into a checkpoint (dit-lora export --to merged) and start from that"
         )
     return file
 
 
-def public_name(named: str) -> str:
+def get_public_name(location: str) -> str:
     """A name for headers that others read: the Hub id, or the last part of a local path."""
-    path = Path(named).expanduser()
-    return path.resolve().name if path.exists() else named.removeprefix(HUB)
+    path = Path(location).expanduser()
+    return path.resolve().name if path.exists() else location.removeprefix(HUB_PREFIX)
 
 
-def _in_folder(folder: Path, named: str, option: str) -> Path:
+def _find_in_folder(folder: Path, location: str, option: str) -> Path:
     # A run keeps its adapter in the subfolder `adapter`.
     for directory in (folder, folder / "adapter"):
         for name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME):
@@ -59,23 +60,26 @@ def _in_folder(folder: Path, named: str, option: str) -> Path:
     if len(files) == 1:
         return files[0]
     if files:
-        message = f"{option}: {named} has several files; name one of them"
-        raise DitLoraError(listed(message, [path.name for path in files]))
+        message = f"{option}: {location} has several files; name one of them"
+        raise DitLoraError(format_list(message, [path.name for path in files]))
     raise DitLoraError(
-        f"{option}: no LoRA in {named}: no {ADAPTER_FILE}, and no other {_SUFFIX} file"
+        f"{option}: no LoRA in {location}: no {ADAPTER_FILE}, and no other {_SUFFIX} file"
     )
 
 
-def _on_hub(named: str, option: str) -> Path:
+def _find_on_hub(location: str, option: str) -> Path:
     # OWNER/NAME/FILE, with three parts; OWNER/NAME has two.
-    *repository, file_name = named.split("/")
+    *repository, file_name = location.split("/")
     name, pattern = "/".join(repository), file_name
-    if file_name.endswith(_SUFFIX) and len(repository) == 2 and not looks_local(name):
-        file = result_folder(f"{HUB}{name.removeprefix(HUB)}", (pattern,)) / pattern
+    if file_name.endswith(_SUFFIX) and len(repository) == 2 and not is_likely_local(name):
+        file = (
+            resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (pattern,))
+            / pattern
+        )
         return file
-    if hub_name(named) is None:
+    if get_hub_name(location) is None:
         starts = "; a start is kaiming, gaussian, or a LoRA to continue from"
-        hint = hub_hint(named) or (starts if option == "lora.init" else "")
-        raise DitLoraError(f"{option}: no file or folder {named}{hint}")
-    folder = result_folder(named, (f"*{_SUFFIX}", "adapter_config.json"))
-    return _in_folder(folder, named, option)
+        hint = suggest_hub_prefix(location) or (starts if option == "lora.init" else "")
+        raise DitLoraError(f"{option}: no file or folder {location}{hint}")
+    folder = resolve_result_folder(location, (f"*{_SUFFIX}", "adapter_config.json"))
+    return _find_in_folder(folder, location, option)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import is_lora_b, is_under
+from dit_lora.adapters.attach import is_frozen_adapter, is_lora_b
 from dit_lora.config.optim import GroupConfig, GroupsConfig
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.adapter_tensors import is_adapter
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 
-Patterns = Mapping[str, Sequence[str]]
+GroupPatterns = Mapping[str, Sequence[str]]
 
 
 def parameter_groups(
@@ -22,7 +22,7 @@ def parameter_groups(
     adapter_b: float | GroupConfig | None = None,
     connector: float | GroupConfig | None = None,
     backbone: float | GroupConfig | None = None,
-    patterns: Patterns | None = None,
+    patterns: GroupPatterns | None = None,
 ) -> list[dict[str, Any]]:
     """Build parameter groups for a torch optimizer: one per name given, with `params`, `param_names`, `name`, `lr`.
 
@@ -45,7 +45,7 @@ def parameter_groups(
     }
     if not configs:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
-    members = _members(model, configs, patterns or {})
+    members = _assign_to_groups(model, configs, patterns or {})
     # Of every parameter, for the check of patterns and for the message.
     all_names = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
@@ -58,7 +58,7 @@ def parameter_groups(
     ]
     if empty:
         raise DitLoraError(
-            listed(
+            format_list(
                 f"these parameter groups match nothing: {', '.join(empty)}; the parameters are below",
                 sorted({f"{name.partition('.')[0]}.*" for name in all_names}),
             )
@@ -67,7 +67,7 @@ def parameter_groups(
     parameters = dict(model.named_parameters())
     # Before the check, which looks at all trainable parameters.
     _make_trainable(parameters, members)
-    _require_partition(parameters, members)
+    _require_all_grouped(parameters, members)
     return [
         {
             "name": group,
@@ -80,12 +80,12 @@ def parameter_groups(
     ]
 
 
-def recipe_groups(
-    model: nn.Module, groups: GroupsConfig, patterns: Patterns, mode: str = "lora"
+def build_recipe_groups(
+    model: nn.Module, groups: GroupsConfig, patterns: GroupPatterns, mode: str = "lora"
 ) -> list[dict[str, Any]]:
     """The `parameter_groups` of a recipe. In mode `full`, `backbone` is all weights that are not in the connector."""
     # Only groups that the recipe sets.
-    configs: dict[str, Any] = groups.given()
+    configs: dict[str, Any] = groups.get_configured_groups()
     if mode == "lora":
         return parameter_groups(model, **configs, patterns=patterns)
     # `groups.adapter` is set by default, but mode `full` has no adapter.
@@ -94,43 +94,43 @@ def recipe_groups(
     return parameter_groups(model, **configs, patterns=connector_patterns)
 
 
-def base_members(model: nn.Module, groups: GroupsConfig, patterns: Patterns) -> set[str]:
+def find_base_members(model: nn.Module, groups: GroupsConfig, patterns: GroupPatterns) -> set[str]:
     """Names of the base weights that a recipe's groups `connector` and `backbone` would train."""
-    members = _members(model, groups.given(), patterns)
+    members = _assign_to_groups(model, groups.get_configured_groups(), patterns)
     return {*members.get("connector", ()), *members.get("backbone", ())}
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def get_base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters of the base model, by their names in a model without adapters."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not is_adapter(name)
+        if parameter.requires_grad and not is_adapter_tensor(name)
     }
 
 
-def _members(
-    model: nn.Module, configs: Mapping[str, GroupConfig], patterns: Patterns
+def _assign_to_groups(
+    model: nn.Module, configs: Mapping[str, GroupConfig], patterns: GroupPatterns
 ) -> dict[str, list[str]]:
     members: dict[str, list[str]] = {name: [] for name in configs}
     for name, parameter in model.named_parameters():
         # Frozen adapters of `lora.under` are in no group.
-        if is_under(name):
+        if is_frozen_adapter(name):
             continue
         # B belongs to `adapter` unless the recipe gives it a group of its own.
         if is_lora_b(name):
             group = "adapter_b" if "adapter_b" in configs else "adapter"
-        elif is_adapter(name):
+        elif is_adapter_tensor(name):
             group = "adapter"
         else:
-            group = _base_group(name, parameter, configs, patterns) or ""
+            group = _find_base_group(name, parameter, configs, patterns) or ""
         if group in members:
             members[group].append(name)
     return members
 
 
-def _base_group(
-    name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: Patterns
+def _find_base_group(
+    name: str, parameter: nn.Parameter, configs: Mapping[str, GroupConfig], patterns: GroupPatterns
 ) -> str | None:
     # A quantized weight cannot be trained.
     if not parameter.dtype.is_floating_point:
@@ -158,11 +158,13 @@ def _make_trainable(
             parameter.requires_grad_(True)
 
 
-def _require_partition(
+def _require_all_grouped(
     parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
 ) -> None:
     # The optimizer would never update a parameter outside of all groups.
     grouped = {name for names in members.values() for name in names}
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:
-        raise DitLoraError(listed("these trainable parameters are in no parameter group", left_out))
+        raise DitLoraError(
+            format_list("these trainable parameters are in no parameter group", left_out)
+        )

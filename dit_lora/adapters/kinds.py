@@ -10,35 +10,35 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import nn
 
-from dit_lora.adapters.patterns import unbounded_reason
-from dit_lora.config.lora import KIND_NAMES, Kind, LoraConfig
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.quantized_linear import NarrowLinear
+from dit_lora.adapters.patterns import find_unbounded_reason
+from dit_lora.config.lora import ADAPTER_KIND_NAMES, AdapterKind, LoraConfig
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.quantized_linear import QuantizedLinear
 
 # PEFT's `init_lora_weights` for our `lora.init`; other values use PEFT's default.
-_INITS: dict[str, Literal["gaussian"] | bool] = {"gaussian": "gaussian"}
-_BLOCK_SIZE = 32  # PEFT's own default
-DROPOUTS = ("lora_dropout", "rank_dropout", "module_dropout")
+_PEFT_INITS: dict[str, Literal["gaussian"] | bool] = {"gaussian": "gaussian"}
+_DEFAULT_BLOCK_SIZE = 32  # PEFT's own default
+DROPOUT_OPTIONS = ("lora_dropout", "rank_dropout", "module_dropout")
 """Dropout options in PEFT's configs. A saved config has them at 0, so that samples are made without dropout."""
-WITHOUT_DIFFUSERS: tuple[Kind, ...] = ("loha", "oft")
+PEFT_ONLY_KINDS: tuple[AdapterKind, ...] = ("loha", "oft")
 """Kinds that Diffusers cannot load. They are saved in PEFT's format, for diffusion models too."""
 # Quantizations that a kind cannot adapt: PEFT uses the layer's weight or its shape, which packed codes do not have.
-_UNQUANTIZED: Mapping[Kind, tuple[str, ...]] = {
+_UNSUPPORTED_QUANTIZATIONS: Mapping[AdapterKind, tuple[str, ...]] = {
     "dora": ("nf4", "int8", "fp8"),
     "lokr": ("nf4",),
     "loha": ("nf4",),
 }
 
 
-def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig:
+def create_peft_config(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig:
     """PEFT's config for a new adapter, with these targets."""
     target_modules = targets if isinstance(targets, str) else list(targets)
     if lora.kind == "oft":
-        size = lora.block_size or _BLOCK_SIZE
+        size = lora.block_size or _DEFAULT_BLOCK_SIZE
         # r=0: PEFT computes the number of blocks from their size.
         return peft.OFTConfig(r=0, oft_block_size=size, target_modules=target_modules)
     # Without alpha the scale is 1.
-    rank, alpha = lora.own_rank, lora.alpha or lora.own_rank
+    rank, alpha = lora.new_adapter_rank, lora.alpha or lora.new_adapter_rank
     # Arguments that the configs of LoRA, LoKr and LoHa have in common.
     shared: dict[str, Any] = {
         "r": rank,
@@ -54,14 +54,14 @@ def config_of(lora: LoraConfig, targets: str | Sequence[str]) -> peft.PeftConfig
     return peft.LoraConfig(
         lora_alpha=alpha,
         lora_dropout=lora.dropout,
-        init_lora_weights=_INITS.get(lora.init, True),
+        init_lora_weights=_PEFT_INITS.get(lora.init, True),
         use_rslora=lora.rslora,
         use_dora=lora.kind == "dora",
         **shared,
     )
 
 
-def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
+def get_adapter_kind(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
     """The kind of an adapter from PEFT's config object or dictionary; `lora` if that does not say."""
     values = config.to_dict() if isinstance(config, peft.PeftConfig) else dict(config or {})
     # Diffusers' headers hold the enumeration's value, PEFT's objects the member.
@@ -71,22 +71,22 @@ def kind_of(config: peft.PeftConfig | Mapping[str, Any] | None) -> str:
     return "dora" if kind == "lora" and values.get("use_dora") else kind
 
 
-def adapter_words(made: Mapping[str, Any]) -> str:
+def describe_adapter(metadata: Mapping[str, Any]) -> str:
     """Describe the adapter of a result's header, or of a recipe's section: `DoRA (rank 8, alpha 16)`."""
-    name = KIND_NAMES.get(made.get("kind", "lora"), str(made.get("kind")))
-    if made.get("block_size"):
-        return f"{name} (blocks of {made['block_size']})"
-    named = [f"{key} {made[key]}" for key in ("rank", "alpha") if made.get(key)]
+    name = ADAPTER_KIND_NAMES.get(metadata.get("kind", "lora"), str(metadata.get("kind")))
+    if metadata.get("block_size"):
+        return f"{name} (blocks of {metadata['block_size']})"
+    named = [f"{key} {metadata[key]}" for key in ("rank", "alpha") if metadata.get(key)]
     return f"{name} ({', '.join(named)})" if named else name
 
 
-def alpha_of(config: Mapping[str, Any]) -> float | None:
+def get_alpha(config: Mapping[str, Any]) -> float | None:
     """Alpha from PEFT's config, whose key depends on the kind; None for kinds without alpha."""
     alpha: float | None = config.get("lora_alpha", config.get("alpha"))
     return alpha
 
 
-def scaling_of(alpha: float, rank: float, *, rslora: bool) -> float:
+def compute_scaling(alpha: float, rank: float, *, rslora: bool) -> float:
     """The LoRA scale that multiplies the update."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
@@ -96,22 +96,22 @@ def require_adaptable(model: nn.Module, layers: Sequence[str], lora: LoraConfig)
     unfit = [
         f"{name}: {reason}"
         for name in layers
-        if (reason := _unfit(model.get_submodule(name), lora.kind))
+        if (reason := _find_unsupported_reason(model.get_submodule(name), lora.kind))
     ]
     if unfit:
         message = f"lora.kind: {lora.kind} cannot adapt these layers of {type(model).__name__}"
-        raise DitLoraError(listed(message, unfit))
+        raise DitLoraError(format_list(message, unfit))
     unused = [
         f"lora.{option}: {pattern}"
         for option in ("rank_pattern", "alpha_pattern")
         for pattern in getattr(lora, option)
-        if not any(_matches(pattern, name) for name in layers)
+        if not any(_is_match(pattern, name) for name in layers)
     ]
     if unused:
-        raise DitLoraError(listed("these patterns match no adapted layer", unused))
+        raise DitLoraError(format_list("these patterns match no adapted layer", unused))
 
 
-def measure_magnitudes(model: nn.Module, adapter: str) -> None:
+def set_dora_magnitudes(model: nn.Module, adapter: str) -> None:
     """Set DoRA's magnitudes to the norms of the weight's rows in fp32.
 
     With fp32 adapters the forward pass computes these norms in fp32. PEFT initializes the magnitudes in the dtype of
@@ -129,12 +129,14 @@ def measure_magnitudes(model: nn.Module, adapter: str) -> None:
             trained.weight.data.copy_(norms.reshape(trained.weight.shape))
 
 
-def _unfit(layer: nn.Module, kind: Kind) -> str | None:
+def _find_unsupported_reason(layer: nn.Module, kind: AdapterKind) -> str | None:
     """Why a layer cannot have an adapter of this kind; None if it can."""
     if kind == "oft" and not isinstance(layer, nn.Linear):
         return "a convolution, whose windows overlap once rotated"
     # Kinds without an entry need neither the layer's weight nor its shape.
-    if isinstance(layer, NarrowLinear) and layer.kind in _UNQUANTIZED.get(kind, ()):
+    if isinstance(layer, QuantizedLinear) and layer.kind in _UNSUPPORTED_QUANTIZATIONS.get(
+        kind, ()
+    ):
         return f"quantised to {layer.kind}, and {kind} is computed from the weight itself"
     weight: Any = layer.weight
     if kind == "dora" and not weight.is_meta:
@@ -144,8 +146,8 @@ def _unfit(layer: nn.Module, kind: Kind) -> str | None:
     return None
 
 
-def _matches(pattern: str, name: str) -> bool:
-    reason = unbounded_reason(pattern)
+def _is_match(pattern: str, name: str) -> bool:
+    reason = find_unbounded_reason(pattern)
     if reason:  # the saved adapter's config would be refused when it is read
         raise DitLoraError(f"{pattern!r} {reason}")
     # PEFT returns the name itself if no pattern matches; but a pattern may be equal to the name.

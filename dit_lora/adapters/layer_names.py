@@ -12,49 +12,51 @@ class LayerNames:
 
     prefix: str = "diffusion_model."
     """Prefix of every name."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
     """Maps Diffusers' names to the program's; `*` stands for a block's number. Empty if they are the same."""
-    without: tuple[str, ...] = ()
+    unnamed_layers: tuple[str, ...] = ()
     """Patterns of layers that the program has no name for, and would ignore."""
-    alpha: bool = True
+    reads_alpha: bool = True
     """True if the program reads `.alpha` tensors. If not, alpha / rank is multiplied into B."""
-    lacking: str = ""
+    unsupported_reason: str = ""
     """The reason why the program cannot load LoRAs of this model; empty if it can."""
 
-    def of(self, name: str) -> str | None:
+    def translate(self, name: str) -> str | None:
         """The program's name for one of Diffusers' layers; None if it has no such layer."""
-        if self.lacking or any(fnmatchcase(name, pattern) for pattern in self.without):
+        if self.unsupported_reason or any(
+            fnmatchcase(name, pattern) for pattern in self.unnamed_layers
+        ):
             return None
         # None if a mapping exists and has no entry for this layer.
-        program_name = _renamed(self.renamed, name) if self.renamed else name
+        program_name = _apply_renames(self.renames, name) if self.renames else name
         return program_name if program_name is None else f"{self.prefix}{program_name}"
 
 
-def no_names(why: str) -> LayerNames:
+def make_unsupported_names(reason: str) -> LayerNames:
     """The `LayerNames` of a program that cannot load LoRAs of a model, with the reason."""
-    return LayerNames(lacking=why)
+    return LayerNames(unsupported_reason=reason)
 
 
-UNKNOWN = no_names("no names of ComfyUI are known here for this family")
+UNKNOWN_NAMES = make_unsupported_names("no names of ComfyUI are known here for this family")
 
 
-def kohya_name(name: str) -> str:
+def get_kohya_name(name: str) -> str:
     """A layer's name in kohya's layout, as VideoX-Fun reads and writes it."""
     # Two underscores: the layout joins its parts with underscores, and one part is empty.
     return f"lora_unet__{name.replace('.', '_')}"
 
 
-def spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
+def iterate_spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
     """Yield all names that LoRA files use for a layer: those of Diffusers, PEFT, ComfyUI, kohya and LyCORIS.
 
     Trainers of the published model write ComfyUI's names, which are those of that model; trainers of the Diffusers
     model write Diffusers'. kohya's layout has either with underscores.
     """
-    comfyui_name = comfyui.of(name)
+    comfyui_name = comfyui.translate(name)
     unprefixed_name = name if comfyui_name is None else comfyui_name.removeprefix(comfyui.prefix)
     # Without duplicates: for many models both names are the same.
     for base_name in dict.fromkeys((name, unprefixed_name)):
-        yield from file_spellings(base_name)
+        yield from iterate_file_spellings(base_name)
     if comfyui_name is not None:
         yield comfyui_name
 
@@ -70,30 +72,32 @@ _DOTTED_PREFIXES = (
 _JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_")
 
 
-def file_spellings(name: str) -> Iterator[str]:
+def iterate_file_spellings(name: str) -> Iterator[str]:
     """Yield a layer's name with each prefix that files use, with dots and with underscores."""
     yield from (f"{prefix}{name}" for prefix in _DOTTED_PREFIXES)
     yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
 
 
-def layers_by_spelling(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
+def map_spellings_to_layers(
+    names: Iterator[str] | list[str], comfyui: LayerNames
+) -> dict[str, str]:
     """Map each spelling to its layer. Spellings that could mean several layers are left out."""
     layers: dict[str, str] = {}
     ambiguous = set()
     for name in names:
-        for spelling in set(spellings(name, comfyui)):
+        for spelling in set(iterate_spellings(name, comfyui)):
             # A spelling of two layers cannot be resolved.
             if layers.setdefault(spelling, name) != name:
                 ambiguous.add(spelling)
     return {spelling: name for spelling, name in layers.items() if spelling not in ambiguous}
 
 
-def _renamed(names: Mapping[str, str], name: str) -> str | None:
-    if name in names:
-        return names[name]
+def _apply_renames(renames: Mapping[str, str], name: str) -> str | None:
+    if name in renames:
+        return renames[name]
     # The mapping has one entry for all blocks.
     pattern, number = split_block_number(name)
-    new_name = names.get(pattern) if number else None
+    new_name = renames.get(pattern) if number else None
     return new_name and new_name.replace("*", number)
 
 

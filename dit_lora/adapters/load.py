@@ -14,25 +14,30 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.attach_file import peft_config
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_provenance
-from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS, kind_of
-from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
-from dit_lora.adapters.lora_file import OF_CONVERTERS, config_in, is_lora_tensor, read_lora
-from dit_lora.adapters.lora_mixins import lora_pipeline_class, with_lora
+from dit_lora.adapters.attach_file import build_peft_config
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_run_metadata
+from dit_lora.adapters.kinds import PEFT_ONLY_KINDS, get_adapter_kind
+from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
+from dit_lora.adapters.lora_file import (
+    CONVERTER_ERRORS,
+    is_lora_tensor,
+    parse_header_config,
+    read_lora,
+)
+from dit_lora.adapters.lora_mixins import get_lora_pipeline_class, with_lora
 from dit_lora.adapters.patterns import read_peft_config
-from dit_lora.environment.hub_files import result_folder
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.adapter_tensors import is_adapter, layer_of
+from dit_lora.environment.hub_files import resolve_result_folder
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor
 
 PEFT_FILES = (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME)
 """Files of an adapter in PEFT's format."""
 # Exceptions that Diffusers and PEFT raise for matrices that do not fit a model.
-_REFUSALS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
+_LOADER_ERRORS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
-class _Target:
+class _LoadTarget:
     """An adapter file and the model of a pipeline that it is loaded into."""
 
     pipeline: Any
@@ -43,13 +48,17 @@ class _Target:
     """The adapter's name; None for the loader's default."""
 
     @property
-    def where(self) -> Mapping[str, bool]:
+    def loader_kwargs(self) -> Mapping[str, bool]:
         """Arguments that tell Diffusers' loader which model to load into."""
         return {} if self.part == "transformer" else {f"load_into_{self.part}": True}
 
 
 def load_adapter(
-    pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNOWN, *, name: str | None = None
+    pipeline: Any,
+    adapter: str | Path,
+    comfyui: LayerNames = UNKNOWN_NAMES,
+    *,
+    name: str | None = None,
 ) -> None:
     """Load an adapter from a folder, a file or the Hub into a pipeline, with base weights that were trained with it.
 
@@ -64,50 +73,56 @@ def load_adapter(
     does not fit.
     """
     # Base weights are in the pipeline after this.
-    target = _with_base(pipeline, adapter, name)
+    target = _prepare_target(pipeline, adapter, name)
     try:
-        state = stock_state(type(pipeline), target.file)
-    except OF_CONVERTERS:
+        state = read_pipeline_state_dict(type(pipeline), target.file)
+    except CONVERTER_ERRORS:
         # The pipeline's loader cannot read the file: the reader below knows more forms.
         state = {}
     # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
-    is_stock_form = _is_known(pipeline, state) and not is_converted_lora(target.file, state)
-    if not in_peft_format(target.file) and not is_stock_form and not _is_base_alone(target.file):
-        _put_layers(target, comfyui)
+    is_stock_form = _has_known_layers(pipeline, state) and not is_converted_lora(target.file, state)
+    if (
+        not is_in_peft_format(target.file)
+        and not is_stock_form
+        and not _has_only_base_weights(target.file)
+    ):
+        _attach_layers(target, comfyui)
     else:
         _require_layers(target, state)
         try:
-            _by_stock(target)
-        except _REFUSALS as error:
+            _run_pipeline_loader(target)
+        except _LOADER_ERRORS as error:
             # The first line: PyTorch's error lists every mismatching tensor after it.
             reason = str(error).strip().partition("\n")[0]
             name = type(target.model).__name__
             raise DitLoraError(f"{target.file} does not load into {name}: {reason}") from error
-    _put_labels(pipeline, target.file)
+    _set_labels(pipeline, target.file)
 
 
-def load_as_stock(pipeline: Any, adapter: Path) -> None:
+def load_with_pipeline_loader(pipeline: Any, adapter: Path) -> None:
     """Load an adapter, and base weights saved with it, with the pipeline's own loader, which may silently ignore
     it.
     """
-    target = _with_base(pipeline, adapter)
-    _by_stock(target)
-    _put_labels(pipeline, target.file)
+    target = _prepare_target(pipeline, adapter)
+    _run_pipeline_loader(target)
+    _set_labels(pipeline, target.file)
 
 
-def in_peft_format(file: Path) -> bool:
+def is_in_peft_format(file: Path) -> bool:
     """True if this file is part of a folder in PEFT's format, with an adapter of a kind that Diffusers cannot read."""
     config = file.with_name(CONFIG_NAME)
     if file.name != SAFETENSORS_WEIGHTS_NAME or not config.is_file():
         return False
-    return kind_of(read_peft_config(config)) in WITHOUT_DIFFUSERS
+    return get_adapter_kind(read_peft_config(config)) in PEFT_ONLY_KINDS
 
 
-def stock_state(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
+def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch.Tensor]:
     """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
-    if in_peft_format(file):
-        return {_in_pipeline(name): tensor for name, tensor in load_file(file).items()}
-    loaded = lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
+    if is_in_peft_format(file):
+        return {_get_pipeline_name(name): tensor for name, tensor in load_file(file).items()}
+    loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(
+        file.parent, weight_name=file.name
+    )
     state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
     return state
 
@@ -119,63 +134,64 @@ def is_converted_lora(file: Path, state: Mapping[str, torch.Tensor]) -> bool:
     return names != state.keys() and all(is_lora_tensor(name) for name in names)
 
 
-def missing_names(pipeline_class: Any, file: Path) -> list[str]:
+def find_missing_names(pipeline_class: Any, file: Path) -> list[str]:
     """Tensors that a pipeline's loader needs to convert a file's names and that the file lacks.
 
     Empty if the conversion fails for another reason. Such loaders read names one after another and report only the
     first that is missing, so the conversion is repeated with a placeholder for each.
     """
     # Given tensors instead of a file, the method only converts names.
-    convert = lora_pipeline_class(pipeline_class).lora_state_dict
+    convert = get_lora_pipeline_class(pipeline_class).lora_state_dict
     tensors, missing = load_file(file), list[str]()
     names = list(tensors)
     while True:
         try:
             convert(dict(tensors))
         except KeyError as error:
-            name = _as_in_file(str(error.args[0]), names)
+            name = _restore_prefix(str(error.args[0]), names)
             if name in tensors:
                 return []
             missing.append(name)
             # A placeholder, so that the next attempt reports the next missing name.
             tensors[name] = torch.ones(()) if name.endswith(".alpha") else torch.ones(1, 1)
-        except OF_CONVERTERS:
+        except CONVERTER_ERRORS:
             return missing
         else:
             return missing
 
 
-def _as_in_file(asked: str, names: list[str]) -> str:
+def _restore_prefix(requested_name: str, names: list[str]) -> str:
     """A name that a converter asked for, with the prefix that it had removed from the file's names."""
     # The common prefix of all names is that of the smallest and the largest.
-    shared = min(names)[: _alike(min(names), max(names))]
+    shared = min(names)[: _count_common_characters(min(names), max(names))]
     # If several are equally good, take the longest: then the converter removed the whole common prefix.
     num_removed = max(
-        range(len(shared) + 1), key=lambda start: (_alike(shared[start:], asked), start)
+        range(len(shared) + 1),
+        key=lambda start: (_count_common_characters(shared[start:], requested_name), start),
     )
-    return shared[:num_removed] + asked
+    return shared[:num_removed] + requested_name
 
 
-def _alike(one: str, other: str) -> int:
+def _count_common_characters(first: str, second: str) -> int:
     """Length of the common prefix of two names."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _Target:
+def _prepare_target(pipeline: Any, adapter: str | Path, name: str | None = None) -> _LoadTarget:
     """Find the adapter file and its model, and load base weights that were saved with it."""
     # In place: DiT, Latte and PixArt have no LoRA methods of their own.
     with_lora(pipeline)
-    adapter = result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
+    adapter = resolve_result_folder(adapter, (ADAPTER_FILE, BASE_FILE, *PEFT_FILES))
     file = adapter / ADAPTER_FILE if adapter.is_dir() else adapter
-    if adapter.is_dir() and in_peft_format(adapter / SAFETENSORS_WEIGHTS_NAME):
+    if adapter.is_dir() and is_in_peft_format(adapter / SAFETENSORS_WEIGHTS_NAME):
         file = adapter / SAFETENSORS_WEIGHTS_NAME
     if not file.is_file():
         raise DitLoraError(f"no adapter at {file}")
     # Check the config in the header: Diffusers reads it too, and PEFT matches its patterns.
     with safe_open(file, framework="pt") as opened:
-        config_in(opened.metadata() or {}, file)
-    part = read_provenance(file).get("part", "transformer")
+        parse_header_config(opened.metadata() or {}, file)
+    part = read_run_metadata(file).get("part", "transformer")
     model = getattr(pipeline, part, None)
     if model is None:
         raise DitLoraError(
@@ -187,17 +203,17 @@ def _with_base(pipeline: Any, adapter: str | Path, name: str | None = None) -> _
     if base.is_file():
         # Base weights are loaded first, because PEFT renames the weights of the layers that it wraps.
         weights = load_file(base)
-        _grow_tables(model, weights)
+        _enlarge_embeddings(model, weights)
         # Missing names are expected: the file has only the trained weights.
         _, unexpected = model.load_state_dict(weights, strict=False)
         if unexpected:
-            raise DitLoraError(listed(f"{base}: the model has no such weights", unexpected))
-    return _Target(pipeline, model, file, part, name)
+            raise DitLoraError(format_list(f"{base}: the model has no such weights", unexpected))
+    return _LoadTarget(pipeline, model, file, part, name)
 
 
-def _by_stock(target: _Target) -> None:
+def _run_pipeline_loader(target: _LoadTarget) -> None:
     file = target.file
-    if in_peft_format(file):
+    if is_in_peft_format(file):
         lazy = next(target.model.parameters()).is_meta  # `meta` is not a device to load files to
         device = "cpu" if lazy else str(next(target.model.parameters()).device)
         peft.PeftModel.from_pretrained(
@@ -217,42 +233,42 @@ def _by_stock(target: _Target) -> None:
         )
     else:
         target.pipeline.load_lora_weights(
-            file.parent, weight_name=file.name, adapter_name=target.name, **target.where
+            file.parent, weight_name=file.name, adapter_name=target.name, **target.loader_kwargs
         )
 
 
-def _in_pipeline(name: str) -> str:
+def _get_pipeline_name(name: str) -> str:
     return f"transformer.{name.removeprefix('base_model.model.')}"
 
 
-def _is_known(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
+def _has_known_layers(pipeline: Any, state: Mapping[str, torch.Tensor]) -> bool:
     """True if the state has adapted layers under a prefix that the pipeline loads into."""
     # Names begin with the component, such as `transformer.`.
     parts = tuple(f"{part}." for part in pipeline._lora_loadable_modules)
-    return any(name.startswith(parts) and is_adapter(name) for name in state)
+    return any(name.startswith(parts) and is_adapter_tensor(name) for name in state)
 
 
-def _is_base_alone(file: Path) -> bool:
+def _has_only_base_weights(file: Path) -> bool:
     return file.with_name(BASE_FILE).is_file() and not load_file(file)
 
 
-def _require_layers(target: _Target, state: Mapping[str, torch.Tensor]) -> None:
+def _require_layers(target: _LoadTarget, state: Mapping[str, torch.Tensor]) -> None:
     """Raise `DitLoraError` that lists all layers the model lacks. Diffusers would warn and load the others."""
     modules = {name for name, _ in target.model.named_modules()}
     # Names of layers without duplicates, in the file's order.
     layers = dict.fromkeys(
-        layer_of(name.removeprefix("transformer."))
+        get_layer_name(name.removeprefix("transformer."))
         for name in state
-        if name.startswith("transformer.") and is_adapter(name)
+        if name.startswith("transformer.") and is_adapter_tensor(name)
     )
     unknown = [name for name in layers if name not in modules]
     if unknown:
         name = type(target.model).__name__
         text = f"{target.file} was trained on another model than this {name}; these of its layers are not in the model"
-        raise DitLoraError(listed(text, unknown))
+        raise DitLoraError(format_list(text, unknown))
 
 
-def _put_layers(target: _Target, comfyui: LayerNames) -> None:
+def _attach_layers(target: _LoadTarget, comfyui: LayerNames) -> None:
     """Attach the layers that `read_lora` finds in a file, with the file's alphas."""
     layers = read_lora(target.file, target.model, comfyui, type(target.pipeline)).layers
     # Names as in PEFT's state dicts, for a loader that expects no prefix.
@@ -261,13 +277,13 @@ def _put_layers(target: _Target, comfyui: LayerNames) -> None:
         for name, layer in layers.items()
         for part, matrix in (("A", layer.a), ("B", layer.b))
     }
-    config = peft_config(layers, list(layers)).to_dict()
+    config = build_peft_config(layers, list(layers)).to_dict()
     target.model.load_lora_adapter(state, prefix=None, metadata=config, adapter_name=target.name)
 
 
-def _put_labels(pipeline: Any, file: Path) -> None:
+def _set_labels(pipeline: Any, file: Path) -> None:
     # Class names by row of the class table.
-    labels = (read_provenance(file).get("index") or {}).get("id2label", {})
+    labels = (read_run_metadata(file).get("index") or {}).get("id2label", {})
     # DiTPipeline splits names at commas, too: a class may have several names.
     if labels and hasattr(pipeline, "labels"):
         pipeline.labels = {
@@ -275,7 +291,7 @@ def _put_labels(pipeline: Any, file: Path) -> None:
         }
 
 
-def _grow_tables(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+def _enlarge_embeddings(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Enlarge embedding tables for the rows that training added, for classes new to the model."""
     for name, module in model.named_modules():
         weight = weights.get(f"{name}.weight")

@@ -23,23 +23,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from dit_lora.adapters.layer_names import LayerNames, layers_by_spelling
-from dit_lora.adapters.lora_mixins import lora_pipeline_class
+from dit_lora.adapters.layer_names import LayerNames, map_spellings_to_layers
+from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
-from dit_lora.adapters.published_names import layers_by_published_spelling, split_rows
-from dit_lora.config.lora import FROM_WEIGHT
-from dit_lora.config.records import AdapterConfig, CheckpointState, checked, read_typed, typed
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.finite import not_finite
+from dit_lora.adapters.published_names import map_published_spellings, split_rows
+from dit_lora.config.lora import WEIGHT_INITS
+from dit_lora.config.records import (
+    AdapterConfig,
+    CheckpointState,
+    parse_typed_json,
+    read_typed_json,
+    validate_value,
+)
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.finite import describe_nonfinite_tensors
 
 # A or B as PEFT, kohya or Diffusers' older versions name it, with or without the adapter's name.
-_MATRIX = re.compile(
+_MATRIX_NAME = re.compile(
     r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"
 )
-_ALPHA = re.compile(r"(.+)\.alpha")
-_IS_A = ("lora_A", "lora_down", "lora.down")
+_ALPHA_NAME = re.compile(r"(.+)\.alpha")
+_NAMES_OF_A = ("lora_A", "lora_down", "lora.down")
 # Exceptions that Diffusers' converters raise for unknown names and sizes: FLUX's converter has its sizes built in.
-OF_CONVERTERS = (
+CONVERTER_ERRORS = (
     ValueError,
     LookupError,
     AttributeError,
@@ -50,7 +56,7 @@ WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetens
 """Files of a run's checkpoint: trained weights, their moving averages, and the state with the run's settings."""
 MAX_TENSORS = 100_000
 """Largest number of tensors of an adapter file. A published one has a few thousand; a million would take minutes."""
-_METADATA = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
+_METADATA_KEY = "lora_adapter_metadata"  # the key of PEFT's config in a header that Diffusers wrote
 
 
 Tensors = Mapping[str, torch.Tensor]
@@ -91,41 +97,43 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
     safetensors or have values that are not finite.
     """
     # PEFT's config comes from its own file, or from the header.
-    tensors, header = _opened(file)
+    tensors, header = _read_file(file)
     config_file = file.with_name(CONFIG_NAME)
     in_peft_format = file.name == SAFETENSORS_WEIGHTS_NAME and config_file.is_file()
-    config = read_peft_config(config_file) if in_peft_format else config_in(header, file)
-    checkpoint_config = _config_of_checkpoint(file)
+    config = read_peft_config(config_file) if in_peft_format else parse_header_config(header, file)
+    checkpoint_config = _read_checkpoint_config(file)
     require_bounded_patterns(checkpoint_config, file.with_name(STATE_FILE))
     # Tensors by layer, with the model's names.
-    sorted_out = _by_layer(file, tensors, model, comfyui, pipeline_class)
-    factors_by_layer = sorted_out.found
+    sorted_out = _sort_by_layer(file, tensors, model, comfyui, pipeline_class)
+    factors_by_layer = sorted_out.factors_by_layer
     # A checkpoint's file has no alpha: it comes from the run's settings.
     if checkpoint_config is not None:
         for name, factors in factors_by_layer.items():
-            factors["alpha"] = torch.tensor(_alpha(name, factors, checkpoint_config))
+            factors["alpha"] = torch.tensor(_get_alpha(name, factors, checkpoint_config))
     message = f"{file} was trained on another model than this {type(model).__name__}"
     # Report all shapes at once.
     mismatches = sorted_out.mismatches
     mismatches += [
         mismatch
         for name, factors in factors_by_layer.items()
-        for mismatch in _misfits(model, name, factors)
+        for mismatch in _find_shape_mismatches(model, name, factors)
     ]
     if mismatches:
-        raise DitLoraError(listed(message, mismatches))
-    bad = not_finite([(name, tensor) for name, tensor in tensors.items()])
+        raise DitLoraError(format_list(message, mismatches))
+    bad = describe_nonfinite_tensors([(name, tensor) for name, tensor in tensors.items()])
     if bad:
-        raise DitLoraError(listed(f"{file}: these tensors are not finite", bad))
+        raise DitLoraError(format_list(f"{file}: these tensors are not finite", bad))
     layers = {
         # fp32, whatever the file has: training continues in fp32.
-        name: StoredLayer(factors["A"].float(), factors["B"].float(), _alpha(name, factors, config))
+        name: StoredLayer(
+            factors["A"].float(), factors["B"].float(), _get_alpha(name, factors, config)
+        )
         for name, factors in sorted(factors_by_layer.items())
     }
     files = {"sha256": file} | ({"config_sha256": config_file} if in_peft_format else {})
     if any("alpha" in factors for factors in factors_by_layer.values()):
         config = None  # its alpha is not used
-    digests = {name: _sha256(path) for name, path in files.items()}
+    digests = {name: _hash_file(path) for name, path in files.items()}
     return LoraFile(file, config, layers, digests)
 
 
@@ -137,21 +145,21 @@ def require_few_tensors(file: Path, names: Collection[str]) -> None:
 
 def is_lora_tensor(name: str) -> bool:
     """True if a name in a file is that of A, B or alpha of some layer, of any model."""
-    return _MATRIX.fullmatch(name) is not None or _ALPHA.fullmatch(name) is not None
+    return _MATRIX_NAME.fullmatch(name) is not None or _ALPHA_NAME.fullmatch(name) is not None
 
 
-def _opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_file(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         # Load values even if the caller builds its model on `meta`.
         with torch.device("cpu"), safe_open(file, framework="pt") as opened:
             require_few_tensors(file, opened.keys())
             header = dict(opened.metadata() or {})
-            return tensors_in(file), header
+            return read_tensors(file), header
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"{file} is not a safetensors file, or not whole: {error}") from error
 
 
-def tensors_in(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """A file's tensors. For a run's checkpoint, moving averages replace the weights if the run keeps them."""
     tensors, averages = load_file(file), file.with_name(AVERAGES_FILE)
     if file.name == WEIGHTS_FILE and averages.is_file():
@@ -162,19 +170,19 @@ def tensors_in(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def config_in(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
+def parse_header_config(header: Mapping[str, str], file: Path) -> dict[str, Any] | None:
     """PEFT's config of the transformer's adapter, from a header that Diffusers wrote; None without one."""
-    description = f"{file}: its header's {_METADATA}"
-    stored = typed(header.get(_METADATA, "{}"), dict[str, Any], description)
+    description = f"{file}: its header's {_METADATA_KEY}"
+    stored = parse_typed_json(header.get(_METADATA_KEY, "{}"), dict[str, Any], description)
     # Diffusers writes the configs of all components into one mapping, each key with its component.
     prefix = "transformer."
     config = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
-    config = dict(checked(config, AdapterConfig, description))
+    config = dict(validate_value(config, AdapterConfig, description))
     require_bounded_patterns(config, file)
     return config or None
 
 
-def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
+def _read_checkpoint_config(file: Path) -> dict[str, Any] | None:
     """The keys of PEFT's config that set alpha, from the run whose checkpoint this file belongs to; None for other
     files.
 
@@ -184,9 +192,9 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
     if file.name != WEIGHTS_FILE or not state_file.is_file():
         return None
     # The settings that the run's trajectory depends on, by recipe key.
-    identity = read_typed(state_file, CheckpointState)["identity"]
+    identity = read_typed_json(state_file, CheckpointState)["identity"]
     init = identity.get("lora.init")
-    if init in FROM_WEIGHT:
+    if init in WEIGHT_INITS:
         # RUN/checkpoints/STEP/trainable.safetensors.
         run = file.absolute().parents[2]
         raise DitLoraError(
@@ -208,14 +216,14 @@ def _config_of_checkpoint(file: Path) -> dict[str, Any] | None:
 
 Factors = dict[str, torch.Tensor]
 """Those of A, B and alpha that the file has for a layer."""
-Found = dict[str, Factors]
+FactorsByLayer = dict[str, Factors]
 
 
 @dataclass
-class _Sorted:
+class _SortedTensors:
     """A file's tensors by layer, and those that belong to no layer of the model."""
 
-    found: Found = field(default_factory=dict)
+    factors_by_layer: FactorsByLayer = field(default_factory=dict)
     """Factors by Diffusers' layer name."""
     problems: dict[str, list[str]] = field(default_factory=dict)
     """Names from the file, by the reason for refusing them."""
@@ -239,7 +247,7 @@ _REASONS = {
     _DUPLICATE: "these layers are in it twice",
     _INCOMPLETE: "it is not whole: these layers lack a matrix",
 }
-_NO_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
+_NOT_LORA = "this takes LoRA matrices (lora_A, lora_B) alone; it has"
 _OTHER_TENSORS = (
     (re.compile(r"\.(dora_scale|lora_magnitude_vector(\.\w+)?|magnitude)(\.|$)"), "DoRA"),
     (re.compile(r"\.(lokr_|hada_|oft_|boft_)"), "LoKr, LoHa or OFT"),
@@ -255,48 +263,52 @@ _TEXT_ENCODER_NAME = re.compile(
 )
 
 
-def _by_layer(
+def _sort_by_layer(
     file: Path, tensors: Tensors, model: nn.Module, comfyui: LayerNames, pipeline_class: Any
-) -> _Sorted:
+) -> _SortedTensors:
     """Sort A, B and alpha by layer. Raises `DitLoraError` that lists all tensors that are something else, or of no
     layer.
     """
     # First without conversion: names of Diffusers, PEFT, ComfyUI, kohya and the published model.
-    spelled = _Spelled.of_model(model, comfyui)
-    sorted_out = _sort_out(tensors, spelled)
+    spelled = _ModelNames.of_model(model, comfyui)
+    sorted_out = _sort_tensors(tensors, spelled)
     if _UNKNOWN in sorted_out.problems and pipeline_class is not None:
         # The file may have a form that only the pipeline's own loader knows.
-        converted = _convert(file, tensors, pipeline_class)
-        converted_layers = _sort_out(converted, spelled) if converted else None
+        converted = _convert_with_pipeline(file, tensors, pipeline_class)
+        converted_layers = _sort_tensors(converted, spelled) if converted else None
         # If the conversion leaves problems too, the first attempt's are reported, with the file's own names.
         if converted_layers is not None and not converted_layers.problems:
             sorted_out = converted_layers
     if sorted_out.problems:
-        raise DitLoraError(_refusal(file, sorted_out.problems))
-    if not sorted_out.found and not sorted_out.mismatches:
+        raise DitLoraError(_describe_problems(file, sorted_out.problems))
+    if not sorted_out.factors_by_layer and not sorted_out.mismatches:
         raise DitLoraError(f"{file} has no LoRA matrices of a transformer")
     return sorted_out
 
 
 @dataclass(frozen=True)
-class _Spelled:
+class _ModelNames:
     """The names that a file may use for this model's layers."""
 
     model: nn.Module
     layers: Mapping[str, str]
-    published: Mapping[str, list[str]]
+    published_layers: Mapping[str, list[str]]
 
     @classmethod
-    def of_model(cls, model: nn.Module, comfyui: LayerNames) -> "_Spelled":
+    def of_model(cls, model: nn.Module, comfyui: LayerNames) -> "_ModelNames":
         names = [name for name, _ in model.named_modules() if name]
-        published = layers_by_published_spelling(model, names)
-        return cls(model, layers_by_spelling(names, comfyui), published)
+        published = map_published_spellings(model, names)
+        return cls(model, map_spellings_to_layers(names, comfyui), published)
 
 
-def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
-    sorted_out, seen_layers = _Sorted(), set[str]()
-    for name, factors in _group(tensors, sorted_out).items():
-        layers = [spelled.layers[name]] if name in spelled.layers else spelled.published.get(name)
+def _sort_tensors(tensors: Tensors, model_names: _ModelNames) -> _SortedTensors:
+    sorted_out, seen_layers = _SortedTensors(), set[str]()
+    for name, factors in _group_by_layer_name(tensors, sorted_out).items():
+        layers = (
+            [model_names.layers[name]]
+            if name in model_names.layers
+            else model_names.published_layers.get(name)
+        )
         # Alpha is optional.
         missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
@@ -308,41 +320,41 @@ def _sort_out(tensors: Tensors, spelled: _Spelled) -> _Sorted:
             sorted_out.refuse(
                 _INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}"
             )
-        elif name in spelled.layers:
+        elif name in model_names.layers:
             # A name of Diffusers' or ComfyUI's layer stands for one layer.
-            sorted_out.found[layers[0]] = factors
+            sorted_out.factors_by_layer[layers[0]] = factors
         else:
-            _add_published(sorted_out, spelled.model, name, layers, factors)
+            _add_published(sorted_out, model_names.model, name, layers, factors)
         # A layer may occur in one spelling only.
         seen_layers.update(layers or ())
     return sorted_out
 
 
 def _add_published(
-    sorted_out: _Sorted, model: nn.Module, name: str, layers: list[str], factors: Factors
+    sorted_tensors: _SortedTensors, model: nn.Module, name: str, layers: list[str], factors: Factors
 ) -> None:
     """Add the parts of a published model's joined layer. They share A and alpha, and each has its own rows of B."""
-    sizes = [_weight_size(model, layer) for layer in layers]
+    sizes = [_get_weight_shape(model, layer) for layer in layers]
     # Output rows of each layer, in the order in which the joined layer has them.
     rows = [size[0] if size else 0 for size in sizes]
     # B is (outputs of all parts together, rank).
     if len(factors["B"]) != sum(rows):
         message = f"made for {len(factors['B'])} outputs, the model's {', '.join(layers)} have {sum(rows)}"
-        sorted_out.mismatches.append(f"{name}.lora_B.weight: {message}")
+        sorted_tensors.mismatches.append(f"{name}.lora_B.weight: {message}")
         return
     parts = split_rows(model, layers, factors["B"], rows)
     for layer, b in zip(layers, parts, strict=True):
-        sorted_out.found[layer] = {**factors, "B": b}
+        sorted_tensors.factors_by_layer[layer] = {**factors, "B": b}
 
 
-def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
+def _group_by_layer_name(tensors: Tensors, sorted_tensors: _SortedTensors) -> FactorsByLayer:
     """Group a file's tensors by the file's own layer names, and refuse those that are not part of a LoRA."""
-    groups: Found = defaultdict(dict)
+    groups: FactorsByLayer = defaultdict(dict)
     for key, tensor in tensors.items():
         # Group 1 is the layer's name, group 2 of a matrix its kind.
-        matrix, alpha = _MATRIX.fullmatch(key), _ALPHA.fullmatch(key)
+        matrix, alpha = _MATRIX_NAME.fullmatch(key), _ALPHA_NAME.fullmatch(key)
         if matrix is not None:
-            name, part = matrix[1], "A" if matrix[2] in _IS_A else "B"
+            name, part = matrix[1], "A" if matrix[2] in _NAMES_OF_A else "B"
         elif alpha is not None and tensor.numel() == 1:
             name, part = alpha[1], "alpha"
         else:
@@ -350,25 +362,27 @@ def _group(tensors: Tensors, sorted_out: _Sorted) -> Found:
             is_text = _TEXT_ENCODER_NAME.match(key)
             kind = next((label for form, label in _OTHER_TENSORS if form.search(key)), "")
             description = f"{key}: {kind}" if kind else key
-            sorted_out.refuse(*((_TEXT_ENCODER, key) if is_text else (_NO_LORA, description)))
+            sorted_tensors.refuse(*((_TEXT_ENCODER, key) if is_text else (_NOT_LORA, description)))
             continue
         if part in groups[name]:
-            sorted_out.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
+            sorted_tensors.refuse(_DUPLICATE, f"{key}: a second lora_{part} of {name}")
         groups[name][part] = tensor
     return groups
 
 
-def _refusal(file: Path, problems: Mapping[str, list[str]]) -> str:
+def _describe_problems(file: Path, problems: Mapping[str, list[str]]) -> str:
     """One line with the reasons why a file is refused, then the names that caused it."""
     reasons = [
         _REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()
     ]
-    return listed(
+    return format_list(
         f"{file}: {'; '.join(reasons)}", [name for names in problems.values() for name in names]
     )
 
 
-def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:
+def _convert_with_pipeline(
+    file: Path, tensors: Tensors, pipeline_class: Any
+) -> dict[str, torch.Tensor] | None:
     """Convert a file with the pipeline's own loader; None if the loader does not know the form.
 
     Diffusers' converters silently drop some tensors and some alphas. So alpha is multiplied into B before the
@@ -382,7 +396,7 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
     leaves = {name: tensor.detach().float().requires_grad_() for name, tensor in folded.items()}
     try:
         with torch.enable_grad():
-            state = lora_pipeline_class(pipeline_class).lora_state_dict(dict(leaves))
+            state = get_lora_pipeline_class(pipeline_class).lora_state_dict(dict(leaves))
             state = state[0] if isinstance(state, tuple) else state
             # Results that do not require a gradient were made by the converter itself.
             reached = [tensor.sum() for tensor in state.values() if tensor.requires_grad]
@@ -391,38 +405,38 @@ def _convert(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, tor
             gradients = torch.autograd.grad(
                 torch.stack(reached).sum(), list(leaves.values()), allow_unused=True
             )
-    except OF_CONVERTERS:
+    except CONVERTER_ERRORS:
         return None
     # No gradient: no result depends on this tensor.
     dropped = [name for name, grad in zip(leaves, gradients, strict=True) if grad is None]
     if dropped:
         message = f"{file}: {pipeline_class.__name__} takes the others of its tensors and would drop these"
-        raise DitLoraError(listed(message, dropped))
+        raise DitLoraError(format_list(message, dropped))
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _fold_alphas(tensors: Tensors) -> dict[str, torch.Tensor] | None:
     """Multiply alpha / rank into B; None if a tensor is not part of a LoRA or an alpha has no factors."""
-    unsorted = _Sorted()
-    groups = _group(tensors, unsorted)
+    unsorted = _SortedTensors()
+    groups = _group_by_layer_name(tensors, unsorted)
     if unsorted.problems or any(not {"A", "B"} <= factors.keys() for factors in groups.values()):
         return None
     folded = {}
     for key, tensor in tensors.items():
-        matrix = _MATRIX.fullmatch(key)
+        matrix = _MATRIX_NAME.fullmatch(key)
         if matrix is None:
             continue
         factors = groups[matrix[1]]
         scale = 1.0
         # The scale belongs into the product once, so only B is multiplied.
-        if matrix[2] not in _IS_A and "alpha" in factors:
+        if matrix[2] not in _NAMES_OF_A and "alpha" in factors:
             # A has one row per rank.
             scale = float(factors["alpha"].item()) / len(factors["A"])
         folded[key] = tensor * scale
     return folded
 
 
-def _weight_size(model: nn.Module, layer: str) -> list[int] | None:
+def _get_weight_shape(model: nn.Module, layer: str) -> list[int] | None:
     """Shape of a layer's weight, (outputs, inputs, ...); None for anything but linear layers and 2D convolutions."""
     module = model.get_submodule(layer)
     if isinstance(module, BaseTunerLayer):  # the model has another adapter
@@ -436,12 +450,14 @@ def _weight_size(model: nn.Module, layer: str) -> list[int] | None:
     return list(module.weight.shape) if isinstance(module, nn.Conv2d) else None
 
 
-def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> list[str]:
+def _find_shape_mismatches(
+    model: nn.Module, layer: str, factors: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Messages about a layer's matrices whose shapes do not fit the layer's weight or each other."""
-    size = _weight_size(model, layer)
+    size = _get_weight_shape(model, layer)
     if size is None:
         return [f"{layer}: no linear layer and no 2D convolution"]
-    a, b = own["A"], own["B"]
+    a, b = factors["A"], factors["B"]
     # Ranks are compared only if inputs and outputs fit.
     misfits = []
     # A is (rank, inputs, ...) and B (outputs, rank, ...): compare inputs and outputs with the layer.
@@ -455,10 +471,12 @@ def _misfits(model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> l
     return misfits
 
 
-def _alpha(layer: str, own: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> float:
-    rank = len(own["A"])
-    if "alpha" in own:
-        return float(own["alpha"].item())
+def _get_alpha(
+    layer: str, factors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None
+) -> float:
+    rank = len(factors["A"])
+    if "alpha" in factors:
+        return float(factors["alpha"].item())
     if config is None or config.get("lora_alpha") is None:
         return rank
     # As in PEFT: the first matching pattern decides, else `lora_alpha`.
@@ -468,6 +486,6 @@ def _alpha(layer: str, own: Mapping[str, torch.Tensor], config: Mapping[str, Any
     return float(alpha) * math.sqrt(rank) if config.get("use_rslora") else alpha
 
 
-def _sha256(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from diffusers.loaders import CogVideoXLoraLoaderMixin, FluxLoraLoaderMixin, Pef
 from torch import nn
 from transformers import PreTrainedModel
 
-from dit_lora.numerics.quantized_linear import NarrowLinear
+from dit_lora.numerics.quantized_linear import QuantizedLinear
 
 Pipeline = TypeVar("Pipeline", bound=Any)
 
@@ -25,41 +25,41 @@ def with_lora(pipeline: Pipeline) -> Pipeline:
     for part in ("transformer", "transformer_2"):
         model = getattr(pipeline, part, None)
         if model is not None:
-            adaptable(model)
+            add_adapter_methods(model)
     # Changing the class of the object keeps all references to it valid.
     if not hasattr(pipeline, "load_lora_weights"):
-        pipeline.__class__ = lora_pipeline_class(type(pipeline))
+        pipeline.__class__ = get_lora_pipeline_class(type(pipeline))
     return pipeline
 
 
-def adaptable(model: nn.Module) -> nn.Module:
+def add_adapter_methods(model: nn.Module) -> nn.Module:
     """Give the model `add_adapter`, in place, and return it. Models of Transformers have it already."""
     if not isinstance(model, PeftAdapterMixin | PreTrainedModel):
-        model.__class__ = _composed(type(model), PeftAdapterMixin)
+        model.__class__ = _compose_class(type(model), PeftAdapterMixin)
     return model
 
 
-def lora_pipeline_class(pipeline_class: type) -> Any:
+def get_lora_pipeline_class(pipeline_class: type) -> Any:
     """The class itself if it can load LoRA weights, else a subclass that can."""
     if hasattr(pipeline_class, "save_lora_weights"):
         return pipeline_class
     # Of Diffusers' LoRA mixins, this one loads into `transformer` only.
-    return _composed(pipeline_class, CogVideoXLoraLoaderMixin)
+    return _compose_class(pipeline_class, CogVideoXLoraLoaderMixin)
 
 
-def over_narrow_layers(pipeline: Pipeline) -> Pipeline:
-    """Let the pipeline load LoRA into `NarrowLinear` layers too, in place, and return it.
+def allow_quantized_layers(pipeline: Pipeline) -> Pipeline:
+    """Let the pipeline load LoRA into `QuantizedLinear` layers too, in place, and return it.
 
     FLUX.1's loader compares the shape of each weight with the file's, and would replace a layer whose codes have
     another shape with a wider one. It handles bitsandbytes' layers, but not these.
     """
     if isinstance(pipeline, FluxLoraLoaderMixin):
-        shapes = {"_calculate_module_shape": staticmethod(_module_shape)}
-        pipeline.__class__ = _composed(type(pipeline), **shapes)
+        shapes = {"_calculate_module_shape": staticmethod(_get_module_shape)}
+        pipeline.__class__ = _compose_class(type(pipeline), **shapes)
     return pipeline
 
 
-def _module_shape(
+def _get_module_shape(
     model: nn.Module,
     base_module: nn.Linear | None = None,
     base_weight_param_name: str | None = None,
@@ -67,13 +67,13 @@ def _module_shape(
     module: Any = base_module
     if base_weight_param_name is not None:
         module = model.get_submodule(base_weight_param_name.removesuffix(".weight"))
-    if isinstance(module, NarrowLinear):
+    if isinstance(module, QuantizedLinear):
         return torch.Size((module.out_features, module.in_features))
     shape: torch.Size = FluxLoraLoaderMixin._calculate_module_shape(model, base_module=module)
     return shape
 
 
-def _composed(base: type, *mixins: type, **members: Any) -> type:
+def _compose_class(base: type, *mixins: type, **members: Any) -> type:
     # save_pretrained writes the name of the class, so the new class keeps it.
     members |= {"__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (base, *mixins), members)

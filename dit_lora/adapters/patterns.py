@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.records import AdapterConfig, read_typed
+from dit_lora.config.records import AdapterConfig, read_typed_json
 from dit_lora.errors import DitLoraError
 
 MAX_WAYS = 100_000
@@ -19,10 +19,10 @@ MAX_PATTERNS = 5_000
 """Two for every layer of the largest model here are about 3,000."""
 MAX_PATTERN_CHARACTERS = 200_000
 """A list of every layer of a large model, joined into one expression, has about 50,000."""
-_MAX_NAME = 64  # characters of a layer's name that an unbounded repeat can run over
-_MAX_SHOWN = 60
-_ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "IN", "ANY"}
-_REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
+_MAX_NAME_CHARACTERS = 64  # characters of a layer's name that an unbounded repeat can run over
+_MAX_SHOWN_CHARACTERS = 60
+_SINGLE_CHARACTER_OPS = {"LITERAL", "NOT_LITERAL", "IN", "ANY"}
+_REPEAT_OPS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 # `re.compile` parses with this module; it has no public name.
 _PARSER: Any = re._parser  # type: ignore[attr-defined]
 
@@ -34,26 +34,30 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
         config: PEFT's config as a file holds it, or a provenance with the same keys; None is accepted.
         source: The file, for the message.
     """
-    patterns = list(_patterns_in(config or {}))
+    patterns = list(_iterate_patterns(config or {}))
     if len(patterns) > MAX_PATTERNS:
         raise DitLoraError(
             f"{source}: its config has {len(patterns):,} patterns, more than {MAX_PATTERNS:,}"
         )
     for option, pattern in patterns:
-        reason = unbounded_reason(pattern)
+        reason = find_unbounded_reason(pattern)
         if reason:
-            excerpt = pattern if len(pattern) <= _MAX_SHOWN else f"{pattern[:_MAX_SHOWN]}..."
+            excerpt = (
+                pattern
+                if len(pattern) <= _MAX_SHOWN_CHARACTERS
+                else f"{pattern[:_MAX_SHOWN_CHARACTERS]}..."
+            )
             raise DitLoraError(f"{source}: {option} holds {excerpt!r}, which {reason}")
 
 
 def read_peft_config(file: Path) -> dict[str, Any]:
     """Read PEFT's config from its own file, and refuse expressions in it that cannot be matched in bounded time."""
-    config = dict(read_typed(file, AdapterConfig))
+    config = dict(read_typed_json(file, AdapterConfig))
     require_bounded_patterns(config, file)
     return config
 
 
-def unbounded_reason(pattern: str) -> str | None:
+def find_unbounded_reason(pattern: str) -> str | None:
     """Say why a regular expression is refused; None if it can be matched in bounded time."""
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         return f"has {len(pattern):,} characters, more than {MAX_PATTERN_CHARACTERS:,}"
@@ -73,7 +77,7 @@ class _UnboundedError(Exception):
     """An expression whose ways to match are not counted."""
 
 
-def _patterns_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _iterate_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the expressions of a config: lists of targets hold the ends of names, which are compared as text."""
     for option in ("target_modules", "exclude_modules"):
         if isinstance(config.get(option), str):
@@ -105,7 +109,7 @@ def _count_ways(items: Iterable[tuple[Any, Any]]) -> int:
 
 
 def _count_item_ways(operation: str, argument: Any) -> int:
-    if operation in _ONE_CHARACTER or operation == "AT":
+    if operation in _SINGLE_CHARACTER_OPS or operation == "AT":
         return 1
     # (group, flags added, flags removed, items).
     if operation == "SUBPATTERN":
@@ -115,19 +119,19 @@ def _count_item_ways(operation: str, argument: Any) -> int:
     if operation == "BRANCH":
         # Alternatives exclude each other in one match, so their ways are added.
         return sum(_count_ways(branch) for branch in argument[1])
-    if operation in _REPEATS:
+    if operation in _REPEAT_OPS:
         return _count_repeat_ways(*argument)
     raise _UnboundedError("uses a back-reference or a condition; write it without")
 
 
-def _count_repeat_ways(least: int, most: int, repeated: Any) -> int:
+def _count_repeat_ways(min_count: int, max_count: int, repeated: Any) -> int:
     # An optional item: absent, or matched in one of its ways.
-    if most <= 1:
+    if max_count <= 1:
         return 1 + _count_ways(repeated)
     parts = [str(operation) for operation, _ in repeated]
-    if len(parts) != 1 or parts[0] not in _ONE_CHARACTER:
+    if len(parts) != 1 or parts[0] not in _SINGLE_CHARACTER_OPS:
         raise _UnboundedError(
             "repeats a group, which can take years to match; repeat single characters only"
         )
     # A repeat of single characters can end after any number of them between the bounds.
-    return 1 + min(most, _MAX_NAME) - min(least, _MAX_NAME)
+    return 1 + min(max_count, _MAX_NAME_CHARACTERS) - min(min_count, _MAX_NAME_CHARACTERS)

@@ -15,16 +15,18 @@ import torch
 from diffusers.models.normalization import AdaLayerNormContinuous
 from torch import nn
 
-from dit_lora.adapters.layer_names import file_spellings, split_block_number
+from dit_lora.adapters.layer_names import iterate_file_spellings, split_block_number
 
-Names = Mapping[str, tuple[str, ...]]
+PublishedNames = Mapping[str, tuple[str, ...]]
 
 
-def _joined(published: str, block: str, layers: str) -> dict[str, tuple[str, ...]]:
+def _map_joined_layer(published: str, block: str, layers: str) -> dict[str, tuple[str, ...]]:
     return {published: tuple(f"{block}.{layer}" for layer in layers.split())}
 
 
-def _renamed(prefix: str, block: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def _map_renamed_layers(
+    prefix: str, block: str, names: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
     return {
         f"{prefix}{published_name}": (f"{block}{diffusers_name}",)
         for published_name, diffusers_name in names.items()
@@ -32,15 +34,15 @@ def _renamed(prefix: str, block: str, names: Mapping[str, str]) -> dict[str, tup
 
 
 _FLUX_BLOCK = "transformer_blocks.*"
-_FLUX_ATTENTION: Names = {
-    **_joined("double_blocks.*.img_attn.qkv", f"{_FLUX_BLOCK}.attn", "to_q to_k to_v"),
-    **_joined(
+_FLUX_ATTENTION: PublishedNames = {
+    **_map_joined_layer("double_blocks.*.img_attn.qkv", f"{_FLUX_BLOCK}.attn", "to_q to_k to_v"),
+    **_map_joined_layer(
         "double_blocks.*.txt_attn.qkv", f"{_FLUX_BLOCK}.attn", "add_q_proj add_k_proj add_v_proj"
     ),
     "double_blocks.*.img_attn.proj": (f"{_FLUX_BLOCK}.attn.to_out.0",),
     "double_blocks.*.txt_attn.proj": (f"{_FLUX_BLOCK}.attn.to_add_out",),
 }
-_FLUX_ENDS: Names = {
+_FLUX_ENDS: PublishedNames = {
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
     "final_layer.linear": ("proj_out",),
@@ -48,7 +50,7 @@ _FLUX_ENDS: Names = {
 }
 
 
-def _flux_embedders(module: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def _map_flux_embedders(module: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {
         f"{published_name}.{layer}": (f"{module}.{diffusers_name}.linear_{number}",)
         for published_name, diffusers_name in names.items()
@@ -56,10 +58,10 @@ def _flux_embedders(module: str, names: Mapping[str, str]) -> dict[str, tuple[st
     }
 
 
-_FLUX: Names = {
+_FLUX: PublishedNames = {
     **_FLUX_ATTENTION,
     **_FLUX_ENDS,
-    **_renamed(
+    **_map_renamed_layers(
         "double_blocks.*.",
         f"{_FLUX_BLOCK}.",
         {
@@ -71,17 +73,17 @@ _FLUX: Names = {
             "txt_mod.lin": "norm1_context.linear",
         },
     ),
-    **_joined(
+    **_map_joined_layer(
         "single_blocks.*.linear1",
         "single_transformer_blocks.*",
         "attn.to_q attn.to_k attn.to_v proj_mlp",
     ),
-    **_renamed(
+    **_map_renamed_layers(
         "single_blocks.*.",
         "single_transformer_blocks.*.",
         {"linear2": "proj_out", "modulation.lin": "norm.linear"},
     ),
-    **_flux_embedders(
+    **_map_flux_embedders(
         "time_text_embed",
         {
             "time_in": "timestep_embedder",
@@ -90,10 +92,10 @@ _FLUX: Names = {
         },
     ),
 }
-_FLUX2: Names = {
+_FLUX2: PublishedNames = {
     **_FLUX_ATTENTION,
     **_FLUX_ENDS,
-    **_renamed(
+    **_map_renamed_layers(
         "double_blocks.*.",
         f"{_FLUX_BLOCK}.",
         {
@@ -103,7 +105,7 @@ _FLUX2: Names = {
             "txt_mlp.2": "ff_context.linear_out",
         },
     ),
-    **_renamed(
+    **_map_renamed_layers(
         "single_blocks.*.",
         "single_transformer_blocks.*.attn.",
         {"linear1": "to_qkv_mlp_proj", "linear2": "to_out"},
@@ -111,20 +113,22 @@ _FLUX2: Names = {
     "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
     "single_stream_modulation.lin": ("single_stream_modulation.linear",),
-    **_flux_embedders(
+    **_map_flux_embedders(
         "time_guidance_embed", {"time_in": "timestep_embedder", "guidance_in": "guidance_embedder"}
     ),
 }
 _SD3_BLOCK = "transformer_blocks.*"
-_SD3: Names = {
-    **_joined("joint_blocks.*.x_block.attn.qkv", f"{_SD3_BLOCK}.attn", "to_q to_k to_v"),
-    **_joined("joint_blocks.*.x_block.attn2.qkv", f"{_SD3_BLOCK}.attn2", "to_q to_k to_v"),
-    **_joined(
+_SD3: PublishedNames = {
+    **_map_joined_layer("joint_blocks.*.x_block.attn.qkv", f"{_SD3_BLOCK}.attn", "to_q to_k to_v"),
+    **_map_joined_layer(
+        "joint_blocks.*.x_block.attn2.qkv", f"{_SD3_BLOCK}.attn2", "to_q to_k to_v"
+    ),
+    **_map_joined_layer(
         "joint_blocks.*.context_block.attn.qkv",
         f"{_SD3_BLOCK}.attn",
         "add_q_proj add_k_proj add_v_proj",
     ),
-    **_renamed(
+    **_map_renamed_layers(
         "joint_blocks.*.",
         f"{_SD3_BLOCK}.",
         {
@@ -148,7 +152,7 @@ _SD3: Names = {
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
 }
 _Z_IMAGE_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
-_Z_IMAGE: Names = {
+_Z_IMAGE: PublishedNames = {
     **{
         f"{block}.attention.qkv": tuple(f"{block}.attention.to_{part}" for part in "qkv")
         for block in _Z_IMAGE_BLOCKS
@@ -159,7 +163,7 @@ _Z_IMAGE: Names = {
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
 }
 # By the class of the transformer.
-PUBLISHED_NAMES: Mapping[str, Names] = {
+PUBLISHED_NAMES: Mapping[str, PublishedNames] = {
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX2,
     "SD3Transformer2DModel": _SD3,
@@ -167,7 +171,7 @@ PUBLISHED_NAMES: Mapping[str, Names] = {
 }
 
 
-def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
     """Map every spelling of a published layer to Diffusers' layers of this model, in the order of output rows."""
     model_layers = set(names)
     numbers: dict[str, list[str]] = defaultdict(list)
@@ -180,7 +184,7 @@ def layers_by_published_spelling(model: nn.Module, names: Iterable[str]) -> dict
             layers = [pattern.replace("*", number) for pattern in patterns]
             # Variants of a model lack some layers, such as the guidance embedder.
             if model_layers.issuperset(layers):
-                for spelling in file_spellings(published.replace("*", number)):
+                for spelling in iterate_file_spellings(published.replace("*", number)):
                     layers_by_name[spelling] = layers
     return layers_by_name
 

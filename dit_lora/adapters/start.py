@@ -17,36 +17,36 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, AttachReport, attach_lora
-from dit_lora.adapters.attach_file import peft_config
+from dit_lora.adapters.attach_file import build_peft_config
 from dit_lora.adapters.lora_file import StoredLayer
-from dit_lora.config.lora import FROM_WEIGHT, LoraConfig
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.quantized_linear import NarrowLinear
-from dit_lora.numerics.streams import fold
+from dit_lora.config.lora import WEIGHT_INITS, LoraConfig
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.quantized_linear import QuantizedLinear
+from dit_lora.numerics.streams import derive_seed
 
-START = "under_start"
+START_ADAPTER = "under_start"
 """Name of the frozen adapter that subtracts the start. It is active wherever the trained one is."""
-_KEPT = "dit_lora_start"
+_STARTS_ATTRIBUTE = "dit_lora_start"
 # Arguments of `svd_lowrank`: vectors beyond the rank, and power iterations (16 as in PEFT's fast PiSSA).
 _MORE, _ITERATIONS = 8, 16
 
 
-def attach_started(
+def attach_initialized_lora(
     model: Any,
     lora: LoraConfig,
     default_targets: Sequence[str],
     *,
     seed: int,
-    within: Sequence[str] = (),
+    submodules: Sequence[str] = (),
 ) -> AttachReport:
     """Attach a new adapter with `attach_lora`, with the start that `lora.init` asks for."""
-    report = attach_lora(model, lora, default_targets, seed=seed, within=within)
-    if lora.init in FROM_WEIGHT:
-        start_from_weights(model, ADAPTER_NAME, lora.init, seed=seed)
+    report = attach_lora(model, lora, default_targets, seed=seed, submodules=submodules)
+    if lora.init in WEIGHT_INITS:
+        initialize_from_weights(model, ADAPTER_NAME, lora.init, seed=seed)
     return report
 
 
-def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> None:
+def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> None:
     """Initialize an attached LoRA from its weights, and add the frozen adapter that subtracts the start. Both are
     active.
 
@@ -56,42 +56,44 @@ def start_from_weights(model: Any, adapter: str, init: str, *, seed: int) -> Non
     # By name, in a fixed order: random draws below follow it.
     layers = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
     small = [
-        f"{name}: rank {layer.r[adapter]}, and its weight has {min(_sides(layer))}"
+        f"{name}: rank {layer.r[adapter]}, and its weight has {min(_get_weight_shape(layer))}"
         for name, layer in layers.items()
-        if layer.r[adapter] > min(_sides(layer))
+        if layer.r[adapter] > min(_get_weight_shape(layer))
     ]
     if small:
-        raise DitLoraError(listed(f"lora.init: {init} needs a rank that each weight has", small))
+        raise DitLoraError(
+            format_list(f"lora.init: {init} needs a rank that each weight has", small)
+        )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(fold(seed, "lora_start"))
-        starts = {name: _first(layer, adapter, init) for name, layer in layers.items()}
+        torch.manual_seed(derive_seed(seed, "lora_start"))
+        starts = {name: _compute_start(layer, adapter, init) for name, layer in layers.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             # No dropout: the start must be subtracted completely.
             config = replace(model.peft_config[adapter], lora_dropout=0.0)
-            peft.inject_adapter_in_model(config, model, adapter_name=START)
+            peft.inject_adapter_in_model(config, model, adapter_name=START_ADAPTER)
     for name, layer in layers.items():
-        _put(layer, adapter, starts[name])
+        _copy_start(layer, adapter, starts[name])
         # With the negative scale, this adapter subtracts the start.
-        layer.scaling[START] = -layer.scaling[adapter]
+        layer.scaling[START_ADAPTER] = -layer.scaling[adapter]
         for part in (layer.lora_A, layer.lora_B):
             # PEFT creates the new adapter trainable, and in the dtype of the base.
-            part[START].float().requires_grad_(False)
+            part[START_ADAPTER].float().requires_grad_(False)
             part[adapter].requires_grad_(True)
         # `set_adapter` would make both trainable.
-        layer._active_adapter = [adapter, START]
+        layer._active_adapter = [adapter, START_ADAPTER]
     # Full tensors on the host: those in the model may be sharded when the result is saved.
-    setattr(model, _KEPT, starts)
+    setattr(model, _STARTS_ATTRIBUTE, starts)
 
 
 def has_start(model: nn.Module) -> bool:
     """True if a model's adapter was initialized from its weights."""
-    return hasattr(model, _KEPT)
+    return hasattr(model, _STARTS_ATTRIBUTE)
 
 
-def saved_config(model: Any, adapter: str) -> Any:
+def build_saved_config(model: Any, adapter: str) -> Any:
     """PEFT's config for saving an adapter: with a start it has twice the rank at the same scale."""
-    config, starts = model.peft_config[adapter], getattr(model, _KEPT, None)
+    config, starts = model.peft_config[adapter], getattr(model, _STARTS_ATTRIBUTE, None)
     if starts is None:
         return config
     layers = {}
@@ -100,13 +102,13 @@ def saved_config(model: Any, adapter: str) -> Any:
         alpha = model.get_submodule(name).scaling[adapter] * rank
         # The config depends on ranks only, so the matrices may be empty.
         layers[name] = StoredLayer(torch.empty(rank, 0), torch.empty(0, rank), alpha)
-    return peft_config(layers, config.target_modules)
+    return build_peft_config(layers, config.target_modules)
 
 
-def saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def build_saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """An adapter's tensors for saving, by PEFT's names. The additional ranks subtract its start."""
     tensors = dict(state)
-    for name, start in getattr(model, _KEPT, {}).items():
+    for name, start in getattr(model, _STARTS_ATTRIBUTE, {}).items():
         # [A; A_start] and [B, -B_start]: one LoRA with the product B A - B_start A_start.
         a, b = (state[f"{name}.lora_{part}.weight"] for part in "AB")
         tensors[f"{name}.lora_A.weight"] = torch.cat([a, start.a.to(a)])
@@ -114,25 +116,29 @@ def saved_state(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torc
     return tensors
 
 
-def _sides(layer: Any) -> tuple[int, int]:
+def _get_weight_shape(layer: Any) -> tuple[int, int]:
     """Outputs and inputs of a layer's weight as a matrix."""
     # A is (rank, inputs, ...), B is (outputs, rank, ...).
     a, b = next(iter(layer.lora_A.values())).weight, next(iter(layer.lora_B.values())).weight
     return b.shape[0], a[0].numel()
 
 
-def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
+def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
     """The initial A and B, in fp32 on the host; the current ones if the weight has no values (meta)."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     base: Any = layer.get_base_layer()
     rank, scaling = len(a), layer.scaling[adapter]
     if base.weight.is_meta:
         return StoredLayer(a.detach(), b.detach(), scaling * rank)
-    base_weight = base.widened(torch.float32) if isinstance(base, NarrowLinear) else base.weight
+    base_weight = (
+        base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
+    )
     # (outputs, inputs * height * width).
     weight = base_weight.detach().float().flatten(1)
     b_start, a_start = (
-        _principal(weight, rank, scaling) if init == "pissa" else _orthonormal(weight, rank)
+        _compute_principal_factors(weight, rank, scaling)
+        if init == "pissa"
+        else _compute_qr_factors(weight, rank)
     )
     return StoredLayer(
         a_start.reshape(a.shape).cpu().contiguous(),
@@ -141,7 +147,7 @@ def _first(layer: Any, adapter: str, init: str) -> StoredLayer:
     )
 
 
-def _principal(
+def _compute_principal_factors(
     weight: torch.Tensor, rank: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """B (outputs, rank) and A (rank, inputs): scaling * B @ A has the weight's largest singular values."""
@@ -153,7 +159,7 @@ def _principal(
     return u[:, :rank] * root, root[:, None] * v[:, :rank].T
 
 
-def _orthonormal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_qr_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """B and A of the weight's QR decomposition: the columns of B are orthonormal."""
     # q is (outputs, k) and r is (k, inputs), with k the smaller side.
     q, r = torch.linalg.qr(weight)
@@ -161,9 +167,9 @@ def _orthonormal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.T
 
 
 @torch.no_grad()
-def _put(layer: Any, adapter: str, first: StoredLayer) -> None:
-    for name in (adapter, START):
-        for part, matrix in ((layer.lora_A, first.a), (layer.lora_B, first.b)):
+def _copy_start(layer: Any, adapter: str, start: StoredLayer) -> None:
+    for name in (adapter, START_ADAPTER):
+        for part, matrix in ((layer.lora_A, start.a), (layer.lora_B, start.b)):
             weight = part[name].weight
             if not weight.is_meta:
                 weight.copy_(matrix)

@@ -10,17 +10,17 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 
-_REFUSALS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+_PEFT_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 
 @contextmanager
-def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
+def scale_adapters(pipeline: Any, strength: float) -> Iterator[None]:
     """Multiply the scale of all adapters in a pipeline's models inside the context; 0 disables them.
 
     At 0 the models equal the base bit for bit, and at 1 nothing changes. Raises `DitLoraError` for OFT at other
     values: a rotation has no scale.
     """
-    layers = list(_layers(pipeline))
+    layers = list(_iterate_adapted_layers(pipeline))
     if strength not in (0, 1) and any(isinstance(layer, OFTLayer) for layer in layers):
         raise DitLoraError(
             f"strength {strength:g}: OFT rotates, and PEFT has no part of a rotation; it is on (1) or off (0)"
@@ -45,19 +45,19 @@ def at_strength(pipeline: Any, strength: float) -> Iterator[None]:
             layer.scaling.update(scaling)
 
 
-def weigh(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
+def set_adapter_weights(pipeline: Any, names: Sequence[str], weights: Sequence[float]) -> None:
     """Activate several adapters of a pipeline together, each with its weight. Raises `DitLoraError` if that is
     impossible.
     """
     try:
         # Also multiplies the weights into the scales of the layers.
         pipeline.set_adapters(list(names), list(weights))
-    except _REFUSALS as error:
+    except _PEFT_ERRORS as error:
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(f"these adapters do not act together: {reason}") from error
 
 
-def _layers(pipeline: Any) -> Iterator[Any]:
+def _iterate_adapted_layers(pipeline: Any) -> Iterator[Any]:
     """Yield the adapted layers of all models of a pipeline."""
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):

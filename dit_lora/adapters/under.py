@@ -14,43 +14,50 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, UNDER, adaptable_layers
-from dit_lora.adapters.attach_file import exact_targets, peft_config, put_matrices
+from dit_lora.adapters.attach import ADAPTER_NAME, FROZEN_ADAPTER_PREFIX, find_adaptable_layers
+from dit_lora.adapters.attach_file import build_exact_targets, build_peft_config, copy_matrices
 from dit_lora.adapters.lora_file import StoredLayer
-from dit_lora.adapters.lora_mixins import adaptable
-from dit_lora.adapters.start import START
+from dit_lora.adapters.lora_mixins import add_adapter_methods
+from dit_lora.adapters.start import START_ADAPTER
 
-Layers = Mapping[str, StoredLayer]
+StoredLayers = Mapping[str, StoredLayer]
 
 
-def under_name(number: int) -> str:
+def get_frozen_adapter_name(number: int) -> str:
     """The name of the frozen adapter with this number, in the recipe's order."""
-    return f"{UNDER}{number}"
+    return f"{FROZEN_ADAPTER_PREFIX}{number}"
 
 
-def configs_under(model: nn.Module, under: Sequence[Layers]) -> list[peft.LoraConfig]:
+def build_frozen_configs(
+    model: nn.Module, layers_per_adapter: Sequence[StoredLayers]
+) -> list[peft.LoraConfig]:
     """PEFT's config of each, for a model without adapters: attaching them renames its layers."""
-    all_layers = adaptable_layers(model)
-    return [peft_config(layers, exact_targets(list(layers), all_layers)) for layers in under]
+    all_layers = find_adaptable_layers(model)
+    return [
+        build_peft_config(layers, build_exact_targets(list(layers), all_layers))
+        for layers in layers_per_adapter
+    ]
 
 
-def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, float]]) -> None:
+def attach_frozen_adapters(
+    model: Any, frozen_adapters: Mapping[str, tuple[peft.LoraConfig, StoredLayers, float]]
+) -> None:
     """Add frozen adapters by name, each a config, layers and a factor. All are active; trainable parameters stay the
     same.
     """
     # PEFT makes new adapters trainable and may freeze others.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for name, (config, layers, factor) in under.items():
+    for name, (config, layers, factor) in frozen_adapters.items():
         # PEFT initializes A at random, which is overwritten, and warns about a second adapter, which is intended.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-            peft.inject_adapter_in_model(config, adaptable(model), adapter_name=name)
+            peft.inject_adapter_in_model(config, add_adapter_methods(model), adapter_name=name)
         # PEFT's wrappers have the names of the layers that they replaced.
         adapted = [model.get_submodule(layer) for layer in layers]
         # fp32, as the trained adapter: PEFT has created them in the base's dtype.
         for matrix in (part[name] for layer in adapted for part in (layer.lora_A, layer.lora_B)):
             matrix.float()
-        put_matrices(model, layers, name)
+        copy_matrices(model, layers, name)
         for layer in adapted:
             # The file's alpha / rank, times the recipe's factor.
             layer.scaling[name] *= factor
@@ -58,53 +65,57 @@ def put_under(model: Any, under: Mapping[str, tuple[peft.LoraConfig, Layers, flo
     model.requires_grad_(False)
     for parameter in trained:
         parameter.requires_grad_(True)
-    _activate(_tuner_layers(model), [ADAPTER_NAME, START, *under])
+    _set_active_adapters(_find_tuner_layers(model), [ADAPTER_NAME, START_ADAPTER, *frozen_adapters])
 
 
 @contextmanager
-def under_off(model: nn.Module, but: Iterable[str] = ()) -> Iterator[None]:
-    """Disable the frozen adapters inside the context, except those in `but`. Nothing else changes."""
-    layers = [layer for layer in _tuner_layers(model) if _has_under(layer)]
+def disable_frozen_adapters(model: nn.Module, keep_active: Iterable[str] = ()) -> Iterator[None]:
+    """Disable the frozen adapters inside the context, except those in `keep_active`. Nothing else changes."""
+    layers = [layer for layer in _find_tuner_layers(model) if _has_frozen_adapter(layer)]
     before = [list(layer.active_adapters) for layer in layers]
     # The start belongs to the trained adapter, so it stays on.
-    active = {ADAPTER_NAME, START, *but}
+    active = {ADAPTER_NAME, START_ADAPTER, *keep_active}
     for layer, names in zip(layers, before, strict=True):
-        _activate([layer], [name for name in names if name in active])
+        _set_active_adapters([layer], [name for name in names if name in active])
     try:
         yield
     finally:
         for layer, names in zip(layers, before, strict=True):
-            _activate([layer], names)
+            _set_active_adapters([layer], names)
 
 
 @contextmanager
-def trained_off(model: nn.Module) -> Iterator[None]:
+def disable_trained_adapter(model: nn.Module) -> Iterator[None]:
     """Disable the trained adapter inside the context. The frozen adapters stay as they are."""
-    layers = _tuner_layers(model)
+    layers = _find_tuner_layers(model)
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
         # The start's name has the same prefix, but it goes with the trained adapter.
-        frozen = [name for name in names if name.startswith(UNDER) and name != START]
-        _activate([layer], frozen or names)
+        frozen = [
+            name
+            for name in names
+            if name.startswith(FROZEN_ADAPTER_PREFIX) and name != START_ADAPTER
+        ]
+        _set_active_adapters([layer], frozen or names)
         # `enable_adapters` would also freeze them.
         layer._disable_adapters = not frozen
     try:
         yield
     finally:
         for layer, names in zip(layers, before, strict=True):
-            _activate([layer], names)
+            _set_active_adapters([layer], names)
             layer._disable_adapters = False
 
 
-def _tuner_layers(model: nn.Module) -> list[Any]:
+def _find_tuner_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def _has_under(layer: Any) -> bool:
-    return any(name.startswith(UNDER) for name in layer.r)
+def _has_frozen_adapter(layer: Any) -> bool:
+    return any(name.startswith(FROZEN_ADAPTER_PREFIX) for name in layer.r)
 
 
-def _activate(layers: Iterable[Any], names: list[str]) -> None:
+def _set_active_adapters(layers: Iterable[Any], names: list[str]) -> None:
     for layer in layers:
         # `set_adapter` would make every active adapter trainable.
         layer._active_adapter = list(names)

@@ -14,15 +14,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import nn
 
-from dit_lora.adapters.changed_weight import changed_weight
-from dit_lora.numerics.quantized_linear import NarrowLinear
+from dit_lora.adapters.changed_weight import merge_into_weight
+from dit_lora.numerics.quantized_linear import QuantizedLinear
 
-STRONG = 1.0
+STRONG_UPDATE_RATIO = 1.0
 """Ratio of an update's norm to its weight's norm above which a layer is more adapter than base."""
-EXTREME = 10.0
+EXTREME_UPDATE_RATIO = 10.0
 """Ratio above which the base is less than a tenth of a layer: the run has diverged."""
 
-LOST = 2.0**-24
+LOST_UPDATE_RATIO = 2.0**-24
 """Half a unit in the last place of fp32: adding a smaller update does not change the weight's bits."""
 
 
@@ -43,10 +43,10 @@ class ModuleUpdate:
     name: str
     norm: float
     """Frobenius norm of the change of the layer's weight; for LoRA the change is scaling * B @ A."""
-    relative: float | None
+    relative_norm: float | None
     """Ratio of `norm` to the norm of the layer's weight; None if the weight is unknown."""
-    share: float | None = None
-    """Like `relative`, but compared with a typical adapted weight if the layer's own weight is smaller.
+    relative_to_typical: float | None = None
+    """Like `relative_norm`, but compared with a typical adapted weight if the layer's own weight is smaller.
 
     So a layer that is initialized with zeros, such as a modulation or a last layer, raises no alarm.
     """
@@ -54,13 +54,15 @@ class ModuleUpdate:
     @property
     def is_lost(self) -> bool:
         """True if the update is zero, or so small compared with its weight that adding it in fp32 changes nothing."""
-        return self.norm == 0 or (self.relative is not None and self.relative < LOST)
+        return self.norm == 0 or (
+            self.relative_norm is not None and self.relative_norm < LOST_UPDATE_RATIO
+        )
 
     def record(self) -> dict[str, Any]:
-        return {"name": self.name, "norm": self.norm, "relative": self.relative}
+        return {"name": self.name, "norm": self.norm, "relative": self.relative_norm}
 
 
-def product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
+def compute_product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
     """Frobenius norm of B @ A in fp64 without computing the product: the square root of tr(B'B AA').
 
     `a` is (rank, in), for a convolution (rank, in, height, width); `b` is (out, rank), or (out, rank, 1, 1).
@@ -72,10 +74,10 @@ def product_norm(b: torch.Tensor, a: torch.Tensor) -> float:
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
-def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
+def list_loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
     """The adapted layers of a model with one adapter, by their names in the model without it."""
     layers = {}
-    for name, layer in _adapted(model):
+    for name, layer in _iterate_adapted_layers(model):
         # The model has one adapter, whatever its name is.
         adapter = next(iter(layer.r))
         rank = layer.r[adapter]
@@ -89,7 +91,7 @@ def loaded_layers(model: nn.Module) -> dict[str, LoadedLayer]:
     return layers
 
 
-def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
+def compute_weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
     """Norms of the adapted layers' own weights in fp32, computed one layer at a time; quantized weights are
     dequantized.
 
@@ -98,16 +100,16 @@ def weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, float]:
     """
     # Names of layers whose weight has no values here.
     norms, absent = {}, set()
-    for name, layer in _adapted(model):
+    for name, layer in _iterate_adapted_layers(model):
         base = layer.get_base_layer()
         if base.weight.is_meta:
             absent.add(name)
             continue
-        norms[name] = _norm(_weight(base))
-    return norms | (_stored_norms(absent, files) if absent else {})
+        norms[name] = _compute_norm(_get_weight(base))
+    return norms | (_read_stored_norms(absent, files) if absent else {})
 
 
-def module_updates(
+def compute_module_updates(
     tensors: Mapping[str, torch.Tensor],
     layers: Mapping[str, LoadedLayer],
     norms: Mapping[str, float],
@@ -122,28 +124,31 @@ def module_updates(
     # Square root of each weight's number of values, from the shapes of its matrices.
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
     changes = {
-        name: abs(layers[name].scaling) * product_norm(b, a) for name, (a, b) in pairs.items()
+        name: abs(layers[name].scaling) * compute_product_norm(b, a)
+        for name, (a, b) in pairs.items()
     }
-    return _compared(changes, norms, roots)
+    return _build_updates(changes, norms, roots)
 
 
 @torch.no_grad()
-def measured_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
+def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[ModuleUpdate]:
     """The update of each adapted layer of a loaded model, from its weight with the adapter merged in.
 
     Works for every kind of adapter, and needs an fp64 copy of one weight at a time.
     """
     changes, roots = {}, {}
-    for name, layer in sorted(_adapted(model)):
+    for name, layer in sorted(_iterate_adapted_layers(model)):
         # fp64: the difference of two nearly equal weights loses digits.
-        before = _weight(layer.get_base_layer()).double()
-        changed = changed_weight(layer, next(iter(layer.r)), before)
+        before = _get_weight(layer.get_base_layer()).double()
+        changed = merge_into_weight(layer, next(iter(layer.r)), before)
         changes[name] = torch.linalg.vector_norm(changed - before).item()
         roots[name] = math.sqrt(before.numel())
-    return _compared(changes, norms, roots)
+    return _build_updates(changes, norms, roots)
 
 
-def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
+def compute_base_updates(
+    tensors: Mapping[str, torch.Tensor], files: Sequence[Path]
+) -> list[ModuleUpdate]:
     """Changes of trained base weights, compared with the tensors of the same name and shape in the checkpoint's
     `files`.
     """
@@ -157,10 +162,10 @@ def base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> 
                     changes[name] = torch.linalg.vector_norm(current.cpu() - original).item()
                     norms[name] = torch.linalg.vector_norm(original).item()
                     roots[name] = math.sqrt(original.numel())
-    return _compared(dict(sorted(changes.items())), norms, roots)
+    return _build_updates(dict(sorted(changes.items())), norms, roots)
 
 
-def _compared(
+def _build_updates(
     changes: Mapping[str, float], norms: Mapping[str, float], roots: Mapping[str, float]
 ) -> list[ModuleUpdate]:
     """Build updates from the norms of changes and weights; `roots` are square roots of the weights' sizes."""
@@ -176,7 +181,7 @@ def _compared(
     return updates
 
 
-def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
+def _iterate_adapted_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
     named = (
         (name, module)
         for name, module in model.named_modules()
@@ -185,21 +190,23 @@ def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
     return ((name.removeprefix("base_model.model."), module) for name, module in named)
 
 
-def _weight(base: Any) -> torch.Tensor:
+def _get_weight(base: Any) -> torch.Tensor:
     weight: torch.Tensor = base.weight
-    return (base.widened(torch.float32) if isinstance(base, NarrowLinear) else weight).detach()
+    return (
+        base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else weight
+    ).detach()
 
 
-def _norm(tensor: torch.Tensor) -> float:
+def _compute_norm(tensor: torch.Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float32).item()
 
 
-def _stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
+def _read_stored_norms(names: set[str], files: Sequence[Path]) -> dict[str, float]:
     norms = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 name = key.removesuffix(".weight")
                 if name in names and name != key:
-                    norms[name] = _norm(opened.get_tensor(key))
+                    norms[name] = _compute_norm(opened.get_tensor(key))
     return norms

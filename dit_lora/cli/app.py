@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import silence_the_end
+from dit_lora.cli.json_output import divert_exit_output
 from dit_lora.errors import reported_errors
 from dit_lora.terminal import echo
 from dit_lora.version import __version__
@@ -32,7 +32,7 @@ EXAMPLES: dict[str, Sequence[str]] = {}
 """Commands to type, after `dit-lora`, by verb."""
 
 # What is behind the script's name is the script's, also where it looks like an option of ours.
-_PASSES_ON = {
+_PASS_THROUGH_SETTINGS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -64,7 +64,7 @@ def main() -> None:
         finally:
             # Also after an error: libraries print at exit in any case.
             if "--json" in sys.argv[1:]:
-                silence_the_end()
+                divert_exit_output()
 
 
 @app.callback(invoke_without_command=True)
@@ -76,10 +76,10 @@ def _options(
         raise typer.Exit
 
 
-def _add(place: str, panel: str) -> None:
+def _add_verb(verb_path: str, panel: str) -> None:
     """Add a verb, or a group of verbs, to its panel, with its examples below its help."""
     # A verb without a dot is in the file of its own name.
-    file, _, name = place.rpartition(".")
+    file, _, name = verb_path.rpartition(".")
     module = import_module(f"dit_lora.cli.{file or name}")
     # Before the help texts below, which show the examples.
     EXAMPLES.update(module.EXAMPLES)
@@ -87,19 +87,23 @@ def _add(place: str, panel: str) -> None:
     # A group, whose verbs have examples of their own.
     if isinstance(verb, typer.Typer):
         for command in verb.registered_commands:
-            command.epilog = _epilog(f"{name} {command.name}")
+            command.epilog = _format_epilog(f"{name} {command.name}")
         app.add_typer(
-            verb, name=name, no_args_is_help=True, rich_help_panel=panel, epilog=_epilog(name)
+            verb,
+            name=name,
+            no_args_is_help=True,
+            rich_help_panel=panel,
+            epilog=_format_epilog(name),
         )
     else:
         # Only this verb passes arguments on to a script.
-        settings = _PASSES_ON if name == "guard" else None
-        app.command(name, rich_help_panel=panel, epilog=_epilog(name), context_settings=settings)(
-            verb
-        )
+        settings = _PASS_THROUGH_SETTINGS if name == "guard" else None
+        app.command(
+            name, rich_help_panel=panel, epilog=_format_epilog(name), context_settings=settings
+        )(verb)
 
 
-def _epilog(verb: str) -> str:
+def _format_epilog(verb: str) -> str:
     examples = EXAMPLES[verb]
     heading = "Example:" if len(examples) == 1 else "Examples:"
     return "\n".join([heading, *(f"  dit-lora {example}" for example in examples)])
@@ -107,4 +111,4 @@ def _epilog(verb: str) -> str:
 
 for _panel, _verbs in PANELS.items():
     for _verb in _verbs:
-        _add(_verb, _panel)
+        _add_verb(_verb, _panel)

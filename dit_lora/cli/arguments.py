@@ -7,60 +7,64 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.config.catalog import accelerate_configs, recipe_names, stock_files
+from dit_lora.config.catalog import find_packaged_files, list_accelerate_configs, list_recipe_names
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, every_family
+from dit_lora.families import FAMILIES, get_families
 from dit_lora.files import read_json
 
 
-def recipes_and_families(incomplete: str) -> list[str]:
+def complete_recipes(incomplete: str) -> list[str]:
     """Return recipes for `init`, and the families that stand for one."""
-    return _starting([*FAMILIES, *recipe_names()], incomplete)
+    return _filter_by_prefix([*FAMILIES, *list_recipe_names()], incomplete)
 
 
-def families(incomplete: str) -> list[str]:
+def complete_families(incomplete: str) -> list[str]:
     """Return the families with recipes."""
-    return _starting(FAMILIES, incomplete)
+    return _filter_by_prefix(FAMILIES, incomplete)
 
 
-def launches(incomplete: str) -> list[str]:
+def complete_launch_configs(incomplete: str) -> list[str]:
     """Return the Accelerate configs by name."""
-    return _starting(accelerate_configs(), incomplete)
+    return _filter_by_prefix(list_accelerate_configs(), incomplete)
 
 
-def tiny_names(incomplete: str) -> list[str]:
+def complete_tiny_names(incomplete: str) -> list[str]:
     """Return the names of tiny checkpoints, and `shapes`."""
-    names = [name for family in every_family().values() for name in family.tiny_variants]
-    return _starting([*names, "shapes"], incomplete)
+    names = [name for family in get_families().values() for name in family.tiny_variants]
+    return _filter_by_prefix([*names, "shapes"], incomplete)
 
 
-def recipe_files(incomplete: str) -> list[str]:
+def complete_recipe_files(incomplete: str) -> list[str]:
     """Return YAML files, and the folders on the way to them; into a folder that is the only choice."""
-    entries = _entries(incomplete)
+    entries = _list_entries(incomplete)
     # Follow folders that are the only choice, down to the first with several entries.
     while len(entries) == 1 and entries[0].endswith("/"):
-        entries = _entries(entries[0])
+        entries = _list_entries(entries[0])
     return entries
 
 
-def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return `key.path=`; with the values or the default of a key that is the only choice."""
     if (ctx.params.get("overrides") or [""])[-1] == "=":
         return []  # bash makes three words of key=value: files, for the value
     # The schema file has all keys, without an import of the recipe's classes.
-    schema = read_json(stock_files() / "recipes" / "schema.json")
-    keys = dict(_keys(schema, schema, ""))
-    matching = _starting([f"{key}=" for key in keys], incomplete)
+    schema = read_json(find_packaged_files() / "recipes" / "schema.json")
+    keys = dict(_iterate_keys(schema, schema, ""))
+    matching = _filter_by_prefix([f"{key}=" for key in keys], incomplete)
     if len(matching) == 1:  # after a single choice bash would add a space
         matching += [f"{matching[0]}{value}" for value in keys[matching[0][:-1]]]
     return matching
 
 
-RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=recipe_files)]
+RecipeFile = Annotated[
+    str, typer.Argument(help="A recipe (.yaml).", autocompletion=complete_recipe_files)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="key.path=value, as for training.", show_default=False, autocompletion=overrides
+        help="key.path=value, as for training.",
+        show_default=False,
+        autocompletion=complete_overrides,
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
@@ -73,22 +77,22 @@ Port = Annotated[
 ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 
 
-def make_folder(out: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make the folder that a verb fills. Raises `DitLoraError` where there is one, or none can be."""
     try:
         # Fails if the folder exists, even if it is empty.
-        out.mkdir(parents=True)
+        folder.mkdir(parents=True)
     except FileExistsError as error:
-        raise DitLoraError(f"{out} exists; choose another folder or remove it") from error
+        raise DitLoraError(f"{folder} exists; choose another folder or remove it") from error
     except OSError as error:
-        raise DitLoraError(f"cannot make {out}: {error.strerror}") from error
+        raise DitLoraError(f"cannot make {folder}: {error.strerror}") from error
 
 
-def _starting(names: Iterable[str], incomplete: str) -> list[str]:
+def _filter_by_prefix(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def _entries(incomplete: str) -> list[str]:
+def _list_entries(incomplete: str) -> list[str]:
     # The folder that is typed completely, and the beginning of a name in it.
     folder, slash, start = incomplete.rpartition("/")
     entries = []
@@ -101,7 +105,7 @@ def _entries(incomplete: str) -> list[str]:
     return entries
 
 
-def _keys(
+def _iterate_keys(
     schema: Mapping[str, Any], section: Mapping[str, Any], parent: str
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield every key that holds a value, with the values that the schema names."""
@@ -111,12 +115,12 @@ def _keys(
         # A reference such as #/$defs/TrainConfig: the key is a section.
         inner = [option["$ref"].split("/")[-1] for option in options if "$ref" in option]
         for definition in inner:
-            yield from _keys(schema, schema["$defs"][definition], f"{parent}{name}.")
+            yield from _iterate_keys(schema, schema["$defs"][definition], f"{parent}{name}.")
         if not inner:
-            yield f"{parent}{name}", _values(options)
+            yield f"{parent}{name}", _list_values(options)
 
 
-def _values(options: list[dict[str, Any]]) -> list[str]:
+def _list_values(options: list[dict[str, Any]]) -> list[str]:
     named = [value for option in options for value in option.get("enum", [])]
     # JSON Schema has no list of values for booleans.
     if any(option.get("type") == "boolean" for option in options):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import Overrides, recipe_files
+from dit_lora.cli.arguments import Overrides, complete_recipe_files
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
 
@@ -19,7 +19,7 @@ def audit(
         str,
         typer.Argument(
             help="A recipe (.yaml), or a folder, .tar or dataset of its own.",
-            autocompletion=recipe_files,
+            autocompletion=complete_recipe_files,
         ),
     ],
     overrides: Overrides = None,
@@ -34,7 +34,7 @@ def audit(
 ) -> None:
     """Decode every clip and judge it, with its caption or class; exit 1 if training would refuse one."""
     from dit_lora.commands.audit import audit_target
-    from dit_lora.data.audit.summary import as_json, write_fix_list, write_json
+    from dit_lora.data.audit.summary import build_audit_json, write_fix_list, write_json
     from dit_lora.report.audit.page import write_audit_page
 
     # Imports are inside the verbs, so that help and completion load little.
@@ -42,10 +42,15 @@ def audit(
     for line in result.lines():
         # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))
-    samples, notes, buckets, encoded = result.judged, result.notes, result.buckets, result.encoded
+    samples, notes, buckets, encoded = (
+        result.audited_samples,
+        result.notes,
+        result.buckets,
+        result.encoded,
+    )
     try:
         if json_file:
-            document = as_json(samples, notes=notes, buckets=buckets, encoded=encoded)
+            document = build_audit_json(samples, notes=notes, buckets=buckets, encoded=encoded)
             write_json(json_file, document)
         if fix_list:
             write_fix_list(fix_list, samples)

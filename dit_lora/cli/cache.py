@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import Overrides, RecipeFile, recipe_files
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.arguments import Overrides, RecipeFile, complete_recipe_files
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -20,16 +20,18 @@ EXAMPLES = {
 cache = typer.Typer(help="Fill, check and tidy the cache of encoded clips and captions.")
 CacheTarget = Annotated[
     str,
-    typer.Argument(help="A recipe (.yaml), or a cache's folder.", autocompletion=recipe_files),
+    typer.Argument(
+        help="A recipe (.yaml), or a cache's folder.", autocompletion=complete_recipe_files
+    ),
 ]
 
 
 @cache.command("build")
 def cache_build(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Encode everything that a recipe trains on; `accelerate launch -m dit_lora cache build` shares the work."""
-    from dit_lora.commands.cache import build
+    from dit_lora.commands.cache import build_cache
 
-    build(recipe, overrides or [])
+    build_cache(recipe, overrides or [])
 
 
 @cache.command("verify")
@@ -43,11 +45,11 @@ def cache_verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Read every entry: digest, finite, in range; exit 1 if one is bad."""
-    from dit_lora.commands.cache import verify
+    from dit_lora.commands.cache import verify_cache
 
-    result = verify(target, overrides or [], set_aside=set_aside)
-    tell = partial(echo, result.told())
-    answer(context, as_json, result.record(), tell, passed=result.passed)
+    result = verify_cache(target, overrides or [], mark_bad=set_aside)
+    tell = partial(echo, result.format_text())
+    write_answer(context, as_json, result.record(), tell, passed=result.passed)
 
 
 @cache.command("stats")
@@ -58,10 +60,10 @@ def cache_stats(
     as_json: JsonFlag = False,
 ) -> None:
     """Count entries, files and bytes, by kind."""
-    from dit_lora.commands.cache import stats
+    from dit_lora.commands.cache import count_cache_entries
 
-    result = stats(target, overrides or [])
-    answer(context, as_json, result.record(), partial(echo, result.told()))
+    result = count_cache_entries(target, overrides or [])
+    write_answer(context, as_json, result.record(), partial(echo, result.format_text()))
 
 
 @cache.command("prune")
@@ -76,7 +78,7 @@ def cache_prune(
     as_json: JsonFlag = False,
 ) -> None:
     """Remove bad and double entries and leftovers; with --keep, also what no such recipe uses."""
-    from dit_lora.commands.cache import prune
+    from dit_lora.commands.cache import prune_cache
 
-    result = prune(target, overrides or [], keep=keep or [])
-    answer(context, as_json, result.record(), partial(echo, result.told()))
+    result = prune_cache(target, overrides or [], keep=keep or [])
+    write_answer(context, as_json, result.record(), partial(echo, result.format_text()))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dit_lora.cli.arguments import BaseModel, Port, recipe_files
+from dit_lora.cli.arguments import BaseModel, Port, complete_recipe_files
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
 
@@ -39,7 +39,7 @@ def caption(
         str | None,
         typer.Option(
             help="A recipe (.yaml): no caption longer than its text encoder reads.",
-            autocompletion=recipe_files,
+            autocompletion=complete_recipe_files,
         ),
     ] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="By default the model's own.")] = None,
@@ -61,15 +61,15 @@ def caption(
     failed: bool | None = False
     if model is not None:
         request = CaptionRequest(folder, model, base, prompt, trigger, recipe, max_tokens, frames)
-        if (failed := _describe(request)) is None:
+        if (failed := _write_captions(request)) is None:
             return
     # Port 0 lets the system choose a free one.
-    _show(folder, recipe, trigger, html, port or 0 if serve else None)
+    _write_or_serve_page(folder, recipe, trigger, html, port or 0 if serve else None)
     if failed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
-def _describe(asked: "CaptionRequest") -> bool | None:
+def _write_captions(request: "CaptionRequest") -> bool | None:
     """Write the captions and print the result.
 
     Returns:
@@ -78,29 +78,29 @@ def _describe(asked: "CaptionRequest") -> bool | None:
     from dit_lora.commands.caption import caption_folder
     from dit_lora.data.sources.caption_table import CaptionTable
 
-    result = caption_folder(asked)
-    if not result.is_told_here:
+    result = caption_folder(request)
+    if not result.should_report:
         return None
-    for line in result.lines(CaptionTable.read(asked.folder)):
+    for line in result.lines(CaptionTable.read(request.folder)):
         echo(line)
-    return bool(result.failed)
+    return bool(result.failures)
 
 
-def _show(
+def _write_or_serve_page(
     folder: Path, recipe: str | None, trigger: str | None, html: Path | None, port: int | None
 ) -> None:
     """Write the page, or serve it where there is a port."""
-    from dit_lora.commands.caption import limit_of
+    from dit_lora.commands.caption import load_text_limit
     from dit_lora.data.sources.caption_table import CaptionTable
     from dit_lora.report.captions.page import TextRules, write_captions_page
-    from dit_lora.report.captions.serve import serve
+    from dit_lora.report.captions.serve import serve_captions
 
-    limit, table = limit_of(recipe), CaptionTable.read(folder)
+    limit, table = load_text_limit(recipe), CaptionTable.read(folder)
     rules = TextRules(trigger=trigger)
     # The page then marks captions that the text encoder would cut off.
     if limit is not None:
         rules = TextRules(limit.tokenizer, limit.max_tokens, trigger)
     if port is not None:
-        serve(folder, rules, port, echo)
+        serve_captions(folder, rules, port, echo)
     else:
         echo(write_captions_page(html or folder / "captions.html", table, rules))

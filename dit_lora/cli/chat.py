@@ -28,7 +28,7 @@ def chat(
 ) -> None:
     """Ask a chat model about a video, an image or nothing; without --prompt, line by line until Ctrl-D."""
     from dit_lora.data.media.media import MediaFile
-    from dit_lora.training.tasks.chat.answerer import converse, load_answerer, typed
+    from dit_lora.training.tasks.chat.answerer import converse, load_answerer, read_prompts
 
     if video and image:
         raise DitLoraError("give --video or --image, one of them")
@@ -39,7 +39,7 @@ def chat(
     answerer = load_answerer(target, model, frames=frames)
     media = MediaFile(file) if file else None
     # Without --prompt, lines from standard input.
-    questions = prompt or typed()
+    questions = prompt or read_prompts()
     for answer in converse(
         answerer, media, questions, instruction=instruction, max_tokens=max_tokens
     ):

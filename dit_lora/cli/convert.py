@@ -49,9 +49,9 @@ def convert_videochat2(
 ) -> None:
     """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
     from dit_lora.models.videochat2.convert import convert_videochat2 as run
-    from dit_lora.training.session.session import quiet_libraries
+    from dit_lora.training.session.session import hide_progress_bars
 
-    quiet_libraries()
+    hide_progress_bars()
     conversion = run(
         out,
         llm=llm,
@@ -88,8 +88,8 @@ def convert_opendit(
 ) -> None:
     """Make a video DiT's pipeline of an OpenDiT v1.0.0 video checkpoint; its sizes are read from its tensors."""
     from dit_lora.models.video_dit_base import convert_checkpoint
-    from dit_lora.training.session.session import quiet_libraries
+    from dit_lora.training.session.session import hide_progress_bars
 
-    quiet_libraries()
+    hide_progress_bars()
     for line in convert_checkpoint(out, weights, heads=heads, vae=vae, text_encoder=text_encoder):
         echo(line)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 
 EXAMPLES = {
     "doctor": ("doctor", "doctor --config-file one_gpu.yaml"),
@@ -20,8 +20,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Show versions, device and what a run will use and why; exit 1 if a run would be refused."""
-    from dit_lora.commands.doctor import render, report
+    from dit_lora.commands.doctor import build_report, print_report
     from dit_lora.environment.versions import probe_environment
 
-    account = report(probe_environment(), config_file)
-    answer(context, as_json, account, lambda: render(account), passed=account["ok"])
+    account = build_report(probe_environment(), config_file)
+    write_answer(context, as_json, account, lambda: print_report(account), passed=account["ok"])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dit_lora.cli.arguments import BaseModel
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
@@ -33,8 +33,8 @@ Energy = Annotated[
     float | None,
     typer.Option(help="Of --rank auto: share of each layer's energy to keep; by default 0.99."),
 ]
-Out = Annotated[Path, typer.Option(help="Folder to write; must not exist.")]
-To = Annotated[
+OutputFolder = Annotated[Path, typer.Option(help="Folder to write; must not exist.")]
+ExportFormat = Annotated[
     Literal["diffusers", "peft", "comfyui", "kohya", "folded"],
     typer.Option(help="As export writes it."),
 ]
@@ -77,11 +77,11 @@ def export(
     if rank is None and (energy is not None or as_json):
         option = "--json" if energy is None else "--energy"
         raise DitLoraError(f"{option} goes with --rank")
-    choice = None if rank is None else _rank_choice(rank, energy)
+    choice = None if rank is None else _parse_rank_choice(rank, energy)
     # A whole checkpoint has no rank to lower.
     form = to or ("merged" if rank is None else "diffusers")
     request = ExportRequest(tuple(targets), form, out, tuple(weight or ()), model, choice)
-    _report(context, as_json, export_and_report(request, echo), out)
+    _print_report(context, as_json, export_and_report(request, echo), out)
 
 
 def extract(
@@ -91,9 +91,9 @@ def extract(
     ],
     base: Annotated[str, typer.Argument(help="What it was trained or merged from.")],
     rank: Annotated[str, typer.Option(help="A number, or auto: each layer's own, by --energy.")],
-    out: Out,
+    out: OutputFolder,
     energy: Energy = None,
-    to: To = "diffusers",
+    to: ExportFormat = "diffusers",
     model: Annotated[
         str | None, typer.Option(help="A pipeline with the configs, where neither of the two is.")
     ] = None,
@@ -103,11 +103,11 @@ def extract(
     from dit_lora.results.export.extract import ExtractRequest
     from dit_lora.results.export.extract import extract as run
 
-    request = ExtractRequest(tuned, base, out, _rank_choice(rank, energy), to, model)
-    _report(context, as_json, run(request, echo), out)
+    request = ExtractRequest(tuned, base, out, _parse_rank_choice(rank, energy), to, model)
+    _print_report(context, as_json, run(request, echo), out)
 
 
-def _rank_choice(rank: str, energy: float | None) -> "RankChoice":
+def _parse_rank_choice(rank: str, energy: float | None) -> "RankChoice":
     """Parse --rank and --energy; raises `DitLoraError` for values that they do not take."""
     from dit_lora.results.export.low_rank import RankChoice
 
@@ -124,15 +124,15 @@ def _rank_choice(rank: str, energy: float | None) -> "RankChoice":
     return RankChoice(int(rank))
 
 
-def _report(
-    context: typer.Context, as_json: bool, results: "Sequence[LowRankResult]", out: Path
+def _print_report(
+    context: typer.Context, as_json: bool, results: "Sequence[LowRankResult]", output_folder: Path
 ) -> None:
     """Print what the ranks keep, and the folder; with `--json` the report only."""
 
     def print_lines() -> None:
         for result in results:
-            for line in result.lines():
+            for line in result.format_lines():
                 echo(line)
-        echo(out)
+        echo(output_folder)
 
-    answer(context, as_json, [result.record() for result in results], print_lines)
+    write_answer(context, as_json, [result.to_dict() for result in results], print_lines)

@@ -58,7 +58,7 @@ def guard(
     """
     from dit_lora.guard.attach.run_script import run_script
 
-    config = LoopConfig.for_script(
+    config = LoopConfig.from_script_options(
         max_skips,
         snapshot_every=snapshot_every,
         bundles=bundles,

@@ -7,11 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from dit_lora.cli.arguments import families, launches, recipes_and_families
-from dit_lora.cli.json_output import JsonFlag, answer
-from dit_lora.config.catalog import StockRecipe, accelerate_configs, recipe_names, write_folder
+from dit_lora.cli.arguments import complete_families, complete_launch_configs, complete_recipes
+from dit_lora.cli.json_output import JsonFlag, write_answer
+from dit_lora.config.catalog import (
+    PackagedRecipe,
+    list_accelerate_configs,
+    list_recipe_names,
+    write_run_folder,
+)
 from dit_lora.errors import DitLoraError
-from dit_lora.families import FAMILIES, default_recipes, every_family
+from dit_lora.families import FAMILIES, get_default_recipes, get_families
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -23,7 +28,7 @@ EXAMPLES = {
 def recipes(
     context: typer.Context,
     family: Annotated[
-        str | None, typer.Option(help="Those of one family.", autocompletion=families)
+        str | None, typer.Option(help="Those of one family.", autocompletion=complete_families)
     ] = None,
     list_families: Annotated[
         bool,
@@ -37,17 +42,19 @@ def recipes(
     if list_families:
         variants = {
             name: list(loaded_family.tiny_variants)
-            for name, loaded_family in every_family().items()
+            for name, loaded_family in get_families().items()
             if family in (None, name)
         }
         lines = [f"{name}: tiny {', '.join(tiny)}" for name, tiny in variants.items()]
-        answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
+        write_answer(context, as_json, {"families": variants}, lambda: echo("\n".join(lines)))
         return
-    defaults = default_recipes()
+    defaults = get_default_recipes()
     # All recipes are read, also for one family: they are small files.
-    records = [StockRecipe.named(name).record(defaults) for name in recipe_names()]
+    records = [PackagedRecipe.from_name(name).record(defaults) for name in list_recipe_names()]
     selected_records = [record for record in records if family in (None, record["family"])]
-    answer(context, as_json, {"recipes": selected_records}, lambda: _render(selected_records))
+    write_answer(
+        context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records)
+    )
 
 
 def init(
@@ -55,7 +62,7 @@ def init(
         str,
         typer.Argument(
             help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.",
-            autocompletion=recipes_and_families,
+            autocompletion=complete_recipes,
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
@@ -63,56 +70,56 @@ def init(
         str | None,
         typer.Option(
             help="Its launch: cpu, one_gpu, ddp, fsdp2 ...; by default the recipe's own.",
-            autocompletion=launches,
+            autocompletion=complete_launch_configs,
         ),
     ] = None,
 ) -> None:
     """Write a folder to train in: recipe, training script, Accelerate config; and say what to type next."""
-    selected_recipe = StockRecipe.named(recipe, default_recipes())
+    selected_recipe = PackagedRecipe.from_name(recipe, get_default_recipes())
     # The recipe's own launch is the default.
     config = accelerate or selected_recipe.accelerate_config
-    if config not in accelerate_configs():
-        names = ", ".join(accelerate_configs())
+    if config not in list_accelerate_configs():
+        names = ", ".join(list_accelerate_configs())
         raise DitLoraError(f"no Accelerate config {config!r}; it is one of {names}")
-    written = write_folder(selected_recipe, out, config)
+    written = write_run_folder(selected_recipe, out, config)
     echo(f"wrote {', '.join(map(str, written))}")
     # The user gave a family, so say which recipe it stands for.
     if recipe in FAMILIES:
         echo(
             f"It is {selected_recipe.name}; others of the family: dit-lora recipes --family {recipe}"
         )
-    if not selected_recipe.smoke:
+    if not selected_recipe.is_smoke:
         data = selected_recipe.values["data"]["path"]
-        echo(f"Your data goes where data.path in {selected_recipe.file} says, now {data}.")
-    echo("Next, as it stands:" if selected_recipe.smoke else "Next:")
-    for line in _next(selected_recipe, out, config):
+        echo(f"Your data goes where data.path in {selected_recipe.file_name} says, now {data}.")
+    echo("Next, as it stands:" if selected_recipe.is_smoke else "Next:")
+    for line in _list_next_commands(selected_recipe, out, config):
         echo(f"  {line}")
 
 
-def _next(recipe: StockRecipe, out: Path, config: str) -> list[str]:
+def _list_next_commands(recipe: PackagedRecipe, folder: Path, config: str) -> list[str]:
     """Return what to type in the new folder, a line each."""
     # The commands below use paths relative to the new folder.
-    lines = [] if out.resolve() == Path.cwd() else [f"cd {shlex.quote(str(out))}"]
+    lines = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
     # Commands that prepare the run, such as `dit-lora tiny`.
     lines += recipe.commands[:-1]
     # Smoke recipes have commands that create their data.
-    if not recipe.smoke:
-        lines += _captioning(recipe)
-        lines += [f"dit-lora audit {recipe.file}", f"dit-lora plan {recipe.file}"]
-    return [*lines, recipe.launch(config)]
+    if not recipe.is_smoke:
+        lines += _build_caption_commands(recipe)
+        lines += [f"dit-lora audit {recipe.file_name}", f"dit-lora plan {recipe.file_name}"]
+    return [*lines, recipe.build_launch_command(config)]
 
 
-def _captioning(recipe: StockRecipe) -> list[str]:
+def _build_caption_commands(recipe: PackagedRecipe) -> list[str]:
     """Return the command that describes what has no caption, where captions are what it trains on."""
     # Chat models train on conversations, edits on what is to be done, and others on classes.
     if not recipe.facts["Task"].startswith(("text-to-", "image-to-video")):
         return []
     folder = recipe.values["data"]["path"]
     describe = f"dit-lora caption {folder} --model Qwen/Qwen2.5-VL-7B-Instruct"
-    return [f"{describe} --recipe {recipe.file}  # where captions are missing"]
+    return [f"{describe} --recipe {recipe.file_name}  # where captions are missing"]
 
 
-def _render(records: list[dict[str, Any]]) -> None:
+def _print_recipes(records: list[dict[str, Any]]) -> None:
     """Print a table in 80 columns, where only a model's name is folded."""
     from rich import box
     from rich.console import Console
@@ -123,7 +130,7 @@ def _render(records: list[dict[str, Any]]) -> None:
         table.add_column(heading, no_wrap=True)
     table.add_column("model", overflow="fold")
     for record in records:
-        memory, time = _amount(record["memory"]), _amount(record["time"])
+        memory, time = _extract_amount(record["memory"]), _extract_amount(record["time"])
         table.add_row(record["name"], record["task"], memory, time, Path(record["model"]).name)
     console = Console(highlight=False)
     console.print(table)
@@ -136,11 +143,11 @@ def _render(records: list[dict[str, Any]]) -> None:
     )
 
 
-def _amount(words: str) -> str:
+def _extract_amount(text: str) -> str:
     """Return the first figure of a header's words on memory or time, or `-` if they begin with none."""
     # A number and its unit, after an optional `about` or `computed:`.
-    match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", words)
+    match = re.match(r"(?:about |computed: )?(\d+(?:\.\d+)?) (GiB|GB|MB|seconds)", text)
     if match is None:
         return "-"
     unit = "s" if match[2] == "seconds" else match[2]
-    return f"{match[1]} {unit}{' +' if 'activations' in words.lower() else ''}"
+    return f"{match[1]} {unit}{' +' if 'activations' in text.lower() else ''}"

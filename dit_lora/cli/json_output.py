@@ -12,43 +12,43 @@ import typer
 
 from dit_lora.errors import CheckFailedError
 
-_OUT = "dit_lora.json"
+_OUTPUT_KEY = "dit_lora.json"
 """Key under which a command's context keeps its standard output."""
 
 
-def _begin(context: typer.Context, asked: bool) -> bool:
-    if asked and not context.resilient_parsing:
+def _divert_if_requested(context: typer.Context, is_requested: bool) -> bool:
+    if is_requested and not context.resilient_parsing:
         # Eager: it takes effect before any other option's callback can print.
-        context.meta[_OUT] = context.with_resource(_diverted())
-    return asked
+        context.meta[_OUTPUT_KEY] = context.with_resource(_divert_stdout())
+    return is_requested
 
 
 JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON.", callback=_begin, is_eager=True)
+    bool, typer.Option("--json", help="Print JSON.", callback=_divert_if_requested, is_eager=True)
 ]
 
 
-def answer(
+def write_answer(
     context: typer.Context,
     as_json: bool,
     record: Any,
-    tell: Callable[[], object],
+    print_text: Callable[[], object],
     *,
     passed: bool = True,
 ) -> None:
-    """Print what a verb found out, as the one JSON document or as `tell` does; exit 1 if it did not pass."""
+    """Print what a verb found out, as the one JSON document or as `print_text` does; exit 1 if it did not pass."""
     if as_json:
-        stream: TextIO = context.meta[_OUT]
+        stream: TextIO = context.meta[_OUTPUT_KEY]
         stream.write(json.dumps(record, indent=2) + "\n")
         stream.flush()
     else:
-        tell()
+        print_text()
     if not passed:
         raise typer.Exit(CheckFailedError.exit_code)
 
 
 @contextlib.contextmanager
-def _diverted() -> Iterator[TextIO]:
+def _divert_stdout() -> Iterator[TextIO]:
     """Yield standard output; within, what anybody else writes there goes to standard error, child processes' too."""
     # The stream that the document is written to.
     stdout = sys.stdout
@@ -73,7 +73,7 @@ def _diverted() -> Iterator[TextIO]:
             os.close(copied)
 
 
-def silence_the_end() -> None:
+def divert_exit_output() -> None:
     """Send what libraries print as a process ends to standard error, for nothing may follow the document."""
     sys.stdout.flush()
     # 1 and 2 are the descriptors of standard output and standard error.

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 import typer
 
 from dit_lora.cli.arguments import Overrides, RecipeFile
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
 
 EXAMPLES = {
     "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")
 }
-_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
+_UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
 def plan(
@@ -33,28 +33,28 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what memory and disk a run takes, before any weight is downloaded; exit 1 if it does not fit."""
-    from dit_lora.commands.plan import render
+    from dit_lora.commands.plan import print_plan
     from dit_lora.planning.budget import Launch
-    from dit_lora.planning.search import plan as run
-    from dit_lora.training.session.session import quiet_libraries
+    from dit_lora.planning.search import plan_memory as run
+    from dit_lora.training.session.session import hide_progress_bars
 
-    quiet_libraries()
-    size = _memory_here() if gpu is None else parse_size(gpu)
+    hide_progress_bars()
+    size = _get_gpu_bytes() if gpu is None else parse_size(gpu)
     planned = run(recipe, overrides or [], Launch(ranks, sharding), size)
     fits = planned.budget.fits
-    answer(context, as_json, planned.record(), lambda: render(planned), passed=fits)
+    write_answer(context, as_json, planned.record(), lambda: print_plan(planned), passed=fits)
 
 
 def parse_size(text: str) -> int:
     """Return the bytes of `24GiB`, `24 GB`, `24` (GiB); raises `DitLoraError` for anything else."""
     # A number, then an optional unit.
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+    if match is None or match[2] not in _UNIT_BYTES or float(match[1]) == 0:
         raise DitLoraError(f"--gpu takes a size such as 24GiB, 80GB or 24; got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _UNIT_BYTES[match[2]])
 
 
-def _memory_here() -> int | None:
+def _get_gpu_bytes() -> int | None:
     import torch
 
     if not torch.cuda.is_available():

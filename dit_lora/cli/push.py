@@ -34,16 +34,16 @@ def push(
 
     Files that are there are not sent again.
     """
-    from dit_lora.config.recipe import repo_id_problem
-    from dit_lora.hub.push import listing, prepare
+    from dit_lora.config.recipe import find_repo_id_problem
+    from dit_lora.hub.push import list_files, prepare_publication
     from dit_lora.hub.push import push as run_push
 
     # Before the run's files are read and prepared.
-    problem = repo_id_problem(repo_id)
+    problem = find_repo_id_problem(repo_id)
     if problem:
         raise DitLoraError(f"REPO_ID {repo_id!r}: {problem}")
     if dry_run:
-        for line in listing(prepare(run, repo_id)):
+        for line in list_files(prepare_publication(run, repo_id)):
             echo(line)
         echo(f"nothing was sent; the card is in {run / 'README.md'}")
         return

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import RunFolder
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
-from dit_lora.training.session.run_lock import holder_of, is_live
+from dit_lora.training.session.run_lock import is_live, read_holder
 
 EXAMPLES = {"quarantine": ("quarantine runs/kitten", "quarantine runs/kitten --release clip.mp4")}
 
@@ -24,20 +24,20 @@ def quarantine(
     as_json: JsonFlag = False,
 ) -> None:
     """Show the samples that a run leaves out, with why; --release takes them back for the next resume."""
-    from dit_lora.data.loading.quarantine import QUARANTINE, Quarantine
+    from dit_lora.data.loading.quarantine import QUARANTINE_FILE, Quarantine
 
     if not run.is_dir():
         raise DitLoraError(f"{run} is not a folder; give a run's folder, as its recipe's run.dir")
     # The run keeps the list in memory and writes it again, so a change here would be lost.
     if release and is_live(run):
         raise DitLoraError(
-            f"{run} is in use by {holder_of(run)}, which writes its list anew; release samples when it has ended"
+            f"{run} is in use by {read_holder(run)}, which writes its list anew; release samples when it has ended"
         )
-    table = Quarantine.load(run / QUARANTINE)
+    table = Quarantine.load(run / QUARANTINE_FILE)
     released = table.release(release or [])
     if released:
         table.save()
     lines = [f"released {name}: train.resume=auto trains on it again" for name in released]
-    lines += [record.told() for record in table.records] or [f"{run} leaves no sample out"]
+    lines += [record.describe() for record in table.records] or [f"{run} leaves no sample out"]
     record = {"left_out": [asdict(entry) for entry in table.records], "released": released}
-    answer(context, as_json, record, lambda: echo("\n".join(lines)))
+    write_answer(context, as_json, record, lambda: echo("\n".join(lines)))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -50,5 +50,7 @@ def replay(
         script=script,
         arguments=arguments or [],
     )
-    passed = result.verdict is None
-    answer(context, as_json, result.record(), lambda: echo(result.told()), passed=passed)
+    passed = result.diagnosis is None
+    write_answer(
+        context, as_json, result.record(), lambda: echo(result.format_text()), passed=passed
+    )

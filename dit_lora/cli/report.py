@@ -25,7 +25,7 @@ def report(
             f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}"
         )
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
-    from dit_lora.results.experts import runs_of
+    from dit_lora.results.experts import find_expert_runs
 
     # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
@@ -36,7 +36,7 @@ def report(
         echo(write_guard_report(run))
         return
     # A run of both experts has a folder for each.
-    runs = runs_of(run)
+    runs = find_expert_runs(run)
     if serve:
         if len(runs) > 1:
             raise DitLoraError(
@@ -44,7 +44,7 @@ def report(
             )
         from dit_lora.report.run import serve as served
 
-        served.serve(run, port or 0, echo, _export)
+        served.serve_report(run, port or 0, echo, _export_checkpoint)
         return
     from dit_lora.report.run.page import write_report
 
@@ -52,8 +52,8 @@ def report(
         echo(write_report(run_folder))
 
 
-def _export(file: Path, form: str, out: Path) -> None:
+def _export_checkpoint(file: Path, form: str, output_folder: Path) -> None:
     """Write a checkpoint's adapter to a new folder."""
     from dit_lora.results.export.export import ExportRequest, export
 
-    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", out))
+    export(ExportRequest((file,), "peft" if form == "peft" else "diffusers", output_folder))

@@ -85,22 +85,22 @@ def sample(
         image=image,
         last_image=last_image,
         references=tuple(reference or ()),
-        out=out,
+        output_folder=out,
         count=count,
-        strengths=_strengths(strengths),
-        others=tuple(map(_weighted, adapter or ())),
+        strengths=_parse_strengths(strengths),
+        other_adapters=tuple(map(_parse_weighted_adapter, adapter or ())),
         weight=weight,
     )
-    _sample(request)
+    _write_samples(request)
 
 
-def _sample(request: "SampleRequest") -> None:
+def _write_samples(request: "SampleRequest") -> None:
     """Sample, and print the files, and the page where there are several."""
-    from dit_lora.commands.sample import sample_cells
+    from dit_lora.commands.sample import write_sample_cells
     from dit_lora.report.sample_grid import write_sample_grid
 
     # Written before the page, which refers to the files.
-    cells = sample_cells(request)
+    cells = write_sample_cells(request)
     for cell in cells:
         echo(cell.path)
     if len(cells) > 1:
@@ -109,28 +109,28 @@ def _sample(request: "SampleRequest") -> None:
         echo(write_sample_grid(page, request.target.name, rows))
 
 
-def _strengths(words: str | None) -> tuple[float, ...]:
+def _parse_strengths(text: str | None) -> tuple[float, ...]:
     """Return the numbers of a list such as `0,0.5,1`."""
-    if words is None:
+    if text is None:
         return ()
     try:
-        numbers = tuple(float(word) for word in words.split(","))
+        numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
-        raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {words!r}") from error
+        raise DitLoraError(f"--strengths takes numbers, as 0,0.5,1; got {text!r}") from error
     # Equal strengths would write the same file twice.
     if not all(map(math.isfinite, numbers)) or len(set(numbers)) < len(numbers):
-        raise DitLoraError(f"--strengths takes finite numbers, each once; got {words!r}")
+        raise DitLoraError(f"--strengths takes finite numbers, each once; got {text!r}")
     return numbers
 
 
-def _weighted(words: str) -> tuple[Path, float]:
+def _parse_weighted_adapter(text: str) -> tuple[Path, float]:
     """Return path and weight of PATH=WEIGHT; the weight is 1 where there is none."""
     # The last equals sign: a path may contain some. Without one, the path is empty.
-    path, _, weight = words.rpartition("=")
+    path, _, weight = text.rpartition("=")
     try:
         number = float(weight) if path else 1.0
     except ValueError:  # a path with an equals sign of its own
-        return Path(words), 1.0
+        return Path(text), 1.0
     if not math.isfinite(number):
-        raise DitLoraError(f"--adapter {words}: its weight is not finite")
-    return (Path(path), number) if path else (Path(words), 1.0)
+        raise DitLoraError(f"--adapter {text}: its weight is not finite")
+    return (Path(path), number) if path else (Path(text), 1.0)

@@ -27,7 +27,7 @@ def show(
     from dit_lora.report.chat_sample_page import write_chat_sample_page
 
     shown_sample = show_sample(recipe, overrides or [], sample, draw)
-    Console().print(shown_sample.in_terminal())
+    Console().print(shown_sample.render_for_terminal())
     if html:
         conversation = shown_sample.entry.conversation
         write_chat_sample_page(

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from dit_lora.cli.arguments import NewFolder, make_folder, tiny_names
+from dit_lora.cli.arguments import NewFolder, complete_tiny_names, make_folder
 from dit_lora.errors import DitLoraError
-from dit_lora.families import every_family
+from dit_lora.families import get_families
 from dit_lora.terminal import echo
 
 EXAMPLES = {
@@ -34,7 +34,7 @@ def tiny(
         str,
         typer.Argument(
             help="A checkpoint, for instance cogvideox-2b (see `recipes --families`), or `shapes`.",
-            autocompletion=tiny_names,
+            autocompletion=complete_tiny_names,
         ),
     ],
     out: NewFolder,
@@ -66,10 +66,10 @@ def tiny(
 ) -> None:
     """Build a tiny random checkpoint that trains on a CPU, without the Hub; or `shapes`: captioned clips or images."""
     if what != "shapes":
-        _refuse(context, _SHAPES_OPTIONS, "tiny shapes")
+        _refuse_options(context, _SHAPES_OPTIONS, "tiny shapes")
         _build_checkpoint(what, out, seed)
         return
-    _refuse(context, _CHECKPOINT_OPTIONS, "a checkpoint")
+    _refuse_options(context, _CHECKPOINT_OPTIONS, "a checkpoint")
     _write_shapes(
         out,
         clips=clips,
@@ -84,7 +84,7 @@ def tiny(
     )
 
 
-def _refuse(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
+def _refuse_options(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
     """Raise `DitLoraError` if one of these options was given, which belong to `owner`."""
     for option in options:
         # A default is no option that the user has given.
@@ -93,22 +93,22 @@ def _refuse(context: typer.Context, options: tuple[str, ...], owner: str) -> Non
             raise DitLoraError(f"--{option} is an option of {owner}; remove it")
 
 
-def _build_checkpoint(variant: str, out: Path, seed: int) -> None:
+def _build_checkpoint(variant: str, folder: Path, seed: int) -> None:
     """Build the random checkpoint of this name. Raises `DitLoraError` if no family has it."""
-    families = every_family().values()
+    families = get_families().values()
     family_of = {name: family for family in families for name in family.tiny_variants}
     if variant not in family_of:
         raise DitLoraError(f"no tiny checkpoint {variant!r}; known: {', '.join(family_of)}")
-    from dit_lora.training.session.session import quiet_libraries
+    from dit_lora.training.session.session import hide_progress_bars
 
-    make_folder(out)
-    quiet_libraries()
-    family_of[variant].build_tiny(variant, out, seed)
-    echo(f"wrote {out}")
+    make_folder(folder)
+    hide_progress_bars()
+    family_of[variant].build_tiny(variant, folder, seed)
+    echo(f"wrote {folder}")
 
 
 def _write_shapes(
-    out: Path,
+    folder: Path,
     *,
     clips: int,
     frames: int | None,
@@ -140,16 +140,16 @@ def _write_shapes(
     if frames > 1 and (height % 2 or width % 2):
         raise DitLoraError(f"H.264 takes even sizes; got {height}x{width}")
     # After all checks, so that no empty folder remains after an error.
-    make_folder(out)
+    make_folder(folder)
     size = {"height": height, "width": width, "frames": frames}
     if classes:
-        write_class_folders(out, images=clips, fps=fps, **size)
+        write_class_folders(folder, images=clips, fps=fps, **size)
     elif pairs:
-        write_edit_pairs(out, pairs=clips, fps=fps, **size)
+        write_edit_pairs(folder, pairs=clips, fps=fps, **size)
     elif chat:
-        write_conversations(out, clips=clips, images=clips, fps=fps, **size)
+        write_conversations(folder, clips=clips, images=clips, fps=fps, **size)
     else:
-        write_shapes(out, clips=clips, fps=fps, sound=sound, **size)
+        write_shapes(folder, clips=clips, fps=fps, sound=sound, **size)
     description = "clips and as many images" if chat else "images" if frames == 1 else "clips"
     description += ", each with what it is made from" if pairs else ""
-    echo(f"wrote {clips} {description} to {out}")
+    echo(f"wrote {clips} {description} to {folder}")

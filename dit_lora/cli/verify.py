@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dit_lora.cli.arguments import BaseModel
-from dit_lora.cli.json_output import JsonFlag, answer
+from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.terminal import echo
 
 EXAMPLES = {"verify": ("verify runs/kitten",)}
@@ -27,21 +27,23 @@ def verify(
 ) -> None:
     """Load a result into the stock model and check keys, values, effect, scale and output; exit 1 if one is wrong."""
     from dit_lora.commands.verify import verify_adapter
-    from dit_lora.config.experts import EXPERTS
-    from dit_lora.results.experts import targets_of
+    from dit_lora.config.experts import EXPERT_NAMES
+    from dit_lora.results.experts import find_expert_results
 
     verifications = [
         verify_adapter(item, model, allow_extreme_update=allow_extreme_update)
-        for item in targets_of(target)
+        for item in find_expert_results(target)
     ]
     # Of a single adapter, its own report.
     lines, record, passed = (
-        verifications[0].lines(),
-        verifications[0].record(),
+        verifications[0].format_lines(),
+        verifications[0].to_dict(),
         all(item.passed for item in verifications),
     )
     if len(verifications) > 1:  # an adapter of each expert
-        named = dict(zip(EXPERTS.values(), verifications, strict=True))
-        lines = [line for name, item in named.items() for line in (f"{name}:", *item.lines())]
-        record = {"passed": passed, **{name: item.record() for name, item in named.items()}}
-    answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)
+        named = dict(zip(EXPERT_NAMES.values(), verifications, strict=True))
+        lines = [
+            line for name, item in named.items() for line in (f"{name}:", *item.format_lines())
+        ]
+        record = {"passed": passed, **{name: item.to_dict() for name, item in named.items()}}
+    write_answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)

@@ -8,30 +8,30 @@ from typing import Any
 import torch
 
 from dit_lora.commands.cache import is_recipe
-from dit_lora.config.load import load_folder, load_recipe
+from dit_lora.config.load import load_folder_config, load_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.captions import check_captions, token_lengths
+from dit_lora.data.audit.captions import check_captions, count_caption_tokens
 from dit_lora.data.audit.encoded import check_encoded
-from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
+from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Finding
 from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.pairs import pair_notes
+from dit_lora.data.audit.pairs import summarise_pairs
 from dit_lora.data.audit.runner import audit_media
-from dit_lora.data.audit.sound import sound_note
-from dit_lora.data.audit.summary import merge, totals
+from dit_lora.data.audit.sound import summarise_sound
+from dit_lora.data.audit.summary import compute_totals, merge_audits
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.sources.scan import Scan, scan
+from dit_lora.data.sources.scan import Scan, scan_sources
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Encoders
-from dit_lora.terminal import one_line
-from dit_lora.training.session.session import quiet_libraries, running
+from dit_lora.terminal import make_one_line
+from dit_lora.training.session.session import hide_progress_bars, running
 from dit_lora.training.tasks.chat.audit import audit_conversations
-from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_MEMO
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_FILE
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 from dit_lora.training.tasks.diffusion.samples import Samples, find_samples
 
-_SHOWN = 50  # rejects in the terminal
+_MAX_SHOWN_REJECTS = 50  # rejects in the terminal
 
 _REMEDIES = {
     "missing": "restore the file, or remove its line",
@@ -57,7 +57,7 @@ class Audit:
     """The findings on every sample, and notes on the dataset as a whole."""
 
     title: str
-    judged: list[JudgedSample]
+    audited_samples: list[AuditedSample]
     notes: tuple[str, ...] = ()
     buckets: dict[str, Any] | None = None
     encoded: dict[str, Any] | None = None
@@ -65,7 +65,7 @@ class Audit:
     @property
     def totals(self) -> dict[str, Any]:
         """Number of samples, by verdict and in total."""
-        return totals(self.judged)
+        return compute_totals(self.audited_samples)
 
     @property
     def passed(self) -> bool:
@@ -76,20 +76,23 @@ class Audit:
         """Text for a terminal: rejected samples with reasons, warnings by code, notes, advice and totals."""
         # Every rejected sample has a line, up to a limit.
         lines = [
-            one_line(f"reject  {sample.file}: {'; '.join(_words(sample))}")
-            for sample in self.judged
+            make_one_line(f"reject  {sample.file}: {'; '.join(_format_reasons(sample))}")
+            for sample in self.audited_samples
             if sample.verdict == "reject"
         ]
-        if len(lines) > _SHOWN:
-            lines = [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more; --json lists all"]
+        if len(lines) > _MAX_SHOWN_REJECTS:
+            lines = [
+                *lines[:_MAX_SHOWN_REJECTS],
+                f"and {len(lines) - _MAX_SHOWN_REJECTS} more; --json lists all",
+            ]
         sums = self.totals
         # Warnings are counted by code: a list of all of them would hide the rejects.
-        warned = [sample for sample in self.judged if sample.verdict == "warn"]
+        warned = [sample for sample in self.audited_samples if sample.verdict == "warn"]
         codes = Counter(code for sample in warned for code in {f.code for f in sample.findings})
         lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
-        lines += [one_line(f"note    {note}") for note in self.notes]
+        lines += [make_one_line(f"note    {note}") for note in self.notes]
         lines += [
-            one_line(f"advice  {advice}") for advice in (self.buckets or {}).get("advice", ())
+            make_one_line(f"advice  {advice}") for advice in (self.buckets or {}).get("advice", ())
         ]
         counts = ", ".join(f"{sums[verdict]:,} {verdict}" for verdict in VERDICTS)
         return [*lines, f"{sums['samples']:,} samples: {counts}"]
@@ -105,7 +108,7 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         if encode:
             raise DitLoraError(f"--encode needs a recipe (.yaml); got {target}")
         return audit_folder(target, overrides)
-    quiet_libraries()
+    hide_progress_bars()
     recipe = load_recipe(target, overrides)
     family = get_family(recipe.model.family)
     if recipe.model.family in CHAT_FAMILIES:
@@ -116,12 +119,14 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         )
         return Audit(
             recipe.data.path or "data.sources",
-            merge(audited_samples, caption_findings),
+            merge_audits(audited_samples, caption_findings),
             tuple(notes),
         )
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
-    return with_encodings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
+    return (
+        add_encoding_findings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
+    )
 
 
 def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = True) -> Audit:
@@ -129,14 +134,16 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
 
     `overrides` set where its captions, references and masks are, such as `data.mask_folder=masks`.
     """
-    data = load_folder(path, overrides)
+    data = load_folder_config(path, overrides)
     # Lists the files with their captions; nothing is decoded yet.
-    sources = scan(data)
+    sources = scan_sources(data)
     # None: without a recipe there are no shapes to check against.
-    audited_samples = audit_media(sources.clips, None, progress=progress)
+    audited_samples = audit_media(sources.clips, None, show_progress=progress)
     captions = check_captions(sources.clips, None, None)
-    notes = (*sources.notes, *pair_notes(audited_samples), *sound_note(audited_samples))
-    return Audit(path, merge(audited_samples, _problems(sources), captions), notes)
+    notes = (*sources.notes, *summarise_pairs(audited_samples), *summarise_sound(audited_samples))
+    return Audit(
+        path, merge_audits(audited_samples, _collect_scan_findings(sources), captions), notes
+    )
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
@@ -147,25 +154,27 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     data, root = recipe.data, recipe.cache_dir
     # The only recipe setting that a checkpoint needs to compute the sizes of references.
     checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
-    sources = scan(data, root)
+    sources = scan_sources(data, root)
     # The samples as training would form them: windows, buckets and references.
-    samples = find_samples(recipe, checkpoint, group=recipe.train.batch_size, quiet=not progress)
+    samples = find_samples(
+        recipe, checkpoint, samples_per_step=recipe.train.batch_size, quiet=not progress
+    )
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
-    digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_MEMO)
+    digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_FILE)
     audited_samples = audit_media(
         sources.clips,
         data,
         shapes=samples.shapes,
-        reference_shape=checkpoint.references.shape if checkpoint.references else None,
+        reference_shape=checkpoint.references.encoded_shape if checkpoint.references else None,
         memo=memo,
         digests=digests,
-        progress=progress,
+        show_progress=progress,
     )
     # Digests of the files' contents, so that unchanged files are not read again.
     digests.save()
     # A family without a text limit is conditioned on classes: its captions are labels.
-    limit = checkpoint.text_limit()
-    notes: list[str] = [*samples.notes, *pair_notes(audited_samples)]
+    limit = checkpoint.load_text_limit()
+    notes: list[str] = [*samples.notes, *summarise_pairs(audited_samples)]
     tokens: dict[str, dict[str, int]] = {}
     if limit is None:
         caption_findings, label_notes = check_labels(sources.clips, data.classes)
@@ -173,28 +182,34 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     else:
         # A caption that the recipe sets for a whole source does not count as a duplicate in its clips.
         shared = {source.caption for source in data.all_sources if source.caption is not None}
-        lengths = token_lengths(sources.clips, limit.tokenizer)
+        lengths = count_caption_tokens(sources.clips, limit.tokenizer)
         caption_findings = check_captions(
-            sources.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared=shared
+            sources.clips,
+            limit.tokenizer,
+            limit.max_tokens,
+            lengths=lengths,
+            shared_captions=shared,
         )
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
-    merged = merge(
+    merged = merge_audits(
         audited_samples,
-        _problems(sources),
+        _collect_scan_findings(sources),
         caption_findings,
-        _dropped(samples, audited_samples),
+        _find_unbucketed_samples(samples, audited_samples),
         facts=tokens,
     )
     return Audit(
         title=data.path or "data.sources",
-        judged=merge(merged, _by_clip(_unfit(samples, merged), merged)),
+        audited_samples=merge_audits(
+            merged, _group_by_clip(_find_unsupported_references(samples, merged), merged)
+        ),
         notes=tuple(notes),
         buckets=report.as_dict() if report else None,
     )
 
 
-def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audit:
+def add_encoding_findings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audit:
     """Encode the samples that are not cached yet, and check the latents and embeddings of all."""
     # An audit reports every bad sample; `rejects: refuse` would stop it at the first.
     data = recipe.data.model_copy(update={"rejects": "skip", "precompute": True})
@@ -203,23 +218,27 @@ def with_encodings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) -> Audi
     with running(recipe) as session:
         encoded = precompute(session, checkpoint)
     damaged: Findings = {}
-    non_finite, statistics = check_encoded(_tensors(encoded, damaged))
+    non_finite, statistics = check_encoded(_iterate_tensors(encoded, damaged))
     failed = {
-        name: [_failed(reason)]
+        name: [_make_encoder_finding(reason)]
         for name, reason in encoded.rejected.items()
         if "is not usable" in reason
     }
     # Each part has findings by cache entry, and an entry may be one window of a clip.
-    parts = [_by_clip(part, audit.judged) for part in (damaged, non_finite, failed)]
-    return replace(audit, judged=merge(audit.judged, *parts), encoded=statistics)
+    parts = [_group_by_clip(part, audit.audited_samples) for part in (damaged, non_finite, failed)]
+    return replace(
+        audit, audited_samples=merge_audits(audit.audited_samples, *parts), encoded=statistics
+    )
 
 
-def _by_clip(by_file: Findings, judged: Sequence[JudgedSample]) -> Findings:
+def _group_by_clip(
+    findings_by_file: Findings, audited_samples: Sequence[AuditedSample]
+) -> Findings:
     """Findings by clip: those on a clip's later windows (named `clip@start`) move to the clip's name."""
     # Names of samples that the audit has listed.
-    files = {sample.file for sample in judged}
+    files = {sample.file for sample in audited_samples}
     by_clip: Findings = {}
-    for name, findings in by_file.items():
+    for name, findings in findings_by_file.items():
         # A name without `@` gives an empty clip, which is no listed file.
         clip, _, start = name.rpartition("@")
         if name in files or clip not in files:
@@ -232,26 +251,30 @@ def _by_clip(by_file: Findings, judged: Sequence[JudgedSample]) -> Findings:
     return by_clip
 
 
-def _words(one: JudgedSample) -> list[str]:
+def _format_reasons(sample: AuditedSample) -> list[str]:
     """The sample's reasons for rejection, with their codes."""
-    return [f"{f.code}: {f.words}" for f in one.findings if f.verdict == "reject"]
+    return [f"{f.code}: {f.words}" for f in sample.findings if f.verdict == "reject"]
 
 
-def _problems(scanned: Scan) -> Findings:
+def _collect_scan_findings(scan_result: Scan) -> Findings:
     """Findings on files that the scan of the sources could not use."""
     problems: Findings = {}
-    for problem in scanned.problems:
+    for problem in scan_result.problems:
         remedy = _REMEDIES.get(problem.code, "correct it, or remove the sample")
         problems.setdefault(problem.file, []).append(
-            Finding(problem.code, problem.words, "reject", remedy)
+            Finding(problem.code, problem.message, "reject", remedy)
         )
     return problems
 
 
-def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
+def _find_unbucketed_samples(
+    samples: Samples, audited_samples: Sequence[AuditedSample]
+) -> Findings:
     """Findings on samples that fit no bucket, unless the media's own findings already say so."""
     # Codes that the check of the media has reported already, by file.
-    codes = {sample.file: {finding.code for finding in sample.findings} for sample in judged}
+    codes = {
+        sample.file: {finding.code for finding in sample.findings} for sample in audited_samples
+    }
     dropped = samples.report.dropped if samples.report else ()
     return {
         name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
@@ -260,13 +283,15 @@ def _dropped(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
     }
 
 
-def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
+def _find_unsupported_references(
+    samples: Samples, audited_samples: Sequence[AuditedSample]
+) -> Findings:
     """Findings on samples with references that the model does not accept (such as too many).
 
     Samples that are already rejected are left out.
     """
     # One reason is enough for the user to act on.
-    rejected = {sample.file for sample in judged if sample.verdict == "reject"}
+    rejected = {sample.file for sample in audited_samples if sample.verdict == "reject"}
     remedy = "give it such references, or remove it"
     return {
         name: [Finding("reference_unfit", reason, "reject", remedy)]
@@ -275,11 +300,11 @@ def _unfit(samples: Samples, judged: Sequence[JudgedSample]) -> Findings:
     }
 
 
-def _tensors(
-    encoded: Precomputed, damaged: Findings
+def _iterate_tensors(
+    encoded: DiffusionTrainingData, damaged: Findings
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield each sample's name and tensors from its cache entries. Corrupt entries are added to `damaged`."""
-    clips = encoded.clips
+    clips = encoded.training_set
     for entry in clips.entries:
         # Reads the entry and checks its digest; damage is reported in `faults`.
         sample = clips.read(entry, entry.text_key, 0)
@@ -291,9 +316,9 @@ def _tensors(
         yield entry.id, {name: tensor[0] for name, tensor in sample.tensors.items()}
 
 
-def _failed(why: str) -> Finding:
+def _make_encoder_finding(reason: str) -> Finding:
     """The finding for an encoder's error message."""
-    part = "embedding" if "caption '" in why else "latent"
-    kind = "out_of_range" if "beyond" in why else "non_finite"
+    part = "embedding" if "caption '" in reason else "latent"
+    kind = "out_of_range" if "beyond" in reason else "non_finite"
     remedy = "look at the sample; encode it in fp32 or bf16, or remove it"
-    return Finding(f"{part}_{kind}", why, "reject", remedy)
+    return Finding(f"{part}_{kind}", reason, "reject", remedy)

@@ -16,13 +16,13 @@ from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.training.session.session import quiet_libraries, running
+from dit_lora.training.session.session import hide_progress_bars, running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
 from dit_lora.training.tasks.diffusion.precompute import precompute
-from dit_lora.training.tasks.diffusion.second_model import open_second
+from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
-_KINDS = ("videos", "texts")
-_SHOWN = 50  # problems listed in a terminal; JSON has all
+_CACHE_NAMES = ("videos", "texts")
+_MAX_SHOWN_PROBLEMS = 50  # problems listed in a terminal; JSON has all
 
 Caches = Mapping[str, TensorCache]
 
@@ -45,16 +45,18 @@ class CacheOutcome:
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible values; paths are relative to the cache."""
-        halves = {kind: _plain(asdict(result), self.root) for kind, result in self.results.items()}
+        halves = {
+            kind: _convert_paths(asdict(result), self.root) for kind, result in self.results.items()
+        }
         return {"cache": str(self.root), **halves}
 
-    def told(self) -> str:
+    def format_text(self) -> str:
         """Text for a terminal."""
         lines = []
         for kind, values in self.record().items():
             if isinstance(values, dict):
-                lines.append(f"{kind}: {', '.join(_counts(values))}")
-                lines += [f"  {line}" for line in _details(values)]
+                lines.append(f"{kind}: {', '.join(_format_counts(values))}")
+                lines += [f"  {line}" for line in _format_details(values)]
         return "\n".join(lines)
 
 
@@ -63,7 +65,7 @@ def is_recipe(target: str) -> bool:
     return Path(target).suffix in (".yaml", ".yml")
 
 
-def build(target: str, overrides: Sequence[str]) -> None:
+def build_cache(target: str, overrides: Sequence[str]) -> None:
     """Fill a recipe's cache as training would, with all processes of the launch."""
     if not is_recipe(target):
         raise DitLoraError(f"give a recipe (.yaml), whose cache is to be filled; got {target}")
@@ -73,38 +75,46 @@ def build(target: str, overrides: Sequence[str]) -> None:
         raise DitLoraError("data.precompute is false: this recipe trains without a cache")
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     with running(recipe) as session:
-        encoded = precompute(session, checkpoint, open_second(recipe, checkpoint))
-        count = len(encoded.clips.entries)
+        encoded = precompute(session, checkpoint, open_sampling_checkpoint(recipe, checkpoint))
+        count = len(encoded.training_set.entries)
         session.say(f"{recipe.cache_dir} holds what {count} samples need")
 
 
-def verify(target: str, overrides: Sequence[str], *, set_aside: bool) -> CacheOutcome:
+def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
     """Read every entry and check its digest and values."""
 
-    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.VerifiedCache:
-        return maintenance.verify(cache, set_aside=set_aside, on_progress=tell)
+    def verify_entries(
+        cache: TensorCache, on_progress: maintenance.OnProgress
+    ) -> maintenance.VerifiedCache:
+        return maintenance.verify_cache(cache, mark_bad=mark_bad, on_progress=on_progress)
 
-    return _each(target, overrides, "checking", work)
+    return _process_caches(target, overrides, "checking", verify_entries)
 
 
-def stats(target: str, overrides: Sequence[str]) -> CacheOutcome:
+def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
     """Count entries, shards and bytes. Reads only headers."""
-    return _each(target, overrides, "counting", lambda cache, _: maintenance.stats(cache))
+    return _process_caches(
+        target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache)
+    )
 
 
-def prune(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
+def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
     """Remove unusable entries and, if `keep` has recipes, entries that none of them uses."""
     # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
     # For each recipe, the used keys by name of the cache.
-    keys_of_each = [dict(zip(_KINDS, _keys(recipe), strict=True)) for recipe in recipes]
+    keys_of_each = [
+        dict(zip(_CACHE_NAMES, _compute_used_keys(recipe), strict=True)) for recipe in recipes
+    ]
 
-    def work(cache: TensorCache, tell: maintenance.OnProgress) -> maintenance.Pruned:
+    def prune_entries(
+        cache: TensorCache, on_progress: maintenance.OnProgress
+    ) -> maintenance.PruneResult:
         # Recipes may share the cache: an entry stays if any of them uses it.
         used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
-        return maintenance.prune(cache, used_keys, on_progress=tell)
+        return maintenance.prune_cache(cache, used_keys, on_progress=on_progress)
 
-    return _each(target, overrides, "pruning", work)
+    return _process_caches(target, overrides, "pruning", prune_entries)
 
 
 def _require_cache(recipe: Recipe) -> None:
@@ -115,35 +125,37 @@ def _require_cache(recipe: Recipe) -> None:
         )
 
 
-def _keys(recipe: Recipe) -> tuple[set[str], set[str]]:
+def _compute_used_keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     """Keys of the cache entries that a recipe uses on this machine: of clips, and of captions."""
     _require_cache(recipe)
-    quiet_libraries()
+    hide_progress_bars()
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(recipe.model.dtype, device).dtype
     # Keys contain the dtype of encoding, which depends on this machine.
-    second = open_second(recipe, checkpoint)
-    return make_plan(recipe, checkpoint, dtype, group=1, quiet=False, second=second).keys
+    second = open_sampling_checkpoint(recipe, checkpoint)
+    return make_plan(
+        recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second
+    ).keys
 
 
-def _each(
+def _process_caches(
     target: str,
     overrides: Sequence[str],
     verb: str,
-    work: Callable[[TensorCache, maintenance.OnProgress], Any],
+    process_cache: Callable[[TensorCache, maintenance.OnProgress], Any],
 ) -> CacheOutcome:
-    """Run `work` on the cache of clips and on that of captions, each with a progress bar."""
+    """Run `process_cache` on the cache of clips and on that of captions, each with a progress bar."""
     # Both caches are worked through, even if the first one has problems.
-    root = _root(target, overrides)
+    root = _resolve_root(target, overrides)
     results = {}
-    for kind in _KINDS:
-        with _bar(f"{verb} {kind}") as tell:
-            results[kind] = work(TensorCache(root / kind), tell)
+    for kind in _CACHE_NAMES:
+        with _show_progress(f"{verb} {kind}") as tell:
+            results[kind] = process_cache(TensorCache(root / kind), tell)
     return CacheOutcome(root, results)
 
 
-def _root(target: str, overrides: Sequence[str]) -> Path:
+def _resolve_root(target: str, overrides: Sequence[str]) -> Path:
     """The cache folder of a recipe, or the folder itself. Raises `DitLoraError` if it is not a cache."""
     if is_recipe(target):
         root = load_recipe(target, overrides).cache_dir
@@ -152,56 +164,56 @@ def _root(target: str, overrides: Sequence[str]) -> Path:
     else:
         root = Path(target).expanduser()
     # Check before anything is pruned: a wrong path must not look like an empty cache.
-    if not any((root / kind).is_dir() for kind in _KINDS):
-        raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_KINDS)}")
+    if not any((root / kind).is_dir() for kind in _CACHE_NAMES):
+        raise DitLoraError(f"{root} is no cache: it has no folder {' and no '.join(_CACHE_NAMES)}")
     return root
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[maintenance.OnProgress]:
+def _show_progress(description: str) -> Iterator[maintenance.OnProgress]:
     """Progress bar over shards; yields the function that updates it."""
-    with tqdm(desc=what, unit="shard", delay=1, dynamic_ncols=True) as bar:
+    with tqdm(desc=description, unit="shard", delay=1, dynamic_ncols=True) as bar:
 
-        def tell(done: int, total: int) -> None:
+        def update_progress(num_done: int, total: int) -> None:
             bar.total = total
             # tqdm takes the increment, not the total so far.
-            bar.update(done - bar.n)
+            bar.update(num_done - bar.n)
 
-        yield tell
+        yield update_progress
 
 
-def _plain(value: Any, root: Path) -> Any:
+def _convert_paths(value: Any, root: Path) -> Any:
     """Convert paths to strings, relative to `root` if they are inside, in nested dicts and lists."""
     # Files outside of the cache keep their full path.
     if isinstance(value, Path):
         return value.relative_to(root).as_posix() if value.is_relative_to(root) else str(value)
     if isinstance(value, dict):
-        return {key: _plain(item, root) for key, item in value.items()}
+        return {key: _convert_paths(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, root) for item in value]
+        return [_convert_paths(item, root) for item in value]
     return value
 
 
-def _counts(values: Mapping[str, Any]) -> Iterable[str]:
+def _format_counts(values: Mapping[str, Any]) -> Iterable[str]:
     """Text for every count in `values`, sizes in MiB."""
     for name, value in values.items():
         # Of a list, the terminal shows the number of items.
         if isinstance(value, list):
             value = len(value)
         if isinstance(value, int):
-            text = f"{value / 2**20:,.1f} MiB" if name in _BYTES else f"{value:,}"
+            text = f"{value / 2**20:,.1f} MiB" if name in _BYTE_FIELDS else f"{value:,}"
             yield f"{name.replace('_', ' ')} {text}"
 
 
-_BYTES = ("bytes", "file_bytes", "freed")
+_BYTE_FIELDS = ("bytes", "file_bytes", "freed")
 
 
-def _details(values: Mapping[str, Any]) -> Iterable[str]:
+def _format_details(values: Mapping[str, Any]) -> Iterable[str]:
     """Text for the sizes of each kind of tensor, and for the first problems."""
     for kind, (count, size) in values.get("kinds", {}).items():
         yield f"{count:,} of {kind}: {size / 2**20:,.1f} MiB"
     problems = values.get("problems", [])
-    for entry in problems[:_SHOWN]:
+    for entry in problems[:_MAX_SHOWN_PROBLEMS]:
         yield f"{entry['kind']}: {entry['sample'] or entry['key'] or ''} in {entry['path']}: {entry['words']}"
-    if len(problems) > _SHOWN:
-        yield f"and {len(problems) - _SHOWN} more; --json lists all"
+    if len(problems) > _MAX_SHOWN_PROBLEMS:
+        yield f"and {len(problems) - _MAX_SHOWN_PROBLEMS} more; --json lists all"

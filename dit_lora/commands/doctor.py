@@ -10,17 +10,17 @@ from dit_lora.environment.versions import (
     TRACKERS,
     Environment,
     VersionProblem,
-    default_launch_config,
-    launch_problem,
-    launch_processes,
-    package_status,
-    problems,
+    find_launch_problem,
+    find_problems,
+    get_default_launch_config,
+    get_num_launch_processes,
+    get_package_status,
     read_launch_config,
 )
 from dit_lora.fuse import kernel_support
-from dit_lora.terminal import printable
+from dit_lora.terminal import make_printable
 
-_SHOWN = ("id", "severity", "what", "source", "remedy")
+_PROBLEM_FIELDS = ("id", "severity", "what", "source", "remedy")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Decision:
     why: str
 
 
-def decisions(env: Environment) -> list[Decision]:
+def list_decisions(env: Environment) -> list[Decision]:
     """The choices of a run in this environment that the recipe leaves open."""
     # The first GPU decides for all: a machine usually has equal ones.
     gpu = env.devices[0] if env.devices else None
@@ -57,7 +57,7 @@ def decisions(env: Environment) -> list[Decision]:
     ]
 
 
-def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
+def build_report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
     """JSON-compatible report on an environment; `ok` is False if a run would be refused.
 
     Args:
@@ -65,34 +65,34 @@ def report(env: Environment, launch_config: Path | None) -> dict[str, Any]:
         launch_config: An Accelerate config file; None for the one that `accelerate launch` reads.
     """
     # Versions and known-bad combinations.
-    issues = problems(env)
-    launch = _launch(env, launch_config)
+    issues = find_problems(env)
+    launch = _describe_launch(env, launch_config)
     return {
         "ok": not launch["problem"] and all(problem.severity != "refuse" for problem in issues),
         "python": env.python,
         "platform": env.platform,
-        "packages": {name: _package(name, env, issues) for name in TESTED},
+        "packages": {name: _describe_package(name, env, issues) for name in TESTED},
         "device": {
             "cuda_available": bool(env.devices),
             "torch_cuda": env.torch_cuda,
             "gpus": [asdict(device) for device in env.devices],
         },
         "known_bad": [
-            {name: getattr(problem, name) for name in _SHOWN}
+            {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
             for problem in issues
             # A problem of a single package has the package's name as id, and is reported with the package.
             if problem.id not in TESTED
         ],
         "launch": launch,
         "triton": kernel_support()._asdict(),
-        "decisions": [asdict(decision) for decision in (*decisions(env), _kernels())],
+        "decisions": [asdict(decision) for decision in (*list_decisions(env), _decide_kernels())],
     }
 
 
-def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
+def find_launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | None:
     """What `accelerate launch` would ignore, or cannot do, with this config on this machine; None if nothing."""
     kind = str(config.get("distributed_type") or "NO")  # YAML 1.1 reads an unquoted NO as false
-    requested = launch_processes(config)
+    requested = get_num_launch_processes(config)
     # accelerate/commands/launch.py starts these kinds with simple_launcher, all others with torchrun.
     is_single = kind in ("NO", "MULTI_CPU") and not config.get("mpirun_config")
     # The number of processes that Accelerate really starts.
@@ -105,14 +105,14 @@ def launch_config_problem(config: Mapping[str, Any], env: Environment) -> str | 
             f"{num_per_machine} processes were asked for on each machine, and this one has {len(env.devices)} "
             f"GPU(s); set num_processes to {len(env.devices)} for each machine"
         )
-    return launch_problem(
-        several_asked=requested is not None and requested > started,
-        fsdp_asked=kind == "FSDP" and started < 2,
-        processes=requested,
+    return find_launch_problem(
+        is_multiple_requested=requested is not None and requested > started,
+        is_fsdp_requested=kind == "FSDP" and started < 2,
+        num_processes=requested,
     )
 
 
-def render(report: Mapping[str, Any]) -> None:
+def print_report(report: Mapping[str, Any]) -> None:
     """Print a report as tables, readable in 80 columns. Commands are never wrapped."""
     from rich.console import Console
 
@@ -125,9 +125,9 @@ def render(report: Mapping[str, Any]) -> None:
         (name, entry["version"] or "-", entry["tested"] or "-", entry["status"])
         for name, entry in packages.items()
     ]
-    console.print(table(("package", "installed", "tested", "status"), rows))
+    console.print(build_table(("package", "installed", "tested", "status"), rows))
     choices = [(entry["what"], entry["choice"], entry["why"]) for entry in report["decisions"]]
-    console.print(table(("a run uses", "choice", "why"), choices))
+    console.print(build_table(("a run uses", "choice", "why"), choices))
     # Both have a severity, a description and a remedy.
     notes = [entry for entry in packages.values() if entry["what"]] + list(report["known_bad"])
     for note in notes:
@@ -142,48 +142,48 @@ def render(report: Mapping[str, Any]) -> None:
     if launch["problem"]:
         lines.append(f"refuse: {launch['problem']}")
     for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
+        console.print(make_printable(line), markup=False, soft_wrap=True)
     console.print("ready to train" if report["ok"] else "not ready: see the lines with refuse")
 
 
-def _kernels() -> Decision:
+def _decide_kernels() -> Decision:
     """The choice of kernels, if the recipe does not set them."""
     support = kernel_support()
     choice = "fused, where parity holds" if support.mode == "gpu" else "lora_linear alone"
     return Decision("kernels", choice, support.reason)
 
 
-def _package(
+def _describe_package(
     name: str, env: Environment, version_problems: Sequence[VersionProblem]
 ) -> dict[str, Any]:
     """The entry of one package: versions, status, and its problem if it has one."""
     problem = next((problem for problem in version_problems if problem.id == name), None)
     return {
         "version": env.versions.get(name),
-        "tested": TESTED[name].release,
-        "range": TESTED[name].requirement(name),
-        "status": package_status(name, env),
+        "tested": TESTED[name].tested_version,
+        "range": TESTED[name].format_requirement(name),
+        "status": get_package_status(name, env),
         "severity": problem.severity if problem else None,
         "what": problem.what if problem else "",
         "remedy": problem.remedy if problem else "",
     }
 
 
-def _launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
+def _describe_launch(env: Environment, launch_config: Path | None) -> dict[str, Any]:
     """The entry of the launch config: file, number of processes, and its problem if it has one."""
-    path = launch_config or default_launch_config()
+    path = launch_config or get_default_launch_config()
     # The default config is optional; a file that the user names must exist.
     if launch_config is None and not path.is_file():
         return {"config_file": None, "processes": None, "problem": None}
     config = read_launch_config(path)
     return {
         "config_file": str(path),
-        "processes": launch_processes(config),
-        "problem": launch_config_problem(config, env),
+        "processes": get_num_launch_processes(config),
+        "problem": find_launch_config_problem(config, env),
     }
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def build_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     """A table without borders. Cells are shown literally, including brackets."""
     from rich import box
     from rich.table import Table

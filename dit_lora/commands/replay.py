@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit_lora.commands.replay_script import replay_in_script
-from dit_lora.commands.replayed import Replayed, judged, other_versions
+from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
 from dit_lora.config.load import load_recipe, parse_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import MAX_ABS
@@ -20,11 +20,14 @@ from dit_lora.families import get_family
 from dit_lora.guard.bundle import Bundle, read_bundle
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.precision import DTYPES, Precision
-from dit_lora.training.execution.activation_checkpointing import least_memory, set_checkpointing
+from dit_lora.training.execution.activation_checkpointing import (
+    choose_least_memory_mode,
+    set_checkpointing,
+)
 from dit_lora.training.execution.compiled import compile_blocks
-from dit_lora.training.execution.offload import offload_base, placement
-from dit_lora.training.micro_batch import Place, replayable, sample_losses
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.execution.offload import get_device_placement, offload_base
+from dit_lora.training.micro_batch import BatchPosition, build_loss_function, make_replayable
+from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.registry import task_of
 
 
@@ -37,7 +40,7 @@ def replay_bundle(
     without: Sequence[str] = (),
     script: str | None = None,
     arguments: Sequence[str] = (),
-) -> Replayed:
+) -> ReplayResult:
     """Run a bundle's micro-batch again and diagnose it.
 
     Args:
@@ -52,7 +55,7 @@ def replay_bundle(
     Raises:
         DitLoraError: The bundle, the base model or the script cannot be used, or a name in `without` is unknown.
     """
-    quiet_libraries()
+    hide_progress_bars()
     bundle = read_bundle(folder)
     # Only a bundle of an external loop records the call of the model.
     if "call" in bundle.facts:
@@ -65,41 +68,43 @@ def replay_bundle(
         raise DitLoraError(
             f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own"
         )
-    recipe = _recipe(bundle, folder, model)
-    micro_batch, transformer, digest = _rebuild(bundle, recipe, _device(device))
-    return judged(
+    recipe = _load_bundle_recipe(bundle, folder, model)
+    micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
+    return run_and_diagnose(
         bundle,
         micro_batch,
         transformer,
         fp32=fp32,
         without=without,
         limit=MAX_ABS,
-        masked_attention=get_family(recipe.model.family).masked_attention,
-        notes=_notes(bundle, digest),
+        masked_attention=get_family(recipe.model.family).has_attention_mask,
+        notes=_describe_differences(bundle, digest),
     )
 
 
-def _device(asked: str | None) -> torch.device:
+def _resolve_device(requested: str | None) -> torch.device:
     """The requested device; None for the GPU if there is one, else the CPU.
 
     Raises `DitLoraError` if it does not exist.
     """
     # The bundle's own device may not exist on this machine.
-    if asked is None:
+    if requested is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1") from error
+        raise DitLoraError(f"--device {requested}: give cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
-        raise DitLoraError(f"--device {asked}: give cpu, cuda or cuda:1")
+        raise DitLoraError(f"--device {requested}: give cpu, cuda or cuda:1")
     # `cuda` without an index is the first GPU.
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DitLoraError(f"--device {asked}: this machine has {torch.cuda.device_count()} GPUs")
+        raise DitLoraError(
+            f"--device {requested}: this machine has {torch.cuda.device_count()} GPUs"
+        )
     return device
 
 
-def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
+def _load_bundle_recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
     """The bundle's recipe, with `model` as base checkpoint or, if None, the one of the run's config.yaml."""
     recipe = parse_recipe(dict(bundle.facts["recipe"]), source=str(folder))
     # RUN/bundles/BUNDLE: two folders up is the run.
@@ -112,7 +117,7 @@ def _recipe(bundle: Bundle, folder: Path, model: str | None) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
 
 
-def _rebuild(
+def _rebuild_micro_batch(
     bundle: Bundle, recipe: Recipe, device: torch.device
 ) -> tuple[MicroBatch, nn.Module, str]:
     """The micro-batch on the model as the run had it, that model, and the digest of the base's files."""
@@ -128,19 +133,21 @@ def _rebuild(
     dtype = DTYPES[bundle.facts["dtype"]]
     # The same steps in the same order as in a run, so that the same kernels are used.
     transformer, _, _ = task.load_trainable(recipe, family, checkpoint, dtype)
-    _load(transformer, bundle)
-    mode = recipe.train.asked_checkpointing
+    _load_weights(transformer, bundle)
+    mode = recipe.train.effective_checkpointing
     # Recomputation is bit-identical, and this machine may have less memory than the run's.
-    set_checkpointing(transformer, least_memory(transformer) if mode == "auto" else mode)
+    set_checkpointing(
+        transformer, choose_least_memory_mode(transformer) if mode == "auto" else mode
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Accelerate adds the same wrappers as in the run, such as autocast.
     accelerator = Accelerator(
-        cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed
+        cpu=device.type == "cpu", mixed_precision=Precision(dtype, "as recorded").mixed_precision
     )
     offload_base(recipe, transformer, accelerator)
     compile_blocks(recipe, transformer, accelerator)
-    prepared = accelerator.prepare(transformer, device_placement=placement(transformer))
+    prepared = accelerator.prepare(transformer, device_placement=get_device_placement(transformer))
     # Training mode: dropout is part of the recorded step.
     unwrapped_model = accelerator.unwrap_model(prepared).train()
     # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
@@ -148,15 +155,15 @@ def _rebuild(
     batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
         accelerator.device
     )
-    position = Place(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
+    position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
     return (
-        replayable(sample_losses(checkpoint), unwrapped_model, batch, position),
+        make_replayable(build_loss_function(checkpoint), unwrapped_model, batch, position),
         unwrapped_model,
         digest,
     )
 
 
-def _load(transformer: nn.Module, bundle: Bundle) -> None:
+def _load_weights(transformer: nn.Module, bundle: Bundle) -> None:
     """Copy the bundle's trained weights into the model. Raises `DitLoraError` if names or shapes differ."""
     # The bundle has only trained weights; the frozen ones come from the base checkpoint.
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
@@ -168,9 +175,9 @@ def _load(transformer: nn.Module, bundle: Bundle) -> None:
             parameter.copy_(bundle.weights[name])
 
 
-def _notes(bundle: Bundle, digest: str) -> tuple[str, ...]:
+def _describe_differences(bundle: Bundle, digest: str) -> tuple[str, ...]:
     """Messages on differences from the machine that wrote the bundle."""
     notes = []
     if digest != bundle.facts["transformer_digest"]:
         notes.append("the base model's files are not those of the run: results may differ")
-    return (*notes, *other_versions(bundle, probe_environment().versions))
+    return (*notes, *describe_version_differences(bundle, probe_environment().versions))

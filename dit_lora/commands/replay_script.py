@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dit_lora.commands.replayed import Replayed, judged, other_versions
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.guard.attach.bundles import parameters_in_words, unpacked_call, versions
-from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
+from dit_lora.commands.replayed import ReplayResult, describe_version_differences, run_and_diagnose
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.guard.attach.bundles import describe_parameters, list_package_versions, unpack_call
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.run_script import run_as_main
 from dit_lora.guard.bundle import Bundle
-from dit_lora.numerics.dtensors import fill, needs_all_ranks, stock_class
+from dit_lora.numerics.dtensors import copy_full_values, get_original_class, needs_all_ranks
 from dit_lora.terminal import echo
 
 
-class _Enough(BaseException):
+class _ReplayFinished(BaseException):
     """Raised to leave the script. A `BaseException`, so that the script's own `except Exception` does not catch it."""
 
 
@@ -36,7 +36,7 @@ def replay_in_script(
     *,
     fp32: bool,
     without: Sequence[str],
-) -> Replayed:
+) -> ReplayResult:
     """Run the script until it calls the bundle's model, load the trained weights, and repeat the recorded call.
 
     Raises:
@@ -47,49 +47,49 @@ def replay_in_script(
             f"{folder} is of a loop that is not dit-lora's: --script SCRIPT.py [-- ARGS] makes its model, up to the "
             "first call of it"
         )
-    waiting_replay = _Again(bundle, fp32=fp32, without=without)
+    waiting_replay = _ScriptReplay(bundle, fp32=fp32, without=without)
     # The script runs with the user's rights and arguments, as in the original loop.
-    with waiting_replay.waiting():
+    with waiting_replay.wait_for_call():
         run_as_main(script, arguments)
     # Raised here, outside of the script, which might have caught it.
     if waiting_replay.problem is not None:
         raise waiting_replay.problem
     if waiting_replay.result is None:
-        raise waiting_replay.nothing_fits(script)
+        raise waiting_replay.make_no_match_error(script)
     return waiting_replay.result
 
 
-class _Again:
+class _ScriptReplay:
     """Waits until the script calls the bundle's model, and makes the recorded call instead."""
 
     def __init__(self, bundle: Bundle, *, fp32: bool, without: Sequence[str]) -> None:
-        self.result: Replayed | None = None
+        self.result: ReplayResult | None = None
         self.problem: DitLoraError | None = None
         """Why the call could not be made."""
         self._bundle = bundle
-        self._how: Mapping[str, Any] = {"fp32": fp32, "without": without}
-        self._wanted: list[str] = bundle.facts["model"]["parameters"]
-        self._class: str = bundle.facts["model"]["class"]
-        self._others: dict[int, tuple[str, list[str]]] = {}
+        self._replay_options: Mapping[str, Any] = {"fp32": fp32, "without": without}
+        self._expected_parameters: list[str] = bundle.facts["model"]["parameters"]
+        self._class_name: str = bundle.facts["model"]["class"]
+        self._other_models: dict[int, tuple[str, list[str]]] = {}
         """Called models that do not match, by id: class, and differences."""
-        self._stepped: set[int] = set()
+        self._stepped_optimizers: set[int] = set()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def wait_for_call(self) -> Iterator[None]:
         """Context that checks every outermost module call.
 
         It ends the script after the replay, or when no call can follow.
         """
         interceptions = Interceptions()
         # The script's own guard must not write into its folder: the bundle may be in there.
-        interceptions.class_method(Guard, "__init__", self._without_folder)
+        interceptions.intercept_class_method(Guard, "__init__", self._create_guard_without_folder)
         # Called around each call of a module that is not inside another module's call.
-        listen(self._around)
+        add_listener(self._intercept_call)
         # For every optimizer of the process.
-        hook = register_optimizer_step_pre_hook(self._before_step)
+        hook = register_optimizer_step_pre_hook(self._stop_at_second_step)
         try:
             yield
-        except _Enough:
+        except _ReplayFinished:
             pass
         # A script may end itself after its last step, with or without an error.
         except SystemExit as end:
@@ -97,100 +97,107 @@ class _Again:
                 raise
         finally:
             hook.remove()
-            leave(self._around)
+            remove_listener(self._intercept_call)
             interceptions.undo()
 
-    def nothing_fits(self, script: str) -> DitLoraError:
+    def make_no_match_error(self, script: str) -> DitLoraError:
         """The error that lists all differences of the called model that is most similar to the bundle's."""
-        if not self._others:
+        if not self._other_models:
             return DitLoraError(
-                f"{script} called no model to train it; the bundle has a call of a {self._class}"
+                f"{script} called no model to train it; the bundle has a call of a {self._class_name}"
             )
         # Prefer a model of the same class, then the one with the fewest differences.
         name, differing = min(
-            self._others.values(),
-            key=lambda candidate: (candidate[0] != self._class, len(candidate[1])),
+            self._other_models.values(),
+            key=lambda candidate: (candidate[0] != self._class_name, len(candidate[1])),
         )
-        called = ", ".join(dict.fromkeys(class_name for class_name, _ in self._others.values()))
+        called = ", ".join(
+            dict.fromkeys(class_name for class_name, _ in self._other_models.values())
+        )
         return DitLoraError(
-            listed(
-                f"no model that {script} calls fits the bundle's {self._class} (called: {called}); give the arguments "
+            format_list(
+                f"no model that {script} calls fits the bundle's {self._class_name} (called: "
+                f"{called}); give the arguments "
                 f"that the script had then, behind --. What differs in {name}",
                 differing,
             )
         )
 
     @contextmanager
-    def _around(self, call: OutermostCall) -> Iterator[None]:
+    def _intercept_call(self, call: OutermostCall) -> Iterator[None]:
         """Around each outermost call: if the model matches, replay the bundle and leave the script."""
-        model = self._fitting(call.module)
+        model = self._find_match(call.module)
         if model is not None:
             try:
-                self.result = self._replayed(model)
+                self.result = self._replay(model)
             # Stored, because the script might catch it and continue training.
             except DitLoraError as problem:
                 self.problem = problem
-            raise _Enough
+            raise _ReplayFinished
         yield
 
-    def _fitting(self, outermost: nn.Module) -> nn.Module | None:
+    def _find_match(self, outermost: nn.Module) -> nn.Module | None:
         """The module that matches the bundle: the called one or, inside a wrapper, a part of it. None if none does."""
         # A wrapper such as DDP comes first, then the modules inside it.
         for module in outermost.modules():
-            is_of_class = stock_class(module).__name__ == self._class
+            is_of_class = get_original_class(module).__name__ == self._class_name
             # Submodules of other classes cannot match; comparing their parameters would take long.
             if module is not outermost and not is_of_class:
                 continue
-            parameters = parameters_in_words(module)
+            parameters = describe_parameters(module)
             # Names, shapes and their order must be equal.
-            if parameters == self._wanted and is_of_class:
+            if parameters == self._expected_parameters and is_of_class:
                 return module
             if parameters:
-                kind = stock_class(module).__name__
-                differing = _differing(self._wanted, parameters) or ["the class, or the order"]
-                self._others.setdefault(id(module), (kind, differing))
+                kind = get_original_class(module).__name__
+                differing = _find_differences(self._expected_parameters, parameters) or [
+                    "the class, or the order"
+                ]
+                self._other_models.setdefault(id(module), (kind, differing))
         return None
 
-    def _without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _create_guard_without_folder(
+        self, original: Callable[..., None], *args: Any, **kwargs: Any
+    ) -> None:
         """Create the script's guard without a folder."""
         original(*args, **{**kwargs, "folder": None})
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _stop_at_second_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Leave at an optimizer's second step: by then every model of a step was called."""
-        if id(optimizer) in self._stepped:
-            raise _Enough
-        self._stepped.add(id(optimizer))
+        if id(optimizer) in self._stepped_optimizers:
+            raise _ReplayFinished
+        self._stepped_optimizers.add(id(optimizer))
 
-    def _replayed(self, model: nn.Module) -> Replayed:
+    def _replay(self, model: nn.Module) -> ReplayResult:
         """Load the bundle's weights into the model, repeat the recorded call, and diagnose it."""
         bundle, facts = self._bundle, self._bundle.facts["replay"]
-        echo(f"replay: {self._class} is called, and has the bundle's weights now", err=True)
+        echo(f"replay: {self._class_name} is called, and has the bundle's weights now", err=True)
         parameters = dict(model.named_parameters())
         for name, weight in bundle.weights.items():
             # Works for sharded parameters too, from the full weights.
-            fill(parameters[name], weight)
+            copy_full_values(parameters[name], weight)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        call = unpacked_call(bundle, model, device)
+        call = unpack_call(bundle, model, device)
         # Ranks that share sharded weights run it together, and the first one reports.
         rank = 0 if needs_all_ranks(model) else facts["rank"]
         position = {"step": facts["step"], "micro_step": facts["micro_step"], "rank": rank}
-        return judged(
+        return run_and_diagnose(
             bundle,
-            call.micro_batch(model, **position),
+            call.to_micro_batch(model, **position),
             model,
-            **self._how,
+            **self._replay_options,
             limit=None,
             masked_attention=None,
-            notes=other_versions(bundle, versions()),
+            notes=describe_version_differences(bundle, list_package_versions()),
         )
 
 
-def _differing(wanted: Sequence[str], found: Sequence[str]) -> list[str]:
+def _find_differences(expected: Sequence[str], actual: Sequence[str]) -> list[str]:
     """Parameters that only one of two models has, or that have different shapes."""
     # "name shape" to a dict by name
     recorded_shapes, current_shapes = (
         dict(description.rsplit(" ", 1) for description in descriptions)
-        for descriptions in (wanted, found)
+        for descriptions in (expected, actual)
     )
     shapes = {
         name: (recorded_shapes.get(name), current_shapes.get(name))

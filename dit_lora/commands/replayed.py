@@ -7,66 +7,70 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.errors import listed
+from dit_lora.errors import format_list
 from dit_lora.guard.bundle import Bundle
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.replay import MicroBatch, Outcome, run
-from dit_lora.guard.state import has_run_away, run_away, weight_peak
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import (
-    Switch,
-    all_switches,
-    choose_cudnn,
-    find_switch,
-    in_fp32,
-    kept_attention,
+from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
+from dit_lora.guard.state import (
+    compute_weight_peak,
+    diagnose_diverged_weights,
+    is_unusable_magnitude,
 )
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import (
+    Fallback,
+    choose_cudnn,
+    convert_to_fp32,
+    find_fallback,
+    list_fallbacks,
+    preserve_attention_backends,
+)
+from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.dtensors import needs_all_ranks
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """The result of replaying a bundle."""
 
     outcome: Outcome
-    verdict: Verdict | None
+    diagnosis: Diagnosis | None
     """The diagnosis; None if the micro-batch was healthy."""
-    ids: tuple[str, ...]
+    sample_ids: tuple[str, ...]
     """The samples, in the order of the outcome's losses."""
-    recorded: dict[str, Any]
+    recorded_event: dict[str, Any]
     """The event that the run recorded."""
     notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible values."""
         return {
-            "healthy": self.verdict is None,
-            "verdict": self.verdict.record() if self.verdict else None,
-            "recorded": self.recorded,
-            "sample_ids": list(self.ids),
+            "healthy": self.diagnosis is None,
+            "verdict": self.diagnosis.to_record() if self.diagnosis else None,
+            "recorded": self.recorded_event,
+            "sample_ids": list(self.sample_ids),
             "losses": [str(loss) for loss in self.outcome.losses],
             "timesteps": list(self.outcome.timesteps),
             "notes": list(self.notes),
         }
 
-    def told(self) -> str:
+    def format_text(self) -> str:
         """Text for a terminal: both diagnoses, each sample's loss and timestep, the trail to the first bad value."""
-        recorded_verdict = self.recorded["verdict"]
+        recorded_verdict = self.recorded_event["verdict"]
         lines = [
-            f"recorded: step {self.recorded['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"
+            f"recorded: step {self.recorded_event['step']}: {recorded_verdict['cause']}: {recorded_verdict['words']}"
         ]
-        if self.verdict is None:
+        if self.diagnosis is None:
             lines.append("replayed: healthy; the event does not come back here")
         else:
-            lines.append(f"replayed: {self.verdict.cause}: {self.verdict.words}")
-        rows = zip(self.ids, self.outcome.losses, self.outcome.timesteps, strict=True)
+            lines.append(f"replayed: {self.diagnosis.cause}: {self.diagnosis.words}")
+        rows = zip(self.sample_ids, self.outcome.losses, self.outcome.timesteps, strict=True)
         lines += [f"  {sample}: loss {loss:g} at timestep {t}" for sample, loss, t in rows]
-        trail = self.verdict.evidence.get("trail", []) if self.verdict else []
+        trail = self.diagnosis.evidence.get("trail", []) if self.diagnosis else []
         return "\n".join([*lines, *(f"  {step}" for step in trail), *self.notes])
 
 
-def judged(
+def run_and_diagnose(
     bundle: Bundle,
     micro_batch: MicroBatch,
     model: nn.Module,
@@ -76,7 +80,7 @@ def judged(
     limit: float | None,
     masked_attention: bool | None,
     notes: Sequence[str],
-) -> Replayed:
+) -> ReplayResult:
     """Run the micro-batch of a bundle on the model with its weights, and diagnose it.
 
     Args:
@@ -86,49 +90,51 @@ def judged(
         fp32: Compute in fp32.
         without: Names of the guard's fallbacks to apply.
         limit: Magnitude beyond which finite sample values count as bad; None for no limit.
-        masked_attention: True if the model's attention has masks, which rules out cuDNN. None: leave PyTorch's
+        has_attention_mask: True if the model's attention has masks, which rules out cuDNN. None: leave PyTorch's
             attention backends unchanged.
         notes: Messages to report with the result.
     """
     kind = bundle.facts["event"]["kind"]
     with ExitStack() as stack:
         # Restores PyTorch's attention backends at the end.
-        stack.enter_context(kept_attention())
+        stack.enter_context(preserve_attention_backends())
         if masked_attention is not None:
             choose_cudnn(masked=masked_attention)
-        switches: list[Switch] = all_switches(model)
+        switches: list[Fallback] = list_fallbacks(model)
         names = {switch.name for switch in switches}
         # A recorded name may not exist here: another machine has other kernels and backends.
         for name in [*(n for n in bundle.facts["switched_off"] if n in names), *without]:
             # Components stay off until the end of the diagnosis.
-            stack.enter_context(find_switch(switches, name).off())
+            stack.enter_context(find_fallback(switches, name).disable_temporarily())
         start = bundle.facts["start_peak"]
-        suspects = Suspects(
+        suspects = DiagnosisContext(
             model,
             lambda: [],
             switches,
             start_peak=start,
-            limit=limit,
-            lockstep=needs_all_ranks(model),
+            max_magnitude=limit,
+            collective_forward=needs_all_ranks(model),
         )
         if fp32:
-            stack.enter_context(in_fp32(model))
-        outcome = run(micro_batch, model)
+            stack.enter_context(convert_to_fp32(model))
+        outcome = replay_micro_batch(micro_batch, model)
         # Zero gradients are only a fault if they were the reason of the recorded failure.
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
         # If the weights were the reason of the failure, the replay is healthy: check their magnitude.
-        if verdict is None and has_run_away(weight_peak(bundle.weights.values()), start):
-            verdict = run_away(micro_batch, suspects)
-    return Replayed(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
+        if verdict is None and is_unusable_magnitude(
+            compute_weight_peak(bundle.weights.values()), start
+        ):
+            verdict = diagnose_diverged_weights(micro_batch, suspects)
+    return ReplayResult(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
 
 
-def other_versions(bundle: Bundle, here: Mapping[str, str]) -> list[str]:
+def describe_version_differences(bundle: Bundle, current_versions: Mapping[str, str]) -> list[str]:
     """A message that lists packages whose version differs from the bundle's; empty if none does."""
     recorded_versions = bundle.facts["packages"]
     differing = [
-        f"{n}: {recorded_versions[n]} then, {here.get(n)} now"
+        f"{n}: {recorded_versions[n]} then, {current_versions.get(n)} now"
         for n in recorded_versions
-        if here.get(n) != recorded_versions[n]
+        if current_versions.get(n) != recorded_versions[n]
     ]
-    return [listed("other versions", differing)] if differing else []
+    return [format_list("other versions", differing)] if differing else []

@@ -13,18 +13,18 @@ from tqdm import tqdm
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.adapters.load import PEFT_FILES, load_adapter
-from dit_lora.adapters.strength import at_strength, weigh
-from dit_lora.data.media.sound import unplayable
+from dit_lora.adapters.strength import scale_adapters, set_adapter_weights
+from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
-from dit_lora.environment.hub_files import result_folder
+from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampler, Sampling, VideoShape
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.experts import PAIR_PATTERNS, targets_of
-from dit_lora.results.source import Source, find_source
+from dit_lora.results.experts import EXPERT_FILE_PATTERNS, find_expert_results
+from dit_lora.results.source import ResultSource, find_source
 from dit_lora.terminal import echo
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.training.session.session import hide_progress_bars
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class SampleRequest:
     """The last frame, for models that take one."""
     references: tuple[Path, ...] = ()
     """Reference images, for models that take some; the same for every prompt."""
-    out: Path | None = None
+    output_folder: Path | None = None
     count: int = 1
     """Samples per prompt, with seeds `seed`, `seed` + 1, ..."""
     strengths: tuple[float, ...] = ()
     """LoRA scales relative to training, each sampled with the same seeds. Empty: as trained."""
-    others: tuple[tuple[Path, float], ...] = ()
+    other_adapters: tuple[tuple[Path, float], ...] = ()
     """Further adapters, each with its weight."""
     weight: float = 1.0
-    """Weight of the target's adapter when it is combined with `others`."""
+    """Weight of the target's adapter when it is combined with `other_adapters`."""
 
 
 @dataclass(frozen=True)
-class SampleCell:
+class WrittenSample:
     """One written sample, with its settings."""
 
     prompt: str
@@ -70,12 +70,12 @@ class SampleCell:
     path: Path
 
 
-def sample(request: SampleRequest) -> list[Path]:
-    """Write the samples of `sample_cells`, and return their files."""
-    return [cell.path for cell in sample_cells(request)]
+def write_samples(request: SampleRequest) -> list[Path]:
+    """Write the samples of `write_sample_cells`, and return their files."""
+    return [cell.path for cell in write_sample_cells(request)]
 
 
-def sample_cells(request: SampleRequest) -> list[SampleCell]:
+def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
     """Write an mp4 (png for image models) for each prompt, seed and strength, in this order.
 
     Each sample is bit-identical to the one that a request with only its prompt, seed and strength gives.
@@ -83,30 +83,30 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     Raises:
         DitLoraError: The request is not possible. Raised before anything is sampled.
     """
-    quiet_libraries()
+    hide_progress_bars()
     _require_files(request)
     # From here on the target is local.
-    request = _from_hub(request)
+    request = _download_target(request)
     # With a two-expert checkpoint, one or both experts were trained.
-    sources = [find_source(target) for target in targets_of(request.target)]
+    sources = [find_source(target) for target in find_expert_results(request.target)]
     source = sources[0]
-    model = source.base(request.model)
+    model = source.resolve_base(request.model)
     # Training may have added classes to the model's index.
-    index = None if source.is_pipeline else source.made.get("index")
+    index = None if source.is_pipeline else source.metadata.get("index")
     family = get_family(model.family)
-    sampler: Sampler = family.open(model, index=index).with_header(source.made)
-    video = source.made.get("video", {})
+    sampler: Sampler = family.open(model, index=index).with_training_metadata(source.metadata)
+    video = source.metadata.get("video", {})
     shape = VideoShape(
-        *(_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
+        *(_get_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
     )
     # Before the pipeline is loaded.
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pipeline = sampler.pipeline(choose_precision("auto", device).dtype)
-    _load(request, pipeline, sources, family.comfyui)
+    _load_adapters(request, pipeline, sources, family.comfyui)
     # After the adapters: they move with the models that they are attached to.
-    sampler.place(pipeline, device)
-    fps = None if shape.frames == 1 else _value("fps", request.fps, video)
+    sampler.move_to_device(pipeline, device)
+    fps = None if shape.frames == 1 else _get_value("fps", request.fps, video)
     sampling = Sampling(
         shape,
         request.inference_steps,
@@ -120,15 +120,15 @@ def sample_cells(request: SampleRequest) -> list[SampleCell]:
     # Samples of two experts together go beside both adapters.
     folder = source.file.parent if len(sources) == 1 else request.target
     folder = request.target if source.is_pipeline else folder
-    output_folder = request.out or folder / "samples"
+    output_folder = request.output_folder or folder / "samples"
     if output_folder.exists() and not output_folder.is_dir():
         raise DitLoraError(f"--out {output_folder} is a file; give a folder")
-    return list(_cells(request, sampler, pipeline, sampling, output_folder))
+    return list(_iterate_samples(request, sampler, pipeline, sampling, output_folder))
 
 
-def _cells(
-    request: SampleRequest, sampler: Sampler, pipeline: Any, how: Sampling, out: Path
-) -> Iterator[SampleCell]:
+def _iterate_samples(
+    request: SampleRequest, sampler: Sampler, pipeline: Any, sampling: Sampling, output_folder: Path
+) -> Iterator[WrittenSample]:
     """Sample every prompt, seed and strength; yield each after it is written."""
     seeds = range(request.seed, request.seed + request.count)
     cells = [
@@ -137,37 +137,37 @@ def _cells(
     bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
         # Every sample starts from its own seed, so it does not depend on the others.
-        settings = replace(how, seed=seed)
-        conditions = sampler.conditions(prompt)
-        with at_strength(pipeline, 1.0 if strength is None else strength):
+        settings = replace(sampling, seed=seed)
+        conditions = sampler.prompt_kwargs(prompt)
+        with scale_adapters(pipeline, 1.0 if strength is None else strength):
             frames, sound = sampler.generate_with_sound(pipeline, conditions, settings)
-        problem = unplayable(sound)
+        problem = find_sound_fault(sound)
         if problem:
             echo(f"{prompt!r} is written without sound: {problem}", err=True)
             # The file is written without it.
             sound = None
-        name = _file_name(prompt, settings)
+        name = _make_file_name(prompt, settings)
         name += "" if strength is None else f"_strength_{strength:g}"
-        yield SampleCell(
-            prompt, seed, strength, write_sample(out / name, frames, settings.fps, sound)
+        yield WrittenSample(
+            prompt, seed, strength, write_sample(output_folder / name, frames, settings.fps, sound)
         )
 
 
-def _load(
-    request: SampleRequest, pipeline: Any, sources: Sequence[Source], comfyui: LayerNames
+def _load_adapters(
+    request: SampleRequest, pipeline: Any, sources: Sequence[ResultSource], comfyui: LayerNames
 ) -> None:
     """Load the target's adapters and the others.
 
     Raises:
         DitLoraError: Strengths or weights for a full model or for trained base weights, which cannot be scaled.
     """
-    option = "--strengths" if request.strengths else "--adapter" if request.others else ""
+    option = "--strengths" if request.strengths else "--adapter" if request.other_adapters else ""
     pipelines = [source.file for source in sources if source.is_pipeline]
     if pipelines and option:
         raise DitLoraError(
             f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it"
         )
-    other_sources = [find_source(path) for path, _ in request.others]
+    other_sources = [find_source(path) for path, _ in request.other_adapters]
     trained = [
         source.file
         for source in (*sources, *other_sources)
@@ -189,9 +189,9 @@ def _load(
     for name, source in zip(names[1:], other_sources, strict=True):
         load_adapter(pipeline, source.file, comfyui, name=name)
     if other_sources:
-        weights = [request.weight, *(weight for _, weight in request.others)]
+        weights = [request.weight, *(weight for _, weight in request.other_adapters)]
         # With several adapters, all of them must be activated explicitly.
-        weigh(pipeline, [name for name in names if name], weights)
+        set_adapter_weights(pipeline, [name for name in names if name], weights)
 
 
 def _require_files(request: SampleRequest) -> None:
@@ -211,32 +211,32 @@ def _require_files(request: SampleRequest) -> None:
         raise DitLoraError(f"no such file: {', '.join(missing)}")
 
 
-def _from_hub(request: SampleRequest) -> SampleRequest:
+def _download_target(request: SampleRequest) -> SampleRequest:
     """Download a Hub repository and return the request with its local folder. Samples then go to samples/NAME."""
-    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *PAIR_PATTERNS, *PEFT_FILES)
-    folder = result_folder(request.target, files)
+    files = (ADAPTER_FILE, BASE_FILE, "model_index.json", *EXPERT_FILE_PATTERNS, *PEFT_FILES)
+    folder = resolve_result_folder(request.target, files)
     if folder == request.target:
         return request
     # A full pipeline needs the files of all its components, which the first download left out.
     if (folder / "model_index.json").is_file():
-        result_folder(
+        resolve_result_folder(
             request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
         )
-    output_folder = request.out or Path("samples") / request.target.name
-    return replace(request, target=folder, out=output_folder)
+    output_folder = request.output_folder or Path("samples") / request.target.name
+    return replace(request, target=folder, output_folder=output_folder)
 
 
-def _file_name(prompt: str, how: Sampling) -> str:
+def _make_file_name(prompt: str, sampling: Sampling) -> str:
     """Readable file name from seed and prompt, with a digest that makes it unique for these settings."""
     # Only characters that are safe in file names of every system.
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:40].strip("-")
-    digest = hashlib.sha256(f"{prompt} {how}".encode()).hexdigest()[:6]
-    return f"seed_{how.seed}_{slug}_{digest}"
+    digest = hashlib.sha256(f"{prompt} {sampling}".encode()).hexdigest()[:6]
+    return f"seed_{sampling.seed}_{slug}_{digest}"
 
 
-def _value(name: str, asked: Any, trained: Mapping[str, Any]) -> Any:
+def _get_value(name: str, requested: Any, metadata: Mapping[str, Any]) -> Any:
     """The requested value, or the one from training. Raises `DitLoraError` if there is neither."""
-    value = asked if asked is not None else trained.get(name)
+    value = requested if requested is not None else metadata.get(name)
     if value is None:
         raise DitLoraError(f"the adapter does not say its {name}; give --{name}")
     return value

@@ -7,14 +7,14 @@ import torch
 from rich.console import RenderableType
 
 from dit_lora.config.load import load_recipe
-from dit_lora.data.chat.rendered import Rendered
-from dit_lora.data.chat.view import terminal_view
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.data.chat.rendered import RenderedConversation
+from dit_lora.data.chat.view import build_terminal_view
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.training.session.session import quiet_libraries
-from dit_lora.training.tasks.chat.samples import find_conversations, training_set
-from dit_lora.training.tasks.chat.training_set import ChatEntry, draws_of
+from dit_lora.training.session.session import hide_progress_bars
+from dit_lora.training.tasks.chat.samples import build_training_set, find_conversations
+from dit_lora.training.tasks.chat.training_set import ChatEntry, make_sample_generator
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class ShownSample:
 
     entry: ChatEntry
     checkpoint: ChatCheckpoint
-    rendered: Rendered
+    rendered: RenderedConversation
     seconds: Sequence[float]
     pixels: torch.Tensor | None
     """Frames, uint8 (F, 3, H, W); None for kind `text`."""
 
-    def in_terminal(self) -> RenderableType:
+    def render_for_terminal(self) -> RenderableType:
         """The sample's tokens, for a terminal."""
-        return terminal_view(
+        return build_terminal_view(
             self.entry.id,
             self.rendered,
             self.checkpoint.tokenizer,
@@ -54,7 +54,7 @@ def show_sample(
     Raises:
         DitLoraError: There is no such sample, or it cannot be used.
     """
-    quiet_libraries()
+    hide_progress_bars()
     recipe = load_recipe(recipe_path, overrides)
     if recipe.model.family not in CHAT_FAMILIES:
         raise DitLoraError(
@@ -75,15 +75,17 @@ def show_sample(
             f"{number}: {candidate}" for number, candidate in enumerate(samples.names[:20])
         ]
         raise DitLoraError(
-            listed(f"no sample {sample}; of {len(samples.names)} the first are", first_names)
+            format_list(f"no sample {sample}; of {len(samples.names)} the first are", first_names)
         )
     # A dataset of only this sample, so that it is not padded to the length of others.
-    clips = training_set([entry], checkpoint, recipe)
+    clips = build_training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed
-    batch = clips.sample(entry, 0) if draw is None else clips.drawn(entry, draw, seed)
+    batch = clips.read_sample(entry, 0) if draw is None else clips.read_augmented(entry, draw, seed)
     if batch.faults:
         raise DitLoraError(batch.faults[entry.id])
     # Rendered with the same random choices as the batch above.
-    rendered, seconds = clips.render(entry, None if draw is None else draws_of(seed, draw))
+    rendered, seconds = clips.render(
+        entry, None if draw is None else make_sample_generator(seed, draw)
+    )
     pixels = batch.tensors.get("pixels")
     return ShownSample(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])

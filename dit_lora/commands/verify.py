@@ -10,56 +10,61 @@ import torch
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    PROVENANCE_KEY,
+    RUN_METADATA_KEY,
 )
-from dit_lora.adapters.load import in_peft_format
-from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, chat_adapter_file
+from dit_lora.adapters.load import is_in_peft_format
+from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, find_chat_adapter_file
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.config.records import Provenance, typed
-from dit_lora.config.remedies import HUB
+from dit_lora.config.records import RunMetadata, parse_typed_json
+from dit_lora.config.remedies import HUB_PREFIX
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing
+from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.source import find_source, whole_pipeline
-from dit_lora.results.tensor_file import header_of, tensors_of
+from dit_lora.results.source import find_pipeline_folder, find_source
+from dit_lora.results.tensor_file import read_file_metadata, read_tensors
 from dit_lora.results.verified_files import (
     VERIFICATION_FILE,
-    changed_files,
-    digests_of,
+    compute_digests,
+    find_changed_files,
+    list_result_files,
     read_verification,
-    record_verification,
-    result_files,
+    write_verification,
 )
-from dit_lora.results.verify.chat_model import ChatStock
-from dit_lora.results.verify.diffusion_model import DiffusionStock
-from dit_lora.results.verify.pipeline import pipeline_checks
+from dit_lora.results.verify.chat_model import ChatReferenceModel
+from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
+from dit_lora.results.verify.pipeline import check_pipeline_files
 from dit_lora.results.verify.reference_model import ReferenceModel
-from dit_lora.results.verify.verify import Result, Verification, check_adapter, check_pipeline
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.results.verify.verify import (
+    Verification,
+    VerificationTarget,
+    check_adapter,
+    check_pipeline,
+)
+from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
 
-Kind = Literal["diffusion", "chat", "pipeline"]
+TargetKind = Literal["diffusion", "chat", "pipeline"]
 
 
 @dataclass(frozen=True)
-class Target:
+class VerifyTarget:
     """Something to verify, with its kind and its base."""
 
-    kind: Kind
+    kind: TargetKind
     file: Path
     """The adapter's file (or its base weights', if there is no adapter); for a pipeline its folder."""
     model: ModelConfig
     """The base checkpoint; for a pipeline, the pipeline itself."""
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """The training metadata in the file's header; empty if the file is not ours."""
 
     @property
-    def result(self) -> tuple[Path, str]:
+    def result_location(self) -> tuple[Path, str]:
         """The folder of the result and, for a pipeline, the name of the trained component."""
         if self.kind == "pipeline":
-            return self.file, self.made.get("part", "transformer")
+            return self.file, self.metadata.get("part", "transformer")
         return self.file.parent, ""
 
     @property
@@ -67,21 +72,25 @@ class Target:
         """The base's name without folders, safe to publish."""
         # Of a local path, only the folder's name.
         path = Path(self.model.path).expanduser()
-        return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB)
+        return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB_PREFIX)
 
-    def stock(self) -> ReferenceModel:
+    def open_reference_model(self) -> ReferenceModel:
         """Open the base. Raises `DitLoraError` if it does not exist, or is of another family than the adapter."""
         family = get_family(self.model.family)
         if self.model.family in CHAT_FAMILIES:
-            viewing = self.made.get("viewing")
+            viewing = self.metadata.get("viewing")
             chat: ChatCheckpoint = family.open(self.model)
-            return ChatStock(chat.viewing(Viewing(**viewing)) if viewing else chat)
+            return ChatReferenceModel(
+                chat.with_vision_settings(VisionSettings(**viewing)) if viewing else chat
+            )
         # Training may have added classes to the model's index.
-        index = self.made.get("index") if self.kind == "diffusion" else None
-        return DiffusionStock(family.open(self.model, index=index).with_header(self.made))
+        index = self.metadata.get("index") if self.kind == "diffusion" else None
+        return DiffusionReferenceModel(
+            family.open(self.model, index=index).with_training_metadata(self.metadata)
+        )
 
 
-def find_target(target: Path, model: str | None) -> Target:
+def find_target(target: Path, model: str | None) -> VerifyTarget:
     """Find what to verify at this path: a run's folder, an adapter's folder or file, or a pipeline's folder.
 
     Args:
@@ -97,24 +106,26 @@ def find_target(target: Path, model: str | None) -> Target:
             f"{target} does not exist; give a run's folder, or an adapter's folder or file"
         )
     # Look for a chat adapter first: `find_source` raises for a folder in PEFT's format.
-    chat = None if whole_pipeline(target) else _chat_folder(target)
+    chat = None if find_pipeline_folder(target) else _find_chat_folder(target)
     if chat is not None and not _is_diffusion_in_peft_format(chat):
-        return _chat(chat, model)
-    source = find_source(target, read=_made)
-    base = source.base(model)
+        return _make_chat_target(chat, model)
+    source = find_source(target, read_metadata=_read_metadata)
+    base = source.resolve_base(model)
     if source.is_pipeline:
         # Read the headers now, so that the error names the corrupt file; the loader's error would not.
         for weights in sorted((source.file / source.part).glob("*.safetensors")):
-            header_of(weights)
-    return Target("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.made)
+            read_file_metadata(weights)
+    return VerifyTarget(
+        "pipeline" if source.is_pipeline else "diffusion", source.file, base, source.metadata
+    )
 
 
-def _chat_folder(target: Path) -> Path | None:
+def _find_chat_folder(target: Path) -> Path | None:
     """The folder of a chat adapter at this path, or of a diffusion adapter in PEFT's format; None if there is none."""
     if target.is_file():
         # A file stands for the folder that it is in.
         is_adapter = target.name in (CHAT_ADAPTER_FILE, BASE_FILE)
-        return _chat_folder(target.parent) if is_adapter else None
+        return _find_chat_folder(target.parent) if is_adapter else None
     # A run keeps its adapter in the subfolder `adapter`.
     for folder in (target, target / "adapter"):
         # Stage 2 of VideoChat2 trains only base weights. With a LoRA file they belong to a diffusion adapter.
@@ -129,25 +140,25 @@ def _chat_folder(target: Path) -> Path | None:
 def _is_diffusion_in_peft_format(folder: Path) -> bool:
     """True if the folder has a diffusion adapter in PEFT's format."""
     file = folder / CHAT_ADAPTER_FILE
-    return in_peft_format(file) and _made(file).get("family") in DIFFUSION_FAMILIES
+    return is_in_peft_format(file) and _read_metadata(file).get("family") in DIFFUSION_FAMILIES
 
 
-def _chat(folder: Path, model: str | None) -> Target:
+def _make_chat_target(folder: Path, model: str | None) -> VerifyTarget:
     """The target for a chat adapter's folder."""
-    file = chat_adapter_file(folder)
-    metadata = _made(file)
+    file = find_chat_adapter_file(folder)
+    metadata = _read_metadata(file)
     if metadata.get("family") in DIFFUSION_FAMILIES:
         raise DitLoraError(
             f"{folder} is a diffusion adapter in PEFT's format; verify reads what pipelines load: "
             f"dit-lora export {folder} --to diffusers --out OUT, then dit-lora verify OUT"
         )
-    return Target("chat", file, find_origin(folder, model).model, metadata)
+    return VerifyTarget("chat", file, find_origin(folder, model).model, metadata)
 
 
-def _made(file: Path) -> dict[str, Any]:
+def _read_metadata(file: Path) -> dict[str, Any]:
     """Training metadata in the header of a safetensors file; empty if there is none."""
-    text = header_of(file).get(PROVENANCE_KEY, "{}")
-    return dict(typed(text, Provenance, f"{file}: its header's {PROVENANCE_KEY}"))
+    text = read_file_metadata(file).get(RUN_METADATA_KEY, "{}")
+    return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))
 
 
 def verify_adapter(
@@ -164,44 +175,44 @@ def verify_adapter(
         DitLoraError: There is nothing to verify, or no base.
         CheckFailedError: A file cannot be read.
     """
-    quiet_libraries()
+    hide_progress_bars()
     source = find_target(target, model)
     run = source.file.parent if source.kind == "pipeline" else source.file.parent.parent
     # Only a run's folder, verified on the run's base, has a verification record to update.
     is_own = target.is_dir() and run.resolve() == target.resolve() and model is None
     if not (is_own and (run / "config.yaml").is_file()):
-        return _verified(source, allow_extreme_update)
+        return _run_checks(source, allow_extreme_update)
     # Before the checks: they must be about the same bytes.
-    digests = digests_of(run, result_files(*source.result))
-    changed = changed_files(run)
-    checked = replace(_verified(source, allow_extreme_update), files=digests)
-    return _renewed(run, checked, changed) if checked.passed else checked
+    digests = compute_digests(run, list_result_files(*source.result_location))
+    changed = find_changed_files(run)
+    checked = replace(_run_checks(source, allow_extreme_update), files=digests)
+    return _update_record(run, checked, changed) if checked.passed else checked
 
 
-def _renewed(run: Path, checked: Verification, changed: Sequence[str]) -> Verification:
+def _update_record(run: Path, verification: Verification, changed: Sequence[str]) -> Verification:
     """Update the run's verification record if it is missing or of other files."""
     path = run / VERIFICATION_FILE
     stored = read_verification(run)
     # The record is up to date.
-    if stored.get("files") == checked.files and stored.get("passed") is True:
-        return checked
+    if stored.get("files") == verification.files and stored.get("passed") is True:
+        return verification
     try:
-        record_verification(run, checked.record())
+        write_verification(run, verification.to_dict())
     # The result is verified all the same, for example on a read-only disk.
     except OSError as error:
-        return replace(checked, notes=(f"{path} cannot be written: {error.strerror}",))
+        return replace(verification, notes=(f"{path} cannot be written: {error.strerror}",))
     change = f"{', '.join(changed)} changed since the run verified it; " if changed else ""
-    return replace(checked, notes=(f"{change}{VERIFICATION_FILE} is written again",))
+    return replace(verification, notes=(f"{change}{VERIFICATION_FILE} is written again",))
 
 
-def _verified(source: Target, allow_extreme_update: bool) -> Verification:
+def _run_checks(source: VerifyTarget, allow_extreme_update: bool) -> Verification:
     """Run the checks for this target."""
-    reference_model = source.stock()
+    reference_model = source.open_reference_model()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
-    result = Result(
+    result = VerificationTarget(
         source.file,
-        source.made,
+        source.metadata,
         source.base_name,
         reference_model,
         dtype,
@@ -209,11 +220,13 @@ def _verified(source: Target, allow_extreme_update: bool) -> Verification:
     )
     if source.kind == "pipeline":
         # Names and shapes only: the model is on the meta device.
-        expected = reference_model.without_values(dtype).state_dict()
-        checks = pipeline_checks(reference_model.weight_files(), expected, reference_model.name)
-        return check_pipeline(result, checks, lambda: reference_model.load(dtype).to(device))
+        expected = reference_model.load_meta_model(dtype).state_dict()
+        checks = check_pipeline_files(
+            reference_model.list_weight_files(), expected, reference_model.name
+        )
+        return check_pipeline(result, checks, lambda: reference_model.load_model(dtype).to(device))
     # A base that no adapter was loaded into.
-    base_model = reference_model.load(dtype)
-    if source.made.get("quantize"):  # as it was trained on
-        quantize_base(base_model, source.made["quantize"], set(tensors_of(result.base_file)))
+    base_model = reference_model.load_model(dtype)
+    if source.metadata.get("quantize"):  # as it was trained on
+        quantize_base(base_model, source.metadata["quantize"], set(read_tensors(result.base_file)))
     return check_adapter(result, base_model.to(device))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.config.yaml_parsing import parse_yaml
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 
-def stock_files() -> Path:
+def find_packaged_files() -> Path:
     """The folder with recipes/ and accelerate_configs/: inside the installed package, or the root of a checkout.
 
     Raises `DitLoraError` if the installation lacks them.
@@ -30,29 +30,29 @@ def stock_files() -> Path:
     )
 
 
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Names for `dit-lora init`, such as `cogvideox/5b_t2v`; recipes that need no GPU come first."""
-    root = stock_files() / "recipes"
+    root = find_packaged_files() / "recipes"
     names = [path.relative_to(root).with_suffix("").as_posix() for path in root.glob("*/*.yaml")]
     # False sorts before True.
     return sorted(names, key=lambda name: (not name.startswith("smoke/"), name))
 
 
-def accelerate_configs() -> dict[str, Path]:
+def list_accelerate_configs() -> dict[str, Path]:
     """Paths of the Accelerate configs by name, such as `one_gpu`."""
-    paths = (stock_files() / "accelerate_configs").glob("*.yaml")
+    paths = (find_packaged_files() / "accelerate_configs").glob("*.yaml")
     return {path.stem: path for path in sorted(paths)}
 
 
 @dataclass(frozen=True)
-class StockRecipe:
+class PackagedRecipe:
     """A recipe that comes with the package, with the facts in its header comment."""
 
     name: str
     text: str
 
     @classmethod
-    def named(cls, name: str, defaults: Mapping[str, str] | None = None) -> "StockRecipe":
+    def from_name(cls, name: str, defaults: Mapping[str, str] | None = None) -> "PackagedRecipe":
         """Read the recipe with this name, or a family's default recipe from `defaults`.
 
         Raises `DitLoraError` that suggests the nearest names.
@@ -61,19 +61,19 @@ class StockRecipe:
         # Accept the path of the file, too.
         name = name.removeprefix("recipes/").removesuffix(".yaml")
         name = defaults.get(name, name)
-        names = recipe_names()
+        names = list_recipe_names()
         if name not in names:
-            raise DitLoraError(_unknown(name, names, defaults))
-        path = stock_files() / "recipes" / f"{name}.yaml"
+            raise DitLoraError(_describe_unknown_name(name, names, defaults))
+        path = find_packaged_files() / "recipes" / f"{name}.yaml"
         return cls(name, path.read_text(encoding="utf-8"))
 
     @property
-    def smoke(self) -> bool:
+    def is_smoke(self) -> bool:
         """True for a tiny recipe that trains on a CPU."""
         return self.name.startswith("smoke/")
 
     @property
-    def file(self) -> str:
+    def file_name(self) -> str:
         """Its file name in a folder for one run: `cogvideox_5b_t2v.yaml`."""
         return f"{self.name.replace('/', '_')}.yaml"
 
@@ -122,7 +122,7 @@ class StockRecipe:
             "memory": self.facts["Memory"].rstrip("."),
             "time": self.facts["Time"].rstrip("."),
             "title": self.facts["Title"],
-            "smoke": self.smoke,
+            "smoke": self.is_smoke,
             "default": self.name in defaults.values(),
         }
 
@@ -132,7 +132,7 @@ class StockRecipe:
         match = re.search(r"accelerate_configs/(\w+)\.yaml", self.header)
         return match[1] if match else "cpu"
 
-    def launch(self, config: str) -> str:
+    def build_launch_command(self, config: str) -> str:
         """The command that launches it in a folder for one run. Overrides of data.path and run.dir are dropped: the
         file has them.
         """
@@ -150,54 +150,55 @@ class StockRecipe:
         overrides = [word for word in arguments[script + 2 :] if not word.startswith(in_file)]
         # The folder has the config, script and recipe side by side, so their names have no folders.
         head = ["accelerate", "launch", "--quiet", "--config_file", f"{config}.yaml", *options]
-        return " ".join([*head, "lora.py", self.file, *overrides])
+        return " ".join([*head, "lora.py", self.file_name, *overrides])
 
 
-def write_folder(recipe: StockRecipe, out: Path, config: str) -> list[Path]:
+def write_run_folder(recipe: PackagedRecipe, output_folder: Path, config: str) -> list[Path]:
     """Write a folder for one run: the recipe, the training script, an Accelerate config and the JSON Schema for
     editors.
 
-    Paths and commands in these files are adapted to the folder. `out` must be empty or absent; raises `DitLoraError`.
+    Paths and commands in these files are adapted to the folder. `output_folder` must be empty or absent; raises
+    `DitLoraError`.
     """
-    root = stock_files()
+    root = find_packaged_files()
     script = (root / "recipes" / "lora.py").read_text(encoding="utf-8")
     # The examples in the script name this recipe.
-    script = re.sub(r"recipes/[\w.]+/[\w.]+\.yaml", recipe.file, script)
+    script = re.sub(r"recipes/[\w.]+/[\w.]+\.yaml", recipe.file_name, script)
     files = {
-        recipe.file: _placed(recipe, config),
+        recipe.file_name: _adapt_to_run_folder(recipe, config),
         "lora.py": script.replace("recipes/lora.py", "lora.py"),
-        f"{config}.yaml": accelerate_configs()[config].read_text(encoding="utf-8"),
+        f"{config}.yaml": list_accelerate_configs()[config].read_text(encoding="utf-8"),
         "schema.json": (root / "recipes" / "schema.json").read_text(encoding="utf-8"),
     }
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        output_folder.mkdir(parents=True, exist_ok=True)
         # Files that exist, even from an earlier `init`, are never overwritten.
-        if any(out.iterdir()):
-            raise DitLoraError(f"{out} is not empty; name another folder")
+        if any(output_folder.iterdir()):
+            raise DitLoraError(f"{output_folder} is not empty; name another folder")
         for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
+            (output_folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
-    return [out / name for name in files]
+    return [output_folder / name for name in files]
 
 
-def _placed(recipe: StockRecipe, config: str) -> str:
+def _adapt_to_run_folder(recipe: PackagedRecipe, config: str) -> str:
     """The recipe's text, with the commands and paths in its header adapted to a folder for one run."""
     # The launch command with its continuation lines, which end with a backslash and begin with `#`.
     launch = re.compile(r"accelerate launch (?:[^\n]*\\\n#)*[^\n]*")
     # A function as replacement: backslashes in a text would be read as escapes.
-    header = launch.sub(lambda _: recipe.launch(config), recipe.header, count=1)
+    header = launch.sub(lambda _: recipe.build_launch_command(config), recipe.header, count=1)
     header = header.replace("$schema=../schema.json", "$schema=schema.json")
     # References to other recipes become names.
     header = re.sub(r"recipes/([\w.]+/[\w.]+)\.yaml", r"\1", header)
     return header + recipe.text[len(recipe.header) :]
 
 
-def _unknown(name: str, names: list[str], families: Iterable[str]) -> str:
+def _describe_unknown_name(name: str, names: list[str], families: Iterable[str]) -> str:
     # The name of a folder that holds several recipes.
     inside = [recipe for recipe in names if recipe.startswith(f"{name}/")]
     if inside:
-        return listed(f"{name!r} has several recipes; choose one:", inside)
+        return format_list(f"{name!r} has several recipes; choose one:", inside)
     # Compare with names with and without their folder, and with families.
     spelled = {recipe.split("/")[-1]: recipe for recipe in names}
     spelled |= {recipe: recipe for recipe in names}

@@ -20,7 +20,7 @@ class VideoShape:
     """Shapes that its references are encoded in. All samples of a batch have the same."""
 
     @classmethod
-    def of(cls, data: "DataConfig") -> "VideoShape":
+    def from_data(cls, data: "DataConfig") -> "VideoShape":
         """The shape of a recipe without buckets. With buckets, it sets their budget."""
         return cls(data.frames, data.height, data.width)
 
@@ -68,7 +68,7 @@ class Layout(Section):
         return bool(self.mask_column or self.mask_folder or self.alpha_mask)
 
     @model_validator(mode="after")
-    def _one_place_each(self) -> Self:
+    def _check_exclusive_options(self) -> Self:
         if self.reference_columns and self.reference_folders:
             raise ValueError("give reference_columns or reference_folders, one of them")
         # Each of them is a mask of the whole sample: two could contradict each other.
@@ -99,7 +99,7 @@ class SourceConfig(Layout):
     """
 
     @model_validator(mode="after")
-    def _fits(self) -> "SourceConfig":
+    def _check_source_options(self) -> "SourceConfig":
         if self.generate is not None and self.caption is None:
             raise ValueError("generate needs a caption to generate from")
         if self.caption is not None and self.caption_column is not None:
@@ -130,7 +130,7 @@ class BucketsConfig(Section):
 
     @field_validator("aspect_ratios")
     @classmethod
-    def _ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_aspect_ratios(cls, ratios: tuple[str, ...]) -> tuple[str, ...]:
         # Two positive whole numbers, such as 16:9.
         malformed = [ratio for ratio in ratios if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio)]
         if malformed or not ratios:
@@ -198,7 +198,7 @@ class DataConfig(Layout):
     """Micro-batches that each of these processes reads ahead."""
 
     @property
-    def most_frames(self) -> int:
+    def max_frames(self) -> int:
         """Number of frames of the longest shape."""
         # At least 1, for recipes whose buckets have no frame counts of their own.
         return max(self.frames, *((self.buckets.frames if self.buckets else None) or (1,)))
@@ -213,9 +213,9 @@ class DataConfig(Layout):
         return (SourceConfig(path=self.path or "", **layout),)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "DataConfig":
+    def _check_data_options(self) -> "DataConfig":
         # The longest shape decides whether the samples are images or clips.
-        frames = self.most_frames
+        frames = self.max_frames
         if frames > 1 and self.flip:
             raise ValueError("flip is for images (frames: 1)")
         if frames == 1 and self.windows != 1:

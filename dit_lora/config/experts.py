@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dit_lora.config.recipe import Recipe
 
-EXPERTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
+EXPERT_NAMES = {"transformer": "high_noise", "transformer_2": "low_noise"}
 """Names of a checkpoint's two experts by component. Their files and folders end with these names."""
 
 
@@ -17,12 +17,15 @@ def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
     if recipe.model.part != "both":
         return (recipe,)
     # At least one step for each expert, whatever the share is.
-    high = min(max(round(recipe.train.steps * recipe.train.share), 1), recipe.train.steps - 1)
+    high = min(
+        max(round(recipe.train.steps * recipe.train.effective_high_noise_share), 1),
+        recipe.train.steps - 1,
+    )
     steps = {"transformer": high, "transformer_2": recipe.train.steps - high}
-    return tuple(_of_expert(recipe, part, count) for part, count in steps.items())
+    return tuple(_make_expert_recipe(recipe, part, count) for part, count in steps.items())
 
 
-def _of_expert(recipe: Recipe, part: str, steps: int) -> Recipe:
+def _make_expert_recipe(recipe: Recipe, part: str, steps: int) -> Recipe:
     folder = Path(recipe.run.dir)
     changes = {
         "model": recipe.model.model_copy(update={"part": part}),
@@ -30,11 +33,11 @@ def _of_expert(recipe: Recipe, part: str, steps: int) -> Recipe:
         "data": recipe.data.model_copy(update={"cache": str(recipe.cache_dir)}),
         # The share applies only to a recipe for both experts; read again, this one would be refused with it.
         "train": recipe.train.model_copy(update={"steps": steps, "high_noise_share": None}),
-        "run": recipe.run.model_copy(update={"dir": str(folder / EXPERTS[part])}),
+        "run": recipe.run.model_copy(update={"dir": str(folder / EXPERT_NAMES[part])}),
         "hub": recipe.hub.model_copy(update={"push": False}),
     }
     if part == "transformer_2":
         # The high-noise expert is trained first, so its adapter exists when this run samples.
-        other_adapter = str(folder / EXPERTS["transformer"] / "adapter")
+        other_adapter = str(folder / EXPERT_NAMES["transformer"] / "adapter")
         changes["validation"] = recipe.validation.model_copy(update={"other_expert": other_adapter})
     return recipe.model_copy(update=changes)

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from dit_lora.errors import DitLoraError
 
-Rung = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
-RUNGS: tuple[Rung, ...] = get_args(Rung)
-SHORTEST_WINDOW = 20
+RecoveryAction = Literal["skip", "quarantine", "fallback", "rollback", "stop"]
+RECOVERY_ACTIONS: tuple[RecoveryAction, ...] = get_args(RecoveryAction)
+MIN_SPIKE_WINDOW = 20
 """Steps that a median needs before values are compared with it."""
 
 
@@ -20,7 +20,7 @@ class LadderConfig:
     The `guard` section of a recipe has the same settings with the same defaults.
     """
 
-    on_nonfinite: tuple[Rung, ...] = RUNGS
+    on_nonfinite: tuple[RecoveryAction, ...] = RECOVERY_ACTIONS
     """Answers in order of preference; the first that fits the cause and has budget left is taken, and the run stops
     where none does. `[stop]` never goes on."""
     max_skips: int = 10
@@ -40,18 +40,20 @@ class LadderConfig:
     def __post_init__(self) -> None:
         # Accept a list too, as in a recipe.
         object.__setattr__(self, "on_nonfinite", tuple(self.on_nonfinite))
-        messages = self._faults()
+        messages = self._find_problems()
         if messages:
             raise DitLoraError(f"{type(self).__name__}: " + "; ".join(messages))
 
-    def _faults(self) -> list[str]:
-        messages = _no_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
+    def _find_problems(self) -> list[str]:
+        messages = _find_invalid_counts(
+            self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles")
+        )
         # Written with `not`, so that NaN is refused too.
         if not 0 < self.rollback_lr < 1:
             messages.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
         if not 0 < self.bundle_mib < inf:
             messages.append(f"bundle_mib={self.bundle_mib!r}: it must be above 0")
-        if fault := ladder_fault(self.on_nonfinite):
+        if fault := find_actions_problem(self.on_nonfinite):
             messages.append(f"on_nonfinite={list(self.on_nonfinite)}: {fault}")
         return messages
 
@@ -65,7 +67,7 @@ class LoopConfig(LadderConfig):
     the same names.
     """
 
-    on_nonfinite: tuple[Rung, ...] = RUNGS[:-1]
+    on_nonfinite: tuple[RecoveryAction, ...] = RECOVERY_ACTIONS[:-1]
 
     preflight: bool = False
     """Check base weights, gradients and attention at the first step, and switch off the attention backends that are
@@ -79,35 +81,35 @@ class LoopConfig(LadderConfig):
     """Steps in that median."""
 
     @classmethod
-    def for_script(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
+    def from_script_options(cls, max_skips: int | None, **settings: Any) -> "LoopConfig":
         """Settings of `dit-lora guard`. With `max_skips`, the last recovery action is stop; without, nothing stops the
         script.
         """
         if max_skips is None:
             return cls(**settings)
-        return cls(on_nonfinite=RUNGS, max_skips=max_skips, **settings)
+        return cls(on_nonfinite=RECOVERY_ACTIONS, max_skips=max_skips, **settings)
 
     @classmethod
-    def of(cls, config: LadderConfig) -> "LoopConfig":
+    def from_ladder(cls, config: LadderConfig) -> "LoopConfig":
         """These settings for a loop; monitoring that the base class does not have is off."""
         if isinstance(config, cls):
             return config
         # A config of the base class has fewer fields; the others keep their defaults.
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
-    def _faults(self) -> list[str]:
-        messages = super()._faults() + _no_counts(self, ("monitor_every",))
+    def _find_problems(self) -> list[str]:
+        messages = super()._find_problems() + _find_invalid_counts(self, ("monitor_every",))
         threshold, window = self.spike_threshold, self.spike_window
         if threshold is not None and not 0 < threshold < inf:
             messages.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")
-        if type(window) is not int or window < SHORTEST_WINDOW:
+        if type(window) is not int or window < MIN_SPIKE_WINDOW:
             messages.append(
-                f"spike_window={window!r}: it must be a whole number of {SHORTEST_WINDOW} or more"
+                f"spike_window={window!r}: it must be a whole number of {MIN_SPIKE_WINDOW} or more"
             )
         return messages
 
 
-def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
+def _find_invalid_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
     return [
         f"{name}={value!r}: it must be a whole number of 0 or more"
         for name in names
@@ -116,10 +118,10 @@ def _no_counts(config: LadderConfig, names: Sequence[str]) -> list[str]:
     ]
 
 
-def ladder_fault(rungs: Sequence[str]) -> str | None:
+def find_actions_problem(actions: Sequence[str]) -> str | None:
     """The problem with a list of recovery actions; None if it is valid."""
-    if any(rung not in RUNGS for rung in rungs):
-        return f"the rungs are {', '.join(RUNGS)}"
-    if not rungs or len(set(rungs)) != len(rungs):
+    if any(rung not in RECOVERY_ACTIONS for rung in actions):
+        return f"the rungs are {', '.join(RECOVERY_ACTIONS)}"
+    if not actions or len(set(actions)) != len(actions):
         return "name each rung once, and at least one; [stop] stops at every fault"
     return None

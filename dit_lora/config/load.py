@@ -10,12 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from dit_lora.config.data import DataConfig, Layout
 from dit_lora.config.recipe import Recipe
-from dit_lora.config.remedies import recipe_remedy
+from dit_lora.config.remedies import suggest_recipe
 from dit_lora.config.yaml_parsing import parse_yaml, read_yaml
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.terminal import one_line
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.terminal import make_one_line
 
-_SHOWN = 200  # characters of a value in a message
+_MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,7 +27,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         values = read_yaml(path)
     except FileNotFoundError as error:
-        raise DitLoraError(f"no recipe {path}; {recipe_remedy(path)}") from error
+        raise DitLoraError(f"no recipe {path}; {suggest_recipe(path)}") from error
     except OSError as error:
         raise DitLoraError(f"cannot read the recipe {path}: {error}") from error
     if not isinstance(values, dict):
@@ -44,11 +44,11 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise DitLoraError(
-            listed(f"{source}: correct these values", list(_problems(error)))
+            format_list(f"{source}: correct these values", list(_iterate_problems(error)))
         ) from error
 
 
-def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
+def load_folder_config(path: str, overrides: Sequence[str] = ()) -> DataConfig:
     """The data section for a single folder, tar or dataset without a recipe. Its height and width are placeholders.
 
     `overrides` say where captions, references and masks are, for example `data.mask_folder=masks`. Raises
@@ -71,7 +71,7 @@ def load_folder(path: str, overrides: Sequence[str] = ()) -> DataConfig:
         return DataConfig(**values.get("data", {}), path=path, height=1, width=1)
     except ValidationError as error:
         raise DitLoraError(
-            listed(f"{path}: correct these values", list(_problems(error)))
+            format_list(f"{path}: correct these values", list(_iterate_problems(error)))
         ) from error
 
 
@@ -88,7 +88,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def recipe_schema() -> dict[str, Any]:
+def build_recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors."""
     return Recipe.model_json_schema()
 
@@ -110,31 +110,33 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         # Values are YAML too: `[a, b]` is a list, `null` is None.
         section[leaf] = parse_yaml(text)
     except ValueError as error:
-        excerpt = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        excerpt = (
+            text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+        )
         raise DitLoraError(f"the value of {key} is not valid YAML: {excerpt!r}: {error}") from error
 
 
-def _problems(error: ValidationError) -> Iterator[str]:
+def _iterate_problems(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         # Keys come from the file, so they may contain control characters.
-        name = ".".join(one_line(part) for part in problem["loc"])
+        name = ".".join(make_one_line(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            yield f"{name}: unknown key{_suggestion(problem['loc'])}"
+            yield f"{name}: unknown key{_suggest_key(problem['loc'])}"
         elif problem["type"] == "missing":
             yield f"{name}: missing"
         else:
             # pydantic puts this prefix before the text of a ValueError.
-            message = one_line(problem["msg"]).removeprefix("Value error, ")
+            message = make_one_line(problem["msg"]).removeprefix("Value error, ")
             # Our own checks of a whole section name the values in their message.
             says_input = problem["type"] == "value_error" and isinstance(problem["input"], dict)
             message = message if says_input else f"{message}; got {problem['input']!r}"
             yield f"{name}: {message}" if name else message
 
 
-def _suggestion(location: tuple[int | str, ...]) -> str:
+def _suggest_key(location: tuple[int | str, ...]) -> str:
     """Suggest the same key in another section, else the most similar key in this one."""
     # Paths of all keys: a key in the wrong section is more likely than a typing error.
-    key_paths = list(_key_paths(Recipe))
+    key_paths = list(_iterate_key_paths(Recipe))
     parent = [str(part) for part in location[:-1]]
     siblings = [path[-1] for path in key_paths if path[:-1] == parent]
     elsewhere = [".".join(path) for path in key_paths if path[-1] == str(location[-1])]
@@ -146,10 +148,12 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     return f"; known here: {', '.join(siblings)}"
 
 
-def _key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
+def _iterate_key_paths(
+    section: type[BaseModel], parent: tuple[str, ...] = ()
+) -> Iterator[list[str]]:
     for name, field in section.model_fields.items():
         yield [*parent, name]
         # A section may be optional: then its class is an argument of the union.
         for option in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(option, type) and issubclass(option, BaseModel):
-                yield from _key_paths(option, (*parent, name))
+                yield from _iterate_key_paths(option, (*parent, name))

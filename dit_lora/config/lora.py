@@ -6,27 +6,27 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.section import Count, Decay, Section
 
-FROM_WEIGHT = ("pissa", "olora")
+WEIGHT_INITS = ("pissa", "olora")
 """Initializations from the weight that is adapted."""
-FROM_DATA = "eva"
+DATA_INIT = "eva"
 """The initialization from the inputs of layers on training data."""
-INITS = ("kaiming", "gaussian", FROM_DATA, *FROM_WEIGHT)
-RANK = 64
-Kind = Literal["lora", "dora", "lokr", "loha", "oft"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-KIND_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
+INITS = ("kaiming", "gaussian", DATA_INIT, *WEIGHT_INITS)
+DEFAULT_RANK = 64
+AdapterKind = Literal["lora", "dora", "lokr", "loha", "oft"]
+ADAPTER_KINDS: tuple[AdapterKind, ...] = get_args(AdapterKind)
+ADAPTER_KIND_NAMES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
 """Names of the kinds in their papers."""
 # Options of each kind, besides kind, targets and init: those that PEFT's config for it has.
-_OPTIONS: dict[Kind, set[str]] = {
+_KIND_OPTIONS: dict[AdapterKind, set[str]] = {
     "lora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout", "under"},
     "dora": {"rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "dropout"},
     "lokr": {"rank", "alpha", "rank_pattern", "alpha_pattern", "factor"},
     "loha": {"rank", "alpha", "rank_pattern", "alpha_pattern"},
     "oft": {"block_size"},
 }
-LATER = ("kind", "rslora", "rank_pattern", "alpha_pattern", "factor", "block_size", "under")
+NEWER_OPTIONS = ("kind", "rslora", "rank_pattern", "alpha_pattern", "factor", "block_size", "under")
 """Options that version 0.1 did not have. At their defaults they are left out when checkpoints compare settings."""
-Patterns = dict[str, Count]
+LayerPatterns = dict[str, Count]
 
 
 class UnderConfig(Section):
@@ -41,7 +41,7 @@ class UnderConfig(Section):
 
     @field_validator("scale")
     @classmethod
-    def _does_something(cls, scale: float) -> float:
+    def _require_nonzero_scale(cls, scale: float) -> float:
         # The adapter would be loaded and computed without an effect.
         if scale == 0:
             raise ValueError("at scale 0 it does nothing; leave it out")
@@ -49,7 +49,7 @@ class UnderConfig(Section):
 
 
 class LoraConfig(Section):
-    kind: Kind = "lora"
+    kind: AdapterKind = "lora"
     """The adapter, by PEFT: `lora` (arXiv 2106.09685); `dora`, LoRA with a magnitude a row (2402.09353); `lokr`, a
     Kronecker product, and `loha`, an elementwise product of two LoRAs (both 2309.14859); `oft`, a rotation of each
     layer's inputs (2306.07280)."""
@@ -60,10 +60,10 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank; by default alpha = rank, or that of the file in `init`."""
     rslora: bool = False
     """True to scale by alpha / sqrt(rank), so that high ranks learn too (rank-stabilised LoRA, arXiv 2312.03732)."""
-    rank_pattern: Patterns = Field(default_factory=dict)
+    rank_pattern: LayerPatterns = Field(default_factory=dict)
     """Ranks of layers that differ from `rank`, by the end of their names or a regular expression. The first that PEFT
     matches counts."""
-    alpha_pattern: Patterns = Field(default_factory=dict)
+    alpha_pattern: LayerPatterns = Field(default_factory=dict)
     """Likewise alphas. A layer with a rank of its own keeps `alpha` if it has none here."""
     factor: Count | None = None
     """Size of LoKr's first factor, for sides that it divides; by default both factors are about as large."""
@@ -86,7 +86,7 @@ class LoraConfig(Section):
 
     @field_validator("under", mode="before")
     @classmethod
-    def _paths(cls, values: Any) -> Any:
+    def _expand_paths(cls, values: Any) -> Any:
         # Anything else is left to pydantic, whose message names the expected type.
         if not isinstance(values, list | tuple):
             return values
@@ -94,7 +94,7 @@ class LoraConfig(Section):
 
     @field_validator("init")
     @classmethod
-    def _is_offered(cls, init: str) -> str:
+    def _check_init(cls, init: str) -> str:
         if init == "loftq":
             raise ValueError(
                 "loftq corrects the error of one quantisation, "
@@ -105,57 +105,58 @@ class LoraConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_rank(cls, values: Any) -> Any:
+    def _set_default_rank(cls, values: Any) -> Any:
         # With a file in `init`, rank stays None: the file's rank is used.
         if not isinstance(values, dict) or values.get("init", INITS[0]) not in INITS:
             return values
         # An unknown kind gets a rank too; its own error is reported afterwards.
-        if "rank" not in _OPTIONS.get(values.get("kind", "lora"), {"rank"}):
+        if "rank" not in _KIND_OPTIONS.get(values.get("kind", "lora"), {"rank"}):
             return values
         # A copy: the caller's dictionary stays unchanged.
-        return {**values, "rank": RANK} if values.get("rank") is None else values
+        return {**values, "rank": DEFAULT_RANK} if values.get("rank") is None else values
 
     @model_validator(mode="after")
-    def _options_of_kind(self) -> Self:
+    def _check_kind_options(self) -> Self:
         # All options that some kind has; those of other kinds must be at their defaults.
-        options = set.union(*_OPTIONS.values())
+        options = set.union(*_KIND_OPTIONS.values())
         unsupported = sorted(
             name
-            for name in options - _OPTIONS[self.kind]
+            for name in options - _KIND_OPTIONS[self.kind]
             if getattr(self, name)
             != type(self).model_fields[name].get_default(call_default_factory=True)
         )
         if unsupported:
             raise ValueError(
-                f"kind {self.kind} has no {', '.join(unsupported)}; it has {', '.join(sorted(_OPTIONS[self.kind]))}"
+                f"kind {self.kind} has no {', '.join(unsupported)}; it has "
+                f"{', '.join(sorted(_KIND_OPTIONS[self.kind]))}"
             )
         if self.kind not in ("lora", "dora") and self.init != INITS[0]:
             raise ValueError(f"kind {self.kind} has a start of its own; leave `init` out")
         # Reached for DoRA only: the check above has refused the other kinds.
-        if self.kind != "lora" and self.init in (FROM_DATA, *FROM_WEIGHT):
+        if self.kind != "lora" and self.init in (DATA_INIT, *WEIGHT_INITS):
             raise ValueError(f"init: {self.init} starts a LoRA, and kind is {self.kind}")
-        if self.kind != "lora" and self.from_file:
+        if self.kind != "lora" and self.has_file_init:
             raise ValueError(
                 f"training continues from a LoRA's file, and kind is {self.kind}; a run goes on with train.resume"
             )
-        if self.from_file and (self.rslora or self.rank_pattern or self.alpha_pattern):
+        if self.has_file_init and (self.rslora or self.rank_pattern or self.alpha_pattern):
             raise ValueError(
                 "rslora, rank_pattern and alpha_pattern are those of the file in `init`; leave them out"
             )
         return self
 
     @property
-    def options(self) -> set[str]:
+    def supported_options(self) -> set[str]:
         """Names of the options that the kind has, besides kind, targets and init."""
-        return _OPTIONS[self.kind]
+        return _KIND_OPTIONS[self.kind]
 
     @property
-    def from_file(self) -> bool:
+    def has_file_init(self) -> bool:
         """True if training continues from a LoRA file."""
         return self.init not in INITS
 
     @property
-    def own_rank(self) -> int:
+    def new_adapter_rank(self) -> int:
         """The rank of an adapter that does not continue from a file."""
         assert self.rank is not None, "of a file, the rank is the file's"
         return self.rank

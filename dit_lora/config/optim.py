@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from dit_lora.config.section import Count, Decay, NonNegative, Positive, Section
 from dit_lora.config.timesteps import TimestepsConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
 
-_LEAST = 2.0**-126
+_MIN_NORMAL_FP32 = 2.0**-126
 """The smallest normal fp32 number; smaller ones lose precision."""
 
 
-def _with_a_record(name: object) -> object:
+def _check_optimizer_name(name: object) -> object:
     if isinstance(name, str) and name in OPTIMIZERS:
         return name
     # The same error as for a Literal with the names of all optimizers.
@@ -26,9 +26,9 @@ def _with_a_record(name: object) -> object:
 
 OptimizerName = Annotated[
     str,
-    BeforeValidator(_with_a_record),
+    BeforeValidator(_check_optimizer_name),
     Field(
-        description="\n".join(f"`{name}`: {record.about}" for name, record in OPTIMIZERS.items()),
+        description="\n".join(f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items()),
         json_schema_extra={"enum": list(OPTIMIZERS)},
     ),
 ]
@@ -61,18 +61,18 @@ class GroupsConfig(Section):
 
     @field_validator("adapter", "adapter_b")
     @classmethod
-    def _no_patterns(cls, group: GroupConfig | None) -> GroupConfig | None:
+    def _reject_patterns(cls, group: GroupConfig | None) -> GroupConfig | None:
         if group is not None and group.modules is not None:
             raise ValueError("modules does not apply here: lora.targets chooses where adapters go")
         return group
 
-    def given(self) -> dict[str, GroupConfig]:
+    def get_configured_groups(self) -> dict[str, GroupConfig]:
         """The groups that the recipe configures, in a fixed order."""
         return {name: group for name in type(self).model_fields if (group := getattr(self, name))}
 
 
 class OptimConfig(Section):
-    name: OptimizerName = DEFAULT
+    name: OptimizerName = DEFAULT_OPTIMIZER
     groups: GroupsConfig = GroupsConfig()
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of the moments, used as given by every optimizer. Prodigy estimates the learning rate over a
@@ -88,25 +88,25 @@ class OptimConfig(Section):
 
     @field_validator("eps")
     @classmethod
-    def _eps_in_fp32(cls, eps: float) -> float:
+    def _check_eps(cls, eps: float) -> float:
         # The field's type refuses 0; this refuses numbers that are subnormal in fp32.
-        if eps < _LEAST:
+        if eps < _MIN_NORMAL_FP32:
             raise ValueError(
                 f"is added in fp32, where {eps:g} is 0 or has lost its digits, and 0 / 0 is NaN; give at least "
-                f"{_LEAST:.3g}, as a rule 1e-8"
+                f"{_MIN_NORMAL_FP32:.3g}, as a rule 1e-8"
             )
         return eps
 
-    def rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
+    def find_rate_problems(self, groups: Mapping[str, GroupConfig]) -> list[str]:
         """Messages why the optimizer cannot train these groups. Prodigy finds one learning rate for all groups."""
         record = OPTIMIZERS[self.name]
-        if record.multipliers is None:
+        if record.lr_bounds is None:
             return []
         # For such an optimizer `lr` is a factor, so a usual rate such as 1e-4 would stop the training.
-        low, high = record.multipliers
+        low, high = record.lr_bounds
         problems = [
             f"optim.groups.{name}.lr={group.lr:g}: under optim.name={self.name} it multiplies the learning rate "
-            f"that {record.title} finds, and must be {low:g} to {high:g}; give 1"
+            f"that {record.class_name} finds, and must be {low:g} to {high:g}; give 1"
             for name, group in groups.items()
             if not low <= group.lr <= high
         ]
@@ -122,7 +122,7 @@ class OptimConfig(Section):
             summary = "; ".join(f"{name}: {rate}" for name, rate in rates.items())
             problems.append(
                 f"optim.name={self.name} has one learning rate: give all groups the same lr, schedule and "
-                f"warmup_steps, or take {DEFAULT}; got {summary}"
+                f"warmup_steps, or take {DEFAULT_OPTIMIZER}; got {summary}"
             )
         return problems
 
@@ -140,11 +140,11 @@ class PreserveConfig(Section):
 
     @field_validator("class_words", mode="before")
     @classmethod
-    def _one_or_several(cls, words: Any) -> Any:
-        return [words] if isinstance(words, str) else words
+    def _wrap_single_word(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _differ(self) -> "PreserveConfig":
+    def _check_words(self) -> "PreserveConfig":
         if not self.class_words or not all(
             word.strip() for word in (self.trigger, *self.class_words)
         ):
@@ -159,7 +159,7 @@ class PreserveConfig(Section):
             )
         return self
 
-    def without_trigger(self, caption: str) -> list[str]:
+    def replace_trigger(self, caption: str) -> list[str]:
         """The caption with the trigger replaced by each of the class words."""
         return [caption.replace(self.trigger, word) for word in self.class_words]
 
@@ -218,17 +218,17 @@ class TrainConfig(Section):
     yes where the checkpoint has one."""
 
     @property
-    def share(self) -> float:
+    def effective_high_noise_share(self) -> float:
         """`high_noise_share`, or a half."""
         return 0.5 if self.high_noise_share is None else self.high_noise_share
 
     @property
-    def asked_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:
+    def effective_checkpointing(self) -> Literal["auto", "none", "selective", "full"]:
         """`checkpointing`, whose `auto` is `full` under `offload`."""
         return "full" if self.offload == "group" else self.checkpointing
 
     @model_validator(mode="after")
-    def _weights_come_back(self) -> "TrainConfig":
+    def _check_offload(self) -> "TrainConfig":
         # A compiled block has no separate call of attention whose output could be saved.
         if self.compile and self.checkpointing == "selective":
             raise ValueError(

@@ -9,8 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
-from dit_lora.config.ladder import SHORTEST_WINDOW, LadderConfig, LoopConfig, Rung, ladder_fault
-from dit_lora.config.lora import FROM_WEIGHT, LoraConfig
+from dit_lora.config.ladder import (
+    MIN_SPIKE_WINDOW,
+    LadderConfig,
+    LoopConfig,
+    RecoveryAction,
+    find_actions_problem,
+)
+from dit_lora.config.lora import WEIGHT_INITS, LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
 from dit_lora.config.validation import ValidationConfig
@@ -41,7 +47,7 @@ class ModelConfig(Section):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _explain_fp16(cls, value: Any) -> Any:
+    def _reject_fp16(cls, value: Any) -> Any:
         if value in ("fp16", "float16"):
             raise ValueError(
                 "fp16 is not offered: bf16-trained checkpoints (CogVideoX-5B, T5) overflow its range of "
@@ -80,11 +86,11 @@ class KernelsConfig(Section):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _yaml_words(cls, value: Any) -> Any:
+    def _convert_yaml_booleans(cls, value: Any) -> Any:
         # YAML 1.1 reads a bare on and off as true and false.
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-    def ops(self) -> dict[str, KernelMode]:
+    def get_op_modes(self) -> dict[str, KernelMode]:
         """The modes of kernels that replace parts of a model, by name."""
         # These two are no replacement of a module: a choice of backend, and the norm of gradients.
         names = set(type(self).model_fields) - {"attention", "finite_norm"}
@@ -92,7 +98,7 @@ class KernelsConfig(Section):
 
 
 class GuardConfig(Section):
-    on_nonfinite: tuple[Rung, ...] = LadderConfig.on_nonfinite
+    on_nonfinite: tuple[RecoveryAction, ...] = LadderConfig.on_nonfinite
     """Answers to a step that tripped, in order of preference; the first that fits its cause and has budget left is
     taken, and the run stops where none does. `skip`: take the step again, once without the sample. `quarantine`:
     leave the sample out for good. `fallback`: switch the kernel or attention backend off. `rollback`: go back to a
@@ -109,7 +115,7 @@ class GuardConfig(Section):
     """Steps between statistics of every module in metrics.jsonl; 0 for none."""
     spike_threshold: Positive | None = None
     """Report losses (by timestep) and gradient norms this many MADs above their median; null for none."""
-    spike_window: Annotated[int, Field(ge=SHORTEST_WINDOW)] = LoopConfig.spike_window
+    spike_window: Annotated[int, Field(ge=MIN_SPIKE_WINDOW)] = LoopConfig.spike_window
     """Steps in that median."""
     adaptive_clip: bool = False
     """Clip gradient norms at `spike_threshold` too, where that is below `optim.clip`."""
@@ -129,20 +135,20 @@ class GuardConfig(Section):
     """Largest size of one bundle; what does not fit is left out, and said."""
 
     @property
-    def ladder(self) -> LadderConfig:
+    def recovery_config(self) -> LadderConfig:
         # The section has the same names, and more settings that this class does not need.
         names = (field.name for field in fields(LadderConfig))
         return LadderConfig(**{name: getattr(self, name) for name in names})
 
     @field_validator("on_nonfinite")
     @classmethod
-    def _a_ladder(cls, rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
-        if fault := ladder_fault(rungs):
+    def _check_actions(cls, actions: tuple[RecoveryAction, ...]) -> tuple[RecoveryAction, ...]:
+        if fault := find_actions_problem(actions):
             raise ValueError(fault)
-        return rungs
+        return actions
 
     @model_validator(mode="after")
-    def _clip_needs_a_threshold(self) -> "GuardConfig":
+    def _check_adaptive_clip(self) -> "GuardConfig":
         if self.adaptive_clip and self.spike_threshold is None:
             raise ValueError("adaptive_clip needs guard.spike_threshold, for instance 8")
         return self
@@ -161,7 +167,7 @@ class RunConfig(Section):
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]{0,95}", re.ASCII)
 
 
-def repo_id_problem(repo_id: str) -> str | None:
+def find_repo_id_problem(repo_id: str) -> str | None:
     """Why this cannot be the name of a repository on the Hub; None if it can."""
     parts = repo_id.split("/")
     # The Hub refuses owners and names with these endings.
@@ -183,14 +189,14 @@ class HubConfig(Section):
 
     @field_validator("repo_id")
     @classmethod
-    def _owner_and_name(cls, repo_id: str | None) -> str | None:
-        problem = repo_id_problem(repo_id) if repo_id is not None else None
+    def _check_repo_id(cls, repo_id: str | None) -> str | None:
+        problem = find_repo_id_problem(repo_id) if repo_id is not None else None
         if problem:
             raise ValueError(problem)
         return repo_id
 
     @model_validator(mode="after")
-    def _somewhere_to_push(self) -> "HubConfig":
+    def _require_repo_id(self) -> "HubConfig":
         if self.push and self.repo_id is None:
             raise ValueError(
                 "hub.push needs hub.repo_id: OWNER/NAME on the Hub, such as me/kitten-lora"
@@ -215,9 +221,9 @@ class Recipe(Section):
     hub: HubConfig = HubConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Recipe":
+    def _check_sections(self) -> "Recipe":
         # Images have no frame rate, and chat models need none.
-        if self.chat is None and self.data.most_frames > 1 and self.data.fps is None:
+        if self.chat is None and self.data.max_frames > 1 and self.data.fps is None:
             raise ValueError(
                 "data.fps is missing: clips of several frames are resampled to it (chat models: give chat: {})"
             )
@@ -250,8 +256,8 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _start_of_one_model(self) -> "Recipe":
-        if self.validation.model is not None and self.lora.init in FROM_WEIGHT:
+    def _check_validation_model(self) -> "Recipe":
+        if self.validation.model is not None and self.lora.init in WEIGHT_INITS:
             raise ValueError(
                 f"validation.model: lora.init: {self.lora.init} starts from this base's weights, "
                 "which the second model "
@@ -260,7 +266,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_expert_or_both(self) -> "Recipe":
+    def _check_experts(self) -> "Recipe":
         both, train = self.model.part == "both", self.train
         # Both are saved in PEFT's format, whose files have fixed names.
         if both and self.lora.kind in ("loha", "oft"):
@@ -286,7 +292,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_mode(self) -> "Recipe":
+    def _check_mode(self) -> "Recipe":
         # The defaults show which values the recipe has set itself.
         groups, usual = self.optim.groups, GroupsConfig()
         if self.train.mode == "lora":
@@ -295,7 +301,7 @@ class Recipe(Section):
                     "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
                 )
             if groups.adapter is None:
-                self._only_base_groups()
+                self._check_base_groups()
             return self
         # From here on `train.mode` is `full`, which has no adapter.
         if self.validation.model is not None:
@@ -315,7 +321,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _fp8_has_the_weights(self) -> "Recipe":
+    def _check_fp8(self) -> "Recipe":
         # `auto` is checked too: it may turn fp8 on.
         if self.kernels.fp8 == "off":
             return self
@@ -332,7 +338,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _repeats_itself(self) -> "Recipe":
+    def _check_deterministic(self) -> "Recipe":
         # PyTorch's setting has no effect on these packages, whose backward passes use atomic additions by default.
         if self.train.deterministic and re.search("flash_|^flash|xformers", self.kernels.attention):
             raise ValueError(
@@ -343,17 +349,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_rate_for_prodigy(self) -> "Recipe":
-        groups = self.optim.groups.given()
+    def _check_learning_rates(self) -> "Recipe":
+        groups = self.optim.groups.get_configured_groups()
         if self.train.mode == "full":
             groups.pop("adapter", None)  # set by default, but mode `full` has no adapter
-        problems = self.optim.rate_problems(groups)
+        problems = self.optim.find_rate_problems(groups)
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
     @model_validator(mode="after")
-    def _best_is_measured(self) -> "Recipe":
+    def _check_keep_best(self) -> "Recipe":
         # A checkpoint is ranked by the eval loss of its own step, so saves and evaluations must coincide.
         save, eval_steps = self.train.save_every, self.validation.every
         if not self.train.keep_best:
@@ -371,10 +377,10 @@ class Recipe(Section):
             )
         return self
 
-    def _only_base_groups(self) -> None:
+    def _check_base_groups(self) -> None:
         if self.lora != LoraConfig():
             raise ValueError("lora does not apply: optim.groups.adapter is null")
-        if not self.optim.groups.given():
+        if not self.optim.groups.get_configured_groups():
             raise ValueError("optim.groups: nothing trains; give adapter, connector or backbone")
         if self.optim.groups.adapter_b:
             raise ValueError("optim.groups: adapter_b needs adapter")

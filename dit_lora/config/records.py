@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from dit_lora.files import read_regular
 from dit_lora.parsing import ParseError, parse_json
-from dit_lora.terminal import one_line
+from dit_lora.terminal import make_one_line
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ Module = Annotated[
 # For example torch.bfloat16 or torch.float8_e4m3fn. The text is put into generated code.
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
 # Unknown keys are kept, and values are not converted.
-_OPEN = ConfigDict(extra="allow", strict=True)
+_ALLOW_EXTRA = ConfigDict(extra="allow", strict=True)
 
 
 class Manifest(TypedDict):
@@ -51,7 +51,7 @@ class Manifest(TypedDict):
 class CheckpointState(TypedDict):
     """state.json of a training checkpoint."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     step: Count
     identity: dict[str, Any]
     guard: dict[str, Any]
@@ -61,14 +61,14 @@ class CheckpointState(TypedDict):
 class Status(TypedDict):
     """status.json of a run."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     state: NotRequired[str]
 
 
 class VerifiedFiles(TypedDict):
     """The keys of verification.json that are read; earlier versions have no digests."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     files: NotRequired[dict[str, str]]
     """Hex SHA-256 by path relative to the run's folder."""
     passed: NotRequired[bool]
@@ -77,46 +77,46 @@ class VerifiedFiles(TypedDict):
 class Answer(TypedDict):
     """A chat model's answer to a validation prompt, in answers.json."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     prompt: NotRequired[str]
     media: NotRequired[str | None]
     answer: NotRequired[str]
 
 
-class Under(TypedDict):
+class FrozenAdapterRecord(TypedDict):
     """A frozen adapter that was active while a result was trained."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     name: str
     scale: Number
     in_samples: bool
 
 
 class NamedFile(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     name: str
 
 
-class Viewed(TypedDict):
+class ViewingRecord(TypedDict):
     """How frames of media are chosen for a chat model: the fields of `Viewing`."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
 
 
 class Video(TypedDict):
     """Shape of the training samples: numbers of frames and pixels, frames per second."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     frames: NotRequired[Count | None]
     height: NotRequired[Count | None]
     width: NotRequired[Count | None]
     fps: NotRequired[Number | None]
 
 
-class Provenance(TypedDict):
+class RunMetadata(TypedDict):
     """The run's own entry in an adapter's header; empty for an adapter of another program."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     family: NotRequired[str]
     part: NotRequired[Literal["transformer", "transformer_2"]]
     base_model: NotRequired[str | None]
@@ -132,10 +132,10 @@ class Provenance(TypedDict):
     quantize: NotRequired[str | None]
     index: NotRequired[dict[str, Any] | None]
     video: NotRequired[Video]
-    viewing: NotRequired[Viewed]
+    viewing: NotRequired[ViewingRecord]
     system: NotRequired[str]
     task: NotRequired[str | None]
-    under: NotRequired[list[Under]]
+    under: NotRequired[list[FrozenAdapterRecord]]
     continued: NotRequired[NamedFile]
     samples_from: NotRequired[str]
     output: NotRequired[dict[str, Any] | str]
@@ -147,7 +147,7 @@ class Provenance(TypedDict):
 class AdapterConfig(TypedDict):
     """The keys of PEFT's adapter config that are read."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     peft_type: NotRequired[str | None]
     base_model_name_or_path: NotRequired[str | None]
     r: NotRequired[Int64]
@@ -166,7 +166,7 @@ class AdapterConfig(TypedDict):
 class Replay(TypedDict):
     """Position of a micro-batch in a run."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     step: Count
     micro_step: Count
     rank: Count
@@ -176,7 +176,7 @@ class Replay(TypedDict):
 
 
 class EventRecord(TypedDict):
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     kind: str
 
 
@@ -186,14 +186,14 @@ _Class = TypedDict("_Class", {"class": Name})
 class CalledModel(_Class):
     """The model of an external training loop: its class, and "name shape" for each parameter."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     parameters: list[Annotated[str, StringConstraints(pattern=r"^\S.* \S+$")]]
 
 
 class BundleFacts(TypedDict):
     """bundle.json. A run's bundle has `recipe` and `dtype`; an external loop's has `call` and `model`."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     format: Int64
     left_out: list[str]
     event: EventRecord
@@ -211,7 +211,7 @@ class BundleFacts(TypedDict):
 class PipelineFacts(_Class):
     """The entry of facts.json about a pipeline, from which the model card's code is generated."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     module: Module
     loads_lora: bool
     condition: Literal["prompt", "class_labels"]
@@ -233,12 +233,12 @@ class PipelineFacts(_Class):
 class ModelFacts(_Class):
     """The entry of facts.json about a chat model's class."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     module: Module
     library: str
 
 
-class Spread(TypedDict):
+class NumberSummary(TypedDict):
     """Summary of a list of numbers in facts.json."""
 
     least: Number
@@ -250,16 +250,16 @@ class Spread(TypedDict):
 class ClipDataFacts(TypedDict):
     """The entry of facts.json about clips or images."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     kind: Literal["images", "clips"]
     datasets: list[str]
     left_out: Count
     clips: Count
     samples: Count
-    seconds: Spread | None
+    seconds: NumberSummary | None
     """Lengths of the clips in seconds; None for images."""
     shapes: NotRequired[dict[str, Count]]
-    caption_words: NotRequired[Spread]
+    caption_words: NotRequired[NumberSummary]
     distinct_captions: NotRequired[Count]
     caption_prefix: NotRequired[str | None]
     references: NotRequired[dict[str, Count]]
@@ -271,41 +271,41 @@ class ClipDataFacts(TypedDict):
 class ConversationDataFacts(TypedDict):
     """The entry of facts.json about conversations."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     kind: Literal["conversations"]
     datasets: list[str]
     left_out: Count
     samples: Count
     by_media: dict[Literal["image", "video", "text"], Count]
-    answer_tokens: Spread
-    seconds: Spread | None
+    answer_tokens: NumberSummary
+    seconds: NumberSummary | None
 
 
 class ChatTemplateFile(TypedDict):
     """chat_template.json of older chat checkpoints."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     chat_template: str
 
 
 class WeightMap(TypedDict):
     """The index file of a model that is split into several files."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     weight_map: dict[str, str]
 
 
 class GroupInCard(TypedDict):
     """One parameter group of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     lr: NotRequired[Number]
 
 
 class OptimInCard(TypedDict):
     """`optim` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     name: str
     schedule: str
     warmup_steps: Count
@@ -315,7 +315,7 @@ class OptimInCard(TypedDict):
 class TrainInCard(TypedDict):
     """`train` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     batch_size: Count
     accumulate: Count
     seed: Int64
@@ -325,7 +325,7 @@ class TrainInCard(TypedDict):
 class DataInCard(TypedDict):
     """`data` of config.yaml, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     caption_dropout: Number
     mask_floor: NotRequired[Number]
     sources: NotRequired[list[dict[str, Any]] | None]
@@ -335,7 +335,7 @@ class DataInCard(TypedDict):
 class LoraInCard(TypedDict):
     """`lora` of config.yaml, as far as a pushed copy changes it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     init: NotRequired[str]
     under: NotRequired[list[dict[str, Any]] | None]
 
@@ -343,7 +343,7 @@ class LoraInCard(TypedDict):
 class ValidationInCard(TypedDict):
     """`validation` of config.yaml, as far as a pushed copy changes it and the card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     prompts: NotRequired[list[Any] | None]
     images: NotRequired[list[Any] | None]
     last_images: NotRequired[list[Any] | None]
@@ -355,7 +355,7 @@ class ValidationInCard(TypedDict):
 class ConfigInCard(TypedDict):
     """config.yaml of a run, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     model: dict[str, Any]
     data: DataInCard
     optim: OptimInCard
@@ -367,7 +367,7 @@ class ConfigInCard(TypedDict):
 class CheckInCard(TypedDict):
     """One check in verification.json."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     passed: NotRequired[bool]
     words: NotRequired[str]
 
@@ -375,14 +375,14 @@ class CheckInCard(TypedDict):
 class VerificationInCard(TypedDict):
     """verification.json, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     checks: dict[str, CheckInCard]
 
 
 class EnvironmentInCard(TypedDict):
     """environment.json, as far as the model card shows it."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     processes: NotRequired[Count]
     packages: NotRequired[dict[str, str] | None]
     devices: NotRequired[list[dict[str, Any]] | None]
@@ -391,41 +391,43 @@ class EnvironmentInCard(TypedDict):
 class Facts(TypedDict):
     """facts.json of a run."""
 
-    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    __pydantic_config__ = _ALLOW_EXTRA  # type: ignore[misc]
     data: Annotated[ClipDataFacts | ConversationDataFacts, Field(discriminator="kind")]
     pipeline: NotRequired[PipelineFacts]
     model: NotRequired[ModelFacts]
 
 
-def read_typed(path: Path, kind: type[T]) -> T:
+def read_typed_json(path: Path, value_type: type[T]) -> T:
     """Read a JSON file and validate it as this type. The file must be a regular one.
 
     Raises `OSError` if it cannot be read, and `ParseError`, which names the file and the field, if it is not JSON of
     this type, has a key twice, or is not UTF-8.
     """
-    return typed(read_regular(path), kind, str(path))
+    return parse_typed_json(read_regular(path), value_type, str(path))
 
 
-def typed(text: str | bytes, kind: type[T], what: str) -> T:
-    """Parse a JSON text and validate it as this type. `what` names the text in the message of the `ParseError`."""
+def parse_typed_json(text: str | bytes, value_type: type[T], description: str) -> T:
+    """Parse a JSON text and validate it as this type. `description` names the text in the message of
+    the `ParseError`.
+    """
     try:
         # Duplicate keys: two readers could take different values from such a file.
         value = parse_json(text, unique=True)
     except ParseError as error:
-        raise ParseError(f"{what} is not valid JSON: {error}") from error
-    return checked(value, kind, what)
+        raise ParseError(f"{description} is not valid JSON: {error}") from error
+    return validate_value(value, value_type, description)
 
 
-def checked(value: Any, kind: type[T], what: str) -> T:
+def validate_value(value: Any, value_type: type[T], description: str) -> T:
     """Validate a parsed value as this type; raises `ParseError` with the first problem."""
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(value_type).validate_python(value)
     except ValidationError as error:
         # The first problem is enough: the file is refused as a whole.
         problem = error.errors(include_url=False)[0]
         # Shortened and escaped, because names and values come from the file.
-        field = ".".join(one_line(part)[:80] for part in problem["loc"]) or "the whole"
+        field = ".".join(make_one_line(part)[:80] for part in problem["loc"]) or "the whole"
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
         raise ParseError(
-            f"{what} is damaged: {field}: {one_line(problem['msg'])}; got {got}"
+            f"{description} is damaged: {field}: {make_one_line(problem['msg'])}; got {got}"
         ) from error

@@ -4,12 +4,12 @@ import difflib
 import re
 from pathlib import Path
 
-from dit_lora.config.catalog import recipe_names
+from dit_lora.config.catalog import list_recipe_names
 
-HUB = "hub:"
+HUB_PREFIX = "hub:"
 """Prefix that marks OWNER/NAME as a name on the Hub, even if it looks like a path."""
 # Usual names of local folders. Accounts with such names exist on the Hub, and a mistyped path must not reach them.
-_FOLDERS = re.compile(
+_FOLDER_NAME = re.compile(
     r"(adapter|archive|audio|base|cache|checkpoint|ckpt|clip|config|data|dataset|demo|doc|download|eval|example|exp|"
     r"experiment|export|file|folder|frame|gif|home|image|img|input|local|log|lora|media|merged|mine|mnt|model|movie|"
     r"my|notebook|opt|out|output|path|photo|picture|pretrained|prior|project|quantized|raw|recipe|result|root|run|"
@@ -18,46 +18,46 @@ _FOLDERS = re.compile(
     re.IGNORECASE,
 )
 # A last part with the extension of a file is no repository's name.
-_FILE = re.compile(
+_FILE_NAME = re.compile(
     r".*\.(avi|bin|ckpt|csv|gif|jpe?g|jsonl?|mkv|mov|mp4|npz|parquet|png|pth?|safetensors|tar|tsv|txt|webm|webp|"
     r"ya?ml|zip)",
     re.IGNORECASE,
 )
 
 
-def hub_name(path: str) -> str | None:
+def get_hub_name(path: str) -> str | None:
     """The OWNER/NAME on the Hub that a text stands for; None if it exists locally or looks like a local path.
 
     Models, data and adapters all use this rule: existing paths come first, and a mistyped folder is never requested
     from the Hub.
     """
-    if path.startswith(HUB):
-        return path.removeprefix(HUB)
+    if path.startswith(HUB_PREFIX):
+        return path.removeprefix(HUB_PREFIX)
     # An existing path always wins over a name on the Hub.
-    return None if looks_local(path) or Path(path).expanduser().exists() else path
+    return None if is_likely_local(path) or Path(path).expanduser().exists() else path
 
 
-def looks_local(path: str) -> bool:
+def is_likely_local(path: str) -> bool:
     """True if a path that does not exist cannot be a Hub id, or looks like a mistyped local folder.
 
     The latter is so if its first part exists here or is a usual folder name. False with the prefix `hub:`.
     """
-    if path.startswith(HUB):
+    if path.startswith(HUB_PREFIX):
         return False
     # A Hub id has exactly one slash, and no part that only a path has.
     owner, slash, name = path.partition("/")
     if not slash or not name or "/" in name or "\\" in path or owner.startswith((".", "~")):
         return True
-    return bool(_FOLDERS.fullmatch(owner) or _FILE.fullmatch(name)) or Path(owner).is_dir()
+    return bool(_FOLDER_NAME.fullmatch(owner) or _FILE_NAME.fullmatch(name)) or Path(owner).is_dir()
 
 
-def hub_hint(path: str) -> str:
+def suggest_hub_prefix(path: str) -> str:
     """A hint for the error about a missing folder if its name could be one on the Hub; else empty."""
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
-    return f"; if you mean the Hub's, write {HUB}{path}" if is_name else ""
+    return f"; if you mean the Hub's, write {HUB_PREFIX}{path}" if is_name else ""
 
 
-def recipe_remedy(path: Path) -> str:
+def suggest_recipe(path: Path) -> str:
     """Suggest a recipe for a path that does not exist: a similar file in its folder, or one that comes with
     dit-lora.
     """
@@ -67,6 +67,6 @@ def recipe_remedy(path: Path) -> str:
     if close:
         return f"did you mean {siblings[close[0]]}?"
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
-    if name in recipe_names():
+    if name in list_recipe_names():
         return f"write it into a folder of your own: dit-lora init {name} my-run"
     return "dit-lora recipes lists what dit-lora init can write"

@@ -12,12 +12,12 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
-def _types(annotation: Any) -> Iterator[Any]:
+def _iterate_types(annotation: Any) -> Iterator[Any]:
     """Yield an annotation and all types inside it, as in `Annotated` and unions."""
     yield annotation
     # Arguments of `Annotated` that are no types, such as Field(...), are yielded too and match nothing.
     for part in get_args(annotation):
-        yield from _types(part)
+        yield from _iterate_types(part)
 
 
 class Section(BaseModel):
@@ -27,9 +27,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_number_by_yes_or_no(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         # Runs before pydantic's own conversion, for every field of every section.
-        types = list(_types(cls.model_fields[info.field_name or ""].annotation))
+        types = list(_iterate_types(cls.model_fields[info.field_name or ""].annotation))
         # Python's bool is an int: pydantic would accept `yes` in YAML as the number 1.
         if isinstance(value, bool) and bool not in types and (int in types or float in types):
             raise ValueError(f"Input should be a number, not {str(value).lower()}")

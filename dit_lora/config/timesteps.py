@@ -9,8 +9,8 @@ from dit_lora.config.section import Positive, Section
 Density = Literal["uniform", "logit_normal", "stretched_logit_normal", "mode"]
 
 # The densities that each parameter belongs to.
-_TAKES = {"mean": ("logit_normal", "stretched_logit_normal"), "mode_scale": ("mode",)}
-_TAKES["std"] = _TAKES["mean"]
+_PARAMETER_DENSITIES = {"mean": ("logit_normal", "stretched_logit_normal"), "mode_scale": ("mode",)}
+_PARAMETER_DENSITIES["std"] = _PARAMETER_DENSITIES["mean"]
 
 
 class TimestepsConfig(Section):
@@ -38,9 +38,9 @@ class TimestepsConfig(Section):
     """Noise level that every draw is below."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "TimestepsConfig":
+    def _check_parameters(self) -> "TimestepsConfig":
         # A parameter that its density ignores is a mistake, so it is refused.
-        for name, densities in _TAKES.items():
+        for name, densities in _PARAMETER_DENSITIES.items():
             if (
                 getattr(self, name) is not None
                 and (self.density or "logit_normal") not in densities

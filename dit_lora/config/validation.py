@@ -45,19 +45,19 @@ class ValidationConfig(Section):
 
     @field_validator("references", mode="before")
     @classmethod
-    def _lists(cls, given: Any) -> Any:
+    def _wrap_single_files(cls, value: Any) -> Any:
         """Accept a single file in place of a list with one file."""
-        if not isinstance(given, list | tuple):
-            return given
-        return [[files] if isinstance(files, str) else files for files in given]
+        if not isinstance(value, list | tuple):
+            return value
+        return [[files] if isinstance(files, str) else files for files in value]
 
     @property
-    def sampled(self) -> list[str]:
+    def sample_titles(self) -> list[str]:
         """The prompt or class of each sample in a validation, in the order of the files."""
-        return sampled_prompts(self.prompts, self.count, self.seed)
+        return build_sample_titles(self.prompts, self.count, self.seed)
 
 
-def sampled_prompts(prompts: Sequence[str], count: int, seed: int) -> list[str]:
+def build_sample_titles(prompts: Sequence[str], count: int, seed: int) -> list[str]:
     """Titles of the samples, one per prompt and seed; with several samples per prompt, they include the seed."""
     if count == 1:
         return list(prompts)

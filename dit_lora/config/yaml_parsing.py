@@ -11,13 +11,20 @@ from typing import Any
 
 import yaml
 
-from dit_lora.parsing import DEEP, LONG, MOST_DIGITS, MOST_LEVELS, ParseError, refused
+from dit_lora.parsing import (
+    DEPTH_MESSAGE,
+    DIGITS_MESSAGE,
+    MAX_DIGITS,
+    MAX_LEVELS,
+    ParseError,
+    convert_to_parse_error,
+)
 
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 """Maximum number of nodes; an alias counts as many as the nodes it stands for."""
-MOST_YAML = 1_000_000
+MAX_YAML_CHARACTERS = 1_000_000
 """Maximum number of characters, because PyYAML is slow."""
-MAX_YAML_BYTES = 4 * MOST_YAML
+MAX_YAML_BYTES = 4 * MAX_YAML_CHARACTERS
 """Maximum size of a YAML file: a character has at most four bytes."""
 
 
@@ -26,15 +33,17 @@ def parse_yaml(text: str) -> Any:
 
     Duplicate keys, which YAML would resolve to the last one, and texts that are not Unicode are errors too.
     """
-    if len(text) > MOST_YAML:
-        raise ParseError(f"it has {len(text):,} characters, and {MOST_YAML:,} are read at most")
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise ParseError(
+            f"it has {len(text):,} characters, and {MAX_YAML_CHARACTERS:,} are read at most"
+        )
     try:
-        _require_few(text)
+        _check_size(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ParseError(" ".join(str(error).split())) from error
     except (RecursionError, OverflowError, TypeError, ValueError) as error:
-        raise refused(error) from error  # also raised for invalid numbers and dates
+        raise convert_to_parse_error(error) from error  # also raised for invalid numbers and dates
 
 
 def read_yaml(path: Path) -> Any:
@@ -42,7 +51,7 @@ def read_yaml(path: Path) -> Any:
     try:
         with path.open(encoding="utf-8") as file:
             # One character more than allowed, so that a longer file is refused without being read completely.
-            return parse_yaml(file.read(MOST_YAML + 1))
+            return parse_yaml(file.read(MAX_YAML_CHARACTERS + 1))
     except UnicodeDecodeError as error:
         raise ParseError(f"{path} is not UTF-8 text: {error}") from error
     except ParseError as error:
@@ -64,8 +73,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if len(node.value) > MOST_DIGITS:  # in any base
-            raise ParseError(LONG)
+        if len(node.value) > MAX_DIGITS:  # in any base
+            raise ParseError(DIGITS_MESSAGE)
         value: int = super().construct_yaml_int(node)
         # Seeds and counts are passed to torch, which has 64-bit integers.
         if not -(2**63) <= value < 2**63:
@@ -77,21 +86,21 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 @dataclass
-class _Open:
+class _OpenCollection:
     """A list or mapping of a YAML text whose end has not been reached."""
 
     anchor: str | None
-    before: int
+    num_nodes_before: int
     """Number of nodes before it."""
-    levels: int = 1
+    depth: int = 1
     """Its depth, including the deepest node inside it."""
 
 
-def _require_few(text: str) -> None:
+def _check_size(text: str) -> None:
     """Count levels and nodes from the parser's events, before any value is built; raises `ParseError`."""
     sizes: dict[str | None, tuple[int, int]] = {}
     """Numbers of nodes and levels by anchor, for aliases."""
-    open_collections: list[_Open] = []
+    open_collections: list[_OpenCollection] = []
     count = 0
     # Events come one at a time, so a text is refused before its aliases are expanded.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -107,23 +116,23 @@ def _require_few(text: str) -> None:
             sizes[event.anchor] = (1, 0)
             _require_unicode(event.value)
         elif isinstance(event, yaml.CollectionStartEvent):
-            open_collections.append(_Open(event.anchor, count))
+            open_collections.append(_OpenCollection(event.anchor, count))
         elif isinstance(event, yaml.CollectionEndEvent):
             # Its nodes were counted one by one, so only its depth is passed on.
             ended = open_collections.pop()
-            sizes[ended.anchor] = (count - ended.before, ended.levels)
-            nodes, levels = 0, ended.levels
+            sizes[ended.anchor] = (count - ended.num_nodes_before, ended.depth)
+            nodes, levels = 0, ended.depth
         else:
             continue
         count += nodes
         if open_collections:
-            open_collections[-1].levels = max(open_collections[-1].levels, 1 + levels)
+            open_collections[-1].depth = max(open_collections[-1].depth, 1 + levels)
         # An alias adds the levels of the nodes that it stands for.
-        if len(open_collections) + levels > MOST_LEVELS:
-            raise ParseError(DEEP)
-        if count > MOST_NODES:
+        if len(open_collections) + levels > MAX_LEVELS:
+            raise ParseError(DEPTH_MESSAGE)
+        if count > MAX_NODES:
             raise ParseError(
-                f"it has more than {MOST_NODES:,} values, its aliases counted as what they stand for"
+                f"it has more than {MAX_NODES:,} values, its aliases counted as what they stand for"
             )
 
 

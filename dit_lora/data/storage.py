@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dit_lora.errors import DitLoraError
-from dit_lora.terminal import echo, one_line
+from dit_lora.terminal import echo, make_one_line
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ _POLL_S = 0.25
 _max_wait_s = 0.0
 
 # One byte of memory that forked data workers share, so that only one of them prints the message.
-_IS_WAITING = mmap.mmap(-1, 1)
+_WAIT_FLAG = mmap.mmap(-1, 1)
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
+def wait_for_storage() -> Iterator[None]:
     """Wait for unreadable files inside the context, so that a run loses no samples to a short network failure."""
     global _max_wait_s
     # Restore the earlier value afterwards, so that the context can be nested.
@@ -47,7 +47,7 @@ def waiting() -> Iterator[None]:
         _max_wait_s = before
 
 
-def wait_in_worker(_worker: int) -> None:
+def enable_waiting_in_worker(_worker: int) -> None:
     """Wait for unreadable files in this data worker, as in the run that started it."""
     global _max_wait_s
     _max_wait_s = MAX_WAIT_S
@@ -58,8 +58,9 @@ def is_waiting() -> bool:
     return _max_wait_s > 0
 
 
-def read_stored(read: Callable[[], T], folder: Path) -> T:
-    """Call `read` until it raises no `OSError`; inside `waiting`, for up to `MAX_WAIT_S` seconds after the first one.
+def read_with_retry(read: Callable[[], T], folder: Path) -> T:
+    """Call `read` until it raises no `OSError`; inside `wait_for_storage`, for up to `MAX_WAIT_S` seconds after the
+    first one.
 
     The start and the end of the wait are each printed to stderr once.
 
@@ -76,21 +77,21 @@ def read_stored(read: Callable[[], T], folder: Path) -> T:
             result = read()
         except OSError as error:
             now = time.monotonic()
-            # First failure inside `waiting`: start the clock and announce the wait.
+            # First failure inside `wait_for_storage`: start the clock and announce the wait.
             if first_failure_s is None and _max_wait_s:
                 first_failure_s = now
-                _say_once(error, folder)
+                _announce_wait(error, folder)
             # Outside a run, or after the longest wait: give up.
             elif first_failure_s is None or now - first_failure_s >= _max_wait_s:
-                raise UnreadableError(_message(error, folder)) from error
+                raise UnreadableError(_format_error(error, folder)) from error
             time.sleep(_POLL_S)
             continue
         if first_failure_s is not None:
-            _say_it_is_back(time.monotonic() - first_failure_s)
+            _announce_recovery(time.monotonic() - first_failure_s)
         return result
 
 
-def missing_file(path: Path) -> OSError:
+def make_missing_file_error(path: Path) -> OSError:
     """The error of opening `path`; if it can be opened by now, the error for a file that does not exist."""
     try:
         with path.open("rb") as file:
@@ -101,7 +102,7 @@ def missing_file(path: Path) -> OSError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def _names(error: OSError, folder: Path) -> tuple[str, str]:
+def _describe_location(error: OSError, folder: Path) -> tuple[str, str]:
     """The folder that is waited for, and the file that could not be read with the system's reason."""
     reason = error.strerror or str(error) or type(error).__name__
     # Errors of an open file have no name, so name the folder that the caller gave.
@@ -110,9 +111,9 @@ def _names(error: OSError, folder: Path) -> tuple[str, str]:
     return str(Path(error.filename).parent), f"{error.filename}: {reason}"
 
 
-def _message(error: OSError, folder: Path) -> str:
+def _format_error(error: OSError, folder: Path) -> str:
     """Message of the final error."""
-    location, problem = _names(error, folder)
+    location, problem = _describe_location(error, folder)
     if not _max_wait_s:
         return f"cannot read {problem}"
     return (
@@ -121,23 +122,23 @@ def _message(error: OSError, folder: Path) -> str:
     )
 
 
-def _say_once(error: OSError, folder: Path) -> None:
+def _announce_wait(error: OSError, folder: Path) -> None:
     """Announce the wait, unless another worker has done so."""
-    if _IS_WAITING[0]:
+    if _WAIT_FLAG[0]:
         return
-    _IS_WAITING[0] = 1
-    location, problem = _names(error, folder)
-    _say(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
+    _WAIT_FLAG[0] = 1
+    location, problem = _describe_location(error, folder)
+    _print_line(f"waiting up to {_max_wait_s:g} s for the folder {location}: cannot read {problem}")
 
 
-def _say_it_is_back(seconds: float) -> None:
+def _announce_recovery(seconds: float) -> None:
     """Announce the end of the wait, unless another worker has done so."""
-    if _IS_WAITING[0]:
+    if _WAIT_FLAG[0]:
         # The next failure may be announced again.
-        _IS_WAITING[0] = 0
-        _say(f"the files can be read again after {seconds:.1f} s; nothing is left out")
+        _WAIT_FLAG[0] = 0
+        _print_line(f"the files can be read again after {seconds:.1f} s; nothing is left out")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     # Begin a new line: the current one may contain a progress bar.
-    echo(f"\n{one_line(line)}", err=True)
+    echo(f"\n{make_one_line(line)}", err=True)

@@ -33,7 +33,7 @@ MAX_BYTES = 2**29
 MAX_OUTPUT_CHARACTERS = 2**24
 """Length limit of the rendered text."""
 # Exceptions that a template can raise. Any other ends the child process, which is reported as an error too.
-_RAISED = (
+_TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
     *(MemoryError, RuntimeError, ImportError, AssertionError, OSError),
 )
@@ -50,7 +50,7 @@ class _Renderer:
         self._function = function
         self._lock = Lock()
         # Process ids; 0 while there is no child.
-        self._owner, self._child = 0, 0
+        self._owner_pid, self._child_pid = 0, 0
         self._connection: Connection | None = None
         self._num_timeouts: Counter[str | None] = Counter()
 
@@ -65,7 +65,7 @@ class _Renderer:
                     f"{MAX_TIMEOUTS} times and is not rendered again"
                 )
             # After a fork the child belongs to the parent process: this process needs its own.
-            if self._owner != os.getpid():
+            if self._owner_pid != os.getpid():
                 self._start()
             assert self._connection is not None
             try:
@@ -94,22 +94,22 @@ class _Renderer:
         if child == 0:
             try:
                 # In the child, which has copies of all open files of the parent.
-                _close_all_but(child_end.fileno())
+                _close_other_files(child_end.fileno())
                 self._serve(child_end)
             finally:
                 os._exit(0)  # skip atexit handlers and buffers, which belong to the parent
         # The parent's copy: while it is open, the end of the child would not be noticed.
         child_end.close()
-        self._owner, self._child, self._connection = os.getpid(), child, parent_end
+        self._owner_pid, self._child_pid, self._connection = os.getpid(), child, parent_end
 
     def _stop(self) -> None:
         if self._connection is None:
             return
         self._connection.close()
-        os.kill(self._child, signal.SIGKILL)
+        os.kill(self._child_pid, signal.SIGKILL)
         # Collect the exit status, so that no zombie process remains.
-        os.waitpid(self._child, 0)
-        self._owner, self._child, self._connection = 0, 0, None
+        os.waitpid(self._child_pid, 0)
+        self._owner_pid, self._child_pid, self._connection = 0, 0, None
 
     def _serve(self, connection: Connection) -> None:
         """Render templates in the child process until the parent closes the connection."""
@@ -118,7 +118,7 @@ class _Renderer:
         # Ctrl+C reaches all processes of the terminal; only the parent handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        _bound_memory()
+        _limit_memory()
         while True:
             try:
                 args, options = connection.recv()
@@ -134,7 +134,7 @@ class _Renderer:
                 answer = json.dumps({"rendered": rendered})
             except MemoryError:
                 answer = json.dumps({"error": f"it needs more than {MAX_BYTES:,} bytes"})
-            except _RAISED as error:
+            except _TEMPLATE_ERRORS as error:
                 message = " ".join(str(error)[:400].split())
                 answer = json.dumps({"error": message or type(error).__name__})
             # Cancel the alarm: waiting for the next request has no limit.
@@ -142,17 +142,17 @@ class _Renderer:
             connection.send_bytes(answer.encode())
 
 
-def _close_all_but(kept: int) -> None:
+def _close_other_files(descriptor: int) -> None:
     """Close all inherited files except the standard streams and this one: open copies would keep the parent's
     locks.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # 0 to 2 are the standard streams.
-    os.closerange(3, kept)
-    os.closerange(kept + 1, max_files)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, max_files)
 
 
-def _bound_memory() -> None:
+def _limit_memory() -> None:
     statm = Path("/proc/self/statm")
     if not statm.exists():  # not Linux: only the time is limited
         return
@@ -162,7 +162,7 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, hard))
 
 
-def bound_chat_templates() -> None:
+def limit_chat_templates() -> None:
     """Make Transformers render all chat templates of this process within the limits. A second call does nothing."""
     from transformers import processing_utils, tokenization_utils_base
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from dit_lora.config.recipe import ModelConfig, repo_id_problem
-from dit_lora.config.remedies import HUB, hub_hint, hub_name
+from dit_lora.config.recipe import ModelConfig, find_repo_id_problem
+from dit_lora.config.remedies import HUB_PREFIX, get_hub_name, suggest_hub_prefix
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular
 
 
-def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
+def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
     """The local folder of `model.path`. For a name on the Hub, files that match the patterns are downloaded first.
 
     Raises `DitLoraError` if the folder does not exist and the download fails.
@@ -19,51 +19,57 @@ def model_folder(model: ModelConfig, files: Sequence[str]) -> Path:
     if folder.is_dir():
         require_regular(folder)
         return folder
-    name = hub_name(model.path)
+    name = get_hub_name(model.path)
     if name is None:
-        raise DitLoraError(_missing_folder(model.path))
-    return _downloaded(name, files, f"model.path: no local folder {model.path}", model.revision)
+        raise DitLoraError(_describe_missing_folder(model.path))
+    return _download_files(
+        name, patterns, f"model.path: no local folder {model.path}", model.revision
+    )
 
 
-def result_folder(target: str | Path, files: Sequence[str]) -> Path:
+def resolve_result_folder(target: str | Path, patterns: Sequence[str]) -> Path:
     """The local path of a result: the target itself if it exists, else a folder with its files from the Hub.
 
-    A target that does not exist and cannot be a repository is returned as it is. `files` are patterns of the files to
-    download. Raises `DitLoraError` if the target looks like a mistyped folder, or if the repository has none of the
+    A target that does not exist and cannot be a repository is returned as it is. `patterns` are patterns of the files
+    to download. Raises `DitLoraError` if the target looks like a mistyped folder, or if the repository has none of the
     files.
     """
-    name, path = hub_name(str(target)), Path(target)
+    name, path = get_hub_name(str(target)), Path(target)
     if path.exists():
         return path
-    if name is None and hub_hint(str(target)):
-        raise DitLoraError(f"no file or folder {target}{hub_hint(str(target))}")
-    problem = repo_id_problem(name) if name else None
-    if problem and str(target).startswith(HUB):
+    if name is None and suggest_hub_prefix(str(target)):
+        raise DitLoraError(f"no file or folder {target}{suggest_hub_prefix(str(target))}")
+    problem = find_repo_id_problem(name) if name else None
+    if problem and str(target).startswith(HUB_PREFIX):
         raise DitLoraError(f"{target}: {problem}")
     # The caller reports a missing path in its own words.
     if name is None or problem:
         return path
-    folder = _downloaded(name, files, f"no local file or folder {name}", None)
+    folder = _download_files(name, patterns, f"no local file or folder {name}", None)
     # A download in which no file matches the patterns is no error for the Hub.
-    if not any(any(folder.glob(pattern)) for pattern in files):
-        raise DitLoraError(f"{name} on the Hub has none of {', '.join(files)}")
+    if not any(any(folder.glob(pattern)) for pattern in patterns):
+        raise DitLoraError(f"{name} on the Hub has none of {', '.join(patterns)}")
     return folder
 
 
-def _downloaded(name: str, files: Sequence[str], missing: str, revision: str | None) -> Path:
-    """Download files of a repository and return their folder. Errors are one line that begins with `missing`."""
+def _download_files(
+    name: str, patterns: Sequence[str], missing_message: str, revision: str | None
+) -> Path:
+    """Download files of a repository and return their folder. Errors are one line that begins with
+    `missing_message`.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         # Files in the local cache are not downloaded again.
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        remedy = _remedy(name, error)
-        raise DitLoraError(f"{missing}, and the Hub did not give it: {remedy}") from error
+        remedy = _describe_remedy(name, error)
+        raise DitLoraError(f"{missing_message}, and the Hub did not give it: {remedy}") from error
 
 
-def _remedy(name: str, error: Exception) -> str:
+def _describe_remedy(name: str, error: Exception) -> str:
     """What the Hub's error means, and the next command to type; the text of the error if it is not a common one."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -89,10 +95,10 @@ def _remedy(name: str, error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _missing_folder(path: str) -> str:
+def _describe_missing_folder(path: str) -> str:
     """The error message for a local checkpoint folder that does not exist, with the command that helps."""
     folder = Path(path)
     # The recipes for tests refer to such folders, which `dit-lora tiny` writes.
     if folder.parent.name == "tiny":
         return f"model.path: no folder {path}; build it: dit-lora tiny {folder.name} {path}"
-    return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{hub_hint(path)}"
+    return f"model.path: no folder {path}; give a Diffusers checkpoint folder or a Hub id{suggest_hub_prefix(path)}"

@@ -16,22 +16,22 @@ from typing import Any, cast
 from dit_lora.errors import DitLoraError
 
 _PACKAGE = "kernels"
-_ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_EXPERTS = (
+_ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+_EXPERTS_KEYS = (
     "experts_implementation",
     "_experts_implementation",
     "_experts_implementation_internal",
 )
 # Implementations of Transformers that need no other package. Any other is replaced with Transformers' default:
 # published checkpoints that name flash attention also run without it.
-_PLAIN = {
-    **dict.fromkeys(_ATTENTION, ("eager", "sdpa")),
-    **dict.fromkeys(_EXPERTS, ("eager", "batched_mm", "grouped_mm")),
+_BUILTIN_IMPLEMENTATIONS = {
+    **dict.fromkeys(_ATTENTION_KEYS, ("eager", "sdpa")),
+    **dict.fromkeys(_EXPERTS_KEYS, ("eager", "batched_mm", "grouped_mm")),
     "use_kernels": (False,),
     "kernel_config": (),
 }
 # Methods that download nothing; fp8, mxfp4, nvfp4, eetq, gguf, metal and nunchaku_lite get their kernels from the Hub.
-_QUANTIZATIONS = (
+_ALLOWED_QUANTIZATIONS = (
     *("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     *("aqlm", "awq", "compressed-tensors", "gptq", "hqq", "quanto", "torchao"),
 )
@@ -39,10 +39,10 @@ _QUANTIZATIONS = (
 # Far above any published model.
 MAX_LAYERS = 10_000
 # Keys such as num_hidden_layers and depth, for which Transformers builds lists.
-_COUNTS = re.compile("layers|blocks|depth")
+_LAYER_COUNT_KEY = re.compile("layers|blocks|depth")
 
 
-def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def remove_kernels(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Copy a config without the values, at every level, for which Transformers would download a kernel.
 
     Raises `DitLoraError` if the config names a Hub repository as its attention or a quantization method that downloads
@@ -51,45 +51,49 @@ def without_kernels(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     cleaned: dict[str, Any] = {}
     for key, value in config.items():
         # The key is left out of the copy, so that the default applies.
-        if key in _PLAIN and value is not None and value not in _PLAIN[key]:
-            _refuse_repository(key, value, where)
+        if (
+            key in _BUILTIN_IMPLEMENTATIONS
+            and value is not None
+            and value not in _BUILTIN_IMPLEMENTATIONS[key]
+        ):
+            _refuse_repository(key, value, source)
             continue
         if key == "quantization_config" and value is not None:
-            _require_plain_quantization(value, where)
-        if isinstance(value, int) and _COUNTS.search(key) and value > MAX_LAYERS:
-            raise DitLoraError(f"{where}: {key} is {value:,}, more than {MAX_LAYERS:,}")
+            _require_allowed_quantization(value, source)
+        if isinstance(value, int) and _LAYER_COUNT_KEY.search(key) and value > MAX_LAYERS:
+            raise DitLoraError(f"{source}: {key} is {value:,}, more than {MAX_LAYERS:,}")
         # Configs of sub-models are nested.
         if isinstance(value, dict):
-            value = without_kernels(value, where)
+            value = remove_kernels(value, source)
         elif isinstance(value, list):
-            value = [without_kernels(v, where) if isinstance(v, dict) else v for v in value]
+            value = [remove_kernels(v, source) if isinstance(v, dict) else v for v in value]
         cleaned[key] = value
     return cleaned
 
 
-def _refuse_repository(key: str, value: Any, where: str) -> None:
+def _refuse_repository(key: str, value: Any, source: str) -> None:
     names = value.values() if isinstance(value, dict) else [value]
     # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
     if any("/" in str(name) for name in names):
         raise DitLoraError(
-            f"{where}: {key} {value!r} is code from the Hub, which is never run; remove it"
+            f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it"
         )
 
 
-def _require_plain_quantization(value: Any, where: str) -> None:
+def _require_allowed_quantization(value: Any, source: str) -> None:
     # Older bitsandbytes configs have flags and no method.
     method = value.get("quant_method") if isinstance(value, dict) else value
     if isinstance(value, dict) and method is None and {"load_in_4bit", "load_in_8bit"} & {*value}:
         method = "bitsandbytes"
-    if method not in _QUANTIZATIONS:
+    if method not in _ALLOWED_QUANTIZATIONS:
         raise DitLoraError(
-            f"{where}: quantization method {method!r} is not supported, because it may fetch kernels from the Hub; "
-            f"give a checkpoint in full precision, or quantized with {', '.join(_QUANTIZATIONS)}"
+            f"{source}: quantization method {method!r} is not supported, because it may fetch kernels from the Hub; "
+            f"give a checkpoint in full precision, or quantized with {', '.join(_ALLOWED_QUANTIZATIONS)}"
         )
 
 
 @contextmanager
-def kernels_hidden() -> Iterator[None]:
+def hide_kernels_package() -> Iterator[None]:
     """Make the package `kernels` look as if it were not installed, inside the context."""
     modules = cast(dict[str, ModuleType | None], sys.modules)
     # Empty if it was not imported: then the entry is deleted again afterwards.
@@ -110,8 +114,8 @@ def kernels_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def configs_without_kernels() -> Iterator[None]:
-    """Read all configs of Transformers and Diffusers through `without_kernels` inside the context, and fetch no
+def read_configs_without_kernels() -> Iterator[None]:
+    """Read all configs of Transformers and Diffusers through `remove_kernels` inside the context, and fetch no
     kernels.
 
     The two methods that are replaced here read every config: those that `configuration_files` names, and those of a
@@ -127,7 +131,7 @@ def configs_without_kernels() -> Iterator[None]:
         # `__func__`, with the class that it was called on: a subclass may have its own attributes.
         config, unused = read.__func__(cls, *args, **options)
         source = args[0] if args else options.get("pretrained_model_name_or_path")
-        return without_kernels(config, f"config.json of {source}"), unused
+        return remove_kernels(config, f"config.json of {source}"), unused
 
     def load_config(cls: Any, *args: Any, **options: Any) -> Any:
         # A dict, or a tuple that begins with it, depending on the options.
@@ -135,7 +139,7 @@ def configs_without_kernels() -> Iterator[None]:
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         quantization = config.get("quantization_config") if isinstance(config, dict) else None
         if quantization is not None:
-            _require_plain_quantization(quantization, f"the config of a {cls.__name__}")
+            _require_allowed_quantization(quantization, f"the config of a {cls.__name__}")
         return loaded
 
     replaced: Any = PreTrainedConfig
@@ -143,7 +147,7 @@ def configs_without_kernels() -> Iterator[None]:
     mixin: Any = ConfigMixin
     mixin.load_config = classmethod(load_config)
     try:
-        with kernels_hidden():
+        with hide_kernels_package():
             yield
     finally:
         replaced.get_config_dict, mixin.load_config = read, load

@@ -8,49 +8,49 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.remedies import hub_name
-from dit_lora.environment.hub_kernels import configs_without_kernels
+from dit_lora.config.remedies import get_hub_name
+from dit_lora.environment.hub_kernels import read_configs_without_kernels
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular
 
 
-def load_pretrained(kind: Any, source: str | Path, **options: Any) -> Any:
-    """Call `kind.from_pretrained` with a folder, or with a name on the Hub given as text.
+def load_pretrained(model_class: Any, source: str | Path, **options: Any) -> Any:
+    """Call `model_class.from_pretrained` with a folder, or with a name on the Hub given as text.
 
     Raises `DitLoraError` if loading needs code from the checkpoint or the Hub, if files are damaged, and for a folder
     that does not exist.
     """
     from diffusers import ModelMixin
 
-    from dit_lora.environment.chat_templates import bound_chat_templates
+    from dit_lora.environment.chat_templates import limit_chat_templates
 
     # Before a tokenizer or processor of the checkpoint can render its template.
-    bound_chat_templates()
+    limit_chat_templates()
     name, folder = None, Path(source).expanduser()
     if not folder.is_dir():
-        name = hub_name(source) if isinstance(source, str) else None
+        name = get_hub_name(source) if isinstance(source, str) else None
         if name is None:
             raise DitLoraError(f"no folder {source} to load from")
     else:
         require_regular(folder)
     # Diffusers' models never run code of a checkpoint, and do not accept this option.
-    if not issubclass(kind, ModelMixin):
+    if not issubclass(model_class, ModelMixin):
         options["trust_remote_code"] = False
     # Errors name the folder that is read, not only the checkpoint.
     part = options.get("subfolder")
-    with _reading(folder / part if part else folder, kind):
+    with _translate_load_errors(folder / part if part else folder, model_class):
         # For a local folder, a missing file must not lead to a request to the Hub.
-        return kind.from_pretrained(name or folder, local_files_only=name is None, **options)
+        return model_class.from_pretrained(name or folder, local_files_only=name is None, **options)
 
 
-def built_from(kind: Any, config: Any, **options: Any) -> Any:
-    """Call `kind.from_config` of an Auto class with a config. Raises the same errors as `load_pretrained`."""
-    with _reading(Path(config.name_or_path), kind):
-        return kind.from_config(config, trust_remote_code=False, **options)
+def build_from_config(model_class: Any, config: Any, **options: Any) -> Any:
+    """Call `model_class.from_config` of an Auto class with a config. Raises the same errors as `load_pretrained`."""
+    with _translate_load_errors(Path(config.name_or_path), model_class):
+        return model_class.from_config(config, trust_remote_code=False, **options)
 
 
 @contextmanager
-def _reading(source: Path, kind: Any) -> Iterator[None]:
+def _translate_load_errors(source: Path, model_class: Any) -> Iterator[None]:
     """Turn the libraries' errors for a damaged checkpoint into a `DitLoraError`, and download no kernels meanwhile.
 
     Transformers, Diffusers and tokenizers pass values from a checkpoint's files to constructors unchecked, so a wrong
@@ -59,7 +59,7 @@ def _reading(source: Path, kind: Any) -> Iterator[None]:
     from torch import OutOfMemoryError
 
     try:
-        with configs_without_kernels():
+        with read_configs_without_kernels():
             yield
     # These say more than that the checkpoint is damaged.
     except (DitLoraError, MemoryError, OutOfMemoryError):
@@ -67,16 +67,16 @@ def _reading(source: Path, kind: Any) -> Iterator[None]:
     except Exception as error:
         # Transformers' message for a checkpoint that needs its own code.
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
-            raise _own_code(source) from error
+            raise _make_custom_code_error(source) from error
         # One line: errors of Transformers span several.
         message = " ".join(str(error).split())[:400] or "no reason given"
         raise DitLoraError(
-            f"cannot load {source} as {kind.__name__}; its files may be damaged or of another version: "
+            f"cannot load {source} as {model_class.__name__}; its files may be damaged or of another version: "
             f"{type(error).__name__}: {message}"
         ) from error
 
 
-def _own_code(source: Path) -> DitLoraError:
+def _make_custom_code_error(source: Path) -> DitLoraError:
     return DitLoraError(
         f"{source} can only be loaded by code of its own, which is never run, whoever says yes to it: give a "
         "checkpoint whose classes Diffusers or Transformers has, without auto_map or Python files"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 Severity = Literal["refuse", "warn", "handled"]
 Status = Literal["tested", "in range", "untested", "refused", "missing", "absent"]
@@ -25,40 +25,44 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass(frozen=True)
-class Tested:
+class TestedVersions:
     """The version range of a package: floor <= tested release <= newest tested < first untested major."""
 
-    floor: str
-    release: str | None  # the one in constraints.txt; None if no build could be tested
-    next_major: int
+    min_version: str
+    tested_version: str | None  # the one in constraints.txt; None if no build could be tested
+    first_untested_major: int
     required: bool = True
-    newer: str | None = None  # the newest that passed the tests, if newer than `release`
+    newer_tested_version: str | None = (
+        None  # the newest that passed the tests, if newer than `release`
+    )
 
     @property
-    def newest(self) -> str | None:
+    def newest_tested_version(self) -> str | None:
         """The newest release that the tests passed with; None if no build could be tested."""
-        return self.newer or self.release
+        return self.newer_tested_version or self.tested_version
 
-    def requirement(self, name: str) -> str:
+    def format_requirement(self, name: str) -> str:
         """The range in pip's syntax."""
-        return f"{name}>={self.floor},<{self.next_major}"
+        return f"{name}>={self.min_version},<{self.first_untested_major}"
 
 
-TESTED: Mapping[str, Tested] = {
-    "torch": Tested("2.11", "2.13.0", 3, newer="2.15.0"),
-    "diffusers": Tested("0.42", "0.42.1", 1),
-    "transformers": Tested("5.17", "5.23.0", 6),
-    "peft": Tested("0.20", "0.21.2", 1),
-    "accelerate": Tested("1.15", "1.15.0", 2),
-    "huggingface_hub": Tested("1.32", "2.4.0", 3),
-    "safetensors": Tested("0.8", "0.8.0", 1),
-    "av": Tested("17.1", "18.1.0", 19),  # 19 hangs in forked workers that read clips
-    "triton": Tested("3.6", "3.9.0", 4, required=False),  # the floor is what torch 2.11 pins
-    "flash-attn": Tested("2.7", None, 3, required=False),
-    "liger-kernel": Tested("0.8.5", "0.8.5", 1, required=False),
-    "bitsandbytes": Tested("0.50", "0.50.2", 1, required=False),
-    "deepspeed": Tested("0.19.8", "0.19.8", 1, required=False),
-    "prodigyopt": Tested("1.1.2", "1.1.2", 2, required=False),
+TESTED: Mapping[str, TestedVersions] = {
+    "torch": TestedVersions("2.11", "2.13.0", 3, newer_tested_version="2.15.0"),
+    "diffusers": TestedVersions("0.42", "0.42.1", 1),
+    "transformers": TestedVersions("5.17", "5.23.0", 6),
+    "peft": TestedVersions("0.20", "0.21.2", 1),
+    "accelerate": TestedVersions("1.15", "1.15.0", 2),
+    "huggingface_hub": TestedVersions("1.32", "2.4.0", 3),
+    "safetensors": TestedVersions("0.8", "0.8.0", 1),
+    "av": TestedVersions("17.1", "18.1.0", 19),  # 19 hangs in forked workers that read clips
+    "triton": TestedVersions(
+        "3.6", "3.9.0", 4, required=False
+    ),  # the floor is what torch 2.11 pins
+    "flash-attn": TestedVersions("2.7", None, 3, required=False),
+    "liger-kernel": TestedVersions("0.8.5", "0.8.5", 1, required=False),
+    "bitsandbytes": TestedVersions("0.50", "0.50.2", 1, required=False),
+    "deepspeed": TestedVersions("0.19.8", "0.19.8", 1, required=False),
+    "prodigyopt": TestedVersions("1.1.2", "1.1.2", 2, required=False),
 }
 
 
@@ -81,21 +85,21 @@ class Environment:
     torch_cuda: str | None = None  # the CUDA version that torch was built for
     devices: tuple[Device, ...] = ()  # GPUs that torch can use; empty for a CPU run
 
-    def release(self, name: str) -> Release | None:
+    def get_release(self, name: str) -> Release | None:
         """The first three numbers of a version; for a nightly, those of the release it precedes. None without a valid
         version.
         """
         try:
-            return _release(self.versions[name])
+            return _parse_release(self.versions[name])
         except (KeyError, InvalidVersion):
             return None
 
-    def label(self, name: str) -> str:
+    def get_build_label(self, name: str) -> str:
         """The build label after the plus sign: `cpu` for 2.13.0+cpu."""
         return self.versions.get(name, "").partition("+")[2]
 
 
-_version = cache(metadata.version)
+_get_installed_version = cache(metadata.version)
 """The version of an installed distribution, cached: every run and every bundle reads all of them."""
 
 
@@ -107,7 +111,7 @@ def probe_environment() -> Environment:
     versions = {}
     for name in (*TESTED, "numpy", "torchvision", *TRACKERS):
         with suppress(metadata.PackageNotFoundError):
-            versions[name] = _version(name)
+            versions[name] = _get_installed_version(name)
     cuda, devices = None, []
     try:
         import torch
@@ -149,29 +153,31 @@ class KnownBad(VersionProblem):
     matches: Callable[[Environment], bool]
 
 
-def _release(version: str) -> Release:
+def _parse_release(version: str) -> Release:
     # Versions such as 2.11 have two numbers: pad with zeros.
     release = Version(version).release
     return (*release, 0, 0)[:3]  # type: ignore[return-value]
 
 
-def _within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
+def _is_within(env: Environment, name: str, low: Release, high: Release | None = None) -> bool:
     """True if low <= installed < high; False if the package is not installed."""
-    release = env.release(name)
+    release = env.get_release(name)
     # Without an upper bound, any later version.
     return release is not None and low <= release < (high or (10**6, 0, 0))
 
 
-def _torchvision_of_another_torch(env: Environment) -> bool:
+def _has_mismatched_torchvision(env: Environment) -> bool:
     """True if torchvision does not belong to this torch: torchvision 0.(n + 15) requires torch 2.n."""
-    torch, vision = env.release("torch"), env.release("torchvision")
+    torch, vision = env.get_release("torch"), env.get_release("torchvision")
     # Other numbering schemes are not compared.
     if torch is None or vision is None or torch[0] != 2 or vision[0] != 0:
         return False
     # PyPI's wheel for x86-64 Linux links to CUDA, and fails with a CPU build of torch.
     on_pc = "Linux" in env.platform and "x86_64" in env.platform
     # torch has the label cpu and torchvision has not.
-    cuda_on_cpu = on_pc and env.label("torch") == "cpu" != env.label("torchvision")
+    cuda_on_cpu = on_pc and env.get_build_label("torch") == "cpu" != env.get_build_label(
+        "torchvision"
+    )
     return vision[1] != torch[1] + 15 or cuda_on_cpu
 
 
@@ -183,24 +189,24 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "nothing to do: attention with a mask is kept off cuDNN",
         "https://github.com/pytorch/pytorch/issues/196678",
         matches=lambda env: (
-            bool(env.torch_cuda and env.devices) and _within(env, "torch", (2, 11, 0))
+            bool(env.torch_cuda and env.devices) and _is_within(env, "torch", (2, 11, 0))
         ),
     ),
     KnownBad(
         "sdpa-before-2.5.1",
         "refuse",
         "the loss is NaN from the first step; torch 2.5.1 cured it for most who reported it",
-        f'pip install "{TESTED["torch"].requirement("torch")}"',
+        f'pip install "{TESTED["torch"].format_requirement("torch")}"',
         "https://github.com/huggingface/finetrainers/issues/143",
-        matches=lambda env: _within(env, "torch", (0, 0, 0), (2, 5, 1)),
+        matches=lambda env: _is_within(env, "torch", (0, 0, 0), (2, 5, 1)),
     ),
     KnownBad(
         "peft-half-adapters",
         "refuse",
         "PEFT 0.5 to 0.11 makes half-precision adapters, and in fp16 AdamW's eps of 1e-8 is zero",
-        f'pip install "{TESTED["peft"].requirement("peft")}"',
+        f'pip install "{TESTED["peft"].format_requirement("peft")}"',
         "https://github.com/huggingface/peft/pull/1706",
-        matches=lambda env: _within(env, "peft", (0, 5, 0), (0, 12, 0)),
+        matches=lambda env: _is_within(env, "peft", (0, 5, 0), (0, 12, 0)),
     ),
     KnownBad(
         "flash-attn-cuda-12.4",
@@ -216,31 +222,38 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "not built for this torch: T5's import fails, operator torchvision::nms does not exist",
         "pip uninstall -y torchvision",
         "https://github.com/pytorch/vision/issues/8985",
-        matches=_torchvision_of_another_torch,
+        matches=_has_mismatched_torchvision,
     ),
 )
 
 
-def package_status(name: str, env: Environment) -> Status:
+def get_package_status(name: str, env: Environment) -> Status:
     """The status of a package: `in range` is from the floor to the newest tested minor, `untested` is newer."""
     tested = TESTED[name]
     if name not in env.versions:
         return "missing" if tested.required else "absent"
-    release = env.release(name)
-    if release is None or not _release(tested.floor) <= release < (tested.next_major, 0, 0):
+    release = env.get_release(name)
+    if release is None or not _parse_release(tested.min_version) <= release < (
+        tested.first_untested_major,
+        0,
+        0,
+    ):
         return "refused"
     # Patch releases of a tested minor version do not count as untested.
-    if tested.newest is None or release[:2] > _release(tested.newest)[:2]:
+    if (
+        tested.newest_tested_version is None
+        or release[:2] > _parse_release(tested.newest_tested_version)[:2]
+    ):
         return "untested"
     # The version in constraints.txt.
-    exact = tested.release is not None and release == _release(tested.release)
+    exact = tested.tested_version is not None and release == _parse_release(tested.tested_version)
     return "tested" if exact else "in range"
 
 
-def problems(env: Environment) -> list[VersionProblem]:
+def find_problems(env: Environment) -> list[VersionProblem]:
     """All versions outside their range, all untested ones, and all known-bad combinations."""
     # None for packages without a problem.
-    versions = (_version_problem(name, env) for name in TESTED)
+    versions = (_find_version_problem(name, env) for name in TESTED)
     return [*filter(None, versions), *(bad for bad in KNOWN_BAD if bad.matches(env))]
 
 
@@ -249,63 +262,68 @@ def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
 
     With `allow_untested`, refusals are returned as warnings. Problems that the run handles are left out.
     """
-    issues = problems(env)
+    issues = find_problems(env)
     # All at once, so that one command can correct them.
     refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:
         raise DitLoraError(
-            listed("refused before any work; run.allow_untested=true goes on anyway", refused)
+            format_list("refused before any work; run.allow_untested=true goes on anyway", refused)
         )
     return [str(problem) for problem in issues if problem.severity != "handled"]
 
 
-def _version_problem(name: str, env: Environment) -> VersionProblem | None:
-    tested, status, version = TESTED[name], package_status(name, env), env.versions.get(name)
+def _find_version_problem(name: str, env: Environment) -> VersionProblem | None:
+    tested, status, version = TESTED[name], get_package_status(name, env), env.versions.get(name)
     if status in ("tested", "in range", "absent"):
         return None
     # There is no version to recommend, so the remedy is to remove the package.
-    if status == "untested" and tested.release is None:
+    if status == "untested" and tested.tested_version is None:
         message = f"no build of {name} could be tested; got {version}"
         return VersionProblem(name, "warn", message, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
-        message = f"{name} was tested up to {tested.newest}; got {version}"
-        return VersionProblem(name, "warn", message, _install(f"{name}=={tested.release}", env))
+        message = f"{name} was tested up to {tested.newest_tested_version}; got {version}"
+        return VersionProblem(
+            name, "warn", message, _format_install_command(f"{name}=={tested.tested_version}", env)
+        )
     # From here on the package is missing, or outside of its range.
-    requirement = tested.requirement(name)
+    requirement = tested.format_requirement(name)
     received = f"got {version}" if version else "it is not installed"
     return VersionProblem(
-        name, "refuse", f"{requirement} is needed; {received}", _install(requirement, env)
+        name,
+        "refuse",
+        f"{requirement} is needed; {received}",
+        _format_install_command(requirement, env),
     )
 
 
-def _install(requirement: str, env: Environment) -> str:
+def _format_install_command(requirement: str, env: Environment) -> str:
     command = f'pip install "{requirement}"'
-    if requirement.startswith("torch") and env.label("torch") == "cpu":
+    if requirement.startswith("torch") and env.get_build_label("torch") == "cpu":
         command += " --index-url https://download.pytorch.org/whl/cpu"  # else pip changes the build
     return command
 
 
-def launch_problem(
-    *, several_asked: bool, fsdp_asked: bool, processes: int | None = None
+def find_launch_problem(
+    *, is_multiple_requested: bool, is_fsdp_requested: bool, num_processes: int | None = None
 ) -> str | None:
     """Message if a launcher starts one process although more, or FSDP, was requested; None if nothing was lost.
 
-    `processes` is the number requested, if known.
+    `num_processes` is the number requested, if known.
     """
     # The number for the commands in the message: at least 2, so that they start several processes.
-    count = max(2, processes or 0)
+    count = max(2, num_processes or 0)
     on_cpu = (
         f"on a CPU `ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {count}` "
         f"or `torchrun --nproc_per_node {count}`"
     )
     lines = []
-    if several_asked:
+    if is_multiple_requested:
         lines.append(
-            f"{processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
+            f"{num_processes or 'several'} processes were asked for and the run has 1: accelerate launch starts a "
             "single process, in silence, for --cpu and for distributed_type MULTI_CPU or NO; "
             f"use on GPUs `accelerate launch --multi_gpu --num_processes {count}`, {on_cpu}"
         )
-    if fsdp_asked:
+    if is_fsdp_requested:
         lines.append(
             "FSDP was asked for and the run has one process, which has nobody to share weights with; leave "
             "FSDP out, or start several: one a GPU with num_processes in accelerate_configs/fsdp2.yaml, or "
@@ -314,7 +332,7 @@ def launch_problem(
     return "\n".join(lines) or None
 
 
-def default_launch_config() -> Path:
+def get_default_launch_config() -> Path:
     """The file that `accelerate launch` reads by default; it may not exist."""
     # As in accelerate/commands/config/config_args.py.
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
@@ -339,7 +357,7 @@ def read_launch_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def launch_processes(config: Mapping[str, Any]) -> int | None:
+def get_num_launch_processes(config: Mapping[str, Any]) -> int | None:
     """Number of processes that an Accelerate config file asks for; None if it does not say."""
     if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         return None  # the config of a cloud job: it does not apply to this machine

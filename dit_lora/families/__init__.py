@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.no_hub_kernel import keep_from_hub
+from dit_lora.families.no_hub_kernel import block_hub_kernel
 
-keep_from_hub()  # must run before a family imports Diffusers and PEFT
+block_hub_kernel()  # must run before a family imports Diffusers and PEFT
 
 DIFFUSION_FAMILIES = {
     "cogvideox": "dit_lora.families.cogvideox",
@@ -53,11 +53,11 @@ def get_family(name: str) -> Any:
     return importlib.import_module(FAMILIES[name]).FAMILY
 
 
-def every_family() -> Mapping[str, Any]:
+def get_families() -> Mapping[str, Any]:
     """All families by name. This imports only their descriptions, which takes milliseconds and no torch."""
     return {name: get_family(name) for name in FAMILIES}
 
 
-def default_recipes() -> dict[str, str]:
+def get_default_recipes() -> dict[str, str]:
     """The default recipe of each family, which users select by the family's name."""
-    return {name: family.default_recipe for name, family in every_family().items()}
+    return {name: family.default_recipe for name, family in get_families().items()}

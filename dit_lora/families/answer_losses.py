@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.objectives import next_token_losses
+from dit_lora.numerics.objectives import compute_next_token_losses
 
-CHUNK = 512
+CHUNK_ROWS = 512
 """Rows of logits computed at a time: 0.1 GiB of fp32 with a vocabulary of 32,000 tokens, 0.3 GiB with 150,000."""
-_MARK = "_answer_losses"
+_PATCHED_FLAG = "_answer_losses"
 
 
-def with_answer_losses(model: nn.Module) -> nn.Module:
+def add_answer_losses(model: nn.Module) -> nn.Module:
     """Patch a causal language model so that its forward can return the mean loss of each sample's answer, fp32 (B,).
 
     The new forward takes `answer_positions` and `answer_labels`, both int64 (B, A). The first says which hidden state
@@ -37,7 +37,7 @@ def with_answer_losses(model: nn.Module) -> nn.Module:
         DitLoraError: The forward is already wrapped, or the logits are not a plain linear layer of the trunk's output
             (soft-capped or scaled logits, for example).
     """
-    if _MARK in model.__dict__:
+    if _PATCHED_FLAG in model.__dict__:
         return model
     if "forward" in model.__dict__:
         raise DitLoraError(
@@ -45,16 +45,16 @@ def with_answer_losses(model: nn.Module) -> nn.Module:
             "hooks, offload and Accelerate's prepare"
         )
     # Both checks run before anything is patched: a model that cannot be supported stays as it is.
-    _trunk_and_head(model)
+    _split_trunk_and_head(model)
     _require_linear_logits(model)
-    model.__dict__[_MARK] = True
+    model.__dict__[_PATCHED_FLAG] = True
     # Use a bound method: a deep copy of the model binds its own, and Accelerate wraps the underlying function.
-    model.__dict__["forward"] = MethodType(_forward(type(model).forward), model)
+    model.__dict__["forward"] = MethodType(_make_forward(type(model).forward), model)
     return model
 
 
-def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)  # `generate` reads its signature
+def _make_forward(original_forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original_forward)  # `generate` reads its signature
     def forward(
         model: Any,
         *args: Any,
@@ -63,23 +63,23 @@ def _forward(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if answer_positions is None and answer_labels is None:
-            return stock(model, *args, **kwargs)
+            return original_forward(model, *args, **kwargs)
         if args or answer_positions is None or answer_labels is None:
             raise DitLoraError(
                 "answer losses need answer_positions, answer_labels and all other inputs by name"
             )
-        trunk, head = _trunk_and_head(model)
+        trunk, head = _split_trunk_and_head(model)
         # Run only the trunk: logits are computed below, for the answer positions only.
         hidden = trunk(**kwargs, use_cache=False)[0]
         samples = torch.arange(len(hidden), device=hidden.device)[:, None]
         # (B, L, D) -> (B, A, D)
         answers = hidden[samples, answer_positions]
-        return next_token_losses(answers, answer_labels, head, chunk=CHUNK)
+        return compute_next_token_losses(answers, answer_labels, head, chunk_size=CHUNK_ROWS)
 
     return forward
 
 
-def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
+def _split_trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
     """Split a model into the trunk, which computes hidden states (B, L, D), and the output layer (logits)."""
     trunk = getattr(model, "base_model", None)
     head = model.get_output_embeddings() if isinstance(trunk, nn.Module) else None
@@ -91,7 +91,7 @@ def _trunk_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
     return trunk, head
 
 
-class _Hidden:
+class _HiddenStates:
     """Stand-in for a trunk's output that has only the last hidden states."""
 
     def __init__(self, states: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class _Hidden:
 @torch.no_grad()
 def _require_linear_logits(model: Any) -> None:
     """Raise unless the stock forward's logits equal the output layer applied to the hidden states, bit for bit."""
-    trunk, head = _trunk_and_head(model)
+    trunk, head = _split_trunk_and_head(model)
     # PEFT wraps an adapted output layer and keeps the original in `base_layer`.
     base = getattr(head, "base_layer", head)
     if not isinstance(base, nn.Linear):
@@ -121,7 +121,7 @@ def _require_linear_logits(model: Any) -> None:
     states = states * (100 / head(states).abs().amax())
     previous_forward = trunk.__dict__.get("forward")
     # Let the trunk return these states, whatever the input, to see what the model does with them.
-    trunk.__dict__["forward"] = lambda *args, **kwargs: _Hidden(states)
+    trunk.__dict__["forward"] = lambda *args, **kwargs: _HiddenStates(states)
     try:
         logits = model(input_ids=torch.zeros(1, 3, dtype=torch.long, device=weight.device)).logits
     finally:

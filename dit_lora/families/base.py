@@ -22,15 +22,20 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.opening import load_or_init
-from dit_lora.families.pictures import read_pictures
-from dit_lora.families.references import References, read_references, scaled, wrong_references
+from dit_lora.families.pictures import read_conditioning_images
+from dit_lora.families.references import (
+    ReferenceSpec,
+    read_references,
+    reference_errors,
+    scale_image,
+)
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.sampling import Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Draws, Streams
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams
 
 Tensors = dict[str, torch.Tensor]
 TensorSpec = dict[str, tuple[torch.Size, torch.dtype]]
@@ -51,16 +56,16 @@ class VideoEncoder(Protocol):
         """
 
 
-class Trained(Protocol):
+class TrainableCheckpoint(Protocol):
     """The part of a checkpoint that the training loop uses."""
 
     @property
     def path(self) -> Path: ...
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws: ...
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions: ...
 
     def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput: ...
 
 
@@ -74,7 +79,7 @@ class TextLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened(ABC):
+class CheckpointInfo(ABC):
     """The facts that all roles share: the checkpoint's path, its configs and the shapes it supports."""
 
     path: Path
@@ -90,42 +95,44 @@ class Opened(ABC):
     """The component that is trained. `transformer_2` is the second expert, for the lower noise levels."""
 
     @property
-    def parts(self) -> Mapping[str, str]:
+    def expert_names(self) -> Mapping[str, str]:
         """Names of the experts by component, such as `{"transformer": "high_noise"}`. Empty with one denoiser."""
         return {}
 
     @property
-    def references(self) -> References | None:
+    def references(self) -> ReferenceSpec | None:
         """The references that the model accepts; None if it accepts none."""
         return None
 
     @property
     @abstractmethod
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         """Height and width must be multiples of this number of pixels."""
 
     @abstractmethod
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """One message per problem of this shape (VAE stride, patch size), each with the nearest valid value."""
 
-    def refusal(self, shape: VideoShape) -> str | None:
+    def unsupported_reason(self, shape: VideoShape) -> str | None:
         """Error message for a shape that the checkpoint cannot process; None if it can."""
-        problems = self.wrong_shape(shape)
-        return listed(f"{self.path.name} cannot take this shape", problems) if problems else None
+        problems = self.shape_errors(shape)
+        return (
+            format_list(f"{self.path.name} cannot take this shape", problems) if problems else None
+        )
 
     def check_shape(self, shape: VideoShape) -> None:
         """Raise `DitLoraError` if the checkpoint cannot process this shape."""
-        reason = self.refusal(shape)
+        reason = self.unsupported_reason(shape)
         if reason is not None:
             raise DitLoraError(reason)
 
 
-class Encoders(Opened):
+class Encoders(CheckpointInfo):
     """The role that computes a sample's cached tensors, and the keys under which they are cached."""
 
     transform: ClassVar[str]
     """Version of the pixel encoding. It is part of a sample's cache key, so it must change when the encoding does."""
-    after_text_encoder: ClassVar[Mapping[str, Any]] = {}
+    text_postprocessors: ClassVar[Mapping[str, Any]] = {}
     """Diffusers classes that process captions after the text encoder, by the name of their folder."""
 
     @property
@@ -133,16 +140,16 @@ class Encoders(Opened):
         """Format of the audio that is encoded with the video; None if no sound is trained."""
         return None
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         """Cache key of the text embedding: every input other than caption and dtype. Paths are hashed by content."""
         return {"text_encoder": self.path / "text_encoder", "tokenizer": self.path / "tokenizer"}
 
-    def video_facts(self) -> Mapping[str, Any]:
+    def latent_cache_key(self) -> Mapping[str, Any]:
         """Cache key of a clip's tensors: every input other than pixels and dtype. Paths are hashed by content."""
         return {"vae": self.path / "vae", "transform": self.transform}
 
     @abstractmethod
-    def text_limit(self) -> TextLimit | None:
+    def load_text_limit(self) -> TextLimit | None:
         """Load the tokenizer and the maximum caption length. None if samples have classes instead of captions."""
 
     @abstractmethod
@@ -173,11 +180,11 @@ class Objective(Protocol):
     """The quantity that the network is trained to predict, such as noise or velocity."""
 
     @property
-    def train_timesteps(self) -> int: ...
+    def num_train_timesteps(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denoiser(Opened):
+class Denoiser(CheckpointInfo):
     """The role that is trained: the transformer and its loss."""
 
     objective: Objective
@@ -186,14 +193,14 @@ class Denoiser(Opened):
     transformer_class: ClassVar[Any]
 
     @property
-    def train_timesteps(self) -> int:
-        """Number of timesteps: training samples them from `range(train_timesteps)`."""
-        return self.objective.train_timesteps
+    def num_train_timesteps(self) -> int:
+        """Number of timesteps: training samples them from `range(num_train_timesteps)`."""
+        return self.objective.num_train_timesteps
 
     @property
-    def drawn_timesteps(self) -> range:
+    def timestep_range(self) -> range:
         """The integer timesteps that training samples from."""
-        return range(self.train_timesteps)
+        return range(self.num_train_timesteps)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         """Load the frozen transformer on the CPU, in `dtype` from the start.
@@ -204,19 +211,20 @@ class Denoiser(Opened):
         return load_or_init(self.transformer_class, self.path, dtype, self.from_scratch, self.part)
 
     @abstractmethod
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
 
     @abstractmethod
     def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """Compute the loss of each sample of a cached batch.
 
         Args:
             transformer: The model that is trained, possibly wrapped.
             batch: Cached tensors by name, each (B, ...).
-            streams: Random number streams. Every random tensor is one of `draws` and is drawn with `streams.drawn`.
+            streams: Random number streams. Every random tensor is one of `draw_functions` and is drawn with
+            `streams.drawn`.
 
         Returns:
             The losses, fp32 (B,), and the timesteps they were taken at.
@@ -232,7 +240,7 @@ class Denoiser(Opened):
     ) -> torch.Tensor:
         """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 
-    def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
+    def count_tokens(self, shape: VideoShape) -> tuple[int, int]:
         """Count a sample's text and video tokens in the transformer, for context-parallel ranks that split them.
 
         Raises `DitLoraError` for families without a rule to split their tokens.
@@ -240,14 +248,14 @@ class Denoiser(Opened):
         raise DitLoraError(f"{self.path.name}: no rule says which tokens its ranks could share")
 
 
-class Sampler(Opened):
+class Sampler(CheckpointInfo):
     """The role that generates videos: the stock pipeline and its arguments."""
 
-    output: ClassVar[str] = "frames"
+    output_field: ClassVar[str] = "frames"
     """The field of the pipeline's output: `frames` for videos, or `images`."""
-    guided_batch: ClassVar[int] = 2
+    guidance_batch_size: ClassVar[int] = 2
     """Batch size of one transformer call when a single video is sampled with guidance."""
-    guided_above: ClassVar[float] = 1.0
+    guidance_threshold: ClassVar[float] = 1.0
     """Classifier-free guidance runs only if `guidance_scale` is above this value."""
 
     @property
@@ -256,7 +264,7 @@ class Sampler(Opened):
         """The stock Diffusers pipeline class of this checkpoint."""
 
     @property
-    def in_fp32(self) -> tuple[str, ...]:
+    def fp32_components(self) -> tuple[str, ...]:
         """Components of the pipeline that stay in fp32 regardless of the pipeline's dtype."""
         return ()
 
@@ -266,10 +274,10 @@ class Sampler(Opened):
         """Load the stock pipeline, with `transformer` in it if given, and without text encoders if `text` is false."""
         return self._load_pipeline(dtype, transformer, text)
 
-    def place(self, pipeline: Any, device: torch.device) -> None:
+    def move_to_device(self, pipeline: Any, device: torch.device) -> None:
         """Move a whole pipeline to a device. With two experts, a GPU holds one of the pipeline's models at a time."""
         # Each component is copied to the GPU when the pipeline calls it, and off again when the next one runs.
-        if self.parts and device.type == "cuda":
+        if self.expert_names and device.type == "cuda":
             pipeline.enable_model_cpu_offload(device=device)
         else:
             pipeline.to(device)
@@ -279,86 +287,92 @@ class Sampler(Opened):
         dtype: torch.dtype,
         transformer: nn.Module | None,
         text: bool,
-        **arguments: Any,
+        **init_kwargs: Any,
     ) -> Any:
-        """Load the stock pipeline in `dtype`, except components of `in_fp32`; `arguments` go to its constructor."""
+        """Load the stock pipeline in `dtype`, except components of `fp32_components`; `arguments` go to its
+        constructor.
+        """
         # Diffusers' from_pretrained accepts one dtype, or a dict of dtypes by component.
         dtypes: Any = dtype
-        if self.in_fp32:
-            dtypes = {**dict.fromkeys(self.in_fp32, torch.float32), "default": dtype}
+        if self.fp32_components:
+            dtypes = {**dict.fromkeys(self.fp32_components, torch.float32), "default": dtype}
         # A component that is passed to from_pretrained is used in place of the stored one; None leaves it out.
         if transformer is not None:
-            arguments[self.part] = transformer
+            init_kwargs[self.part] = transformer
         if not text:
-            arguments |= {"text_encoder": None, "tokenizer": None}
+            init_kwargs |= {"text_encoder": None, "tokenizer": None}
         return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **arguments
+            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **init_kwargs
         )
 
     @abstractmethod
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         """Pipeline arguments for a prompt.
 
         Args:
             prompt: The text, or its tensors from the text encoder.
-            empty: The tensors of "", used as the negative prompt. None without guidance.
+            empty_prompt: The tensors of "", used as the negative prompt. None without guidance.
         """
 
     @abstractmethod
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         """Pipeline arguments for a shape, and those that every call needs."""
 
-    def settings(self, how: Sampling) -> dict[str, Any]:
+    def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Further pipeline arguments for these sampling settings. They override those of `arguments`."""
         return {}
 
     @property
-    def pictures(self) -> tuple[str, ...]:
+    def image_arguments(self) -> tuple[str, ...]:
         """Images that a video starts or ends with, by pipeline argument (`image`, `last_image`). Empty if none."""
         return ()
 
-    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
+    def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Pipeline arguments for the references of one sample."""
         # Limit references by `data.reference_resolution` here too, so that samples see them at the sizes of training.
-        pictures = read_references(self.path.name, self.references, how.references)
-        scaled_pictures = [scaled(picture, self.reference_resolution) for picture in pictures]
+        pictures = read_references(self.path.name, self.references, sampling.references)
+        scaled_pictures = [scale_image(picture, self.reference_resolution) for picture in pictures]
         return {"image": scaled_pictures} if scaled_pictures else {}
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+    def generate(
+        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
         """Generate one video, or an image as one frame: uint8 (frames, height, width, 3)."""
-        files = {"image": how.image, "last_image": how.last_image}
+        files = {"image": sampling.image, "last_image": sampling.last_image}
         output = pipeline(
-            **conditions,
-            **read_pictures(self.path.name, self.pictures, files, how.shape),
-            **self.reference_arguments(how),
+            **prompt_kwargs,
+            **read_conditioning_images(self.path.name, self.image_arguments, files, sampling.shape),
+            **self.reference_kwargs(sampling),
             # Where both have a key, the value of the sampling settings counts.
-            **self.arguments(how.shape) | self.settings(how),
-            num_inference_steps=how.inference_steps,
-            guidance_scale=how.guidance_scale,
+            **self.shape_kwargs(sampling.shape) | self.sampling_kwargs(sampling),
+            num_inference_steps=sampling.inference_steps,
+            guidance_scale=sampling.guidance_scale,
             # Noise from a CPU generator does not depend on the device.
-            generator=torch.Generator("cpu").manual_seed(how.seed),
+            generator=torch.Generator("cpu").manual_seed(sampling.seed),
             output_type="np",
         )
         # (1, height, width, 3) for an image, (frames, height, width, 3) for a video.
-        frames = output.images if self.output == "images" else output.frames[0]
+        frames = output.images if self.output_field == "images" else output.frames[0]
         # The pipeline returns floats from 0 to 1.
         return torch.from_numpy((np.asarray(frames) * 255).round().clip(0, 255).astype("uint8"))
 
     def generate_with_sound(
-        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
     ) -> tuple[torch.Tensor, Sound | None]:
         """Generate a video as `generate` does, and its sound if the checkpoint was trained with sound, else None."""
         # Families that train sound override this.
-        return self.generate(pipeline, conditions, how), None
+        return self.generate(pipeline, prompt_kwargs, sampling), None
 
 
 class Checkpoint(Encoders, Denoiser, Sampler):
     """An opened checkpoint of a family, in all three roles. `Family.open` creates it, as stored or for a recipe."""
 
-    takes: ClassVar[tuple[str, ...]] = ()
+    supported_options: ClassVar[tuple[str, ...]] = ()
     """Options that this checkpoint supports, of those that `refuse_options` rejects by default."""
 
-    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
         return load_pretrained(
@@ -379,41 +393,47 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """Names of the layers that are adapted by default: the family's `defaults`, plus config-dependent ones."""
         return tuple(defaults)
 
-    def header(self) -> dict[str, Any]:
+    def training_metadata(self) -> dict[str, Any]:
         """Family-specific training metadata, stored in an adapter's header in addition to the common fields."""
         side = self.reference_resolution
         return {} if side is None else {"reference_resolution": side}
 
-    def with_header(self, made: Mapping[str, Any]) -> Self:
-        """The checkpoint with the settings that `header` stored in an adapter, to compare its output or to sample."""
+    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
+        """The checkpoint with the settings that `training_metadata` stored in an adapter, to compare its output or to
+        sample.
+        """
         # Adapters that do not record the setting keep the value that the checkpoint was opened with.
-        side = made.get("reference_resolution", self.reference_resolution)
+        side = metadata.get("reference_resolution", self.reference_resolution)
         return replace(self, reference_resolution=side)
 
     def notes(self, recipe: Recipe) -> list[str]:
         """Messages about this checkpoint that are printed when a run begins."""
-        if not self.parts:
+        if not self.expert_names:
             return []
         # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
-        name, low, high = self.parts[self.part], self.drawn_timesteps[0], self.drawn_timesteps[-1]
+        name, low, high = (
+            self.expert_names[self.part],
+            self.timestep_range[0],
+            self.timestep_range[-1],
+        )
         return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` for an unsupported shape or option."""
-        self.check_shape(VideoShape.of(recipe.data))
+        self.check_shape(VideoShape.from_data(recipe.data))
         # With two experts there is no default: an adapter belongs to one of them.
-        if self.parts and recipe.model.part is None:
-            experts = " or ".join(f"{part} ({name})" for part, name in self.parts.items())
+        if self.expert_names and recipe.model.part is None:
+            experts = " or ".join(f"{part} ({name})" for part, name in self.expert_names.items())
             raise DitLoraError(
                 f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
             )
         # Sampling with the other expert's adapter only makes sense if there are two experts.
-        expert_options = ("validation.other_expert",) if self.parts else ()
-        refuse_options(recipe, (*self.takes, *expert_options))
+        expert_options = ("validation.other_expert",) if self.expert_names else ()
+        refuse_options(recipe, (*self.supported_options, *expert_options))
         # References need the checkpoint's facts, so the recipe cannot check them by itself.
-        problems = wrong_references(recipe, self.references)
+        problems = reference_errors(recipe, self.references)
         if problems:
-            raise DitLoraError(listed(f"{self.path.name} cannot use this recipe", problems))
+            raise DitLoraError(format_list(f"{self.path.name} cannot use this recipe", problems))
         side, floor = recipe.data.reference_resolution, recipe.data.mask_floor
         return replace(self, reference_resolution=side, mask_floor=floor)
 
@@ -425,6 +445,6 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """Changes to the transformer's config that belong to `index_changes`."""
         return {}
 
-    def as_trained(self, index: Mapping[str, Any]) -> Self:
+    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
         """The checkpoint with the changes of `index_changes` applied."""
         return self

@@ -18,21 +18,21 @@ from torch import nn
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.conversation import Conversation, ConversationKind
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Draws, Streams
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[ConversationKind, ...] = get_args(ConversationKind)
 """The kinds of media. A loss is reported under the index of its kind."""
 Fit = Literal["stretch", "cover"]
 """How a frame gets its size: stretched to it (aspect ratio not kept), or scaled to cover it and center-cropped."""
 
 
 @dataclass(frozen=True)
-class Viewing:
+class VisionSettings:
     """How much of an image or a video the model sees."""
 
     frames: int
@@ -45,7 +45,7 @@ class Viewing:
     """True if the prompt contains the frame times. None for the model's default."""
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Viewing":
+    def from_recipe(cls, recipe: Recipe) -> "VisionSettings":
         # A recipe without a `chat` section uses its defaults.
         data, chat = recipe.data, recipe.chat or ChatConfig()
         return cls(data.frames, data.height, data.width, chat.tiles, chat.timestamps)
@@ -60,7 +60,7 @@ class ChatCheckpoint(ABC):
     """The model's config, as Transformers loads it."""
     tokenizer: Any
     """The language model's tokenizer."""
-    how: Viewing
+    vision_settings: VisionSettings
     fit: Fit = "stretch"
 
     @property
@@ -76,15 +76,15 @@ class ChatCheckpoint(ABC):
         return self.tokenizer.eos_token_id if pad_id is None else pad_id
 
     @abstractmethod
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """The checkpoint with the recipe's settings. Raises `DitLoraError` if it does not support them."""
 
     @abstractmethod
-    def viewing(self, how: Viewing) -> Self:
+    def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
         """The checkpoint with these viewing settings. Raises `DitLoraError` if its vision encoder rejects them."""
 
     @abstractmethod
-    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+    def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape | None:
         """Size in pixels at which the model sees a picture stored as height x width. None if `kind` is `text`."""
 
     @abstractmethod
@@ -94,25 +94,25 @@ class ChatCheckpoint(ABC):
         shape: VideoShape | None,
         seconds: Sequence[float] = (),
         *,
-        answered: bool = True,
-    ) -> Rendered:
+        include_answer: bool = True,
+    ) -> RenderedConversation:
         """Tokenize a conversation.
 
         Args:
             conversation: The turns and their media.
             shape: Shape of the media as the model sees them; None for text.
             seconds: Times of the frames, in seconds.
-            answered: If false, stop where the model has to answer the last turn.
+            include_answer: If false, stop where the model has to answer the last turn.
         """
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         """Load the frozen model on the CPU, in `dtype` from the start.
 
-        Its forward accepts `answer_positions` and `answer_labels` (see `with_answer_losses`).
+        Its forward accepts `answer_positions` and `answer_labels` (see `add_answer_losses`).
         """
         # Frozen before it is patched: adapters and optimizer groups make parameters trainable later.
         model = load_pretrained(self.model_class, self.path, dtype=dtype, use_safetensors=True)
-        return with_answer_losses(model.requires_grad_(False))
+        return add_answer_losses(model.requires_grad_(False))
 
     @abstractmethod
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,12 +126,12 @@ class ChatCheckpoint(ABC):
                 `instruction_ids` and `instruction_mask` (B, I) if `render` returns instructions.
         """
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """No random tensors: all randomness of a conversation is already in its tokens and frames."""
         return {}
 
     def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """Mean next-token loss of each sample's answer, fp32 (B,). The reported timesteps are indices into `KINDS`.
 
@@ -146,7 +146,9 @@ class ChatCheckpoint(ABC):
         )
         pixels = batch.get("pixels")
         # A batch has media of one kind: no pixels, one frame, or several frames.
-        kind: Kind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
+        kind: ConversationKind = (
+            "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
+        )
         # Each loss is reported under its kind of media, in the place where diffusion reports timesteps.
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
@@ -156,11 +158,15 @@ class ChatCheckpoint(ABC):
         return None
 
     @abstractmethod
-    def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
+    def prompt_tensors(self, rendered: RenderedConversation) -> dict[str, torch.Tensor]:
         """Tensors (1, ...) of one prompt that `inputs` needs in addition to `input_ids` and `pixels`."""
 
     def answer(
-        self, model: nn.Module, rendered: Rendered, pixels: torch.Tensor | None, max_tokens: int
+        self,
+        model: nn.Module,
+        rendered: RenderedConversation,
+        pixels: torch.Tensor | None,
+        max_tokens: int,
     ) -> str:
         """Generate the model's answer to a prompt with greedy decoding; `pixels` uint8 (F, 3, H, W)."""
         # A batch of one: tokens (1, L) and pixels (1, F, 3, H, W).
@@ -169,35 +175,35 @@ class ChatCheckpoint(ABC):
             prompt["pixels"] = pixels[None]
         device = next(model.parameters()).device
         inputs = self.inputs({name: tensor.to(device) for name, tensor in prompt.items()})
-        return greedy_answer(model, self.tokenizer, inputs, max_tokens, end=self.answer_end)
+        return generate_answer(model, self.tokenizer, inputs, max_tokens, end_text=self.answer_end)
 
 
-def greedy_answer(
+def generate_answer(
     model: nn.Module,
     tokenizer: Any,
-    given: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
     max_tokens: int,
     *,
-    end: str | None = None,
+    end_text: str | None = None,
 ) -> str:
     """Generate the answer to a prompt (1, L) with greedy decoding.
 
     Args:
         model: The language model.
         tokenizer: Its tokenizer.
-        given: The model's arguments for the prompt.
+        inputs: The model's arguments for the prompt.
         max_tokens: Maximum number of new tokens.
-        end: Text that ends the answer, if the prompt format has its own. The end-of-text token always ends it.
+        end_text: Text that ends the answer, if the prompt format has its own. The end-of-text token always ends it.
     """
     generate: Any = model.generate
     # Transformers needs the tokenizer to find stop strings in the generated tokens.
-    stop_options = {"stop_strings": [end], "tokenizer": tokenizer} if end else {}
+    stop_options = {"stop_strings": [end_text], "tokenizer": tokenizer} if end_text else {}
     with torch.no_grad():
         # Reset the sampling options and the repetition penalty of the checkpoint's generation_config.json.
         tokens = generate(
-            **given,
+            **inputs,
             **stop_options,
-            attention_mask=torch.ones_like(given["input_ids"]),
+            attention_mask=torch.ones_like(inputs["input_ids"]),
             max_new_tokens=max_tokens,
             do_sample=False,
             temperature=None,
@@ -206,7 +212,7 @@ def greedy_answer(
             repetition_penalty=1.0,
         )
     # `generate` returns the prompt followed by the new tokens.
-    new_tokens = tokens[0, given["input_ids"].shape[1] :]
+    new_tokens = tokens[0, inputs["input_ids"].shape[1] :]
     answer = tokenizer.decode(new_tokens, skip_special_tokens=True)
-    # The last token may contain text after `end`.
-    return (answer.partition(end)[0] if end else answer).strip()
+    # The last token may contain text after `end_text`.
+    return (answer.partition(end_text)[0] if end_text else answer).strip()

@@ -4,30 +4,31 @@ from collections.abc import Mapping, Sequence
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import ValidationConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 
-def refuse_options_of_diffusion(recipe: Recipe, takes: Sequence[str] = ()) -> None:
+def refuse_diffusion_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> None:
     """Raise one `DitLoraError` that lists all options set in the recipe that chat models do not support.
 
-    Options in `takes` are allowed. `chat.tiles` is rejected by default, because most chat models have no tiles.
+    Options in `supported_options` are allowed. `chat.tiles` is rejected by default, because most chat models have no
+    tiles.
     """
     # Collect all problems, so that one run shows everything that must be removed.
     problems = [
         f"{name}: {reason}"
-        for name, (is_set, reason) in _given(recipe).items()
-        if is_set and name not in takes
+        for name, (is_set, reason) in _list_unsupported_options(recipe).items()
+        if is_set and name not in supported_options
     ]
     if problems:
         raise DitLoraError(
-            listed(
+            format_list(
                 f"family {recipe.model.family} has nothing that these apply to; remove them",
                 problems,
             )
         )
 
 
-def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
+def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
     """For each option that chat models lack: whether the recipe sets it, and the reason to show."""
     data, train, chat = recipe.data, recipe.train, recipe.chat
     sources = data.all_sources
@@ -74,7 +75,7 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "train.vlb": (train.vlb is not None, "there is no variance"),
         "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
         "lora.init": (
-            recipe.lora.from_file,
+            recipe.lora.has_file_init,
             "a chat model's adapter starts anew: kaiming or gaussian",
         ),
         "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
@@ -85,11 +86,11 @@ def _given(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
             recipe.model.from_scratch is not None,
             "a chat model starts trained",
         ),
-        **_validation(recipe.validation),
+        **_list_unsupported_validation_options(recipe.validation),
     }
 
 
-def _validation(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
+def _list_unsupported_validation_options(config: ValidationConfig) -> dict[str, tuple[bool, str]]:
     # Options at their default are not reported, because the recipe may not mention them.
     defaults = ValidationConfig()
     answers = "answers are greedy"

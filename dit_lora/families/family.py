@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
+from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
 from dit_lora.errors import DitLoraError
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class Family:
     """The recipe that the family's name selects: the one of its smallest model."""
     licenses: Mapping[str, License] = field(default_factory=dict)
     """Licences of base models by pattern of Hub id. The first match counts; the source is each model's own page."""
-    masked_attention: bool = False
+    has_attention_mask: bool = False
     """True if the model may pass a mask to PyTorch's attention."""
-    called_alone: tuple[str, ...] = ()
+    directly_called_modules: tuple[str, ...] = ()
     """Submodules of blocks that the model also calls directly, outside their block."""
 
     def build_tiny(self, variant: str, folder: "Path", seed: int) -> None:
@@ -69,31 +69,32 @@ class Family:
             torch.manual_seed(seed)
             builder.build_tiny(variant, folder)
 
-    def license_of(self, base: str | None) -> License | None:
+    def get_license(self, base_model: str | None) -> License | None:
         """The licence of a base model by its Hub id; None if it is unknown."""
-        if base is None:
+        if base_model is None:
             return None
         # Patterns are tried in the order of the family's table, so a special case must come before its group.
         licence = next(
-            (license for ids, license in self.licenses.items() if fnmatchcase(base, ids)), None
+            (license for ids, license in self.licenses.items() if fnmatchcase(base_model, ids)),
+            None,
         )
         # On the Hub, a licence `other` needs a link. The file in the model's repository is the default.
         if licence is None or licence.id != "other" or licence.link is not None:
             return licence
-        return replace(licence, link=f"https://huggingface.co/{base}/blob/main/LICENSE.txt")
+        return replace(licence, link=f"https://huggingface.co/{base_model}/blob/main/LICENSE.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionFamily(Family):
-    """A family whose checkpoints implement the contract of `families.base`."""
+    """A family whose checkpoints implement the contract of `families.base_model`."""
 
     pipeline_names: tuple[str, ...]
     """Pipeline classes (`_class_name` of model_index.json) whose checkpoints the family trains."""
     pipeline_packages: tuple[str, ...] = ()
     """Packages that the stock pipeline imports in addition to those that all pipelines need."""
-    comfyui: LayerNames = UNKNOWN
+    comfyui: LayerNames = UNKNOWN_NAMES
     """ComfyUI's names of the layers, or the reason why there are none."""
-    kohya: bool = False
+    has_kohya_layout: bool = False
     """True if VideoX-Fun loads LoRA files in kohya's layout for this family."""
 
     def open(
@@ -117,18 +118,18 @@ class DiffusionFamily(Family):
             self, model
         )
         # An adapter's changes (added classes, another task) come before the recipe, which is checked against them.
-        checkpoint = stored.as_trained(index) if index else stored
-        return checkpoint if recipe is None else checkpoint.for_recipe(recipe)
+        checkpoint = stored.with_index_changes(index) if index else stored
+        return checkpoint if recipe is None else checkpoint.apply_recipe(recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFamily(Family):
     """A family whose checkpoints implement the contract of `families.chat_base`."""
 
-    lora_within: tuple[str, ...]
+    lora_parent_modules: tuple[str, ...]
     """Submodules in which `lora_targets` are searched, such as the language model."""
-    masked_attention: bool = True
-    tells_times: bool = True
+    has_attention_mask: bool = True
+    has_default_timestamps: bool = True
     """True if the models are told the frame times even if `chat.timestamps` is not set."""
 
     def open(self, model: "ModelConfig", recipe: "Recipe | None" = None) -> "ChatCheckpoint":
@@ -144,4 +145,4 @@ class ChatFamily(Family):
         stored: ChatCheckpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
             model
         )
-        return stored if recipe is None else stored.for_recipe(recipe)
+        return stored if recipe is None else stored.apply_recipe(recipe)

@@ -11,10 +11,10 @@ from typing import ClassVar, Self
 import torch
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.pictures import wrong_pictures
-from dit_lora.numerics.streams import Draws
+from dit_lora.families.pictures import image_errors
+from dit_lora.numerics.streams import DrawFunctions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,31 +22,34 @@ class FirstFrameCheckpoint(FlowCheckpoint):
     """A checkpoint that also works without an image: a share of the samples trains as text-to-video."""
 
     image_dropout: float = 0.0
-    takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "data.image_dropout")
+    supported_options: ClassVar[tuple[str, ...]] = (
+        *FlowCheckpoint.supported_options,
+        "data.image_dropout",
+    )
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply `data.image_dropout`, the share of samples that train as text-to-video."""
         # A share of samples without an image keeps the model able to work from text only.
-        return replace(super().for_recipe(recipe), image_dropout=recipe.data.image_dropout)
+        return replace(super().apply_recipe(recipe), image_dropout=recipe.data.image_dropout)
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         # One uniform number per sample decides whether it keeps its image; the draw is true where it does.
-        image_draws: Draws = {
+        image_draws: DrawFunctions = {
             "image_dropout": lambda rows: (
                 torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
             )
         }
-        return {**super().draws(batch), **image_draws}
+        return {**super().draw_functions(batch), **image_draws}
 
     def has_picture(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """True for each sample that keeps its image, bool (B,).
 
-        All are true if `given`, the random tensors of the step, contains no image dropout.
+        All are true if `random_tensors`, the random tensors of the step, contains no image dropout.
         """
         latents = batch["latent_mean"]
-        return given.get("image_dropout", latents.new_ones(len(latents), dtype=torch.bool))
+        return random_tensors.get("image_dropout", latents.new_ones(len(latents), dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,38 +59,40 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
     Shapes: B batch, C channels, S tokens of F latent frames, H and W latent size.
     """
 
-    takes: ClassVar[tuple[str, ...]] = (
-        *FirstFrameCheckpoint.takes,
+    supported_options: ClassVar[tuple[str, ...]] = (
+        *FirstFrameCheckpoint.supported_options,
         "data.image_column",
         "validation.images",
     )
 
     @property
-    def pictures(self) -> tuple[str, ...]:
+    def image_arguments(self) -> tuple[str, ...]:
         return ("image",)
 
     @abstractmethod
     def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The image's normalised latents, repeated for every frame (B, S, C). `given` holds the random tensors."""
+        """The image's normalised latents, repeated for every frame (B, S, C). `random_tensors` holds the random
+        tensors.
+        """
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if validation prompts have no images."""
-        checkpoint = super().for_recipe(recipe)
+        checkpoint = super().apply_recipe(recipe)
         # Validation samples start from images too, one for each prompt.
-        problems = wrong_pictures(recipe.validation, self.pictures)
+        problems = image_errors(recipe.validation, self.image_arguments)
         if problems:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
+            raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         return checkpoint
 
-    def known(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    def conditioning_mask(
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Conditioning mask (B, S, 1): 1 at the tokens of the first frame of samples that keep their image, else 0."""
         frames, height, width = batch["latent_mean"].shape[2:]
         # (B,) and (S,) combine to (B, S, 1).
-        has_picture = self.has_picture(batch, given)
+        has_picture = self.has_picture(batch, random_tensors)
         is_first_frame = (
             torch.arange(frames * height * width, device=has_picture.device) < height * width
         )
@@ -97,19 +102,19 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         self,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Timestep of every token (B, S): 0 at the image's tokens."""
         # (B, 1) * (B, S): the mask is 1 at the image's tokens, which sets their timestep to 0.
-        return timesteps[:, None] * (1 - self.known(batch, given).squeeze(-1))
+        return timesteps[:, None] * (1 - self.conditioning_mask(batch, random_tensors).squeeze(-1))
 
-    def with_picture(
+    def replace_first_frame(
         self,
         tokens: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Tokens (B, S, C) with the first frame replaced by the image's tokens, for samples that keep their image."""
         # (B, S, C), and a mask (B, S, 1) that broadcasts over the channels.
-        picture = self.picture_tokens(batch, given)
-        return torch.where(self.known(batch, given) > 0, picture, tokens)
+        picture = self.picture_tokens(batch, random_tensors)
+        return torch.where(self.conditioning_mask(batch, random_tensors) > 0, picture, tokens)

@@ -17,10 +17,10 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint
-from dit_lora.families.loss_mask import loss_weights
-from dit_lora.numerics.noise_levels import NoiseLevels
-from dit_lora.numerics.objectives import FlowMatching, LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Draws, Streams, normal
+from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.numerics.noise_levels import NoiseLevelDistribution
+from dit_lora.numerics.objectives import FlowMatching, LossOutput, compute_mean_squared_error
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +28,23 @@ class FlowCheckpoint(Checkpoint):
     """A checkpoint that predicts the velocity from clean latents to noise."""
 
     objective: FlowMatching
-    takes: ClassVar[tuple[str, ...]] = ("train.timesteps",)
+    supported_options: ClassVar[tuple[str, ...]] = ("train.timesteps",)
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().for_recipe(recipe)
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        checkpoint = super().apply_recipe(recipe)
         if recipe.train.timesteps is None:
             return checkpoint
         # The timesteps of the recipe replace those of the checkpoint only where the recipe sets them.
-        objective = checkpoint._scheduled(recipe.train.timesteps)
+        objective = checkpoint._apply_timesteps_config(recipe.train.timesteps)
         return replace(checkpoint, objective=objective)
 
-    def _scheduled(self, asked: TimestepsConfig) -> FlowMatching:
+    def _apply_timesteps_config(self, config: TimestepsConfig) -> FlowMatching:
         """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
-        stored_objective, levels = self.objective, self.objective.levels
+        stored_objective, levels = self.objective, self.objective.distribution
         # `shift` is handled below: None leaves the checkpoint's, and "tokens" selects the shift by size.
         overrides = {
             name: value
-            for name, value in asked.model_dump(exclude={"shift"}).items()
+            for name, value in config.model_dump(exclude={"shift"}).items()
             if value is not None
         }
         # The recipe may only narrow the range in which this component is used, such as an expert's.
@@ -60,14 +60,18 @@ class FlowCheckpoint(Checkpoint):
             )
         if overrides.get("density", levels.density) != levels.density:
             # The parameters of the family's density do not apply to another density.
-            levels = NoiseLevels(t_min=levels.t_min, t_max=levels.t_max)
-        if asked.shift == "tokens":
+            levels = NoiseLevelDistribution(t_min=levels.t_min, t_max=levels.t_max)
+        if config.shift == "tokens":
             self.mu(torch.Size([1, 64, 64]))  # raises if the pipeline does not shift by size
-        shift = stored_objective.shift if asked.shift is None else asked.shift
+        shift = stored_objective.shift if config.shift is None else config.shift
         shift = None if shift == "tokens" else shift
-        objective = replace(stored_objective, shift=shift, levels=replace(levels, **overrides))
+        objective = replace(
+            stored_objective, shift=shift, distribution=replace(levels, **overrides)
+        )
         if shift is not None:
-            objective.sigmas(torch.zeros(1))  # raises if the range is too narrow to sample from
+            objective.compute_sigmas(
+                torch.zeros(1)
+            )  # raises if the range is too narrow to sample from
         return objective
 
     def mu(self, size: torch.Size) -> float:
@@ -83,23 +87,23 @@ class FlowCheckpoint(Checkpoint):
             f"train.timesteps: shift=tokens: the pipeline of {self.path.name} does not shift by size; give a number"
         )
 
-    def shift_of(self, size: torch.Size) -> float:
+    def compute_shift(self, size: torch.Size) -> float:
         """Shift of the noise levels for latents of this size, given without the batch dimension."""
         return math.exp(self.mu(size)) if self.objective.shift is None else self.objective.shift
 
     @property
-    def drawn_timesteps(self) -> range:
+    def timestep_range(self) -> range:
         # The objective's range of noise levels (0 to 1) in integer timesteps, rounded outwards.
-        levels, steps = self.objective.levels, self.train_timesteps
+        levels, steps = self.objective.distribution, self.num_train_timesteps
         return range(math.floor(levels.t_min * steps), math.ceil(levels.t_max * steps))
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Random tensors of a training step: noise, noise levels (`timestep`) and the posterior's noise, if any."""
         size = batch["latent_mean"].shape[1:]
-        shift = self.shift_of(size)
-        noise_draws: Draws = {
+        shift = self.compute_shift(size)
+        noise_draws: DrawFunctions = {
             "noise": partial(normal, size),
-            "timestep": lambda rows: self.objective.sigmas(normal((), rows), shift),
+            "timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
         }
         # A batch with logvar has a posterior to sample from; otherwise latents are used as they are.
         posterior = {"posterior": partial(normal, size)} if "latent_logvar" in batch else {}
@@ -107,12 +111,14 @@ class FlowCheckpoint(Checkpoint):
 
     @abstractmethod
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """A batch's latents as the network is trained on them, fp32. `given` holds the random tensors of `draws`."""
+        """A batch's latents as the network is trained on them, fp32. `random_tensors` holds the random tensors of
+        `draw_functions`.
+        """
 
-    def known(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    def conditioning_mask(
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
         """Conditioning mask: 1 where latents are given clean, 0 where they are denoised. None without conditioning.
 
@@ -121,47 +127,51 @@ class FlowCheckpoint(Checkpoint):
         return None
 
     def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
-        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
         noisy, conditioning_mask = (
             objective.add_noise(clean, noise, sigmas),
-            self.known(batch, draws),
+            self.conditioning_mask(batch, draws),
         )
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
-        timesteps = sigmas * self.train_timesteps
-        prediction = self.drawn_prediction(transformer, noisy, timesteps, batch, draws)
+        timesteps = sigmas * self.num_train_timesteps
+        prediction = self.predict_in_training(transformer, noisy, timesteps, batch, draws)
         # The velocity does not depend on the noise level: noise - clean.
-        target = objective.target(clean, noise)
-        losses = mean_squared_error(prediction, target, self._weights(batch, conditioning_mask))
-        return LossOutput(losses, objective.reported(sigmas))
+        target = objective.compute_target(clean, noise)
+        losses = compute_mean_squared_error(
+            prediction, target, self._loss_weights(batch, conditioning_mask)
+        )
+        return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
-    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from the data's masks, broadcastable to `clean_latents`; None without masks."""
-        return loss_weights(batch, self.mask_floor, batch["latent_mean"])
+        return compute_loss_weights(batch, self.mask_floor, batch["latent_mean"])
 
-    def _weights(
-        self, batch: Mapping[str, torch.Tensor], known: torch.Tensor | None
+    def _loss_weights(
+        self, batch: Mapping[str, torch.Tensor], conditioning_mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        masked = self.masked(batch)
+        masked = self.mask_weights(batch)
         # With only one of the two, there is nothing to multiply.
-        if known is None or masked is None:
-            return masked if known is None else 1 - known
+        if conditioning_mask is None or masked is None:
+            return masked if conditioning_mask is None else 1 - conditioning_mask
         # Latents that are given clean get no loss, inside or outside of the mask.
-        return masked * (1 - known)
+        return masked * (1 - conditioning_mask)
 
-    def drawn_prediction(
+    def predict_in_training(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The prediction of a training step: `predict`, unless the family needs more random tensors (`given`)."""
+        """The prediction of a training step: `predict`, unless the family needs more random tensors
+        (`random_tensors`).
+        """
         return self.predict(transformer, noisy, timesteps, batch)

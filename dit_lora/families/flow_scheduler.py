@@ -12,7 +12,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.opening import read_component_config
 
 
-def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
+def read_flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
     """Read a checkpoint's scheduler config, filled with the class's defaults.
 
     Raises `DitLoraError` for another scheduler class, or one that shifts with another formula than `exponential`.
@@ -35,11 +35,11 @@ def flow_scheduler(model: ModelConfig, path: Path) -> Mapping[str, Any]:
     return dict(config)
 
 
-def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
+def compute_mu(scheduler: Mapping[str, Any], num_tokens: int) -> float:
     """Logarithm of the noise-level shift for this many image or video tokens, computed as the pipelines do."""
     # A line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift).
     return calculate_shift(
-        tokens,
+        num_tokens,
         scheduler["base_image_seq_len"],
         scheduler["max_image_seq_len"],
         scheduler["base_shift"],
@@ -47,7 +47,7 @@ def mu_by_tokens(scheduler: Mapping[str, Any], tokens: int) -> float:
     )
 
 
-def require_steps(scheduler: Mapping[str, Any], steps: int, name: str) -> None:
+def require_min_steps(scheduler: Mapping[str, Any], steps: int, name: str) -> None:
     """Raise `DitLoraError` for one-step sampling if the scheduler has `shift_terminal`: its timestep would be NaN.
 
     `shift_terminal` stretches the schedule so that its last step ends there. With a single step, the last step is also

@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-from dit_lora.environment.hub_kernels import kernels_hidden
+from dit_lora.environment.hub_kernels import hide_kernels_package
 
 _MODULE = "bitsandbytes.backends.cpu.ops"
 
@@ -33,24 +33,24 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Executes the module with its own loader while the package `kernels` is hidden."""
 
-    def __init__(self, own: Loader) -> None:
-        self._own = own
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         # While the package is hidden, the module warns that it is missing. That is intended, so silence it.
         logger = logging.getLogger(_MODULE)
         was_disabled, logger.disabled = logger.disabled, True
         try:
-            with kernels_hidden():
-                self._own.exec_module(module)
+            with hide_kernels_package():
+                self._loader.exec_module(module)
         finally:
             logger.disabled = was_disabled
 
 
-def keep_from_hub() -> None:
+def block_hub_kernel() -> None:
     """Install the import finder for the rest of the process. Calling it again has no effect."""
     # First in the list, so that it is asked before the standard finder.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

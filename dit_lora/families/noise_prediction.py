@@ -16,23 +16,23 @@ from torch import nn
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Tensors, VideoEncoder
-from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.opening import read_component_config
-from dit_lora.families.posterior import drawn
+from dit_lora.families.posterior import sample_posterior
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Draws, Streams, integers, normal
+from dit_lora.numerics.objectives import EpsilonPrediction, LossOutput, compute_mean_squared_error
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisePrediction(Checkpoint):
+class NoisePredictionCheckpoint(Checkpoint):
     """A checkpoint that predicts noise, and optionally its variance, on latents of an AutoencoderKL for each frame."""
 
     objective: EpsilonPrediction
-    vlb: bool = True
+    should_train_variance: bool = True
     """Train the variance too, if the network predicts one (`train.vlb`)."""
     transform = "frames-1: pixels / 127.5 - 1, posterior mean and logvar of each frame, fp32"
-    takes: ClassVar[tuple[str, ...]] = ("train.vlb",)
+    supported_options: ClassVar[tuple[str, ...]] = ("train.vlb",)
 
     @property
     def spatial_factor(self) -> int:
@@ -40,23 +40,26 @@ class NoisePrediction(Checkpoint):
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         return self.spatial_factor * self.transformer_config["patch_size"]
 
     @property
-    def learned(self) -> bool:
+    def has_learned_variance(self) -> bool:
         """True if the network predicts a variance that can be trained."""
-        return learns_variance(self.path.name, self.transformer_config)
+        return has_variance_channels(self.path.name, self.transformer_config)
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().for_recipe(recipe)
-        if recipe.train.vlb and not self.learned:
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        checkpoint = super().apply_recipe(recipe)
+        if recipe.train.vlb and not self.has_learned_variance:
             raise DitLoraError(
                 f"train.vlb: {self.path.name} has no learned variance (its transformer has as many channels out "
                 "as in); remove it"
             )
         # By default (None in the recipe) a variance that the network predicts is trained too.
-        return replace(checkpoint, vlb=self.learned and recipe.train.vlb is not False)
+        return replace(
+            checkpoint,
+            should_train_variance=self.has_learned_variance and recipe.train.vlb is not False,
+        )
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -82,14 +85,14 @@ class NoisePrediction(Checkpoint):
 
         return encode
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         # The posterior's noise and the added noise have the latents' shape, (C, F, H, W).
         noise = partial(normal, batch["latent_mean"].shape[1:])
-        timestep = partial(integers, 0, self.train_timesteps)
+        timestep = partial(draw_integers, 0, self.num_train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
 
     def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """Squared error of the noise, plus the variational bound of the variance in bits, in fp32.
 
@@ -97,9 +100,9 @@ class NoisePrediction(Checkpoint):
         channels.
         """
         # All draws of a step come from the sample's own streams, so neighbours in the batch do not change them.
-        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         noise, timesteps = draws["noise"], draws["timestep"]
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         # Older configs lack AutoencoderKL's default.
         clean = latents * self.vae_config.get("scaling_factor", 0.18215)
 
@@ -108,16 +111,16 @@ class NoisePrediction(Checkpoint):
         channels = clean.shape[1]
         # The channels after the noise, if any, interpolate the variance between its bounds.
         prediction, fraction = output[:, :channels], output[:, channels:]
-        weights = loss_weights(batch, self.mask_floor, clean)
-        losses = mean_squared_error(prediction, noise, weights)
-        if self.vlb and self.learned:
-            losses = losses + self.objective.variational_bound(
+        weights = compute_loss_weights(batch, self.mask_floor, clean)
+        losses = compute_mean_squared_error(prediction, noise, weights)
+        if self.should_train_variance and self.has_learned_variance:
+            losses = losses + self.objective.compute_variational_bound(
                 prediction, fraction, clean, noisy, timesteps, weights
             )
         return LossOutput(losses, timesteps)
 
 
-def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
+def read_noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
     """The noise-prediction objective with the betas of a checkpoint's scheduler.
 
     Raises `DitLoraError` if the scheduler's prediction type is not `epsilon`, or if its schedule ends in pure noise.
@@ -137,7 +140,7 @@ def noise_objective(model: ModelConfig, path: Path) -> EpsilonPrediction:
     return EpsilonPrediction.from_betas(scheduler.betas)
 
 
-def learns_variance(name: str, transformer_config: Mapping[str, Any]) -> bool:
+def has_variance_channels(name: str, transformer_config: Mapping[str, Any]) -> bool:
     """True if the network has twice as many output as input channels. Raises `DitLoraError` unless once or twice."""
     channels, out_channels = transformer_config["in_channels"], transformer_config["out_channels"]
     if out_channels not in (channels, 2 * channels):

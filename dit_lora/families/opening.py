@@ -9,25 +9,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.config.records import read_typed
-from dit_lora.environment.hub_files import model_folder
+from dit_lora.config.records import read_typed_json
+from dit_lora.environment.hub_files import resolve_model_folder
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 # Configs, sentencepiece models, vocabularies and chat templates.
-_BESIDE_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja")
+_CONFIG_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
-def local_checkpoint(model: ModelConfig) -> Path:
+def get_checkpoint_folder(model: ModelConfig) -> Path:
     """Local Diffusers folder of `model.path`, downloaded from the Hub if it is not a local path."""
     # Only the component folders: many repositories have the same weights at their top level too, for other programs.
-    return model_folder(model, ("*/*.safetensors", *_BESIDE_WEIGHTS))
+    return resolve_model_folder(model, ("*/*.safetensors", *_CONFIG_PATTERNS))
 
 
-def local_chat_checkpoint(model: ModelConfig) -> Path:
+def get_chat_checkpoint_folder(model: ModelConfig) -> Path:
     """Local Transformers folder of `model.path`, with weights at its top level; downloaded if not a local path."""
     # Transformers names its weights model.safetensors, or model-00001-of-0000N.safetensors in shards.
-    return model_folder(model, ("model*.safetensors", *_BESIDE_WEIGHTS))
+    return resolve_model_folder(model, ("model*.safetensors", *_CONFIG_PATTERNS))
 
 
 def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def read_index(model: ModelConfig, path: Path, pipelines: Sequence[str]) -> dict
     return index
 
 
-def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
+def read_checkpoint_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
     """The fields of an opened checkpoint that most families read the same way: all except the objective."""
     # `model.from_scratch` overrides the stored config of the transformer that is trained.
-    scratch, part = model.from_scratch, part_of(model, path)
+    scratch, part = model.from_scratch, select_component(model, path)
     return {
         "path": path,
         "part": part,
@@ -54,7 +54,7 @@ def stored_fields(model: ModelConfig, path: Path) -> dict[str, Any]:
     }
 
 
-def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a config with its class's defaults: files written before an option existed lack it."""
     parameters = inspect.signature(model_class.__init__).parameters
     # Parameters without a default, such as `self`, have no value to fill in.
@@ -62,7 +62,7 @@ def with_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]
     return defaults | dict(config)
 
 
-def part_of(model: ModelConfig, path: Path) -> str:
+def select_component(model: ModelConfig, path: Path) -> str:
     """The component to train by `model.part`; `both` gives the first. Raises `DitLoraError` if it is missing."""
     second = read_component_config(path).get("transformer_2")
     # An absent component is missing from the index, or is [null, null].
@@ -75,7 +75,7 @@ def part_of(model: ModelConfig, path: Path) -> str:
     return "transformer_2" if model.part == "transformer_2" else "transformer"
 
 
-def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> None:
+def require_complete_weights(model: ModelConfig, path: Path, *components: str) -> None:
     """Raise `DitLoraError` if weight files of the transformer or of these components are missing or truncated.
 
     All problems are listed. Only file headers are read, so this runs before any sample is encoded. With
@@ -83,7 +83,7 @@ def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> N
     """
     problems = []
     # The weights of the other expert are not needed unless the caller lists them.
-    transformer = (part_of(model, path),) if model.from_scratch is None else ()
+    transformer = (select_component(model, path),) if model.from_scratch is None else ()
     for component in (*transformer, *components):
         files = sorted((path / component).glob("*.safetensors"))
         if not files:
@@ -96,17 +96,17 @@ def require_whole_weights(model: ModelConfig, path: Path, *components: str) -> N
             except (OSError, SafetensorError) as error:
                 problems.append(f"{component}/{file.name}: {error}")
     if problems:
-        raise DitLoraError(listed(f"{path} is not whole; fetch these files again", problems))
+        raise DitLoraError(format_list(f"{path} is not whole; fetch these files again", problems))
 
 
 def load_or_init(
     model_class: Any,
     path: Path,
     dtype: torch.dtype,
-    scratch: Mapping[str, Any] | None,
+    from_scratch: Mapping[str, Any] | None,
     part: str = "transformer",
 ) -> Any:
-    """Load the frozen transformer on the CPU, or build a random one if `scratch` is given.
+    """Load the frozen transformer on the CPU, or build a random one if `from_scratch` is given.
 
     Random weights are drawn in fp32 from torch's default generator and then rounded to `dtype`; buffers stay as they
     are.
@@ -115,36 +115,38 @@ def load_or_init(
         model_class: The Diffusers model class.
         path: Folder of the checkpoint.
         dtype: Dtype of the weights.
-        scratch: `model.from_scratch`, config changes for a random model. None to load the weights.
+        from_scratch: `model.from_scratch`, config changes for a random model. None to load the weights.
         part: The component, `transformer` or `transformer_2`.
 
     Raises:
-        DitLoraError: `scratch` has an unknown option or an invalid value.
+        DitLoraError: `from_scratch` has an unknown option or an invalid value.
     """
-    if scratch is None:
+    if from_scratch is None:
         # Pass dtype instead of calling .to(), which would also round position tables.
         return load_pretrained(
             model_class, path, subfolder=part, dtype=dtype, use_safetensors=True
         ).requires_grad_(False)
     # from_config ignores unknown options with a warning, so a misspelled one must be rejected here.
     arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
-    unknown = sorted(set(scratch) - set(arguments))
+    unknown = sorted(set(from_scratch) - set(arguments))
     if unknown:
         name = model_class.__name__
         raise DitLoraError(
-            listed(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments)
+            format_list(
+                f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments
+            )
         )
     try:
-        model = model_class.from_config({**read_component_config(path, part), **scratch})
+        model = model_class.from_config({**read_component_config(path, part), **from_scratch})
     except (TypeError, ValueError) as error:
-        raise DitLoraError(f"model.from_scratch: {error}; got {dict(scratch)}") from error
+        raise DitLoraError(f"model.from_scratch: {error}; got {dict(from_scratch)}") from error
     # Only parameters are rounded. Buffers may be position tables that must stay in fp32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.requires_grad_(False)
 
 
-def default_of(pipeline_class: Any, argument: str) -> Any:
+def get_call_default(pipeline_class: Any, argument: str) -> Any:
     """Default value of an argument of the pipeline's `__call__`."""
     return inspect.signature(pipeline_class.__call__).parameters[argument].default
 
@@ -161,7 +163,7 @@ def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
     """Read a JSON file of a checkpoint. Raises `DitLoraError`, naming the `library`, if it is missing or invalid."""
     file = path / name
     try:
-        return read_typed(file, dict[str, Any])
+        return read_typed_json(file, dict[str, Any])
     # A missing file usually means a wrong folder; other errors mean a damaged file.
     except FileNotFoundError as error:
         raise DitLoraError(

@@ -13,14 +13,14 @@ from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 
 # Keys are the pipelines' argument names.
-OPTIONS = {
+IMAGE_OPTIONS = {
     "image": ("first", "--image", "images"),
     "last_image": ("last", "--last-image", "last_images"),
 }
 """For each pipeline argument: which image it is, the option of `dit-lora sample`, and the field of `validation`."""
 
 
-def as_picture(pixels: torch.Tensor) -> Image.Image:
+def to_pil_image(pixels: torch.Tensor) -> Image.Image:
     """Convert uint8 (3, height, width) to a PIL image. A fake tensor, which has no values, gives a black image."""
     if isinstance(pixels, FakeTensor):
         # Memory planning runs the encoders on fake tensors, whose pixels cannot be read.
@@ -30,27 +30,30 @@ def as_picture(pixels: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy())
 
 
-def read_pictures(
-    model: str, wanted: Sequence[str], given: Mapping[str, Path | None], shape: VideoShape
+def read_conditioning_images(
+    model: str,
+    required: Sequence[str],
+    files_by_argument: Mapping[str, Path | None],
+    shape: VideoShape,
 ) -> dict[str, Image.Image]:
     """Read the images that a pipeline starts from, scaled and cropped to the video's size, by argument name.
 
     Args:
         model: Name of the model for messages.
-        wanted: Arguments that the pipeline needs, of `OPTIONS`.
-        given: File of each argument, or None.
+        required: Arguments that the pipeline needs, of `IMAGE_OPTIONS`.
+        files_by_argument: File of each argument, or None.
         shape: Shape of the video.
 
     Raises:
         DitLoraError: An image is missing, or one is given that the pipeline does not accept.
     """
     pictures = {}
-    for name, (kind, option, field) in OPTIONS.items():
-        file = given[name]
+    for name, (kind, option, field) in IMAGE_OPTIONS.items():
+        file = files_by_argument[name]
         # Reject an image that the pipeline would ignore.
-        if name not in wanted:
+        if name not in required:
             if file is not None:
-                accepts = "takes no last image" if wanted else "starts from no image"
+                accepts = "takes no last image" if required else "starts from no image"
                 raise DitLoraError(f"{model} {accepts}; leave {option} out")
             continue
         if file is None:
@@ -59,19 +62,19 @@ def read_pictures(
             )
         # Scaled and cropped as training reads clips, so that the first frame has the video's shape.
         (frame,) = read_frames(file, frames=1, fps=None, height=shape.height, width=shape.width)
-        pictures[name] = as_picture(frame)
+        pictures[name] = to_pil_image(frame)
     return pictures
 
 
-def wrong_pictures(validation: ValidationConfig, wanted: Sequence[str]) -> list[str]:
+def image_errors(validation: ValidationConfig, required: Sequence[str]) -> list[str]:
     """One message per kind of image that validation prompts lack, or have although the model does not accept it."""
     problems = []
-    for name, (kind, _, field) in OPTIONS.items():
+    for name, (kind, _, field) in IMAGE_OPTIONS.items():
         # `images` and `last_images` each hold one file for every prompt, or none.
         files: Sequence[str] = getattr(validation, field)
-        if files and name not in wanted:
+        if files and name not in required:
             problems.append(f"validation.{field}: it takes no {kind} image; remove it")
-        if name in wanted and len(files) != len(validation.prompts):
+        if name in required and len(files) != len(validation.prompts):
             problems.append(
                 f"validation.{field}: give one {kind} image a prompt; got {len(files)} for "
                 f"{len(validation.prompts)} in validation.prompts"

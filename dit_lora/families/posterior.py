@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dit_lora.families.base import Tensors
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
 
 def encode_video(vae: Any, pixels: torch.Tensor) -> Tensors:
@@ -24,23 +24,23 @@ def encode_picture(vae: Any, pixels: torch.Tensor) -> Tensors:
     return {"latent_mean": posterior.mean[0], "latent_logvar": posterior.logvar[0]}
 
 
-def rescaled(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+def shift_and_scale_latents(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
     """Shift and scale latents: the inverse of what pipelines with Stable Diffusion 3's VAE do before decoding."""
     shifted = latents - vae_config["shift_factor"]
     return shifted * vae_config["scaling_factor"]
 
 
-def normalised(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+def normalize_latents(latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
     """Normalise latents (B, C, F, H, W) per channel: the inverse of what pipelines with Wan's autoencoder do."""
     # Each is (C,), as (1, C, 1, 1, 1) to broadcast over batch, frames, height and width.
     mean, deviation = (
-        moved(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
+        move_to_device(torch.tensor(vae_config[name]), latents.device).view(1, -1, 1, 1, 1)
         for name in ("latents_mean", "latents_std")
     )
     return (latents - mean) / deviation
 
 
-def drawn(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def sample_posterior(mean: torch.Tensor, logvar: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Sample latents (B, ...) from a posterior in fp32, using standard normal `noise` of the same shape."""
     # logvar is the logarithm of the variance, so half of it is that of the standard deviation.
     return mean.float() + torch.exp(0.5 * logvar.float()) * noise

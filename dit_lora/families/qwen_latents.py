@@ -19,16 +19,16 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
-from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.opening import local_checkpoint, stored_fields, with_defaults
-from dit_lora.families.posterior import drawn, encode_video, normalised
-from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
+from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.opening import fill_defaults, get_checkpoint_folder, read_checkpoint_fields
+from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.refusals import side_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
-from dit_lora.numerics.streams import Draws, normal
+from dit_lora.numerics.streams import DrawFunctions, normal
 
-PACKED = 2
+PACK_SIZE = 2
 """Side of the square of latents that becomes one token."""
 
 
@@ -39,15 +39,15 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     scheduler: Mapping[str, Any]
     """The scheduler's config, filled with its class's defaults."""
     transform = "qwen-latents-1: pixels / 127.5 - 1, posterior mean and logvar of one frame, fp32"
-    output = "images"
+    output_field = "images"
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # The pipelines' vae_scale_factor times their packing.
-        return int(PACKED * 2 ** len(self.vae_config["temperal_downsample"]))
+        return int(PACK_SIZE * 2 ** len(self.vae_config["temperal_downsample"]))
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
-        problems = wrong_sides(shape, self.side_step)
+    def shape_errors(self, shape: VideoShape) -> list[str]:
+        problems = side_errors(shape, self.size_multiple)
         if shape.frames != 1:
             problems.append(
                 f"data.frames must be 1, {self.pipeline_class.__name__} makes images; got {shape.frames}"
@@ -67,34 +67,36 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         return encode
 
     def mu(self, size: torch.Size) -> float:
-        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // PACKED**2)
+        return compute_mu(self.scheduler, size[-2] * size[-1] // PACK_SIZE**2)
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         # The second dimension is time, a single frame.
         channels, _, height, width = batch["latent_mean"].shape[1:]
         # Latents of one token.
-        square = PACKED**2
+        square = PACK_SIZE**2
         return {
-            **super().draws(batch),
+            **super().draw_functions(batch),
             "noise": partial(normal, (height * width // square, square * channels)),
         }
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return self.packed(normalised(latents, self.vae_config))
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return self.pack_latents(normalize_latents(latents, self.vae_config))
 
-    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
         # (B, 1, 1, H, W), expanded to all channels, so that every packed value has its weight.
-        weights = loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else self.packed(weights.expand_as(latents))
+        weights = compute_loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else self.pack_latents(weights.expand_as(latents))
 
-    def packed(self, latents: torch.Tensor) -> torch.Tensor:
+    def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         batch, channels, _, height, width = latents.shape
         packed: torch.Tensor = self.pipeline_class._pack_latents(
@@ -102,30 +104,30 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         )
         return packed
 
-    def grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    def token_grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
         """Rows and columns of a batch's image tokens."""
         height, width = batch["latent_mean"].shape[-2:]
-        return height // PACKED, width // PACKED
+        return height // PACK_SIZE, width // PACK_SIZE
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
 
 
-def qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
+def read_qwen_latents_fields(model: ModelConfig, transformer_class: Any) -> dict[str, Any]:
     """Read the fields that these families' checkpoints share.
 
     Raises `DitLoraError` for another scheduler, or if the transformer's channels do not fit the VAE's.
     """
-    path = local_checkpoint(model)
-    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
-    transformer = with_defaults(transformer_class, fields["transformer_config"])
-    vae = with_defaults(AutoencoderKLQwenImage, fields["vae_config"])
+    path = get_checkpoint_folder(model)
+    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
+    transformer = fill_defaults(transformer_class, fields["transformer_config"])
+    vae = fill_defaults(AutoencoderKLQwenImage, fields["vae_config"])
     # A token holds all channels of a square of latents.
-    channels = PACKED**2 * vae["z_dim"]
+    channels = PACK_SIZE**2 * vae["z_dim"]
     if transformer["in_channels"] != channels:
         raise DitLoraError(
             f"{model.path}: the parts of this checkpoint do not fit: its transformer's in_channels must be "
-            f"{channels}, of {PACKED}x{PACKED} latents of its VAE's {vae['z_dim']} channels; got "
+            f"{channels}, of {PACK_SIZE}x{PACK_SIZE} latents of its VAE's {vae['z_dim']} channels; got "
             f"{transformer['in_channels']}"
         )
     # With dynamic shifting, the scheduler's shift depends only on `mu`.

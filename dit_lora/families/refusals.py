@@ -7,7 +7,7 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 
 
-def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
+def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
     """One message per size that is not a multiple of its step. `sizes` maps names in `data` to (value, step)."""
     problems = []
     for name, (value, step) in sizes.items():
@@ -21,12 +21,12 @@ def wrong_multiples(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
     return problems
 
 
-def wrong_sides(shape: VideoShape, step: int) -> list[str]:
+def side_errors(shape: VideoShape, step: int) -> list[str]:
     """One message per side (height, width) that is not a multiple of `step`."""
-    return wrong_multiples({"height": (shape.height, step), "width": (shape.width, step)})
+    return multiple_errors({"height": (shape.height, step), "width": (shape.width, step)})
 
 
-def too_few_frames(frames: int, step: int) -> list[str]:
+def min_frames_errors(frames: int, step: int) -> list[str]:
     """Message if an image-to-video sample has no latent frame of `step` frames after the given first one."""
     # The first latent frame is the given image. One more latent frame needs `step` more frames.
     if frames > step:
@@ -34,7 +34,7 @@ def too_few_frames(frames: int, step: int) -> list[str]:
     return [f"data.frames must be {step + 1} or more, as the first is given; got {frames}"]
 
 
-def wrong_frames(frames: int, step: int) -> list[str]:
+def frame_count_errors(frames: int, step: int) -> list[str]:
     """Message if the number of frames is not a multiple of `step` plus one."""
     # Causal video VAEs encode the first frame by itself, and then `step` frames into each latent.
     if (frames - 1) % step == 0:
@@ -43,23 +43,23 @@ def wrong_frames(frames: int, step: int) -> list[str]:
     return [f"data.frames must be {step}n + 1; got {frames}, nearest {lower} and {lower + step}"]
 
 
-def beyond_positions(ends: Mapping[str, tuple[int, int]], option: str) -> list[str]:
+def position_limit_errors(sizes: Mapping[str, tuple[int, int]], option: str) -> list[str]:
     """One message per size that exceeds the transformer's position table.
 
     Args:
-        ends: Names in `data`, each with (value, maximum).
+        sizes: Names in `data`, each with (value, maximum).
         option: The transformer's config option that sets the length of the table.
     """
     # Each maximum is in the same unit as its value: frames, or pixels of a side.
     return [
         f"data.{name} can be {max_value} at most, where its positions end ({option}); got {value}"
-        for name, (value, max_value) in ends.items()
+        for name, (value, max_value) in sizes.items()
         if value > max_value
     ]
 
 
-def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
-    """Raise `DitLoraError` if the recipe sets options of other families, except those in `takes`.
+def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> None:
+    """Raise `DitLoraError` if the recipe sets options of other families, except those in `supported_options`.
 
     They are `data.classes`, `data.image_column`, `data.image_dropout`, `data.image_noise`, `data.sound`,
     `validation.images`, `validation.last_images`, `validation.other_expert`, `model.task`, `train.guidance_scale`,
@@ -79,7 +79,7 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "data.image_noise": recipe.data.image_noise is not None,
         "data.sound": recipe.data.sound,
         # A frame rate means nothing if every sample is a single image.
-        "data.fps": recipe.data.fps is not None and recipe.data.most_frames == 1,
+        "data.fps": recipe.data.fps is not None and recipe.data.max_frames == 1,
         "model.task": recipe.model.task is not None,
         "validation.other_expert": recipe.validation.other_expert is not None,
         "validation.images": bool(recipe.validation.images),
@@ -88,14 +88,16 @@ def refuse_options(recipe: Recipe, takes: Sequence[str] = ()) -> None:
         "train.timesteps": recipe.train.timesteps is not None,
         "train.vlb": recipe.train.vlb is not None,
     }
-    problems = [name for name, is_set in options.items() if is_set and name not in takes]
+    problems = [
+        name for name, is_set in options.items() if is_set and name not in supported_options
+    ]
     if problems:
         raise DitLoraError(
             f"{', '.join(problems)}: family {recipe.model.family} has nothing that this applies to; remove it"
         )
 
 
-def refuse_in_context(model: ModelConfig) -> None:
+def refuse_ic_lora(model: ModelConfig) -> None:
     """Raise `DitLoraError` for `model.task: ic_lora` in a family without reference clips."""
     if model.task == "ic_lora":
         raise DitLoraError(

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from dit_lora.families.references import VideoEncoding
+from dit_lora.families.references import EncodePixels
 
 Tensors = dict[str, torch.Tensor]
 
@@ -15,20 +15,20 @@ Tensors = dict[str, torch.Tensor]
 class SoundEncoder(Protocol):
     """A `VideoEncoder` of a family that trains sound."""
 
-    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+    def encode_sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
         """Encode a waveform, float32 (channels, N) from -1 to 1, at `rate` samples per second."""
 
 
 @dataclass(frozen=True)
-class HearingEncoder:
+class VideoSoundEncoder:
     """A `VideoEncoder` of clips and their sound."""
 
-    encode: VideoEncoding
-    encode_sound: Callable[[torch.Tensor, int], Tensors]
+    encode: EncodePixels
+    audio_encoder: Callable[[torch.Tensor, int], Tensors]
 
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
         # Pixels and sound are encoded separately, and their tensors are cached together.
         return self.encode(pixels, image)
 
-    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
-        return self.encode_sound(waveform, rate)
+    def encode_sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        return self.audio_encoder(waveform, rate)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_lora.config.data import DataConfig
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,31 @@ class VaeMemory:
     slicing: bool = False
 
     @classmethod
-    def of(cls, data: DataConfig) -> "VaeMemory":
+    def from_config(cls, data: DataConfig) -> "VaeMemory":
         return cls(data.vae_tiling, data.vae_slicing)
 
     def load(self, vae_class: Any, path: Path, dtype: torch.dtype, device: torch.device) -> Any:
         """Load a checkpoint's VAE onto the device with these settings applied."""
         vae = load_pretrained(vae_class, path, subfolder="vae", dtype=dtype, use_safetensors=True)
-        return self.set(vae.to(device))
+        return self.apply(vae.to(device))
 
-    def set(self, vae: Any) -> Any:
+    def apply(self, vae: Any) -> Any:
         """Apply these settings to a VAE and return it."""
-        # VAEs without these methods are rejected earlier, by `require`.
+        # VAEs without these methods are rejected earlier, by `require_supported`.
         if self.tiling:
             vae.enable_tiling()
         if self.slicing:
             vae.enable_slicing()
         return vae
 
-    def facts(self) -> dict[str, Any]:
+    def cache_key(self) -> dict[str, Any]:
         """The part of these settings that changes latents, for cache keys: overlapping tiles are blended.
 
         Slicing is not included, because samples are encoded one by one anyway.
         """
         return {"tiling": True} if self.tiling else {}
 
-    def require(
+    def require_supported(
         self, checkpoint: str, vae_config: Mapping[str, Any], sizes: Iterable[tuple[int, int]]
     ) -> None:
         """Raise `DitLoraError` if this VAE does not support the settings at these heights and widths.
@@ -68,18 +68,20 @@ class VaeMemory:
                 f"{', '.join(unsupported)}: {name}, the VAE of {checkpoint}, cannot; set it to false"
             )
         misaligned = [
-            f"{height}x{width}" for height, width in sizes if not self._aligned(vae, height, width)
+            f"{height}x{width}"
+            for height, width in sizes
+            if not self._is_aligned(vae, height, width)
         ]
         if misaligned:
             raise DitLoraError(
-                listed(
+                format_list(
                     f"data.vae_tiling: the tiles of {name}, the VAE of {checkpoint}, do not fit these heights "
                     "and widths; choose others, or set it to false",
                     misaligned,
                 )
             )
 
-    def _aligned(self, vae: Any, height: int, width: int) -> bool:
+    def _is_aligned(self, vae: Any, height: int, width: int) -> bool:
         """True if a frame of this size gives latents of the same shape in tiles as it does whole."""
         # A video VAE takes (B, C, F, H, W), an image VAE no frames.
         is_video_vae = any(isinstance(module, nn.Conv3d) for module in vae.modules())

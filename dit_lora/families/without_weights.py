@@ -18,26 +18,26 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.environment.hub_files import model_folder
-from dit_lora.environment.hub_kernels import configs_without_kernels
+from dit_lora.environment.hub_files import resolve_model_folder
+from dit_lora.environment.hub_kernels import read_configs_without_kernels
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families import CHAT_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint
 
 # Components with weights in every pipeline. Others are found by their config.json.
-_WEIGHTS = ("transformer", "vae", "text_encoder")
-_CONFIGS = ("*.json", "*.model", "*.txt", "*.jinja")
+_WEIGHT_COMPONENTS = ("transformer", "vae", "text_encoder")
+_CONFIG_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 @contextmanager
-def without_weights(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with a `model.path` from `configs_alone`."""
-    with configs_alone(recipe.model) as model:
+def config_only_recipe(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with a `model.path` from `config_only_model`."""
+    with config_only_model(recipe.model) as model:
         yield recipe.model_copy(update={"model": model})
 
 
 @contextmanager
-def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
+def config_only_model(model: ModelConfig) -> Iterator[ModelConfig]:
     """The model config with a local path to the checkpoint's configs. Missing weight files are replaced by empty ones.
 
     For a Hub id, only the small files are downloaded. Raises `DitLoraError` if there is neither a folder nor a
@@ -45,9 +45,9 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
     """
     folder = Path(model.path).expanduser()
     if not folder.is_dir():
-        folder = model_folder(model, _CONFIGS)
+        folder = resolve_model_folder(model, _CONFIG_PATTERNS)
     # A complete local folder is used as it is. Chat families do not check for weight files when they are opened.
-    elif model.family in CHAT_FAMILIES or not _lacking(folder):
+    elif model.family in CHAT_FAMILIES or not _find_missing_weights(folder):
         yield model
         return
     with tempfile.TemporaryDirectory() as temporary:
@@ -56,39 +56,42 @@ def configs_alone(model: ModelConfig) -> Iterator[ModelConfig]:
         shutil.copytree(
             folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth")
         )
-        for component in _lacking(path) if model.family not in CHAT_FAMILIES else ():
+        for component in _find_missing_weights(path) if model.family not in CHAT_FAMILIES else ():
             (path / component).mkdir(exist_ok=True)
             # An empty file satisfies the check for weight files. Models are built from their configs.
             save_file({}, path / component / "model.safetensors")
         yield model.model_copy(update={"path": str(path)})
 
 
-def _lacking(folder: Path) -> list[str]:
+def _find_missing_weights(folder: Path) -> list[str]:
     """Pipeline components without weight files: those that every pipeline has, and all others with a config."""
-    models = {*_WEIGHTS, *(config.parent.name for config in folder.glob("*/config.json"))}
+    models = {*_WEIGHT_COMPONENTS, *(config.parent.name for config in folder.glob("*/config.json"))}
     return sorted(name for name in models if not any((folder / name).glob("*.safetensors")))
 
 
 @contextmanager
-def from_configs() -> Iterator[list[nn.Module]]:
+def build_from_configs() -> Iterator[list[nn.Module]]:
     """Inside the context, `from_pretrained` of Diffusers and Transformers builds frozen models from configs.
 
     Yields the list of the models built so far.
     """
     built: list[nn.Module] = []
 
-    def of_diffusers(
+    def build_diffusers_model(
         cls: Any, path: Any, *, subfolder: str | None = None, dtype: Any = None, **_: Any
     ) -> Any:
         # Parameters have the names of from_pretrained, whose callers pass them by keyword.
         model = cls.from_config(cls.load_config(path, subfolder=subfolder))
-        return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
+        return _prepare_model(model, dtype, cls._keep_in_fp32_modules or [], built)
 
-    def of_transformers(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
-        model = _without_values(cls, load_pretrained(cls.config_class, path))
-        return _as_loaded(model, dtype, cls._keep_in_fp32_modules or [], built)
+    def build_transformers_model(cls: Any, path: Any, *, dtype: Any = None, **_: Any) -> Any:
+        model = _build_uninitialized(cls, load_pretrained(cls.config_class, path))
+        return _prepare_model(model, dtype, cls._keep_in_fp32_modules or [], built)
 
-    replacements: dict[Any, Any] = {ModelMixin: of_diffusers, PreTrainedModel: of_transformers}
+    replacements: dict[Any, Any] = {
+        ModelMixin: build_diffusers_model,
+        PreTrainedModel: build_transformers_model,
+    }
     originals: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
     for kind, function in replacements.items():
         # Patch the base classes, so that every model class of both libraries is covered.
@@ -100,20 +103,23 @@ def from_configs() -> Iterator[list[nn.Module]]:
             kind.from_pretrained = method
 
 
-def _as_loaded(
-    model: nn.Module, dtype: torch.dtype | None, fp32: list[str], built: list[nn.Module]
+def _prepare_model(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    fp32_modules: list[str],
+    built_models: list[nn.Module],
 ) -> nn.Module:
     for name, parameter in model.named_parameters():
         # Modules that the class keeps in fp32 stay so, as in a real from_pretrained.
-        if not any(part in name.split(".") for part in fp32):
+        if not any(part in name.split(".") for part in fp32_modules):
             parameter.data = parameter.data.to(dtype or torch.float32)
     set_method: Any = setattr
     set_method(model, "to", lambda *_, **__: model)  # meta and fake weights cannot be moved
-    built.append(model.requires_grad_(False).eval())
+    built_models.append(model.requires_grad_(False).eval())
     return model
 
 
-def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
+def build_text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     """Build the text encoders of a Diffusers folder that have a config, each of the class that the config names."""
     import transformers
 
@@ -121,36 +127,38 @@ def text_encoders(path: Path, dtype: torch.dtype) -> list[nn.Module]:
     # text_encoder, text_encoder_2 and so on, in this order.
     for file in sorted(path.glob("text_encoder*/config.json")):
         config = load_pretrained(AutoConfig, file.parent)
-        model = _without_values(getattr(transformers, config.architectures[0]), config)
-        models.append(_as_loaded(model, dtype, [], []))
+        model = _build_uninitialized(getattr(transformers, config.architectures[0]), config)
+        models.append(_prepare_model(model, dtype, [], []))
     return models
 
 
-def _without_values(cls: Any, config: Any) -> Any:
+def _build_uninitialized(cls: Any, config: Any) -> Any:
     """Build a Transformers model without initialising its weights.
 
     Some initialisations (Siglip's) read values, which tensors on the meta device do not have.
     """
-    with no_init_weights(), configs_without_kernels():
+    with no_init_weights(), read_configs_without_kernels():
         model = cls._from_config(config)
     model.tie_weights()  # skipped together with the initialisation
     return model
 
 
-def opened(recipe: Recipe) -> tuple[Any, Any]:
-    """Family and checkpoint of a recipe from `without_weights`. Without its data, it has the checkpoint's classes."""
+def open_recipe_checkpoint(recipe: Recipe) -> tuple[Any, Any]:
+    """Family and checkpoint of a recipe from `config_only_recipe`. Without its data, it has the
+    checkpoint's classes.
+    """
     family, is_chat = get_family(recipe.model.family), recipe.model.family in CHAT_FAMILIES
-    if not data_is_here(recipe) and recipe.data.classes is None and not is_chat:
-        recipe = _with_classes(recipe, family.open(recipe.model))
+    if not is_data_available(recipe) and recipe.data.classes is None and not is_chat:
+        recipe = _add_classes(recipe, family.open(recipe.model))
     return family, family.open(recipe.model, recipe)
 
 
-def data_is_here(recipe: Recipe) -> bool:
+def is_data_available(recipe: Recipe) -> bool:
     """True if every data source is a file or folder on this machine."""
     return all(Path(source.path).expanduser().exists() for source in recipe.data.all_sources)
 
 
-def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
+def _add_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     stored_names = checkpoint.class_names
     if stored_names is None:
         return recipe
@@ -159,7 +167,7 @@ def _with_classes(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"classes": names})})
 
 
-def as_constructed(model: nn.Module) -> nn.Module:
-    """Let a model from `from_configs` be moved to a device again, like any other model."""
+def restore_to_method(model: nn.Module) -> nn.Module:
+    """Let a model from `build_from_configs` be moved to a device again, like any other model."""
     model.__dict__.pop("to", None)
     return model.eval()

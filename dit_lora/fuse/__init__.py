@@ -20,7 +20,7 @@ def kernel_support() -> Support:
     return triton_support()
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     """A module that can be called as the function it is named after."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> "FuseReport":
@@ -41,4 +41,4 @@ def __getattr__(name: str) -> Any:
 
 # Python looks `__call__` up on the class, and a module has no other way to have one: a function named `__call__` in it
 # is not asked. `__class__` of a module may be assigned for this purpose.
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

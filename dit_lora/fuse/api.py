@@ -8,33 +8,33 @@ from typing import Literal, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse import fp8, liger
 from dit_lora.fuse.attention import require_backend
-from dit_lora.fuse.first_forward import FirstForwards
+from dit_lora.fuse.first_forward import FirstForwardHook
 from dit_lora.fuse.lora import has_lora
 from dit_lora.fuse.patches import (
     ATTENTION,
     KERNELS,
     OPS,
     Fusion,
-    fusion_of,
-    mark,
-    matches,
+    find_patch,
+    get_fusion,
     patch_forward,
     patch_processor,
     refuse_projection_fusing,
-    restore,
+    restore_modules,
+    set_fusion,
     stock_processor,
 )
-from dit_lora.fuse.registry import FORWARDS, PROCESSORS, WITHOUT_TRITON
+from dit_lora.fuse.registry import FORWARDS, OPS_WITHOUT_TRITON, PROCESSORS
 from dit_lora.fuse.transformers_attention import AttentionChoice, require_implementation
-from dit_lora.guard.switches import Switch, set_model_switches
+from dit_lora.guard.switches import Fallback, set_model_fallbacks
 from dit_lora_kernels import triton_support
-from dit_lora_kernels.fp8 import why_unavailable as why_no_fp8
+from dit_lora_kernels.fp8 import find_unavailable_reason as why_no_fp8
 
 Mode = Literal["auto", "on", "off"]
-_OF_OTHERS = "it is for models of Transformers"
+_TRANSFORMERS_ONLY = "it is for models of Transformers"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class FuseReport:
     @property
     def ops(self) -> list[str]:
         """Names of the ops that are on and replaced at least one module."""
-        return self.fusion.used()
+        return self.fusion.get_active_ops()
 
     def __str__(self) -> str:
-        lines = self.fusion.lines()
+        lines = self.fusion.format_lines()
         # One line for all ops with one reason: without a GPU that is nearly all of them.
         reasons: dict[str, list[str]] = {}
         for op, reason in self.unavailable.items():
@@ -73,10 +73,10 @@ def fuse(
 
     Args:
         model: A Diffusers or Transformers model. It is patched in place.
-        ops: `auto`, `on` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
-            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `on` also runs without
-            a GPU (with the kernel's reference in plain PyTorch) and raises if parity does not hold or nothing in the
-            model takes the op.
+        ops: `auto`, `op_states` or `off` by op name. Ops without an entry are `auto`, except `fp8`, which is `off`.
+            `auto` uses the kernel if it applies, the machine can run it, and parity holds. `op_states` also runs
+            without a GPU (with the kernel's reference in plain PyTorch) and raises if parity does not hold or nothing
+            in the model takes the op.
         attention: A Diffusers attention backend that supports training or, for a Transformers model, one of its
             implementations. `auto` is PyTorch's own choice.
         check: Compare the first training forward of each input shape with the stock model, values and gradients,
@@ -87,9 +87,9 @@ def fuse(
             projections Diffusers has fused under LoRA.
     """
     # One mode for every op: those that the caller left out get their default.
-    modes = _modes(ops or {})
+    modes = _complete_modes(ops or {})
     # Fusing twice replaces the first fusion: start from the stock model again.
-    if fusion_of(model) is not None:
+    if get_fusion(model) is not None:
         unfuse(model)
     # Check every argument before the first module is patched, so that an error leaves the model unchanged.
     backend = None
@@ -97,7 +97,7 @@ def fuse(
         require_implementation(model, attention)
     elif attention != "auto":
         backend = require_backend(attention)
-    unavailable = _unavailable(model, modes)
+    unavailable = _find_unavailable_ops(model, modes)
     op_states = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     # Fused processors come with any op: they have one input for q, k and v, which adapters share.
     fusion = Fusion(
@@ -105,30 +105,30 @@ def fuse(
     )
     refuse_projection_fusing(model, has_lora)
     # From here on the model is changed. It is restored if a requested op replaced nothing.
-    _patch(model, fusion)
-    _require_asked(model, fusion, modes)
-    mark(model, fusion)  # patched or not, so that `fusion_of` finds it on the model too
-    switches = _switches(fusion, modes)
-    if fp8.OP in fusion.used():
+    _patch_modules(model, fusion)
+    _require_requested_ops(model, fusion, modes)
+    set_fusion(model, fusion)  # patched or not, so that `get_fusion` finds it on the model too
+    switches = _build_fallbacks(fusion, modes)
+    if fp8.OP in fusion.get_active_ops():
         # fp8 comes first: it runs inside `lora_linear`, and the check would otherwise switch that off.
-        switches.insert(0, fp8.start(model, fusion, insisted=modes[fp8.OP] == "on"))
+        switches.insert(0, fp8.enable_fp8(model, fusion, required=modes[fp8.OP] == "on"))
     if attention != "auto" and isinstance(model, PreTrainedModel):
         switches += _choose_attention(model, fusion, attention)
-    set_model_switches(model, switches)
+    set_model_fallbacks(model, switches)
     # `with_kwargs`: models of Diffusers are called with keyword arguments.
-    fusion.hooks.append(model.register_forward_pre_hook(FirstForwards(check), with_kwargs=True))
+    fusion.hooks.append(model.register_forward_pre_hook(FirstForwardHook(check), with_kwargs=True))
     # Liger does not apply to diffusion models, so their report does not mention it.
-    reported = {op: reason for op, reason in unavailable.items() if reason != _OF_OTHERS}
+    reported = {op: reason for op, reason in unavailable.items() if reason != _TRANSFORMERS_ONLY}
     return FuseReport(fusion, reported)
 
 
-def _unavailable(model: nn.Module, modes: Mapping[str, Mode]) -> dict[str, str]:
+def _find_unavailable_ops(model: nn.Module, modes: Mapping[str, Mode]) -> dict[str, str]:
     """Ops that `auto` leaves off for this model on this machine, with the reason for each."""
-    reasons = {op: _why_off(op, mode, model) for op, mode in modes.items()}
+    reasons = {op: _find_off_reason(op, mode, model) for op, mode in modes.items()}
     return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
-def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Switch]:
+def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list[Fallback]:
     """Set this attention implementation until `unfuse`, and return its fallbacks. If the model rejects it, undo
     everything.
     """
@@ -138,49 +138,51 @@ def _choose_attention(model: PreTrainedModel, fusion: Fusion, name: str) -> list
         unfuse(model)
         raise
     fusion.hooks.append(choice)
-    return choice.switches(model)
+    return choice.build_fallbacks(model)
 
 
 def unfuse(model: nn.Module) -> None:
     """Restore the model's stock code in every module. A model that is not fused stays as it is."""
-    fusion = fusion_of(model)
+    fusion = get_fusion(model)
     if fusion is None:
         return
     # Raises before any change if later hooks are in the way.
-    restore(model)
-    set_model_switches(model, [])
+    restore_modules(model)
+    set_model_fallbacks(model, [])
     for hook in fusion.hooks:
         hook.remove()
 
 
-def _modes(asked: Mapping[str, Mode]) -> dict[str, Mode]:
+def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
     """Complete the user's modes to a mode for every op. Raises `DitLoraError` for an unknown op or mode."""
-    unknown = sorted(set(asked) - set(OPS))
+    unknown = sorted(set(requested_modes) - set(OPS))
     if unknown:
-        raise DitLoraError(listed(f"no kernel is called {', '.join(unknown)}; there are", OPS))
-    invalid_modes = [f"{op}: {mode!r}" for op, mode in asked.items() if mode not in get_args(Mode)]
+        raise DitLoraError(format_list(f"no kernel is called {', '.join(unknown)}; there are", OPS))
+    invalid_modes = [
+        f"{op}: {mode!r}" for op, mode in requested_modes.items() if mode not in get_args(Mode)
+    ]
     if invalid_modes:
-        raise DitLoraError(listed("give auto, on or off for each kernel; got", invalid_modes))
-    modes = {op: asked.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
-    if modes[fp8.OP] == "on" and modes[fp8.NEEDS] == "off":
+        raise DitLoraError(format_list("give auto, on or off for each kernel; got", invalid_modes))
+    modes = {op: requested_modes.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
+    if modes[fp8.OP] == "on" and modes[fp8.REQUIRED_OP] == "off":
         raise DitLoraError(
-            f"kernels.{fp8.OP}: it computes the products of {fp8.NEEDS}, which is off; set that to auto"
+            f"kernels.{fp8.OP}: it computes the products of {fp8.REQUIRED_OP}, which is off; set that to auto"
         )
     return modes
 
 
-def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
+def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
     """Why this op is off; None if it is on.
 
-    Raises `DitLoraError` if the mode is `on` and the machine cannot run it.
+    Raises `DitLoraError` if the mode is `op_states` and the machine cannot run it.
     """
     if mode == "off":
         return None
     # Liger also needs its own package, which is optional.
     if op == liger.OP:
         if not isinstance(model, PreTrainedModel):
-            return _OF_OTHERS
-        if missing := liger.why_unavailable():
+            return _TRANSFORMERS_ONLY
+        if missing := liger.find_unavailable_reason():
             if mode == "on":
                 raise DitLoraError(
                     f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto"
@@ -191,77 +193,83 @@ def _why_off(op: str, mode: Mode, model: nn.Module) -> str | None:
         if missing and mode == "on":
             raise DitLoraError(f"kernels.{op}: {missing}; set it to off")
         return missing
-    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `on` uses it.
+    # Without a GPU a kernel is its reference in plain PyTorch, which is no faster: only `op_states` uses it.
     support = triton_support()
-    if mode == "on" or op in WITHOUT_TRITON or support.mode == "gpu":
+    if mode == "on" or op in OPS_WITHOUT_TRITON or support.mode == "gpu":
         return None
     return f"{support.reason}; `on` runs its reference"
 
 
-def _patch(model: nn.Module, fusion: Fusion) -> None:
+def _patch_modules(model: nn.Module, fusion: Fusion) -> None:
     """Patch every module that has a patch for an op that is on. `fusion` records which were replaced and which not."""
     # Not exclusive: an attention layer's processor is replaced even if its forward is patched too.
     for name, module in model.named_modules():
-        forward = matches(FORWARDS, module)
-        if forward is not None and fusion.on.get(forward.op):
+        forward = find_patch(FORWARDS, module)
+        if forward is not None and fusion.op_states.get(forward.op):
             patch_forward(name, module, fusion, forward)
-        processor = matches(PROCESSORS, stock_processor(module))
-        if processor is not None and fusion.on[ATTENTION]:
+        processor = find_patch(PROCESSORS, stock_processor(module))
+        if processor is not None and fusion.op_states[ATTENTION]:
             patch_processor(name, module, fusion, processor)
-    if fusion.on.get(fp8.OP):
-        fp8.note(model, fusion)
+    if fusion.op_states.get(fp8.OP):
+        fp8.record_fp8_layers(model, fusion)
 
 
-def _require_asked(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
+def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str, Mode]) -> None:
     """Restore the model and raise `DitLoraError` if an op or backend requested by name replaced nothing."""
-    # With `on`, an op that applies to no module is an error.
-    replaced = {op for op, _ in fusion.replaced}
+    # With `op_states`, an op that applies to no module is an error.
+    replaced = {op for op, _ in fusion.patched_modules}
     missing = [op for op, mode in modes.items() if mode == "on" and op not in replaced]
     if fusion.backend is not None and ATTENTION not in replaced:
         missing.append(f"{ATTENTION}: {fusion.backend}")
     if not missing:
         return
-    restore(model)
-    reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.kept if op in missing]
+    restore_modules(model)
+    reasons = [
+        f"{op}: {name}: {reason}" for op, name, reason in fusion.skipped_modules if op in missing
+    ]
     model_class = type(model).__name__
     raise DitLoraError(
-        listed(f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20])
+        format_list(
+            f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20]
+        )
     )
 
 
-def _switches(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Switch]:
+def _build_fallbacks(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Fallback]:
     """A fallback for each op that replaced something, for the attention backend, and for all patches together."""
     switches = [
-        Switch(
+        Fallback(
             op,
             "kernel",
-            partial(fusion.without, op),
-            partial(fusion.on.__setitem__, op, False),
+            partial(fusion.disable_op, op),
+            partial(fusion.op_states.__setitem__, op, False),
             "PyTorch's own ops",
-            insisted=modes[op] == "on",
-            part_of=KERNELS,
+            required=modes[op] == "on",
+            parent=KERNELS,
         )
-        for op in fusion.used()
+        for op in fusion.get_active_ops()
         if op != fp8.OP
     ]
     # A backend was chosen by name: if the first check fails that is an error, and no reason to fall back.
     if fusion.backend is not None:
         switches.append(
-            Switch(
+            Fallback(
                 f"attention:{fusion.backend}",
                 "attention_backend",
-                fusion.any_backend,
+                fusion.use_default_backend,
                 partial(setattr, fusion, "backend", None),
                 "PyTorch's own choice",
-                insisted=True,
-                part_of=KERNELS,
+                required=True,
+                parent=KERNELS,
             )
         )
     # One fallback for everything. It is also the only one for attention processors, which belong to no op.
-    if fusion.replaced:
+    if fusion.patched_modules:
         turn_off_all = partial(setattr, fusion, "stock", True)
-        insisted = any(switch.insisted for switch in switches)
+        insisted = any(switch.required for switch in switches)
         switches.append(
-            Switch(KERNELS, "kernel", fusion.all_stock, turn_off_all, "the stock model", insisted)
+            Fallback(
+                KERNELS, "kernel", fusion.use_stock_code, turn_off_all, "the stock model", insisted
+            )
         )
     return switches

@@ -22,20 +22,20 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse.lora import has_observers, is_hooked, project
 from dit_lora.fuse.patches import ATTENTION, Fusion, ProcessorPatch
 from dit_lora.numerics.attention_calls import attention_call
-from dit_lora.numerics.opaque import ONLY_COUNTS
+from dit_lora.numerics.opaque import COUNTS_ONLY
 from dit_lora_kernels.qk_norm_rope import qk_norm_rope, recoverable
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
 """Tables of cosines and sines, as a model's own code makes them."""
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v."""
-Norm = Literal["layer", "rms"]
+NormKind = Literal["layer", "rms"]
 
-TRAINABLE = (
+TRAINABLE_BACKENDS = (
     "native",
     "_native_cudnn",
     "_native_efficient",
@@ -50,8 +50,8 @@ TRAINABLE = (
 )
 """Diffusers' backends that have a backward. Sage and aiter are for inference; `_flash_3` lost its backward
 (docs/design.md)."""
-MASKLESS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
-"""Backends in `TRAINABLE` that take no mask."""
+MASKLESS_BACKENDS = ("_native_flash", "flash", "flash_hub", "flash_4_hub", "_flash_3_hub")
+"""Backends in `TRAINABLE_BACKENDS` that take no mask."""
 
 
 def require_backend(name: str) -> str:
@@ -66,8 +66,10 @@ def require_backend(name: str) -> str:
         _maybe_download_kernel_for_backend,
     )
 
-    if name not in TRAINABLE:
-        raise DitLoraError(listed(f"kernels.attention: {name} does not train; choose", TRAINABLE))
+    if name not in TRAINABLE_BACKENDS:
+        raise DitLoraError(
+            format_list(f"kernels.attention: {name} does not train; choose", TRAINABLE_BACKENDS)
+        )
     backend = AttentionBackendName(name)
     try:
         _check_attention_backend_requirements(backend)
@@ -77,9 +79,9 @@ def require_backend(name: str) -> str:
     return name
 
 
-def refuse_masks(name: str) -> None:
+def require_mask_support(name: str) -> None:
     """Raise `DitLoraError` if this attention backend does not support masks."""
-    if name in MASKLESS:
+    if name in MASKLESS_BACKENDS:
         raise DitLoraError(
             f"kernels.attention: {name} takes no mask, and this model attends with one; use auto"
         )
@@ -91,7 +93,7 @@ def attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     backend: str | None,
-    parallel: Any = None,
+    parallel_config: Any = None,
 ) -> torch.Tensor:
     """Softmax attention of (B, S, H, D) over (B, K, H, D), as (B, S, H, D).
 
@@ -102,26 +104,27 @@ def attend(
         mask: A mask as PyTorch's `scaled_dot_product_attention` takes it, or None. With a mask cuDNN is never used,
             because its backward can give NaN (pytorch issue 196678).
         backend: Diffusers' name of the attention backend; None for PyTorch's choice.
-        parallel: Diffusers' configuration of ranks that share a sample, each with its S and K tokens; None without.
+        parallel_config: Diffusers' configuration of ranks that share a sample, each with its S and K tokens; None
+        without.
 
     Raises:
         DitLoraError: There is a mask and `backend` does not support masks.
     """
-    if mask is None and parallel is None and _is_native(backend):
+    if mask is None and parallel_config is None and _is_native(backend):
         with attention_call():
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     name = None if backend is None else AttentionBackendName(backend)
     # The dispatcher takes heads behind tokens, as projections and the kernel of q and k leave them: nothing is moved.
-    options: Any = {"attn_mask": mask, "backend": name, "parallel_config": parallel}
+    options: Any = {"attn_mask": mask, "backend": name, "parallel_config": parallel_config}
     dispatch = partial(dispatch_attention_fn, query, key, value, **options)
     if mask is not None and backend is not None:
-        refuse_masks(backend)
+        require_mask_support(backend)
     if mask is None or not mask.is_cuda:
         with attention_call():
             return dispatch()
     # Dynamo knows `sdpa_kernel` and none of the functions that ask or set one backend.
-    with sdpa_kernel([_MASKED[i] for i in _enabled()]), attention_call():
+    with sdpa_kernel([_MASK_BACKENDS[i] for i in _find_enabled_backends()]), attention_call():
         return dispatch()
 
 
@@ -136,13 +139,13 @@ def _is_native(backend: str | None) -> bool:
     return name == AttentionBackendName.NATIVE.value
 
 
-_MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+_MASK_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """PyTorch's backends that `attend` uses with a mask."""
 
 
 @torch.compiler.assume_constant_result
-def _enabled() -> tuple[int, ...]:
-    """Indices into `_MASKED` of the backends that are enabled. Backends that the guard switched off stay off.
+def _find_enabled_backends() -> tuple[int, ...]:
+    """Indices into `_MASK_BACKENDS` of the backends that are enabled. Backends that the guard switched off stay off.
 
     Compiled code treats the result as a constant. A fallback of the guard resets Dynamo, which also resets this value.
     """
@@ -156,7 +159,7 @@ def _enabled() -> tuple[int, ...]:
 
 def project_qkv(
     attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
-) -> Heads:
+) -> QueryKeyValue:
     """Project to q (B, S, H * D), and to k and v (B, K, H * D) of `encoder_hidden_states` (`hidden_states` if it is
     None).
     """
@@ -168,10 +171,10 @@ def project_qkv(
     return query, key, value
 
 
-def project_output(attn: Any, attended: torch.Tensor) -> torch.Tensor:
+def project_output(attn: Any, attention_output: torch.Tensor) -> torch.Tensor:
     """Attention's output (B, S, H * D) after its output projection and dropout."""
     projection, dropout = attn.to_out
-    output: torch.Tensor = projection(attended)
+    output: torch.Tensor = projection(attention_output)
     # Not called where PyTorch would return its input, and nobody would see the call.
     is_idle = type(dropout) is nn.Dropout and dropout.p == 0
     if is_idle and not is_hooked(dropout) and not has_observers((dropout,)):
@@ -187,19 +190,21 @@ def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 # Attributes of Diffusers' attention layers. The `added` ones are for text.
-NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+QK_NORM_NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class Recomputable(NamedTuple):
     """A tensor that the backward pass can recompute from tensors that are saved anyway."""
 
     tensor: torch.Tensor
-    again: Callable[[], torch.Tensor]
+    recompute: Callable[[], torch.Tensor]
     """Computes the same values, bit for bit. Refers only to tensors that are saved for other reasons."""
 
     @contextmanager
-    def not_kept(self) -> Iterator[None]:
-        """Context in which autograd does not save this tensor's memory: the backward pass calls `again` instead."""
+    def skip_saving(self) -> Iterator[None]:
+        """Context in which autograd does not save this tensor's memory: the backward pass calls
+        `recompute` instead.
+        """
         # Compiled, the graph's partitioner decides what is kept.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             yield
@@ -207,16 +212,16 @@ class Recomputable(NamedTuple):
         # Hooks nest, but PyTorch only calls the innermost ones: ours would hide those that are set already. PyTorch
         # has no public way to see them. Hooks that only count are called from ours, so that they count the rest.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        counts: Any = outer[0] if outer and hasattr(outer[0], ONLY_COUNTS) else None
+        counts: Any = outer[0] if outer and hasattr(outer[0], COUNTS_ONLY) else None
         if outer and counts is None:  # checkpointing or offload: they decide about this tensor too
             yield
             return
         # Do not close over `self`: `unpack` lives until the backward pass and would keep the tensor alive.
-        memory, recompute = _place(self.tensor), self.again
+        memory, recompute = _get_memory_key(self.tensor), self.recompute
 
         def pack(saved: torch.Tensor) -> torch.Tensor | tuple[int, ...]:
             # Adapters save the tensor itself or a reshaped view of it: both cover all of its memory.
-            if _place(saved) == memory:
+            if _get_memory_key(saved) == memory:
                 return tuple(saved.shape)
             return counts(saved) if counts else saved
 
@@ -230,14 +235,14 @@ class Recomputable(NamedTuple):
             yield
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
+def _get_memory_key(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
     """Identity of a tensor's memory: equal for all contiguous views that cover the same contiguous tensor."""
     # The storage's address as an object: a tensor without values (fake, meta) has no data pointer to compare.
     memory = tensor.untyped_storage()._cdata
     return memory, int(tensor.storage_offset()), tensor.numel(), tensor.is_contiguous()
 
 
-def _of_stock(name: str) -> property:
+def _forward_to_stock(name: str) -> property:
     """A property that reads and writes this attribute of the stock processor; None if that does not have it."""
     return property(
         lambda self: getattr(self.stock, name, None),
@@ -258,13 +263,13 @@ class FusedProcessor:
     def __init__(self, stock: Any, fusion: Fusion, attn: Any) -> None:
         self.stock = stock
         self.fusion = fusion
-        norms = [norm for name in NORMS if (norm := getattr(attn, name, None)) is not None]
+        norms = [norm for name in QK_NORM_NAMES if (norm := getattr(attn, name, None)) is not None]
         # Read once, here: reading the weights synchronizes with the device.
-        self.from_output = all(self._recoverable(norm) for norm in norms)
+        self.has_recoverable_norms = all(self._is_recoverable(norm) for norm in norms)
         """True if norms of q and k may run backward from their outputs."""
 
     @property
-    def is_stock(self) -> bool:
+    def should_use_stock(self) -> bool:
         """True if the stock processor must run. Under context parallelism it always must.
 
         Subclasses may support context parallelism, or have more conditions.
@@ -280,26 +285,26 @@ class FusedProcessor:
 
     # Diffusers' set_attention_backend and enable_parallelism set these two on a layer's processor. They are forwarded
     # to the stock processor, so that it uses them when it runs, and still has them when the model is unfused.
-    _attention_backend = _of_stock("_attention_backend")
-    _parallel_config = _of_stock("_parallel_config")
+    _attention_backend = _forward_to_stock("_attention_backend")
+    _parallel_config = _forward_to_stock("_parallel_config")
 
-    def weight(self, norm: Any) -> torch.Tensor | None:
+    def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
         """The factor of a norm of q or k; None if the norm has no weights."""
         return getattr(norm, "weight", None)
 
-    def _recoverable(self, norm: Any) -> bool:
+    def _is_recoverable(self, norm: Any) -> bool:
         """True if the norm's backward can start from its output. Also if it has no weights, or only meta tensors."""
-        weight, bias = self.weight(norm), getattr(norm, "bias", None)
+        weight, bias = self.get_norm_weight(norm), getattr(norm, "bias", None)
         return weight is None or weight.is_meta or recoverable(weight, bias)
 
     def norm_and_rotate(
         self,
         heads: torch.Tensor,
         norm: Any,
-        rotary: Rotary | None,
-        kind: Norm,
+        rotary: RotaryTables | None,
+        kind: NormKind,
         *,
-        first: int = 0,
+        first_token: int = 0,
         across_heads: bool = False,
         rotation: str = "interleaved",
     ) -> torch.Tensor:
@@ -310,43 +315,48 @@ class FusedProcessor:
             norm: A module of the class that `kind` names; None for no norm.
             rotary: Tables as `qk_norm_rope` takes them; None for no rotation.
             kind: `layer` or `rms`.
-            first: Index of the first token that is rotated; R tokens (the length of the tables) are.
+            first_token: Index of the first token that is rotated; R tokens (the length of the tables) are.
             across_heads: Norm over all heads of a token instead of each head.
             rotation: Which elements form a pair, as `qk_norm_rope` names it.
         """
         return qk_norm_rope(
             heads,
-            self.weight(norm),
+            self.get_norm_weight(norm),
             getattr(norm, "bias", None),
             *(rotary or (None, None)),
             norm="none" if norm is None else kind,
             eps=0.0 if norm is None else norm.eps,
             across_heads=across_heads,
             rotation=rotation,
-            first=first,
-            from_output=self.from_output,
+            first=first_token,
+            from_output=self.has_recoverable_norms,
         )
 
-    def normed_heads(
-        self, heads: torch.Tensor, norm: Any, rotary: Rotary | None, kind: Norm, first: int = 0
+    def norm_and_rotate_heads(
+        self,
+        heads: torch.Tensor,
+        norm: Any,
+        rotary: RotaryTables | None,
+        kind: NormKind,
+        first_token: int = 0,
     ) -> torch.Tensor:
-        """q or k (B, S, H, D), normed per head; R tokens from `first` are rotated with tables (R, D).
+        """q or k (B, S, H, D), normed per head; R tokens from `first_token` are rotated with tables (R, D).
 
         Uses the kernel if its op is on, else the stock modules.
         """
         if norm is None and rotary is None:
             return heads
         if self.fusion.is_on("qk_norm_rope"):
-            return self.norm_and_rotate(heads, norm, rotary, kind, first=first)
+            return self.norm_and_rotate(heads, norm, rotary, kind, first_token=first_token)
         if norm is not None:
             heads = norm(heads)
         if rotary is None:
             return heads
         # The tables have one row per rotated token; tokens before and after keep their values.
-        stop = first + len(rotary[0])
+        stop = first_token + len(rotary[0])
         rotate: Any = apply_rotary_emb  # its annotations are of complex tables
-        rotated = rotate(heads[:, first:stop], rotary, sequence_dim=1)
-        return torch.cat([heads[:, :first], rotated, heads[:, stop:]], dim=1)
+        rotated = rotate(heads[:, first_token:stop], rotary, sequence_dim=1)
+        return torch.cat([heads[:, :first_token], rotated, heads[:, stop:]], dim=1)
 
 
 class SharedInputProcessor(FusedProcessor):
@@ -368,15 +378,15 @@ class SharedInputProcessor(FusedProcessor):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         # Images (B, C, H, W), and text of another batch size, go to the stock code.
         plain = hidden_states.ndim == 3 and len(hidden_states) == len(source)
-        if self.is_stock or args or kwargs or not plain:
+        if self.should_use_stock or args or kwargs or not plain:
             # Pass temb on only before other positional arguments: it is for a spatial norm, and there is none.
             positional = (temb, *args) if args else ()
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, *positional, **kwargs
             )
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
-        query, key = self.normed(attn, query, key)
-        mask = heads_mask(attn, attention_mask, source)
+        query, key = self.normalize_qk(attn, query, key)
+        mask = reshape_mask(attn, attention_mask, source)
         # (B, S, H * D) to (B, S, H, D), as a view.
         query, key, value = (
             tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)
@@ -388,7 +398,7 @@ class SharedInputProcessor(FusedProcessor):
         factor = attn.rescale_output_factor
         return output if factor == 1 else output / factor
 
-    def normed(
+    def normalize_qk(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k (B, S, H * D) after the layer's norms, which here are across heads or missing."""
@@ -399,7 +409,7 @@ class SharedInputProcessor(FusedProcessor):
         return query, key
 
 
-def heads_mask(
+def reshape_mask(
     attn: Attention, mask: torch.Tensor | None, source: torch.Tensor
 ) -> torch.Tensor | None:
     """Reshape a block's mask of the tokens of `source` (B, K, .) to (B, 1 or H, 1 or S, K), as attention takes it."""
@@ -413,7 +423,7 @@ def heads_mask(
     return mask.view(len(source), attn.heads, -1, mask.shape[-1])
 
 
-def plain(attn: Any) -> str | None:
+def find_plain_attention_problem(attn: Any) -> str | None:
     """Why this layer needs more than projections and attention, and so its stock processor; None if it does not."""
     if attn.spatial_norm is not None or attn.group_norm is not None or attn.norm_cross:
         return "its input has a norm of its own"
@@ -424,12 +434,12 @@ def plain(attn: Any) -> str | None:
     return None
 
 
-def _plain_unnormed(attn: Any) -> str | None:
-    """The reason of `plain`, or that q and k are normed; None if neither applies."""
-    # AttnProcessor2_0 norms per head, but `SharedInputProcessor.normed` norms across heads, as Sana does.
+def _find_unnormed_problem(attn: Any) -> str | None:
+    """The reason of `find_plain_attention_problem`, or that q and k are normed; None if neither applies."""
+    # AttnProcessor2_0 norms per head, but `SharedInputProcessor.normalize_qk` norms across heads, as Sana does.
     # One of the two norms is enough.
     normed = attn.norm_q is not None or attn.norm_k is not None
-    return plain(attn) or ("it norms q and k" if normed else None)
+    return find_plain_attention_problem(attn) or ("it norms q and k" if normed else None)
 
 
 PROCESSORS = (
@@ -437,6 +447,6 @@ PROCESSORS = (
         "diffusers.models.attention_processor.AttnProcessor2_0",
         ATTENTION,
         SharedInputProcessor,
-        _plain_unnormed,
+        _find_unnormed_problem,
     ),
 )

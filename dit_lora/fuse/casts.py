@@ -9,42 +9,42 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 from dit_lora_kernels.lora_linear import lower, lower_all
 
 
 @dataclass
-class _Cast:
+class _CachedCast:
     """A and s*B of a layer in the compute dtype, and the inputs they were computed from."""
 
     key: tuple[Any, ...]
-    lowered: tuple[Tensor, Tensor]
+    factors: tuple[Tensor, Tensor]
     a: Tensor
     b: Tensor
     scaling: float
     dtype: torch.dtype
-    name: str
+    adapter_name: str
     """The adapter's."""
     is_used: bool = True
     """True if a forward used it since it was made."""
 
 
 # Weak keys, so that the casts do not keep a model alive.
-CASTS: WeakKeyDictionary[nn.Module, _Cast] = WeakKeyDictionary()
+CAST_CACHE: WeakKeyDictionary[nn.Module, _CachedCast] = WeakKeyDictionary()
 
 
-def renew_casts(model: nn.Module) -> None:
+def refresh_casts(model: nn.Module) -> None:
     """Recompute the casts of A and B that this model's last forward used; drop all others, of every model.
 
     Call it before each forward: a write to `.data` does not change a tensor's version. Layers whose parameters were
     replaced or moved meanwhile make their own casts, as in a first forward.
     """
-    fusion, groups = fusion_of(model), defaultdict(list)
+    fusion, groups = get_fusion(model), defaultdict(list)
     # A copy of the items, because entries are deleted in the loop.
-    for layer, cast in list(CASTS.items()):
+    for layer, cast in list(CAST_CACHE.items()):
         # Unused casts belong to layers that did not run, such as an adapter that was switched off.
-        if not (cast.is_used and fusion_of(layer) is fusion and _has_its_own(layer, cast)):
-            del CASTS[layer]
+        if not (cast.is_used and get_fusion(layer) is fusion and _is_current(layer, cast)):
+            del CAST_CACHE[layer]
             continue
         cast.is_used = False
         # Casts with equal device and dtypes are computed together, in a few launches.
@@ -52,17 +52,17 @@ def renew_casts(model: nn.Module) -> None:
     for (*_, dtype), casts in groups.items():
         lowered = lower_all([(cast.a, cast.b, cast.scaling) for cast in casts], dtype)
         for cast, pair in zip(casts, lowered, strict=True):
-            cast.key, cast.lowered = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
+            cast.key, cast.factors = _cast_key(cast.a, cast.b, cast.scaling, dtype), pair
 
 
-def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
+def _is_current(layer: nn.Module, cast: _CachedCast) -> bool:
     """True if the layer still has the A and B of this cast, at full size and on the same device."""
     # FSDP replaces them with shards and frees their memory; ZeRO-3 leaves them empty; offload moves them.
-    pairs = (("lora_A", cast.a, cast.lowered[0]), ("lora_B", cast.b, cast.lowered[1]))
+    pairs = (("lora_A", cast.a, cast.factors[0]), ("lora_B", cast.b, cast.factors[1]))
     for part, tensor, low in pairs:
         # `_modules` is read directly: `nn.Module.__getattr__` is slow.
         holders: Any = layer._modules[part]
-        holder = holders._modules.get(cast.name)
+        holder = holders._modules.get(cast.adapter_name)
         if holder is None or holder._parameters.get("weight") is not tensor:
             return False
         if tensor.shape != low.shape or tensor.device != low.device:
@@ -71,7 +71,7 @@ def _has_its_own(layer: nn.Module, cast: _Cast) -> bool:
 
 
 def cast_adapter(
-    layer: nn.Module, name: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
+    layer: nn.Module, adapter_name: str, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """A (R, I) and s*B (O, R) of a layer's adapter in `dtype`, cached until one of the parameters changes.
 
@@ -81,12 +81,12 @@ def cast_adapter(
     if torch.compiler.is_compiling() or isinstance(a, FakeTensor):
         return lower(a, b, scaling, dtype)
     key = _cast_key(a, b, scaling, dtype)
-    cast = CASTS.get(layer)
+    cast = CAST_CACHE.get(layer)
     if cast is None or cast.key != key:
         lowered = lower(a, b, scaling, dtype)
-        cast = CASTS[layer] = _Cast(key, lowered, a, b, scaling, dtype, name)
+        cast = CAST_CACHE[layer] = _CachedCast(key, lowered, a, b, scaling, dtype, adapter_name)
     cast.is_used = True
-    return cast.lowered
+    return cast.factors
 
 
 def _cast_key(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[object, ...]:

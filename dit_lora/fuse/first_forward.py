@@ -11,17 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.casts import renew_casts
-from dit_lora.fuse.patches import ATTENTION, fusion_of
-from dit_lora.guard.comparison.block_parity import How
-from dit_lora.guard.comparison.parity import Difference, differences, first_difference
-from dit_lora.guard.replay import cuda_devices
-from dit_lora.guard.switches import Switch, model_switches
+from dit_lora.fuse.casts import refresh_casts
+from dit_lora.fuse.patches import ATTENTION, get_fusion
+from dit_lora.guard.comparison.block_parity import ComparisonOptions
+from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
+from dit_lora.guard.replay import get_cuda_devices
+from dit_lora.guard.switches import Fallback, list_model_fallbacks
 
-Shapes = tuple[tuple[int, ...], ...]
+InputShapes = tuple[tuple[int, ...], ...]
 
 
-class FirstForwards:
+class FirstForwardHook:
     """Forward pre-hook of the model: renews casts of adapters, drops full masks, checks kernels at new input shapes.
 
     A mask that masks nothing becomes None if the model accepts None: with a mask, attention has fewer and slower
@@ -33,9 +33,9 @@ class FirstForwards:
     """
 
     def __init__(self, check: bool) -> None:
-        self.check = check
-        self._seen: set[Shapes] = set()
-        self._busy = False
+        self.should_check = check
+        self._compared_shapes: set[InputShapes] = set()
+        self._is_comparing = False
 
     def __call__(
         self, model: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -43,12 +43,12 @@ class FirstForwards:
         # Traced or fake tensors have no values to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
-        renew_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
-        fusion = fusion_of(model)
+        refresh_casts(model)  # a write to an adapter's `.data` since the last forward left no trace
+        fusion = get_fusion(model)
         if fusion is not None and fusion.is_on(ATTENTION):
             full = [name for name, value in kwargs.items() if _is_full_mask(model, name, value)]
             kwargs = kwargs | dict.fromkeys(full)
-        if self.check and not self._busy and torch.is_grad_enabled():
+        if self.should_check and not self._is_comparing and torch.is_grad_enabled():
             self._compare_once(model, args, kwargs)
         return args, kwargs
 
@@ -57,14 +57,14 @@ class FirstForwards:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         # A kernel may fail at one shape only, so each combination of input shapes is compared.
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if shapes in self._seen:
+        if shapes in self._compared_shapes:
             return
-        self._busy = True  # the comparison calls the model, and so this hook
+        self._is_comparing = True  # the comparison calls the model, and so this hook
         try:
             if self._compare(model, args, kwargs):
-                self._seen.add(shapes)
+                self._compared_shapes.add(shapes)
         finally:
-            self._busy = False
+            self._is_comparing = False
 
     def _compare(self, model: nn.Module, args: Any, kwargs: Any) -> bool:
         """Switch off (or refuse) each kernel that differs. Returns False if these inputs cannot tell.
@@ -72,34 +72,42 @@ class FirstForwards:
         They cannot if the stock model's outputs are NaN or Inf.
         """
 
-        def losses() -> torch.Tensor:
+        def compute_losses() -> torch.Tensor:
             # A model may return a tuple, a dict or an output class.
             outputs = [x for x in tree_leaves(model(*args, **kwargs)) if _is_float(x)]
-            return torch.stack([_weighed(output) for output in outputs]).sum(0)
+            return torch.stack([_compute_weighted_mean(output) for output in outputs]).sum(0)
 
-        fusion = fusion_of(model)
+        fusion = get_fusion(model)
         assert fusion is not None
         # Fork the random state: the training step itself does not have this forward.
-        with torch.no_grad(), fusion.all_stock(), torch.random.fork_rng(cuda_devices(model)):
-            if not torch.isfinite(losses()).all():
+        with (
+            torch.no_grad(),
+            fusion.use_stock_code(),
+            torch.random.fork_rng(get_cuda_devices(model)),
+        ):
+            if not torch.isfinite(compute_losses()).all():
                 return False
         # Only kernels: compilation has a fallback too, but this check is not about it.
-        kernels = [switch for switch in model_switches(model) if switch.name != "compile"]
-        options = How(widen=_has_one_row(model, args, kwargs))
+        kernels = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
+        options = ComparisonOptions(adds_second_row=_is_single_sample(model, args, kwargs))
 
-        def compare(switch: Switch, others: Sequence[Switch]) -> Difference | None:
-            return first_difference(switch, losses, model, others=others, how=options)
+        def compare_kernel(
+            fallback: Fallback, other_fallbacks: Sequence[Fallback]
+        ) -> Difference | None:
+            return find_first_difference(
+                fallback, compute_losses, model, disabled_fallbacks=other_fallbacks, options=options
+            )
 
-        for switch, difference in differences(kernels, compare):
-            if switch.insisted:
-                raise DitLoraError(refusal(switch, difference.words))
+        for switch, difference in iter_differences(kernels, compare_kernel):
+            if switch.required:
+                raise DitLoraError(format_required_error(switch, difference.message))
             # Under `auto` the model trains on without this kernel.
-            switch.turn_off()
-            warnings.warn(f"{difference.words}; switched off: {switch.remedy}", stacklevel=2)
+            switch.disable()
+            warnings.warn(f"{difference.message}; switched off: {switch.replacement}", stacklevel=2)
         return True
 
 
-def _has_one_row(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_single_sample(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
     """True if these inputs are a batch of one sample, by the first input with at least two dimensions."""
     # In the signature's order, whatever order keyword arguments came in.
     arguments = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
@@ -127,16 +135,16 @@ def _is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) or getattr(value, "is_meta", False)
 
 
-def refusal(switch: Switch, words: str) -> str:
+def format_required_error(fallback: Fallback, message: str) -> str:
     """Error message for a kernel that was requested by name and cannot be used."""
-    return f"{words}; it was asked for by name: set it to auto or off to train without it"
+    return f"{message}; it was asked for by name: set it to auto or off to train without it"
 
 
 def _is_float(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _weighed(output: torch.Tensor) -> torch.Tensor:
+def _compute_weighted_mean(output: torch.Tensor) -> torch.Tensor:
     """One number per sample (B,): the mean of all elements, each with its own fixed random weight."""
     # A plain mean would give all elements one gradient, and errors that cancel in a sum would not be seen.
     generator = torch.Generator().manual_seed(0)

@@ -11,100 +11,106 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dit_lora.fuse.patches import Fusion, class_name, fusion_of
-from dit_lora.guard.switches import Switch
-from dit_lora.numerics.tolerances import FP8
-from dit_lora_kernels.fp8 import Fp8Weight, fits, quantize_weight
+from dit_lora.fuse.patches import Fusion, get_class_name, get_fusion
+from dit_lora.guard.switches import Fallback
+from dit_lora.numerics.tolerances import FP8_TOLERANCE
+from dit_lora_kernels.fp8 import Fp8Weight, is_supported, quantize_weight
 
 OP = "fp8"
-NEEDS = "lora_linear"
+REQUIRED_OP = "lora_linear"
 """The op whose matrix products it computes."""
 # Stored in the layer's `__dict__`, where state dicts and `.to()` do not look.
-_KEPT = "_dit_lora_fp8"
-_LINEAR = "torch.nn.modules.linear.Linear"
+_CACHE_ATTRIBUTE = "_dit_lora_fp8"
+_LINEAR_CLASS = "torch.nn.modules.linear.Linear"
 
 
-class _Kept(NamedTuple):
+class _CachedWeight(NamedTuple):
     """A weight in fp8, and the cache key of the tensor it was made from."""
 
     key: tuple[object, ...]
     weight: Fp8Weight
 
 
-def why_not(layer: Any) -> str | None:
+def find_fp8_problem(layer: Any) -> str | None:
     """Why this LoRA layer's base stays in its dtype, in a few words; None if it can be in fp8."""
     base = layer.base_layer
     # Subclasses may hold other tensors than a plain weight.
-    if class_name(base) != _LINEAR:
+    if get_class_name(base) != _LINEAR_CLASS:
         return f"its base is a {type(base).__name__}, quantised already"
     if base.weight.requires_grad:
         return "its base is trained"
-    if not fits(base.weight):
+    if not is_supported(base.weight):
         shape = " x ".join(map(str, base.weight.shape))
         return f"its base weight is {base.weight.dtype}, {shape}; bfloat16 and multiples of 16 are taken"
     return None
 
 
-def note(model: nn.Module, fusion: Fusion) -> None:
+def record_fp8_layers(model: nn.Module, fusion: Fusion) -> None:
     """Record in `fusion` which layers' products use fp8, and why the rest do not."""
-    for name in [name for op, name in fusion.replaced if op == NEEDS]:
-        reason = why_not(model.get_submodule(name))
+    for name in [name for op, name in fusion.patched_modules if op == REQUIRED_OP]:
+        reason = find_fp8_problem(model.get_submodule(name))
         if reason is None:
-            fusion.replaced.append((OP, name))
+            fusion.patched_modules.append((OP, name))
         else:
-            fusion.kept.append((OP, name, reason))
+            fusion.skipped_modules.append((OP, name, reason))
 
 
-def weight_of(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight | None:
+def get_fp8_weight(layer: nn.Module, base: Any, dtype: torch.dtype) -> Fp8Weight | None:
     """The base layer's weight in fp8; None if the op is off or the products are not in bf16."""
-    fusion = fusion_of(layer)
+    fusion = get_fusion(layer)
     if fusion is None or not fusion.is_on(OP) or dtype is not torch.bfloat16:
         return None
     # Compiled: the copy that the model's pre-hook stored here is an input of the graph.
     if torch.compiler.is_compiling():
-        cached = layer.__dict__.get(_KEPT)
+        cached = layer.__dict__.get(_CACHE_ATTRIBUTE)
         return None if cached is None else cached.weight
-    return _ready(layer, base.weight)
+    return _get_or_quantize(layer, base.weight)
 
 
-def _ready(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
+def _get_or_quantize(layer: nn.Module, weight: Tensor) -> Fp8Weight | None:
     """The fp8 copy of a layer's weight, made if it is missing or out of date; None if the weight cannot be in fp8."""
-    if not fits(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
+    if not is_supported(weight) or isinstance(weight, FakeTensor) or weight.is_meta:
         return None
     # The address changes with a new tensor, the version with a write in place.
     key = (weight.data_ptr(), weight._version, weight.device, weight.shape)
-    cached: _Kept | None = layer.__dict__.get(_KEPT)
+    cached: _CachedWeight | None = layer.__dict__.get(_CACHE_ATTRIBUTE)
     if cached is None or cached.key != key:
         # A tensor made in inference mode could not be used in a later training step.
         with torch.inference_mode(False), torch.no_grad():
-            cached = _Kept(key, quantize_weight(weight))
-        layer.__dict__[_KEPT] = cached
+            cached = _CachedWeight(key, quantize_weight(weight))
+        layer.__dict__[_CACHE_ATTRIBUTE] = cached
     return cached.weight
 
 
-def kept_bytes(model: nn.Module) -> int:
+def count_fp8_bytes(model: nn.Module) -> int:
     """Bytes of the fp8 copies of a fused model: codes for both products (forward and backward), and their scales."""
-    fusion = fusion_of(model)
-    names = [] if fusion is None else [name for op, name in fusion.replaced if op == OP]
+    fusion = get_fusion(model)
+    names = [] if fusion is None else [name for op, name in fusion.patched_modules if op == OP]
     layers: list[Any] = [model.get_submodule(name) for name in names]
     shapes = [layer.base_layer.weight.shape for layer in layers]
     # One byte per element for each of two layouts, and fp32 scales per row and per column.
     return sum(2 * shape.numel() + 4 * sum(shape) for shape in shapes)
 
 
-def start(model: nn.Module, fusion: Fusion, *, insisted: bool) -> Switch:
+def enable_fp8(model: nn.Module, fusion: Fusion, *, required: bool) -> Fallback:
     """Keep the recorded layers' weights in fp8 from the next forward on. Returns the fallback that ends it."""
     weights = Fp8Weights(model, fusion)
     fusion.hooks.append(weights)
 
     def turn_off() -> None:
-        fusion.on[OP] = False
+        fusion.op_states[OP] = False
         weights.drop()
 
-    disabled = partial(fusion.without, OP)
+    disabled = partial(fusion.disable_op, OP)
     # Not part of `kernels`: those must agree to the last bits of fp32, which fp8 cannot.
-    return Switch(
-        OP, "kernel", disabled, turn_off, "the weights' own dtype", insisted=insisted, error=FP8
+    return Fallback(
+        OP,
+        "kernel",
+        disabled,
+        turn_off,
+        "the weights' own dtype",
+        required=required,
+        rounding_error=FP8_TOLERANCE,
     )
 
 
@@ -113,21 +119,21 @@ class Fp8Weights:
 
     def __init__(self, model: nn.Module, fusion: Fusion) -> None:
         self._layers: list[Any] = [
-            model.get_submodule(name) for op, name in fusion.replaced if op == OP
+            model.get_submodule(name) for op, name in fusion.patched_modules if op == OP
         ]
         self._handle = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, _args: Any) -> None:
-        fusion = fusion_of(model)
+        fusion = get_fusion(model)
         if torch.compiler.is_compiling() or fusion is None or not fusion.is_on(OP):
             return
         for layer in self._layers:
-            _ready(layer, layer.base_layer.weight)
+            _get_or_quantize(layer, layer.base_layer.weight)
 
     def drop(self) -> None:
         """Free the fp8 copies."""
         for layer in self._layers:
-            layer.__dict__.pop(_KEPT, None)
+            layer.__dict__.pop(_CACHE_ATTRIBUTE, None)
 
     def remove(self) -> None:
         """Free the fp8 copies and remove the hook."""

@@ -9,13 +9,13 @@ from dit_lora.errors import DitLoraError
 from dit_lora_kernels import triton_support
 from dit_lora_kernels.finite_norm import finite_norms, finite_norms_reference
 
-Norms = Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
+NormFunction = Callable[[Sequence[torch.Tensor], Sequence[int], int], torch.Tensor]
 """(tensors, group of each, number of groups) to the norm of each group, fp64; finite if every element is finite."""
 
 
-def choose_norms(
-    mode: Literal["auto", "on", "off"], trained: Sequence[torch.Tensor]
-) -> tuple[Norms | None, str | None]:
+def choose_norm_function(
+    mode: Literal["auto", "on", "off"], trained_tensors: Sequence[torch.Tensor]
+) -> tuple[NormFunction | None, str | None]:
     """Choose how gradient norms of these tensors are computed.
 
     Kernel and PyTorch are compared on random values of each tensor's shape, and on an Inf in the last element of the
@@ -23,7 +23,7 @@ def choose_norms(
 
     Args:
         mode: `auto` uses the kernel on a GPU if it agrees with PyTorch; `on` also without a GPU, with its reference.
-        trained: The tensors whose gradients are measured.
+        trained_tensors: The tensors whose gradients are measured.
 
     Returns:
         The kernel, or None for PyTorch; and, under `auto`, the reason why the kernel is not used.
@@ -31,13 +31,13 @@ def choose_norms(
     Raises:
         DitLoraError: The mode is `on`, and kernel and PyTorch differ.
     """
-    if mode == "off" or not trained:
+    if mode == "off" or not trained_tensors:
         return None, None
     # `auto` uses the kernel only on a GPU; `on` also runs without one, with the reference.
     support = triton_support()
     if mode == "auto" and support.mode != "gpu":
         return None, support.reason
-    difference = _difference(trained)
+    difference = _find_difference(trained_tensors)
     if difference is None:
         return finite_norms, None
     # `auto` reports the reason and continues; `on` must not silently train with another norm.
@@ -46,12 +46,12 @@ def choose_norms(
     return None, difference
 
 
-def _difference(trained: Sequence[torch.Tensor]) -> str | None:
+def _find_difference(trained_tensors: Sequence[torch.Tensor]) -> str | None:
     """How the kernel's norms of random gradients differ from PyTorch's; None if they agree."""
-    generator = torch.Generator(trained[0].device).manual_seed(0)
+    generator = torch.Generator(trained_tensors[0].device).manual_seed(0)
     values = [
         torch.randn(t.shape, generator=generator, device=t.device, dtype=torch.float32).to(t.dtype)
-        for t in trained
+        for t in trained_tensors
     ]
     # Two groups, mixed, so that a norm in the wrong group's place is seen.
     groups = [index % 2 for index in range(len(values))]

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from dit_lora.fuse.patches import Forward, ForwardPatch
 
 OP = "liger"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROTATION = "apply_rotary_pos_emb"
-_STEMS = {
+_SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROTATION_NAME = "apply_rotary_pos_emb"
+_MODEL_CLASSES = {
     "mistral.modeling_mistral": ("MistralRMSNorm", "MistralMLP", "MistralAttention"),
     "llama.modeling_llama": ("LlamaRMSNorm", "LlamaMLP", "LlamaAttention"),
     "qwen2.modeling_qwen2": ("Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"),
@@ -33,22 +33,22 @@ _STEMS = {
 """The norm, feed-forward and attention of each model, by its module in Transformers."""
 
 
-def why_unavailable() -> str | None:
+def find_unavailable_reason() -> str | None:
     """What is missing on this machine, in a few words; None if the kernels can be used."""
     return None if find_spec("liger_kernel") else "liger-kernel is not installed"
 
 
-def _runs(tensor: Tensor) -> bool:
+def _is_supported_device(tensor: Tensor) -> bool:
     """True if kernels can run on this tensor's device. Triton's interpreter fails on them: it passes Python floats."""
     return tensor.is_cuda
 
 
-def _fits(*tensors: Tensor) -> bool:
+def _can_use_kernel(*tensors: Tensor) -> bool:
     """True if Liger's kernels take these tensors together: on a GPU, not empty, all of one supported dtype."""
     first_tensor = tensors[0]
     return (
-        _runs(first_tensor)
-        and first_tensor.dtype in _DTYPES
+        _is_supported_device(first_tensor)
+        and first_tensor.dtype in _SUPPORTED_DTYPES
         and first_tensor.numel() > 0
         and all(tensor.dtype is first_tensor.dtype for tensor in tensors)
     )
@@ -105,20 +105,20 @@ def _(
     return x.new_empty(x.shape), torch.empty_like(weight) if of_weight else weight.new_empty(0)
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_norm_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save x, the weight and 1 / rms for backward."""
     ctx.save_for_backward(*inputs[:2], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+def _compute_norm_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
     """Gradients of x and of the weight if it is trained; None for eps."""
     needs_weight_grad = ctx.needs_input_grad[1]
     dx, dweight = _rms_norm_backward(dout, *ctx.saved_tensors, needs_weight_grad)
     return dx, dweight if needs_weight_grad else None, None
 
 
-_rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+_rms_norm.register_autograd(_compute_norm_gradients, setup_context=_save_norm_inputs)
 
 
 @torch.library.custom_op("dit_lora::liger_swiglu", mutates_args=(), device_types=("cpu", "cuda"))
@@ -152,17 +152,17 @@ def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_swiglu_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save gate and up for backward."""
     ctx.save_for_backward(*inputs)
 
 
-def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up."""
     return _swiglu_backward(dout, *ctx.saved_tensors)
 
 
-_swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_inputs)
+_swiglu.register_autograd(_compute_swiglu_gradients, setup_context=_save_swiglu_inputs)
 
 
 @torch.library.custom_op("dit_lora::liger_rotation", mutates_args=(), device_types=("cpu", "cuda"))
@@ -186,56 +186,56 @@ def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple
     return q, k
 
 
-def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_rotation_tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save only the tables: a rotation's backward does not need its operands."""
     ctx.save_for_backward(inputs[2], inputs[3])
     ctx.back = inputs[4]
 
 
-def _rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
+def _compute_rotation_gradients(ctx: Any, dquery: Tensor, dkey: Tensor) -> tuple[Any, ...]:
     """Gradients of q and k: the inverse rotation of the incoming ones. The tables get none."""
     return (*_rotation(dquery, dkey, *ctx.saved_tensors, not ctx.back), None, None, None)
 
 
-_rotation.register_autograd(_rotation_gradients, setup_context=_keep_tables)
+_rotation.register_autograd(_compute_rotation_gradients, setup_context=_save_rotation_tables)
 
 
 def norm_forward(norm: Any, hidden_states: Tensor) -> Tensor:
     """Forward of `MistralRMSNorm`, (..., W), with the kernel if it fits."""
-    if not _fits(hidden_states, norm.weight):
+    if not _can_use_kernel(hidden_states, norm.weight):
         return type(norm).forward(norm, hidden_states)
     return _rms_norm(hidden_states, norm.weight, norm.variance_epsilon)[0]
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def apply_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, each (..., W), with the kernel if it fits."""
-    return _swiglu(gate, up) if _fits(gate, up) else F.silu(gate) * up
+    return _swiglu(gate, up) if _can_use_kernel(gate, up) else F.silu(gate) * up
 
 
 def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
     """Forward of `MistralMLP`, (..., W). Adapters on its layers run unchanged."""
-    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    return mlp.down_proj(apply_swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def phi3_mlp_forward(mlp: Any, hidden_states: Tensor) -> Tensor:
     """Forward of `Phi3MLP`, (..., W), which computes gate and up with one layer."""
-    return mlp.down_proj(swiglu(*mlp.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+    return mlp.down_proj(apply_swiglu(*mlp.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
 
 def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own forward with only the rotation of q and k replaced."""
-    return _with_rotation(type(attention).forward)(attention, *args, **kwargs)
+    return _replace_rotation(type(attention).forward)(attention, *args, **kwargs)
 
 
 @cache
-def _with_rotation(stock: Forward) -> Forward:
+def _replace_rotation(stock: Forward) -> Forward:
     """A copy of this forward that calls our `_rotate` instead of `apply_rotary_pos_emb`. Its module is not changed."""
     # The forward calls it as a global of its module. Replacing that would change every model of the process, as
     # Liger's own patch does. A copy of the function with other globals only changes this call.
     assert isinstance(stock, FunctionType)
     module_names = stock.__globals__
     # The globals of the class's own module, with one name replaced.
-    names = module_names | {_ROTATION: partial(_rotate, module_names[_ROTATION])}
+    names = module_names | {_ROTATION_NAME: partial(_rotate, module_names[_ROTATION_NAME])}
     copy = FunctionType(
         stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
     )
@@ -248,12 +248,12 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """q and k (B, H, L, D) rotated with tables (1 or B, L, D), with the kernel if it fits, otherwise with `stock`."""
     # The kernel takes heads before tokens, and tables (1 or B, L, D) in the operands' dtype.
-    if unsqueeze_dim != 1 or not _fits(query, key, cos, sin) or cos.ndim != 3:
+    if unsqueeze_dim != 1 or not _can_use_kernel(query, key, cos, sin) or cos.ndim != 3:
         return stock(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     return _rotation(query, key, cos, sin, False)
 
 
-def _why_no_swiglu(mlp: Any) -> str | None:
+def _find_mlp_problem(mlp: Any) -> str | None:
     """Why this feed-forward keeps its own forward; None if its activation is SiLU."""
     # Compare values: Transformers has several classes and functions for the same activation.
     function: Any = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
@@ -263,26 +263,26 @@ def _why_no_swiglu(mlp: Any) -> str | None:
     return f"its activation is {type(function).__name__}"
 
 
-def _why_no_rotation(attention: Any) -> str | None:
+def _find_rotation_problem(attention: Any) -> str | None:
     """Why this attention keeps its own forward; None if its forward calls the rotation by the name we replace."""
     forward = type(attention).forward
     names = forward.__code__.co_names if isinstance(forward, FunctionType) else ()
-    return None if _ROTATION in names else "its rotation has another name"
+    return None if _ROTATION_NAME in names else "its rotation has another name"
 
 
-def _patches() -> tuple[ForwardPatch, ...]:
-    """One patch for each class in `_STEMS`."""
+def _build_patches() -> tuple[ForwardPatch, ...]:
+    """One patch for each class in `_MODEL_CLASSES`."""
     patches = []
-    for module, (norm, mlp, attention) in _STEMS.items():
+    for module, (norm, mlp, attention) in _MODEL_CLASSES.items():
         path = f"transformers.models.{module}"
         # Phi-3 computes gate and up with one layer.
         forward = phi3_mlp_forward if mlp == "Phi3MLP" else mlp_forward
         patches += [
             ForwardPatch(f"{path}.{norm}", OP, norm_forward),
-            ForwardPatch(f"{path}.{mlp}", OP, forward, _why_no_swiglu),
-            ForwardPatch(f"{path}.{attention}", OP, attention_forward, _why_no_rotation),
+            ForwardPatch(f"{path}.{mlp}", OP, forward, _find_mlp_problem),
+            ForwardPatch(f"{path}.{attention}", OP, attention_forward, _find_rotation_problem),
         ]
     return tuple(patches)
 
 
-FORWARDS = _patches()
+FORWARDS = _build_patches()

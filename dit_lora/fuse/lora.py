@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from dit_lora.fuse import fp8
 from dit_lora.fuse.casts import cast_adapter
-from dit_lora.fuse.patches import ForwardPatch, class_name, fusion_of, runs_patch
+from dit_lora.fuse.patches import ForwardPatch, get_class_name, get_fusion, has_patched_forward
 from dit_lora_kernels.lora_linear import (
     COMPUTE_DTYPES,
     Adapter,
@@ -29,20 +29,20 @@ from dit_lora_kernels.lora_linear import (
 )
 
 OP = "lora_linear"
-_LINEAR = "torch.nn.modules.linear.Linear"
-_INT4 = "bitsandbytes.nn.modules.Linear4bit"
-_INT8 = "bitsandbytes.nn.modules.Linear8bitLt"
-_NARROW = "dit_lora.numerics.quantized_linear.NarrowLinear"
-BASES = {
-    "peft.tuners.lora.layer.Linear": (_LINEAR, _NARROW),
-    "peft.tuners.lora.bnb.Linear4bit": (_INT4,),
-    "peft.tuners.lora.bnb.Linear8bitLt": (_INT8,),
+_LINEAR_CLASS = "torch.nn.modules.linear.Linear"
+_INT4_CLASS = "bitsandbytes.nn.modules.Linear4bit"
+_INT8_CLASS = "bitsandbytes.nn.modules.Linear8bitLt"
+_LOW_PRECISION_CLASS = "dit_lora.numerics.quantized_linear.QuantizedLinear"
+SUPPORTED_BASES = {
+    "peft.tuners.lora.layer.Linear": (_LINEAR_CLASS, _LOW_PRECISION_CLASS),
+    "peft.tuners.lora.bnb.Linear4bit": (_INT4_CLASS,),
+    "peft.tuners.lora.bnb.Linear8bitLt": (_INT8_CLASS,),
 }
 """PEFT's layers that are replaced, and the base layers supported for each. By name: bitsandbytes may be missing."""
 # Exactly these classes: a subclass (DTensor, another library's quantized tensor) may redefine a matrix product.
-_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+_PLAIN_TENSORS = (nn.Parameter, Tensor, FakeTensor)
 
-_READY = "_dit_lora_projected"
+_OUTPUT_ATTRIBUTE = "_dit_lora_projected"
 """Attribute in which `project` stores (input, output) for the layer's own call."""
 
 
@@ -51,26 +51,26 @@ def has_lora(model: nn.Module) -> bool:
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
-def why_not(layer: Any) -> str | None:
+def find_lora_problem(layer: Any) -> str | None:
     """Why this layer runs PEFT's own forward, in a few words; None if `lora_linear` computes the same."""
-    parts = _read(layer)
+    parts = _read_operands(layer)
     return parts if isinstance(parts, str) else None
 
 
 def lora_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A LoRA linear layer's output (..., O), computed with `lora_linear` if `why_not` is None."""
+    """A LoRA linear layer's output (..., O), computed with `lora_linear` if `find_lora_problem` is None."""
     # While compiling, `project` leaves nothing here, and Dynamo could not trace the look.
     if not torch.compiler.is_compiling():
         # Compare the input by identity: if a hook replaced it, the stored output belongs to another input.
-        source, y = layer.__dict__.pop(_READY, (None, None))
+        source, y = layer.__dict__.pop(_OUTPUT_ATTRIBUTE, (None, None))
         if source is x and y is not None and not (args or kwargs):
             return y
-    parts = "given more than x" if args or kwargs else _read(layer)
+    parts = "given more than x" if args or kwargs else _read_operands(layer)
     if isinstance(parts, str):
         return type(layer).forward(layer, x, *args, **kwargs)
     dtype = compute_dtype(x, parts.weight)
-    y = projected(x, [_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
-    return _with_under(layer, parts.under, x, y) if parts.under else y
+    y = projected(x, [_build_projection(layer, parts, dtype)], dtype, parts.dropout)[0]
+    return _add_frozen_adapters(layer, parts.frozen_adapters, x, y) if parts.frozen_adapters else y
 
 
 def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
@@ -79,20 +79,20 @@ def project(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
     A layer is fused if its forward is patched with `lora_forward` and the op is on. If any layer has hooks, the layers
     are still called and return the outputs computed here: hooks see every call, and their presence changes no bit.
     """
-    outputs = _shared(layers, x)
+    outputs = _project_shared_input(layers, x)
     if outputs is None:
         return tuple(layer(x) for layer in layers)
     # No observers, so no calls are needed: no layer with hooks comes here while compiling (`_is_fused`).
     if torch.compiler.is_compiling() or not has_observers(layers):
         return outputs
     for layer, y in zip(layers, outputs, strict=True):
-        layer.__dict__[_READY] = (x, y)
+        layer.__dict__[_OUTPUT_ATTRIBUTE] = (x, y)
     try:
         return tuple(layer(x) for layer in layers)
     finally:
         # Also if a call raised, or a wrapper skipped a layer: the output must not stay for another call.
         for layer in layers:
-            layer.__dict__.pop(_READY, None)
+            layer.__dict__.pop(_OUTPUT_ATTRIBUTE, None)
 
 
 def has_observers(layers: Sequence[nn.Module]) -> bool:
@@ -105,14 +105,14 @@ def has_observers(layers: Sequence[nn.Module]) -> bool:
     return False
 
 
-def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
+def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None:
     """Outputs of all layers in one op; None if a layer is not the plain case, or they differ in dropout or dtype."""
     # A single layer has no input to share.
     if len(layers) < 2:
         return None
     parts = []
     for layer in layers:
-        reading = _read(layer) if _is_fused(layer) else "not fused"
+        reading = _read_operands(layer) if _is_fused(layer) else "not fused"
         if isinstance(reading, str):
             return None
         parts.append(reading)
@@ -121,20 +121,25 @@ def _shared(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...] | None
     for part in other_parts:
         if part.dropout != first_part.dropout:
             return None
-        if _dtype(part) is not _dtype(first_part) and compute_dtype(x, part.weight) is not dtype:
+        if (
+            _get_base_dtype(part) is not _get_base_dtype(first_part)
+            and compute_dtype(x, part.weight) is not dtype
+        ):
             return None
-    operands = [_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
+    operands = [
+        _build_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)
+    ]
     outputs = projected(x, operands, dtype, first_part.dropout)
     return tuple(
-        _with_under(layer, part.under, x, y) if part.under else y
+        _add_frozen_adapters(layer, part.frozen_adapters, x, y) if part.frozen_adapters else y
         for layer, part, y in zip(layers, parts, outputs, strict=True)
     )
 
 
-def _with_under(layer: Any, names: Sequence[str], x: Tensor, y: Tensor) -> Tensor:
+def _add_frozen_adapters(layer: Any, adapter_names: Sequence[str], x: Tensor, y: Tensor) -> Tensor:
     """Add the outputs of frozen adapters (..., O) to y, computed with their own modules as PEFT does."""
     total = y
-    for name in names:
+    for name in adapter_names:
         a, b = layer.lora_A[name], layer.lora_B[name]
         # In the adapter's own dtype, as PEFT computes.
         adapter_input = layer.lora_dropout[name](layer._cast_input_dtype(x, a.weight.dtype))
@@ -142,10 +147,10 @@ def _with_under(layer: Any, names: Sequence[str], x: Tensor, y: Tensor) -> Tenso
     return total.to(y.dtype)
 
 
-class _Parts(NamedTuple):
+class _LoraOperands(NamedTuple):
     """The operands of a LoRA linear layer."""
 
-    name: str
+    adapter_name: str
     """The adapter's."""
     base: Any
     weight: Tensor | None
@@ -155,19 +160,19 @@ class _Parts(NamedTuple):
     b: Tensor
     scaling: float
     dropout: float
-    under: Sequence[str]
+    frozen_adapters: Sequence[str]
     """Names of frozen adapters that are active at the same time."""
 
 
-def _dtype(parts: _Parts) -> torch.dtype | None:
+def _get_base_dtype(operands: _LoraOperands) -> torch.dtype | None:
     """Dtype of the base weight, which decides the compute dtype together with the input's; None if quantized."""
-    return None if parts.weight is None else parts.weight.dtype
+    return None if operands.weight is None else operands.weight.dtype
 
 
-def _read(layer: Any) -> _Parts | str:
+def _read_operands(layer: Any) -> _LoraOperands | str:
     """The layer's operands, or the reason why its forward is more than `lora_linear` computes."""
     # By exact class: a subclass may compute something else.
-    base_classes = BASES.get(class_name(layer))
+    base_classes = SUPPORTED_BASES.get(get_class_name(layer))
     if base_classes is None:
         return "not one of PEFT's LoRA linear layers"
     if layer.disable_adapters:
@@ -180,11 +185,11 @@ def _read(layer: Any) -> _Parts | str:
     active = layer.active_adapter  # a name, or a list of them
     names = [active] if isinstance(active, str) else active
     names = [name for name in names if name in a_modules]
-    name = names[0] if len(names) == 1 else _trained_one(names, a_modules)
+    name = names[0] if len(names) == 1 else _find_trained_adapter(names, a_modules)
     if name is None:
         return f"{len(names)} active adapters"
     base = modules["base_layer"]
-    kind = class_name(base)
+    kind = get_class_name(base)
     if kind not in base_classes:
         return f"its base is a {type(base).__name__}"
     if any(adapter in layer.lora_variant for adapter in names):
@@ -203,27 +208,29 @@ def _read(layer: Any) -> _Parts | str:
     rate = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
     if rate == 1:
         return "its dropout drops everything"
-    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    low_a, low_b = _parameter(a, "weight"), _parameter(b, "weight")
+    weight, bias = _get_parameter(base, "weight"), _get_parameter(base, "bias")
+    low_a, low_b = _get_parameter(a, "weight"), _get_parameter(b, "weight")
     # Reasons that depend on the tensors themselves: sharded, trained, or an unsupported quantization.
-    reason = _tensors_why_not(layer, weight, bias, low_a, low_b, layer.r[name])
-    reason = reason or _BASE_WHY_NOT[kind](layer, base, weight)
+    reason = _find_tensor_problem(layer, weight, bias, low_a, low_b, layer.r[name])
+    reason = reason or _BASE_PROBLEM_FINDERS[kind](layer, base, weight)
     if reason is not None:
         return reason
     # A quantized base is passed as a module, whose product includes the bias.
-    if kind != _LINEAR:
+    if kind != _LINEAR_CLASS:
         weight = bias = None
     frozen_names = [adapter for adapter in names if adapter != name]
-    return _Parts(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names)
+    return _LoraOperands(
+        name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names
+    )
 
 
-def _trained_one(names: Sequence[str], in_a: Any) -> str | None:
+def _find_trained_adapter(adapter_names: Sequence[str], a_modules: Any) -> str | None:
     """The name of the active adapter that is trained; None unless exactly one is."""
-    trained = [name for name in names if in_a[name].weight.requires_grad]
+    trained = [name for name in adapter_names if a_modules[name].weight.requires_grad]
     return trained[0] if len(trained) == 1 else None
 
 
-def _parameter(module: Any, name: str) -> Any:
+def _get_parameter(module: Any, name: str) -> Any:
     """The module's parameter of this name, or the tensor that replaces it (parametrizations)."""
     # Bypass the slow `nn.Module.__getattr__` unless the parameter is replaced, as by a parametrization.
     parameters = module._parameters
@@ -259,7 +266,7 @@ def is_hooked(*modules: nn.Module) -> bool:
     return False
 
 
-def _tensors_why_not(
+def _find_tensor_problem(
     layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int
 ) -> str | None:
     """Why the op cannot take these tensors (sharded, trained or of another layout); None if it can."""
@@ -267,27 +274,30 @@ def _tensors_why_not(
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
     if a.shape != (rank, shape[1]) or b.shape != (shape[0], rank):
         return "its A or B is sharded"
-    if type(a) not in _PLAIN or type(b) not in _PLAIN:
+    if type(a) not in _PLAIN_TENSORS or type(b) not in _PLAIN_TENSORS:
         return "its A or B is no plain tensor"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base is trained"
-    if bias is not None and type(bias) not in _PLAIN:
+    if bias is not None and type(bias) not in _PLAIN_TENSORS:
         return "its bias is no plain tensor"
     return None
 
 
-def _linear_why_not(layer: Any, _base: Any, weight: Tensor) -> str | None:
+def _find_linear_problem(layer: Any, _base: Any, weight: Tensor) -> str | None:
     """Why the op cannot take this unquantized base layer; None if it can."""
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
-    if type(weight) not in _PLAIN or weight.shape != (layer.out_features, layer.in_features):
+    if type(weight) not in _PLAIN_TENSORS or weight.shape != (
+        layer.out_features,
+        layer.in_features,
+    ):
         return "its base weight is sharded, or no plain tensor"
     if weight.dtype not in COMPUTE_DTYPES:
         return f"its base weight is in {weight.dtype}"
     return None
 
 
-def _int4_why_not(layer: Any, base: Any, _weight: Tensor) -> str | None:
+def _find_int4_problem(layer: Any, base: Any, _weight: Tensor) -> str | None:
     """Why the op cannot take this NF4 or FP4 base layer of bitsandbytes; None if it can."""
     state = getattr(base.weight, "quant_state", None)
     if state is None or tuple(state.shape) != (layer.out_features, layer.in_features):
@@ -300,67 +310,74 @@ def _int4_why_not(layer: Any, base: Any, _weight: Tensor) -> str | None:
     return None
 
 
-def _int8_why_not(_layer: Any, base: Any, _weight: Tensor) -> str | None:
+def _find_int8_problem(_layer: Any, base: Any, _weight: Tensor) -> str | None:
     """Why the op cannot take this int8 base layer of bitsandbytes; None if it can."""
     return "its int8 base keeps 16-bit weights" if base.state.has_fp16_weights else None
 
 
-def _narrow_why_not(layer: Any, _base: Any, _weight: Tensor) -> str | None:
+def _find_low_precision_problem(layer: Any, _base: Any, _weight: Tensor) -> str | None:
     """Why the op cannot take this base layer quantized by `model.quantize`; None if it can."""
     return "its base weight is transposed" if layer.fan_in_fan_out else None
 
 
-_BASE_WHY_NOT = {
-    _LINEAR: _linear_why_not,
-    _INT4: _int4_why_not,
-    _INT8: _int8_why_not,
-    _NARROW: _narrow_why_not,
+_BASE_PROBLEM_FINDERS = {
+    _LINEAR_CLASS: _find_linear_problem,
+    _INT4_CLASS: _find_int4_problem,
+    _INT8_CLASS: _find_int8_problem,
+    _LOW_PRECISION_CLASS: _find_low_precision_problem,
 }
 
 
-def _dequantized_4bit(base: Any, dtype: torch.dtype) -> Tensor:
+def _dequantize_4bit(base: Any, dtype: torch.dtype) -> Tensor:
     """Dequantize a bitsandbytes NF4 or FP4 weight to (O, I) in `dtype`."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
 
 
-def _dequantized_8bit(base: Any, dtype: torch.dtype) -> Tensor:
+def _dequantize_8bit(base: Any, dtype: torch.dtype) -> Tensor:
     """Dequantize a bitsandbytes int8 weight to (O, I) in `dtype`."""
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     return int8_vectorwise_dequant(base.state.CB, base.state.SCB).to(dtype)
 
 
-def _dequantized_narrow(base: Any, dtype: torch.dtype) -> Tensor:
+def _dequantize_low_precision(base: Any, dtype: torch.dtype) -> Tensor:
     """Dequantize a weight of `model.quantize` to (O, I) in `dtype`."""
-    weight: Tensor = base.widened(dtype)
+    weight: Tensor = base.dequantize(dtype)
     return weight
 
 
-_DEQUANTIZED = {_INT4: _dequantized_4bit, _INT8: _dequantized_8bit, _NARROW: _dequantized_narrow}
+_DEQUANTIZERS = {
+    _INT4_CLASS: _dequantize_4bit,
+    _INT8_CLASS: _dequantize_8bit,
+    _LOW_PRECISION_CLASS: _dequantize_low_precision,
+}
 
 
-def _projection(layer: nn.Module, parts: _Parts, dtype: torch.dtype) -> Projection:
+def _build_projection(layer: nn.Module, operands: _LoraOperands, dtype: torch.dtype) -> Projection:
     """The layer's operands for the op in `dtype`. A quantized base is passed as module and dequantize function."""
-    name, base, weight, bias, a, b, scaling, *_ = parts
+    name, base, weight, bias, a, b, scaling, *_ = operands
     adapter = Adapter(a, b, scaling, cast_adapter(layer, name, a, b, scaling, dtype))
     if weight is None:
         # Called when the weight itself is needed, so that no dequantized copy is kept.
-        dequantize = partial(_DEQUANTIZED[class_name(base)], base)
+        dequantize = partial(_DEQUANTIZERS[get_class_name(base)], base)
         return Projection(None, None, adapter, Quantized(base, dequantize))
-    return Projection(weight, bias, adapter, None, fp8.weight_of(layer, base, dtype))
+    return Projection(weight, bias, adapter, None, fp8.get_fp8_weight(layer, base, dtype))
 
 
 def _is_fused(layer: nn.Module) -> bool:
     """True if calling the layer runs `lora_forward` with the op on."""
-    fusion = fusion_of(layer)
-    if fusion is None or not fusion.is_on(OP) or not runs_patch(layer):
+    fusion = get_fusion(layer)
+    if fusion is None or not fusion.is_on(OP) or not has_patched_forward(layer):
         return False
     # While compiling, `project` does not call the layers, so hooks would miss their calls.
     return not (torch.compiler.is_compiling() and _has_hooks(layer))
 
 
 FORWARDS = tuple(
-    ForwardPatch(base, OP, lora_forward, for_now=why_not, whole=True) for base in BASES
+    ForwardPatch(
+        base, OP, lora_forward, find_current_problem=find_lora_problem, replaces_submodules=True
+    )
+    for base in SUPPORTED_BASES
 )

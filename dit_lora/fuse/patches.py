@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.opaque import set_whole
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.opaque import set_fused_test
 
 OPS = (
     "lora_linear",
@@ -33,42 +33,42 @@ ATTENTION = "attention"
 """Op name of the attention processors' patches: one call for all backends, one input for q, k and v."""
 KERNELS = "kernels"
 """Name of the fallback that turns off every patch."""
-_MARK = "_fusion"
+_FUSION_ATTRIBUTE = "_fusion"
 
 
 @dataclass
 class Fusion:
     """The patches of one model, and which of them are on at the moment."""
 
-    on: dict[str, bool]
+    op_states: dict[str, bool]
     """The state of each op; one that is off runs the stock code."""
     backend: str | None = None
     """Diffusers' name of the attention backend that fused processors ask for; None for PyTorch's choice."""
-    replaced: list[tuple[str, str]] = field(default_factory=list)
+    patched_modules: list[tuple[str, str]] = field(default_factory=list)
     """(op, module) of every patch."""
-    kept: list[tuple[str, str, str]] = field(default_factory=list)
+    skipped_modules: list[tuple[str, str, str]] = field(default_factory=list)
     """(op, module, reason) of modules that an op could have replaced and did not."""
     stock: bool = False
-    """True while the whole model runs its stock code; `on` is ignored."""
+    """True while the whole model runs its stock code; `op_states` is ignored."""
     hooks: list["Removable"] = field(default_factory=list)
     """Hooks of the model, for as long as it is fused."""
 
     def is_on(self, op: str) -> bool:
         """True if patches of this op run at the moment. Modules ask at every call."""
-        return not self.stock and self.on.get(op, False)
+        return not self.stock and self.op_states.get(op, False)
 
     @contextmanager
-    def without(self, op: str) -> Iterator[None]:
+    def disable_op(self, op: str) -> Iterator[None]:
         """Context in which this op is off."""
-        was_on = self.on[op]
-        self.on[op] = False
+        was_on = self.op_states[op]
+        self.op_states[op] = False
         try:
             yield
         finally:
-            self.on[op] = was_on
+            self.op_states[op] = was_on
 
     @contextmanager
-    def all_stock(self) -> Iterator[None]:
+    def use_stock_code(self) -> Iterator[None]:
         """Context in which the model runs its stock code everywhere."""
         was_stock, self.stock = self.stock, True
         try:
@@ -77,7 +77,7 @@ class Fusion:
             self.stock = was_stock
 
     @contextmanager
-    def any_backend(self) -> Iterator[None]:
+    def use_default_backend(self) -> Iterator[None]:
         """Context in which PyTorch chooses the attention backend."""
         old_backend, self.backend = self.backend, None
         try:
@@ -85,17 +85,17 @@ class Fusion:
         finally:
             self.backend = old_backend
 
-    def used(self) -> list[str]:
+    def get_active_ops(self) -> list[str]:
         """Ops that are on and replaced at least one module."""
-        replaced = {op for op, _ in self.replaced}
+        replaced = {op for op, _ in self.patched_modules}
         return [op for op in OPS if op in replaced and self.is_on(op)]
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """The report: what was replaced, what was not, and why."""
         # Number of modules by op. An op without an entry counts as on.
-        counts = Counter(op for op, _ in self.replaced)
-        lines = [f"{op}: {n} modules" for op, n in counts.items() if self.on.get(op, True)]
-        reasons = Counter((op, reason) for op, _, reason in self.kept)
+        counts = Counter(op for op, _ in self.patched_modules)
+        lines = [f"{op}: {n} modules" for op, n in counts.items() if self.op_states.get(op, True)]
+        reasons = Counter((op, reason) for op, _, reason in self.skipped_modules)
         lines += [f"{op}: not in {n} modules: {reason}" for (op, reason), n in reasons.items()]
         return lines
 
@@ -107,25 +107,25 @@ class Removable(Protocol):
 
 
 Forward = Callable[..., Any]
-WhyNot = Callable[[Any], str | None]
+ProblemFinder = Callable[[Any], str | None]
 
 
-def _always(_module: Any) -> None:
+def _accept_module(_module: Any) -> None:
     """No reason against a patch."""
     return None
 
 
-def _nothing(_attention: Any) -> tuple[str, ...]:
+def _get_no_extra_ops(_attention: Any) -> tuple[str, ...]:
     """No further ops."""
     return ()
 
 
-def qk_always(_attention: Any) -> tuple[str, ...]:
+def get_qk_op(_attention: Any) -> tuple[str, ...]:
     """The kernel of q and k always applies, because they are rotated even if they are not normed."""
     return ("qk_norm_rope",)
 
 
-def qk_if_normed(attention: Any) -> tuple[str, ...]:
+def get_qk_op_if_normed(attention: Any) -> tuple[str, ...]:
     """The kernel of q and k applies only if they are normed, because nothing rotates them."""
     return ("qk_norm_rope",) if attention.norm_q is not None else ()
 
@@ -134,16 +134,16 @@ def qk_if_normed(attention: Any) -> tuple[str, ...]:
 class ForwardPatch:
     """A forward that replaces the one of a class while `op` is on."""
 
-    of: str
+    target_class: str
     """`module.ClassName`; subclasses do not match."""
     op: str
     forward: Forward
     """Called with the module and the stock forward's arguments."""
-    why_not: WhyNot = _always
+    find_problem: ProblemFinder = _accept_module
     """Why this instance keeps its own forward, in a few words; None if it can be patched."""
-    for_now: WhyNot = _always
+    find_current_problem: ProblemFinder = _accept_module
     """Why this instance would run its own forward at the moment: the patch asks again at every call."""
-    whole: bool = False
+    replaces_submodules: bool = False
     """True if the forward calls none of the module's submodules."""
 
 
@@ -151,66 +151,68 @@ class ForwardPatch:
 class ProcessorPatch:
     """An attention processor that replaces a stock one."""
 
-    of: str
+    target_class: str
     op: str
-    make: Callable[[Any, Fusion, Any], Any]
+    build_processor: Callable[[Any, Fusion, Any], Any]
     """Makes the fused processor from the stock one, the fusion and the attention layer. It keeps the stock one as
     `stock`, and runs that while it is off."""
-    why_not: WhyNot = _always
+    find_problem: ProblemFinder = _accept_module
     """Why this attention module keeps its stock processor; None if it can be patched."""
-    also: Callable[[Any], tuple[str, ...]] = _nothing
+    get_extra_ops: Callable[[Any], tuple[str, ...]] = _get_no_extra_ops
     """Other ops that the processor runs on this attention layer while they are on."""
 
 
-def class_name(thing: object) -> str:
+def get_class_name(instance: object) -> str:
     """`module.ClassName` of an instance's class."""
     # Compare classes by name: no need to import their modules, or packages that may be missing.
-    kind = type(thing)
+    kind = type(instance)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def fusion_of(model: nn.Module) -> Fusion | None:
+def get_fusion(model: nn.Module) -> Fusion | None:
     """The `Fusion` of a fused model or of any of its patched modules; None if it is not fused."""
-    return model.__dict__.get(_MARK)
+    return model.__dict__.get(_FUSION_ATTRIBUTE)
 
 
-def mark(module: nn.Module, fusion: Fusion) -> None:
+def set_fusion(module: nn.Module, fusion: Fusion) -> None:
     """Record on the module which `Fusion` it belongs to."""
     # Bypass nn.Module's `__setattr__`, so that no walk over parameters, buffers or submodules finds it: state dicts
     # and PEFT see the stock model.
-    module.__dict__[_MARK] = fusion
+    module.__dict__[_FUSION_ATTRIBUTE] = fusion
 
 
 def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPatch) -> None:
     """Replace the forward of this instance, or record the reason why not."""
-    reason = patch.why_not(module)
+    reason = patch.find_problem(module)
     if reason is None and "forward" in module.__dict__:
         reason = "its forward is wrapped already; fuse before hooks and offload are added"
     if reason is not None:
-        fusion.kept.append((patch.op, name, reason))
+        fusion.skipped_modules.append((patch.op, name, reason))
         return
-    mark(module, fusion)
+    set_fusion(module, fusion)
     # Set on the instance: PEFT, FSDP's wrapping and checkpointing test its class. `Module.__call__` finds this
     # attribute, so hooks run as before.
-    module.forward = MethodType(_switched(patch.op, patch.forward, type(module).forward), module)
+    module.forward = MethodType(
+        _make_switchable_forward(patch.op, patch.forward, type(module).forward), module
+    )
     # The submodules are then not called: code that observes modules one by one must not expect them.
-    if patch.whole:
-        set_whole(module, partial(fusion.is_on, patch.op))
+    if patch.replaces_submodules:
+        set_fused_test(module, partial(fusion.is_on, patch.op))
     # Patched either way: adapters are merged and disabled at run time, and the forward checks at every call.
-    reason = patch.for_now(module)
+    reason = patch.find_current_problem(module)
     if reason is None:
-        fusion.replaced.append((patch.op, name))
+        fusion.patched_modules.append((patch.op, name))
     else:
-        fusion.kept.append((patch.op, name, f"{reason}, at the moment"))
+        fusion.skipped_modules.append((patch.op, name, f"{reason}, at the moment"))
 
 
-def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
+def _make_switchable_forward(op: str, fused: Forward, stock: Forward) -> Forward:
     """A forward that runs `fused` while the op is on, and `stock` while it is off."""
 
     @functools.wraps(stock)  # Diffusers and Accelerate read its signature
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Read from the module, not closed over: a deep copy of a fused model has its own Fusion.
-        if module.__dict__[_MARK].is_on(op):
+        if module.__dict__[_FUSION_ATTRIBUTE].is_on(op):
             return fused(module, *args, **kwargs)
         return stock(module, *args, **kwargs)
 
@@ -220,44 +222,44 @@ def _switched(op: str, fused: Forward, stock: Forward) -> Forward:
 
 def patch_processor(name: str, attention: Any, fusion: Fusion, patch: ProcessorPatch) -> None:
     """Replace the processor of this attention layer, or record the reason why not."""
-    reason = patch.why_not(attention)
+    reason = patch.find_problem(attention)
     if reason is not None:
-        fusion.kept.append((patch.op, name, reason))
+        fusion.skipped_modules.append((patch.op, name, reason))
         return
     # Diffusers' extension point: the processor is an attribute that `Attention.forward` calls.
-    mark(attention, fusion)
-    attention.processor = patch.make(attention.processor, fusion, attention)
+    set_fusion(attention, fusion)
+    attention.processor = patch.build_processor(attention.processor, fusion, attention)
     # Recorded for each op that it runs, so that each of them has a fallback and a line in the report.
-    fusion.replaced += [
-        (op, name) for op in (patch.op, *patch.also(attention)) if fusion.on.get(op)
+    fusion.patched_modules += [
+        (op, name) for op in (patch.op, *patch.get_extra_ops(attention)) if fusion.op_states.get(op)
     ]
 
 
-def restore(model: nn.Module) -> None:
+def restore_modules(model: nn.Module) -> None:
     """Restore every module's stock code. Raises `DitLoraError` with a list if later hooks wrap a patched forward."""
     # All patched modules; wrapped ones are checked before the first is restored.
-    marked = [(n, m) for n, m in model.named_modules() if _MARK in m.__dict__]
+    marked = [(n, m) for n, m in model.named_modules() if _FUSION_ATTRIBUTE in m.__dict__]
     # The model itself (empty name) is only marked: a forward that Accelerate put on it stays.
     # Any other forward on an instance is a wrapper that was added around ours later, and calls it.
-    wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not runs_patch(m)]
+    wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not has_patched_forward(m)]
     if wrapped:
         raise DitLoraError(
-            listed(
+            format_list(
                 "cannot unfuse: remove the hooks (offload, cache) that were added since", wrapped
             )
         )
     for _, module in marked:
-        if runs_patch(module):
+        if has_patched_forward(module):
             del module.__dict__["forward"]
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "fusion"):  # ours, not a processor that was set later
             module.processor = processor.stock
-        set_whole(module, None)
-        del module.__dict__[_MARK]
+        set_fused_test(module, None)
+        del module.__dict__[_FUSION_ATTRIBUTE]
     model.__dict__.pop("fuse_qkv_projections", None)
 
 
-def runs_patch(module: nn.Module) -> bool:
+def has_patched_forward(module: nn.Module) -> bool:
     """True if this instance has our patched forward and no later hook wraps it."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, MethodType) and hasattr(forward.__func__, "fused_op")
@@ -281,7 +283,7 @@ def refuse_projection_fusing(model: nn.Module, has_lora: Callable[[nn.Module], b
             raise DitLoraError(_DROPS_LORA)
         type(module).fuse_qkv_projections(module, *args, **kwargs)
 
-    # On the instance, in front of the class's own method; `restore` takes it off.
+    # On the instance, in front of the class's own method; `restore_modules` takes it off.
     model.__dict__["fuse_qkv_projections"] = MethodType(fuse_qkv_projections, model)
 
 
@@ -300,7 +302,7 @@ def stock_processor(module: nn.Module) -> Any:
     return processor
 
 
-def other_norm(norms: Iterable[object], *classes: type) -> str | None:
+def find_unsupported_norm(norms: Iterable[object], *classes: type) -> str | None:
     """A reason that names the first norm whose class is not in `classes`; None if all are. Subclasses do not count."""
     for norm in norms:
         if type(norm) not in classes:
@@ -308,7 +310,7 @@ def other_norm(norms: Iterable[object], *classes: type) -> str | None:
     return None
 
 
-def matches(patches: Sequence[Any], thing: object) -> Any | None:
+def find_patch(patches: Sequence[Any], instance: object) -> Any | None:
     """The patch for exactly this object's class; None if there is none. A subclass may compute something else."""
-    name = class_name(thing)
-    return next((patch for patch in patches if patch.of == name), None)
+    name = get_class_name(instance)
+    return next((patch for patch in patches if patch.target_class == name), None)

@@ -22,7 +22,7 @@ from dit_lora.fuse.models import (
 )
 from dit_lora.fuse.patches import ForwardPatch, ProcessorPatch
 
-_MODELS = (
+_MODEL_MODULES = (
     basic,
     cogvideox,
     flux,
@@ -38,13 +38,13 @@ _MODELS = (
     wan,
     z_image,
 )
-_MODULES = (attention, liger, lora, *_MODELS)
+_PATCH_MODULES = (attention, liger, lora, *_MODEL_MODULES)
 FORWARDS: tuple[ForwardPatch, ...] = tuple(
-    patch for module in _MODULES for patch in getattr(module, "FORWARDS", ())
+    patch for module in _PATCH_MODULES for patch in getattr(module, "FORWARDS", ())
 )
 PROCESSORS: tuple[ProcessorPatch, ...] = tuple(
-    patch for module in _MODULES for patch in getattr(module, "PROCESSORS", ())
+    patch for module in _PATCH_MODULES for patch in getattr(module, "PROCESSORS", ())
 )
 # Plain PyTorch matrix products, which run and save memory on every device.
-WITHOUT_TRITON = ("lora_linear",)
+OPS_WITHOUT_TRITON = ("lora_linear",)
 """Ops that `auto` uses without a GPU."""

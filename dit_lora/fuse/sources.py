@@ -7,7 +7,7 @@ import dit_lora
 import dit_lora_kernels
 
 
-def sources_digest() -> str:
+def compute_sources_digest() -> str:
     """SHA-256 of the source files of the kernels, the patches and their comparison."""
     digest = hashlib.sha256()
     package_dir = Path(dit_lora.__file__).parent

@@ -14,21 +14,21 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.guard.switches import Switch
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.guard.switches import Fallback
 
-STOCK = "sdpa"
+DEFAULT_IMPLEMENTATION = "sdpa"
 """PyTorch's `scaled_dot_product_attention`, whose backends the guard can switch off one by one."""
-_AVAILABLE: dict[str, Callable[[], bool]] = {
-    STOCK: lambda: True,
+_AVAILABILITY_CHECKS: dict[str, Callable[[], bool]] = {
+    DEFAULT_IMPLEMENTATION: lambda: True,
     "eager": lambda: True,
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
 }
-TRAINABLE = tuple(_AVAILABLE)
-_HALVES = (torch.float16, torch.bfloat16)
+TRAINABLE_IMPLEMENTATIONS = tuple(_AVAILABILITY_CHECKS)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-Before = list[tuple[PreTrainedConfig, str | None]]
+ConfigImplementations = list[tuple[PreTrainedConfig, str | None]]
 
 
 def require_implementation(model: PreTrainedModel, name: str) -> None:
@@ -37,11 +37,14 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
     Raises:
         DitLoraError: An unknown name, a missing package or device, or `eager` for a model that is not in fp32.
     """
-    if name not in _AVAILABLE:
+    if name not in _AVAILABILITY_CHECKS:
         raise DitLoraError(
-            listed(f"kernels.attention: {name} is not for Transformers' models; choose", TRAINABLE)
+            format_list(
+                f"kernels.attention: {name} is not for Transformers' models; choose",
+                TRAINABLE_IMPLEMENTATIONS,
+            )
         )
-    if not _AVAILABLE[name]():
+    if not _AVAILABILITY_CHECKS[name]():
         raise DitLoraError(
             f"kernels.attention: {name} cannot be used here: Transformers finds no package for it that runs on "
             "this device; use auto"
@@ -49,7 +52,7 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
     # Eager attention keeps scores in the model's dtype. At logits near -120 in bf16 its outputs are off by 0.09 to
     # 0.14 of the largest and its gradients by 0.07 to 0.13, while SDPA's math and flash are off by 0.002 and 0.014
     # (one draw each of 64 and 513 causal tokens of width 64, as `numerics.attention.parity` draws).
-    if name == "eager" and any(p.dtype in _HALVES for p in model.parameters()):
+    if name == "eager" and any(p.dtype in _HALF_DTYPES for p in model.parameters()):
         raise DitLoraError(
             "kernels.attention: eager rounds attention's scores to half precision; use auto, or model.dtype: "
             "float32"
@@ -63,7 +66,7 @@ class AttentionChoice:
         """Set it. Raises `DitLoraError` as `require_implementation` does, and if a part of the model rejects it."""
         require_implementation(model, name)
         # Read before the first change: parts may have different implementations, and each must be restored.
-        self.name, self._before = name, implementations(model)
+        self.name, self._previous = name, list_implementations(model)
         try:
             model.set_attn_implementation(name)
         except (ValueError, ImportError) as error:
@@ -78,31 +81,31 @@ class AttentionChoice:
         if rejecting_parts:
             self.remove()
             raise DitLoraError(
-                listed(
+                format_list(
                     f"kernels.attention: these parts do not take {name}", sorted(rejecting_parts)
                 )
             )
 
     def remove(self) -> None:
         """Restore the original attention implementation of every part of the model."""
-        _set(self._before)
+        _restore_implementations(self._previous)
 
-    def switches(self, model: PreTrainedModel) -> list[Switch]:
+    def build_fallbacks(self, model: PreTrainedModel) -> list[Fallback]:
         """The guard's fallback to PyTorch's own attention; empty if that is what the model uses."""
-        if self.name == STOCK:
+        if self.name == DEFAULT_IMPLEMENTATION:
             return []
-        fallback = Switch(
+        fallback = Fallback(
             f"attention:{self.name}",
             "attention_backend",
-            partial(_stock_for_a_while, model),
-            partial(model.set_attn_implementation, STOCK),
+            partial(_use_default_attention, model),
+            partial(model.set_attn_implementation, DEFAULT_IMPLEMENTATION),
             "PyTorch's own attention",
-            insisted=True,
+            required=True,
         )
         return [fallback]
 
 
-def implementations(model: nn.Module) -> Before:
+def list_implementations(model: nn.Module) -> ConfigImplementations:
     """The configurations of a model's parts, outer ones first, with the attention implementation of each."""
     # Keyed by identity: parts may share a configuration, and configurations compare by value.
     by_config: dict[int, tuple[PreTrainedConfig, str | None]] = {}
@@ -112,7 +115,7 @@ def implementations(model: nn.Module) -> Before:
     return list(by_config.values())
 
 
-def _set(choices: Before) -> None:
+def _restore_implementations(choices: ConfigImplementations) -> None:
     """Set the attention implementation of each configuration."""
     # Outer ones first: setting one also sets its sub-configurations, which are then restored one by one.
     for config, name in choices:
@@ -120,11 +123,11 @@ def _set(choices: Before) -> None:
 
 
 @contextmanager
-def _stock_for_a_while(model: PreTrainedModel) -> Iterator[None]:
+def _use_default_attention(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model uses PyTorch's own attention."""
-    previous = implementations(model)
-    model.set_attn_implementation(STOCK)
+    previous = list_implementations(model)
+    model.set_attn_implementation(DEFAULT_IMPLEMENTATION)
     try:
         yield
     finally:
-        _set(previous)
+        _restore_implementations(previous)

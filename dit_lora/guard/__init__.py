@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # LightningGuard is left out: `import *` must not import Lightning.
 __all__ = ["Guard", "GuardCallback", "LadderConfig", "LoopConfig", "NonFiniteError"]
 
-_HOMES = {
+_LAZY_MODULES = {
     "Guard": "dit_lora.guard.attach.guard",
     "GuardCallback": "dit_lora.guard.attach.callbacks.trainer_callback",
     "LadderConfig": "dit_lora.config.ladder",
@@ -28,6 +28,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the callback needs Transformers, and a run's guard needs none of these.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _LAZY_MODULES:
+        return getattr(import_module(_LAZY_MODULES[name]), name)
     raise AttributeError(f"module 'dit_lora.guard' has no attribute {name!r}")

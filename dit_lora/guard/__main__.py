@@ -23,11 +23,13 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     with reported_errors():
-        from dit_lora.guard.attach.monitoring import LOOKS
+        from dit_lora.guard.attach.monitoring import OPTIONAL_CHECKS
         from dit_lora.guard.attach.run_script import run_script
 
-        settings = {name: getattr(options, name) for name in ("snapshot_every", "bundles", *LOOKS)}
-        config = LoopConfig.for_script(options.max_skips, **settings)
+        settings = {
+            name: getattr(options, name) for name in ("snapshot_every", "bundles", *OPTIONAL_CHECKS)
+        }
+        config = LoopConfig.from_script_options(options.max_skips, **settings)
         run_script(
             options.script,
             options.arguments,

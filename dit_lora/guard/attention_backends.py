@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from dit_lora.numerics.streams import generator
+from dit_lora.numerics.streams import make_generator
 
 Attention = Callable[..., torch.Tensor]
 """Called like `torch.nn.functional.scaled_dot_product_attention`, with all arguments after q, k, v by name."""
@@ -40,9 +40,11 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 _TF32_TOLERANCE = TOLERANCE[torch.float16]  # TF32 has fp16's mantissa
 
 # Starts of torch's messages when no allowed backend supports a call: on CUDA, and on a CPU.
-_UNAVAILABLE = ("No available kernel", "No viable backend")
-_RESULTS = ("out", "dq", "dk", "dv")
-_CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
+_UNSUPPORTED_MESSAGES = ("No available kernel", "No viable backend")
+_RESULT_NAMES = ("out", "dq", "dk", "dv")
+_QUERIES_PER_CHUNK = (
+    1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
+)
 
 
 class TensorLayout(NamedTuple):
@@ -52,34 +54,34 @@ class TensorLayout(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorLayout":
+    def from_tensor(cls, tensor: torch.Tensor) -> "TensorLayout":
         return cls(tuple(tensor.shape), tensor.stride())
 
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 
-    def first(self, heads: int) -> "TensorLayout":
-        """The layout of one sample and of at most `heads` of its heads, with the same strides."""
+    def limit_heads(self, max_heads: int) -> "TensorLayout":
+        """The layout of one sample and of at most `max_heads` of its heads, with the same strides."""
         # The leading dimensions are batch and heads, or heads only; the last two are length and head width.
         leading_shape = self.shape[:-2]
         # One sample along each batch dimension, and at most the given number of heads along the last.
-        limits = (*([1] * (len(leading_shape) - 1)), heads)
+        limits = (*([1] * (len(leading_shape) - 1)), max_heads)
         leading_sizes = (
             min(size, limit) for size, limit in zip(leading_shape, limits, strict=False)
         )
         return self._replace(shape=(*leading_sizes, *self.shape[-2:]))
 
     @property
-    def dense(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """The shape of the stored values: size 1 along expanded dimensions."""
         return tuple(size if stride else 1 for size, stride in zip(*self, strict=True))
 
-    def filled(
+    def build_tensor(
         self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Make a tensor of this layout that holds `values`, which have the shape `dense`."""
+        """Make a tensor of this layout that holds `values`, which have the shape `stored_shape`."""
         # An expanded dimension has stride 0 and is stored once: allocate size 1, and expand afterwards.
-        stored = torch.empty_strided(self.dense, self.strides, dtype=dtype, device=device)
+        stored = torch.empty_strided(self.stored_shape, self.strides, dtype=dtype, device=device)
         return stored.copy_(values).expand(self.shape)
 
 
@@ -89,9 +91,9 @@ class Mask:
 
     layout: TensorLayout
     dtype: torch.dtype
-    low: float
+    min_value: float
     """The smallest value: False, or the value added to masked logits."""
-    empty_row: bool
+    has_empty_row: bool
     """True if a query attends to no key at all."""
 
 
@@ -111,14 +113,14 @@ class AttentionCall:
     enable_gqa: bool
 
     @property
-    def out(self) -> TensorLayout:
+    def output_layout(self) -> TensorLayout:
         """Layout of the output and of its gradient, which has the query's layout if the shapes are equal."""
         # (B, H, L, head width of the values)
         shape = (*self.query.shape[:-1], self.value.shape[-1])
         if shape == self.query.shape:
             return self.query
         # A contiguous layout. The meta device computes its strides without allocating memory.
-        return TensorLayout.of(torch.empty(shape, device="meta"))
+        return TensorLayout.from_tensor(torch.empty(shape, device="meta"))
 
     @property
     def logit_scale(self) -> float:
@@ -134,26 +136,26 @@ class AttentionCall:
     def __str__(self) -> str:
         facts = [f"q {self.query}, k {self.key}, v {self.value}, {self.dtype} on {self.device}"]
         if self.mask is not None:
-            empty = " with empty rows" if self.mask.empty_row else ""
+            empty = " with empty rows" if self.mask.has_empty_row else ""
             facts.append(f"{self.mask.dtype} mask {self.mask.layout}{empty}")
         facts += ["causal"] * self.is_causal + ["grouped queries"] * self.enable_gqa
         return ", ".join(facts)
 
-    def small(self) -> "AttentionCall":
+    def shrink(self) -> "AttentionCall":
         """The same call with one sample and two heads. Lengths, D and strides, on which bugs depend, are unchanged.
 
         With grouped queries, two groups of at most two queries are kept.
         """
-        key, heads = self.key.first(2), 2
+        key, heads = self.key.limit_heads(2), 2
         if self.enable_gqa:
             # Each key head serves a group of query heads. Keep at most two queries of each group.
             heads = key.shape[-3] * min(2, self.query.shape[-3] // self.key.shape[-3])
         return replace(
             self,
-            query=self.query.first(heads),
+            query=self.query.limit_heads(heads),
             key=key,
-            value=self.value.first(2),
-            mask=self.mask and replace(self.mask, layout=self.mask.layout.first(heads)),
+            value=self.value.limit_heads(2),
+            mask=self.mask and replace(self.mask, layout=self.mask.layout.limit_heads(heads)),
         )
 
 
@@ -163,7 +165,7 @@ class BackendParity:
 
     call: AttentionCall
     name: str
-    available: bool
+    is_supported: bool
     """True if the backend supports the call. If it does not, PyTorch cannot choose it, so it does no harm."""
     reason: str
     """torch's message if the backend did not run the call, or failed."""
@@ -171,13 +173,13 @@ class BackendParity:
     """Largest error over largest value of out, dq, dk and dv; empty if the backend did not run."""
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return bool(self.errors) and all(map(math.isfinite, self.errors.values()))
 
     @property
-    def ok(self) -> bool:
+    def is_accurate(self) -> bool:
         """True if the backend is accurate enough to train with."""
-        return self.finite and max(self.errors.values()) <= self.call.tolerance
+        return self.is_finite and max(self.errors.values()) <= self.call.tolerance
 
     def __str__(self) -> str:
         if not self.errors:
@@ -186,20 +188,20 @@ class BackendParity:
         return f"{self.call}: errors {errors}, tolerance {self.call.tolerance:g}"
 
 
-def only(name: str) -> AbstractContextManager[Any]:
+def use_only_backend(name: str) -> AbstractContextManager[Any]:
     """Allow only this backend inside the context. A call that it does not support raises RuntimeError."""
     return sdpa_kernel([BACKENDS[name]])
 
 
 @contextmanager
-def recorded_calls() -> Iterator[Counter[AttentionCall]]:
+def record_attention_calls() -> Iterator[Counter[AttentionCall]]:
     """Count each distinct call that this thread makes inside the context. Reads masks, so it waits for the device."""
-    recorder = _Recorder()
+    recorder = _AttentionRecorder()
     with recorder:
         yield recorder.calls
 
 
-class _Recorder(TorchFunctionMode):
+class _AttentionRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[AttentionCall] = Counter()
@@ -213,11 +215,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.calls[_facts(*args, **kwargs)] += 1
+            self.calls[_describe_call(*args, **kwargs)] += 1
         return func(*args, **kwargs)
 
 
-def _facts(
+def _describe_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -229,12 +231,12 @@ def _facts(
 ) -> AttentionCall:
     """Describe one call; the parameters are those of `scaled_dot_product_attention`."""
     return AttentionCall(
-        query=TensorLayout.of(query),
-        key=TensorLayout.of(key),
-        value=TensorLayout.of(value),
-        dtype=_computed_in(query),
+        query=TensorLayout.from_tensor(query),
+        key=TensorLayout.from_tensor(key),
+        value=TensorLayout.from_tensor(value),
+        dtype=_get_compute_dtype(query),
         device=query.device,
-        mask=None if attn_mask is None else _mask_facts(attn_mask),
+        mask=None if attn_mask is None else _describe_mask(attn_mask),
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
@@ -242,17 +244,17 @@ def _facts(
     )
 
 
-def _mask_facts(mask: torch.Tensor) -> Mask:
-    mask, layout, dtype = mask.detach(), TensorLayout.of(mask), _computed_in(mask)
+def _describe_mask(mask: torch.Tensor) -> Mask:
+    mask, layout, dtype = mask.detach(), TensorLayout.from_tensor(mask), _get_compute_dtype(mask)
     if not mask.is_floating_point():
         # In a boolean mask True keeps a key, so a row without any True is empty.
-        return Mask(layout, dtype, low=0.0, empty_row=bool((~mask.any(-1)).any()))
+        return Mask(layout, dtype, min_value=0.0, has_empty_row=bool((~mask.any(-1)).any()))
     # Half of the dtype's range masks a key whatever its logit is; a bias stays far from that.
     empty = mask.amax(-1) < torch.finfo(dtype).min / 2
-    return Mask(layout, dtype, low=mask.min().item(), empty_row=bool(empty.any()))
+    return Mask(layout, dtype, min_value=mask.min().item(), has_empty_row=bool(empty.any()))
 
 
-def _computed_in(tensor: torch.Tensor) -> torch.dtype:
+def _get_compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The tensor's dtype inside the call, which autocast changes and a function mode does not see."""
     kind = tensor.device.type
     if tensor.is_floating_point() and torch.is_autocast_enabled(kind):
@@ -260,7 +262,7 @@ def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def parity(
+def measure_backend_parity(
     call: AttentionCall,
     name: str,
     *,
@@ -269,35 +271,35 @@ def parity(
 ) -> BackendParity:
     """Compare one backend's values and gradients at this call, on random inputs, with fp64 math.
 
-    Runs `call.small()` once for each kind of inputs of `_draw`, without dropout, which cannot be compared; the largest
-    errors count.
+    Runs `call.shrink()` once for each kind of inputs of `_make_random_inputs`, without dropout, which cannot be
+    compared; the largest errors count.
     """
-    small = call.small()
-    empty_row = call.mask is not None and call.mask.empty_row
+    small = call.shrink()
+    empty_row = call.mask is not None and call.mask.has_empty_row
     input_kinds = ("usual", "low", "empty_row") if empty_row else ("usual", "low")
     errors = []
     for input_kind in input_kinds:
-        inputs = _draw(small, input_kind, seed)
+        inputs = _make_random_inputs(small, input_kind, seed)
         with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")  # where torch says why a backend cannot run a call
             try:
-                with only(name):
-                    results = _results(small, inputs, attention)
+                with use_only_backend(name):
+                    results = _compute_results(small, inputs, attention)
             except torch.AcceleratorError:
                 raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
                 reason = "; ".join(
                     [str(error), *(str(warning.message) for warning in caught_warnings)]
                 )
-                return BackendParity(call, name, not _cannot_run(error), reason, errors={})
-        errors.append(_errors(small, inputs, results))
+                return BackendParity(call, name, not _is_unsupported(error), reason, errors={})
+        errors.append(_compute_errors(small, inputs, results))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
-    return BackendParity(call, name, True, "", dict(zip(_RESULTS, worst, strict=True)))
+    return BackendParity(call, name, True, "", dict(zip(_RESULT_NAMES, worst, strict=True)))
 
 
-def _cannot_run(error: RuntimeError) -> bool:
+def _is_unsupported(error: RuntimeError) -> bool:
     """True if the backend does not support the call; any other error that it raises would end a run."""
-    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNAVAILABLE)
+    return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_UNSUPPORTED_MESSAGES)
 
 
 class _Inputs(NamedTuple):
@@ -308,30 +310,35 @@ class _Inputs(NamedTuple):
     mask: torch.Tensor | None
 
 
-def _draw(call: AttentionCall, kind: str, seed: int) -> _Inputs:
-    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of `empty_row`.
+def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
+    """Random inputs in the call's layouts. A mask hides 3 keys in 10, and never all except in one row of
+    `has_empty_row`.
 
-    `low` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then beyond
-    fp32, and a backward pass that computes it gives NaN (pytorch#196678).
+    `min_value` makes every logit smaller by 120 than `usual`, which must not change the softmax: exp(-logit) is then
+    beyond fp32, and a backward pass that computes it gives NaN (pytorch#196678).
     """
-    random = generator(seed, f"attention/{kind}")
-    layouts = (call.query, call.key, call.value, call.out)
-    query, key, value, grad = (torch.randn(layout.dense, generator=random) for layout in layouts)
+    random = make_generator(seed, f"attention/{kind}")
+    layouts = (call.query, call.key, call.value, call.output_layout)
+    query, key, value, grad = (
+        torch.randn(layout.stored_shape, generator=random) for layout in layouts
+    )
     if kind == "low":
         # Each key now sums to D. Lowering the query by 120 / (scale * D) lowers each logit by 120.
         key = key - key.mean(-1, keepdim=True) + 1
         query = query - 120 / (call.logit_scale * call.query.shape[-1])
     query, key, value, grad = (
-        layout.filled(values, dtype=call.dtype, device=call.device)
+        layout.build_tensor(values, dtype=call.dtype, device=call.device)
         for layout, values in zip(layouts, (query, key, value, grad), strict=True)
     )
-    mask = None if call.mask is None else _draw_mask(call, call.mask, kind, random)
+    mask = None if call.mask is None else _make_random_mask(call, call.mask, kind, random)
     return _Inputs(query, key, value, grad, mask)
 
 
-def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generator) -> torch.Tensor:
+def _make_random_mask(
+    call: AttentionCall, mask: Mask, kind: str, rng: torch.Generator
+) -> torch.Tensor:
     # Boolean, True for about 7 keys in 10.
-    allowed = torch.rand(mask.layout.dense, generator=random) < 0.7
+    allowed = torch.rand(mask.layout.stored_shape, generator=rng) < 0.7
     # Keep the first key, so that rows are empty only where that is intended.
     allowed[..., 0] = True
     if kind == "empty_row":
@@ -339,12 +346,14 @@ def _draw_mask(call: AttentionCall, mask: Mask, kind: str, random: torch.Generat
         allowed.view(-1, allowed.shape[-1])[-1] = False
     if mask.dtype is not torch.bool:
         # An additive mask: 0 for allowed keys, the recorded minimum for all others.
-        low = torch.tensor(mask.low, dtype=mask.dtype)
+        low = torch.tensor(mask.min_value, dtype=mask.dtype)
         allowed = torch.where(allowed, torch.zeros_like(low), low)
-    return mask.layout.filled(allowed, dtype=mask.dtype, device=call.device)
+    return mask.layout.build_tensor(allowed, dtype=mask.dtype, device=call.device)
 
 
-def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
+def _compute_results(
+    call: AttentionCall, inputs: _Inputs, attention: Attention
+) -> list[torch.Tensor]:
     """Compute out, dq, dk and dv, each detached."""
     # Fresh leaves, so that their gradients are exactly dq, dk and dv.
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
@@ -359,8 +368,8 @@ def _results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.grad)]
 
 
-def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
-    """The expected `_results`: fp64 math, computed for a slice of the queries at a time to limit memory."""
+def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
+    """The expected `_compute_results`: fp64 math, computed for a slice of the queries at a time to limit memory."""
     length, keys = call.query.shape[-2], call.key.shape[-2]
     query, key, value, grad = (tensor.double() for tensor in inputs[:4])
     mask = inputs.mask
@@ -373,12 +382,12 @@ def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
         mask = mask.double() if mask.is_floating_point() else mask
     call = replace(call, is_causal=False)
     parts = []
-    for start in range(0, length, _CHUNK):
+    for start in range(0, length, _QUERIES_PER_CHUNK):
         # Queries are (..., L, D) and the mask is (..., L, S): slice both along L.
-        rows = (..., slice(start, start + _CHUNK), slice(None))
+        rows = (..., slice(start, start + _QUERIES_PER_CHUNK), slice(None))
         part = _Inputs(query[rows], key, value, grad[rows], None if mask is None else mask[rows])
-        with only("math"):
-            parts.append(_results(call, part, F.scaled_dot_product_attention))
+        with use_only_backend("math"):
+            parts.append(_compute_results(call, part, F.scaled_dot_product_attention))
     # The output and dq belong to single queries, while dk and dv are sums over all queries.
     output_parts, query_grads, key_grads, value_grads = zip(*parts, strict=True)
     return [
@@ -389,7 +398,9 @@ def _reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tensor]:
     ]
 
 
-def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_errors(
+    call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """The largest error of each result over its largest reference value, (4,).
 
     The divisor is at least the size that a result has with evenly spread attention: with one key, or with every key
@@ -400,16 +411,18 @@ def _errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor
     logit_grad = call.logit_scale * math.sqrt(call.query.shape[-1])
     sizes = (
         keys**-0.5,
-        logit_grad * _rms(inputs.key) * keys**-0.5,
-        logit_grad * _rms(inputs.query) * length**0.5 / keys,
+        logit_grad * _compute_rms(inputs.key) * keys**-0.5,
+        logit_grad * _compute_rms(inputs.query) * length**0.5 / keys,
         length**0.5 / keys,
     )
     errors = [
         (result.double() - expected).abs().max() / expected.abs().max().clamp(min=size)
-        for result, expected, size in zip(results, _reference(call, inputs), sizes, strict=True)
+        for result, expected, size in zip(
+            results, _compute_reference(call, inputs), sizes, strict=True
+        )
     ]
     return torch.stack(errors)
 
 
-def _rms(tensor: torch.Tensor) -> float:
+def _compute_rms(tensor: torch.Tensor) -> float:
     return tensor.double().square().mean().sqrt().item()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_inside, write_whole
-from dit_lora.redact import redacted
+from dit_lora.files import read_inside, write_atomically
+from dit_lora.redact import redact_value
 
 FACTS, _SAMPLES, WEIGHTS = "bundle.json", "samples.safetensors", "trained.safetensors"
 FORMAT = 1
@@ -41,22 +41,22 @@ def write_bundle(
     weights: Mapping[str, torch.Tensor],
     *,
     limit_mib: float,
-    lacks: Sequence[str] = (),
+    missing_parts: Sequence[str] = (),
 ) -> list[str]:
     """Write a bundle of at most `limit_mib` MiB; returns messages about the parts left out, which `facts` record too.
 
-    Samples come first; weights that no longer fit are left out completely. `lacks` lists the parts that the caller has
-    already left out.
+    Samples come first; weights that no longer fit are left out completely. `missing_parts` lists the parts that the
+    caller has already left out.
     """
     from safetensors.torch import save
 
     # `limit` is the remaining size in bytes.
-    limit, missing = limit_mib * 2**20, [*lacks]
+    limit, missing = limit_mib * 2**20, [*missing_parts]
     contents: dict[str, Mapping[str, torch.Tensor]] = {}
     for name, tensors in ((_SAMPLES, samples), (WEIGHTS, weights)):
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > limit:
-            missing.append(too_large(name, size))
+            missing.append(format_oversize_message(name, size))
         else:
             contents[name], limit = tensors, limit - size
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,14 +66,14 @@ def write_bundle(
             key: tensor.detach().to("cpu", copy=True).contiguous()
             for key, tensor in tensors.items()
         }
-        write_whole(folder / name, save(cpu_tensors))
+        write_atomically(folder / name, save(cpu_tensors))
     # The metadata comes last: a folder without it is an incomplete bundle.
-    redacted_metadata = redacted({**facts, "format": FORMAT, "left_out": missing})
-    write_whole(folder / FACTS, json.dumps(redacted_metadata, indent=2, sort_keys=True) + "\n")
+    redacted_metadata = redact_value({**facts, "format": FORMAT, "left_out": missing})
+    write_atomically(folder / FACTS, json.dumps(redacted_metadata, indent=2, sort_keys=True) + "\n")
     return missing
 
 
-def too_large(name: str, size: int) -> str:
+def format_oversize_message(name: str, size: int) -> str:
     """Message for a part of `size` bytes that exceeds `guard.bundle_mib` and was left out."""
     return f"{name}: {size / 2**20:.0f} MiB, beyond guard.bundle_mib"
 
@@ -88,15 +88,15 @@ def read_bundle(folder: Path) -> Bundle:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from dit_lora.config.records import BundleFacts, checked, typed
+    from dit_lora.config.records import BundleFacts, parse_typed_json, validate_value
 
     try:
-        stored = typed(read_inside(folder, folder / FACTS), dict[str, Any], FACTS)
+        stored = parse_typed_json(read_inside(folder, folder / FACTS), dict[str, Any], FACTS)
         # Check the version before the keys, which may differ between versions.
         version = stored["format"]
         if version != FORMAT:
             raise DitLoraError(f"{folder} has format {version}; this version reads {FORMAT}")
-        facts = checked(stored, BundleFacts, FACTS)
+        facts = validate_value(stored, BundleFacts, FACTS)
         missing = facts["left_out"]
         if missing:
             raise DitLoraError(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")

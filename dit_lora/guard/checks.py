@@ -14,18 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.errors import listed
-from dit_lora.files import read_regular, write_whole
-from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, parity
-from dit_lora.numerics.adapter_tensors import is_adapter, is_idle, layer_of
-from dit_lora.numerics.dtensors import local, whole
-from dit_lora.numerics.finite import describe_bad, is_finite
-from dit_lora.numerics.opaque import called_modules
-from dit_lora.numerics.quantized_linear import weight_values
+from dit_lora.errors import format_list
+from dit_lora.files import read_regular, write_atomically
+from dit_lora.guard.attention_backends import (
+    BACKENDS,
+    AttentionCall,
+    BackendParity,
+    measure_backend_parity,
+)
+from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor, is_zero_initialized
+from dit_lora.numerics.dtensors import gather_full_tensor, get_local_tensor
+from dit_lora.numerics.finite import describe_bad_values, is_finite
+from dit_lora.numerics.opaque import iterate_called_modules
+from dit_lora.numerics.quantized_linear import iterate_weight_values
 from dit_lora.parsing import parse_json
 
-_VERSION = 1  # version of the checks: cached results of older versions are ignored
-_ATTENTION = "attention backend "
+_CACHE_VERSION = 1  # version of the checks: cached results of older versions are ignored
+_ATTENTION_PREFIX = "attention backend "
 FINITE_GRADIENTS = "gradients are finite"
 
 
@@ -52,13 +57,13 @@ def check_trainables(model: nn.Module) -> list[CheckFinding]:
     not_fp32 = [f"{name} is {p.dtype}" for name, p in trainable if p.dtype is not torch.float32]
     count = len(trainable)
     return [
-        _judged(
+        _make_finding(
             "trainables are fp32",
             not_fp32,
-            sound=f"all {count} trainable tensors are fp32",
-            wrong=f"{len(not_fp32)} of {count} trainable tensors are not fp32; cast them before training",
+            ok_message=f"all {count} trainable tensors are fp32",
+            failure_message=f"{len(not_fp32)} of {count} trainable tensors are not fp32; cast them before training",
         ),
-        _finite("trainables are finite", trainable),
+        _check_finite("trainables are finite", trainable),
     ]
 
 
@@ -66,12 +71,14 @@ def check_base_weights(model: nn.Module) -> list[CheckFinding]:
     """Check that frozen weights, and the scales of quantized ones, are finite."""
     # Trained weights have a check of their own.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    values = ((name, values) for name, values in weight_values(model) if name not in trained)
+    values = (
+        (name, values) for name, values in iterate_weight_values(model) if name not in trained
+    )
     frozen = [(name, tensor) for name, tensor in values if tensor.is_floating_point()]
-    return [_finite("base weights are finite", frozen)]
+    return [_check_finite("base weights are finite", frozen)]
 
 
-def autocast_owner(
+def check_autocast(
     model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
 ) -> list[CheckFinding]:
     """Check that every module runs under the policy's autocast during `run()`: `dtype`, or none if `dtype` is None.
@@ -82,7 +89,7 @@ def autocast_owner(
     """
     deviating: dict[str, torch.dtype | None] = {}
 
-    def note(name: str) -> Callable[[nn.Module, Any], None]:
+    def make_hook(name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             if autocast is not dtype:
@@ -93,15 +100,15 @@ def autocast_owner(
     # PyTorch keeps one autocast state per device type.
     kind = next(model.parameters()).device.type
     with ExitStack() as hooks:
-        for name, module in called_modules(model):
+        for name, module in iterate_called_modules(model):
             if name:
-                hooks.enter_context(module.register_forward_pre_hook(note(name)))
+                hooks.enter_context(module.register_forward_pre_hook(make_hook(name)))
         run()
     # Report only the outermost module of each deviating subtree.
     outermost = {
         module_name: autocast
         for module_name, autocast in deviating.items()
-        if deviating.get(_parent(module_name), dtype) is not autocast
+        if deviating.get(_get_parent_name(module_name), dtype) is not autocast
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
     # Another dtype is fatal; autocast that is only off may be intended.
@@ -112,23 +119,23 @@ def autocast_owner(
         f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast
     ]
     return [
-        _judged(
+        _make_finding(
             "one owner of autocast",
             other_dtypes,
-            sound=f"nothing leaves the policy, {policy}, for another dtype",
-            wrong=f"the policy is {policy}, but these open another inside it",
+            ok_message=f"nothing leaves the policy, {policy}, for another dtype",
+            failure_message=f"the policy is {policy}, but these open another inside it",
         ),
-        _judged(
+        _make_finding(
             "autocast is on",
             without_autocast,
-            sound="nothing inside the model turns autocast off",
-            wrong=f"the policy is {policy}, but these turn it off",
+            ok_message="nothing inside the model turns autocast off",
+            failure_message=f"the policy is {policy}, but these turn it off",
             fatal=False,
         ),
     ]
 
 
-def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFinding]:
+def check_gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFinding]:
     """Check that one micro-batch's `backward()` reaches every trainable parameter and no frozen one.
 
     Every LoRA B must get a gradient that is not all zero. So must an A whose B is not zero; with a zero B, as at the
@@ -143,13 +150,13 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
         gradients = [(f"gradient of {name}", p.grad) for name, p in trainable if p.grad is not None]
         leaked = [name for name, p in frozen if p.grad is not None]
         return [
-            gradients_reach(trainable),
-            _finite(FINITE_GRADIENTS, gradients),
-            _judged(
+            check_gradient_coverage(trainable),
+            _check_finite(FINITE_GRADIENTS, gradients),
+            _make_finding(
                 "frozen weights get no gradient",
                 leaked,
-                sound=f"none of {len(frozen)} frozen tensors gets a gradient",
-                wrong="these are frozen, and yet a gradient was computed for them",
+                ok_message=f"none of {len(frozen)} frozen tensors gets a gradient",
+                failure_message="these are frozen, and yet a gradient was computed for them",
             ),
         ]
     finally:
@@ -157,24 +164,24 @@ def gradient_flow(model: nn.Module, backward: Callable[[], Any]) -> list[CheckFi
             parameter.grad = None
 
 
-def gradients_reach(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
+def check_gradient_coverage(trainable: Sequence[tuple[str, nn.Parameter]]) -> CheckFinding:
     """Check that every trained parameter has a gradient, and every adapter weight one that is not all zero."""
     # Weights that are zero before the first step, such as LoRA's B, by their layer.
-    idle_by_layer = {layer_of(name): p for name, p in trainable if is_idle(name)}
+    idle_by_layer = {get_layer_name(name): p for name, p in trainable if is_zero_initialized(name)}
     without_gradient = [
         f"{name}: {problem}"
         for name, p in trainable
-        if (problem := _no_gradient(name, p, idle_by_layer))
+        if (problem := _find_gradient_problem(name, p, idle_by_layer))
     ]
-    return _judged(
+    return _make_finding(
         "gradients reach every trainable",
         without_gradient,
-        sound=f"all {len(trainable)} trainable tensors get a gradient",
-        wrong="no gradient reaches these, so they would never learn",
+        ok_message=f"all {len(trainable)} trainable tensors get a gradient",
+        failure_message="no gradient reaches these, so they would never learn",
     )
 
 
-def attention_backends(
+def check_attention_backends(
     calls: Iterable[AttentionCall], device: torch.device
 ) -> tuple[list[CheckFinding], list[str]]:
     """Compare every backend with fp64 math at these calls on `device`; returns findings and backend names to disable.
@@ -184,84 +191,86 @@ def attention_backends(
     """
     device_calls = [replace(call, device=device) for call in calls]
     # Run every backend at every call, forward and backward, on random inputs.
-    results = [parity(call, name) for name in BACKENDS for call in device_calls]
-    findings = [_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
-    disabled = wrong_backends(findings)
+    results = [measure_backend_parity(call, name) for name in BACKENDS for call in device_calls]
+    findings = [_check_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
+    disabled = find_wrong_backends(findings)
     # Calls that at least one remaining backend computes correctly.
-    served_calls = {result.call for result in results if result.ok and result.name not in disabled}
+    served_calls = {
+        result.call for result in results if result.is_accurate and result.name not in disabled
+    }
     unserved = [str(call) for call in device_calls if call not in served_calls]
     findings.append(
-        _judged(
+        _make_finding(
             "attention",
             unserved,
-            sound=f"every one of {len(device_calls)} attention calls has a backend that is right",
-            wrong="at these calls no attention backend is left that is right",
+            ok_message=f"every one of {len(device_calls)} attention calls has a backend that is right",
+            failure_message="at these calls no attention backend is left that is right",
         )
     )
     return findings, disabled
 
 
-def wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
-    """Names of the attention backends to disable, from findings of `attention_backends`, cached or not."""
+def find_wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
+    """Names of the attention backends to disable, from findings of `check_attention_backends`, cached or not."""
     return [
-        f.check.removeprefix(_ATTENTION)
+        f.check.removeprefix(_ATTENTION_PREFIX)
         for f in findings
-        if f.check.startswith(_ATTENTION) and not f.ok
+        if f.check.startswith(_ATTENTION_PREFIX) and not f.ok
     ]
 
 
-def cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
+def read_cached_findings(path: Path, facts: Mapping[str, Any]) -> list[CheckFinding]:
     """The findings stored for these facts; empty if there are none."""
-    return _known(path).get(fingerprint(facts), [])
+    return _read_cache(path).get(compute_fingerprint(facts), [])
 
 
 def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
     """True if findings are stored for these facts."""
-    return fingerprint(facts) in _known(path)
+    return compute_fingerprint(facts) in _read_cache(path)
 
 
-def cached(
+def check_with_cache(
     path: Path,
     facts: Mapping[str, Any],
     check: Callable[[], list[CheckFinding]],
     *,
-    trust: bool = True,
+    use_cache: bool = True,
 ) -> list[CheckFinding]:
-    """The findings of `check()`, or with `trust` those stored earlier for the same facts.
+    """The findings of `check()`, or with `use_cache` those stored earlier for the same facts.
 
     The facts are all that the result depends on: versions, device, digest of the model, shapes, dtype. A fatal result
     is never stored, and an incomplete file or one of another version is ignored.
     """
-    key = fingerprint(facts)
-    stored = _known(path)
-    if trust and key in stored:
+    key = compute_fingerprint(facts)
+    stored = _read_cache(path)
+    if use_cache and key in stored:
         return stored[key]
     findings = check()
     if not any(finding.fatal for finding in findings):
-        remember(path, facts, findings)
+        store_findings(path, facts, findings)
     return findings
 
 
-def remember(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
+def store_findings(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
     """Store the findings in the file, under their facts."""
-    results_by_key = {**_known(path), fingerprint(facts): findings}
+    results_by_key = {**_read_cache(path), compute_fingerprint(facts): findings}
     entries = {
         key: [asdict(finding) for finding in results] for key, results in results_by_key.items()
     }
-    write_whole(path, json.dumps({"version": _VERSION, "found": entries}, indent=1))
+    write_atomically(path, json.dumps({"version": _CACHE_VERSION, "found": entries}, indent=1))
 
 
-def fingerprint(facts: Mapping[str, Any]) -> str:
+def compute_fingerprint(facts: Mapping[str, Any]) -> str:
     """SHA-256 of the facts, independent of their order; dtypes, devices and paths are represented by their names."""
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _known(path: Path) -> dict[str, list[CheckFinding]]:
+def _read_cache(path: Path) -> dict[str, list[CheckFinding]]:
     try:
         # The cache is optional: if the file cannot be read, the checks run again.
         stored = parse_json(read_regular(path))
-        if stored["version"] != _VERSION:
+        if stored["version"] != _CACHE_VERSION:
             return {}
         findings_by_key = stored["found"]
         return {
@@ -271,58 +280,67 @@ def _known(path: Path) -> dict[str, list[CheckFinding]]:
         return {}  # no file, or one torn or written by another version
 
 
-def _judged(
-    check: str, offenders: Sequence[str], *, sound: str, wrong: str, fatal: bool = True
+def _make_finding(
+    check: str,
+    offenders: Sequence[str],
+    *,
+    ok_message: str,
+    failure_message: str,
+    fatal: bool = True,
 ) -> CheckFinding:
     if not offenders:
-        return CheckFinding(check, True, sound, fatal=False)
-    return CheckFinding(check, False, listed(wrong, offenders), fatal=fatal)
+        return CheckFinding(check, True, ok_message, fatal=False)
+    return CheckFinding(check, False, format_list(failure_message, offenders), fatal=fatal)
 
 
-def _finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> CheckFinding:
-    parts = [(name, local(tensor.detach())) for name, tensor in tensors]
+def _check_finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> CheckFinding:
+    parts = [(name, get_local_tensor(tensor.detach())) for name, tensor in tensors]
     bad = [
-        description for n, t in parts if not is_finite(t) and (description := describe_bad(n, t))
+        description
+        for n, t in parts
+        if not is_finite(t) and (description := describe_bad_values(n, t))
     ]
-    return _judged(
+    return _make_finding(
         check,
         bad,
-        sound=f"all {len(tensors)} tensors are finite",
-        wrong=f"{len(bad)} of {len(tensors)} tensors are not finite",
+        ok_message=f"all {len(tensors)} tensors are finite",
+        failure_message=f"{len(bad)} of {len(tensors)} tensors are not finite",
     )
 
 
-def _parent(module: str) -> str:
+def _get_parent_name(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def _no_gradient(
-    name: str, parameter: nn.Parameter, idle_of: Mapping[str, nn.Parameter]
+def _find_gradient_problem(
+    name: str, parameter: nn.Parameter, idle_by_layer: Mapping[str, nn.Parameter]
 ) -> str | None:
     if parameter.grad is None:
         return "no gradient"
-    if not is_adapter(name):
+    if not is_adapter_tensor(name):
         return None
     # A weight that is multiplied by a zero factor gets no gradient yet. Every rank makes the same gathers.
-    factor = None if is_idle(name) else idle_of.get(layer_of(name))
-    if whole(parameter.grad).any() or (factor is not None and not whole(factor.detach()).any()):
+    factor = None if is_zero_initialized(name) else idle_by_layer.get(get_layer_name(name))
+    if gather_full_tensor(parameter.grad).any() or (
+        factor is not None and not gather_full_tensor(factor.detach()).any()
+    ):
         return None
     return "a gradient that is all zero"
 
 
-def _backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
+def _check_backend(name: str, results: Sequence[BackendParity]) -> CheckFinding:
     # A call that the backend does not support proves nothing about it.
-    supported = [result for result in results if result.available]
-    failures = [str(result) for result in supported if not result.ok]
+    supported = [result for result in results if result.is_supported]
+    failures = [str(result) for result in supported if not result.is_accurate]
     if not supported:
         reason = results[0].reason if results else "no attention call was recorded"
-        return CheckFinding(_ATTENTION + name, True, f"not used: {reason}", fatal=False)
+        return CheckFinding(_ATTENTION_PREFIX + name, True, f"not used: {reason}", fatal=False)
     # A backend that raised an error has no measured errors, hence the default.
     worst = max(max(result.errors.values(), default=0.0) for result in supported)
-    return _judged(
-        _ATTENTION + name,
+    return _make_finding(
+        _ATTENTION_PREFIX + name,
         failures,
-        sound=f"right at {len(supported)} of {len(results)} calls, errors up to {worst:.1e}",
-        wrong=f"wrong at {len(failures)} of {len(supported)} calls, so it must be disabled",
+        ok_message=f"right at {len(supported)} of {len(results)} calls, errors up to {worst:.1e}",
+        failure_message=f"wrong at {len(failures)} of {len(supported)} calls, so it must be disabled",
         fatal=False,
     )

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from dit_lora.errors import listed
-from dit_lora.guard.event import Event, event_of
+from dit_lora.errors import format_list
+from dit_lora.guard.event import Event, make_event
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.policy import Action
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.ranks import gather_object
 
 # Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
-OF_WEIGHTS = (
+BAD_STATE_KINDS = (
     "non_finite_weights",
     "diverged_weights",
     "altered_state",
@@ -25,10 +25,10 @@ OF_WEIGHTS = (
     "ranks_differ",
 )
 # Causes for which every rank fails in the same way, and no sample is the cause.
-OF_STATE = ("weights", "optimizer", "learning_rate")
+STATE_CAUSES = ("weights", "optimizer", "learning_rate")
 
 
-class Tripped(Protocol):
+class FailedStep(Protocol):
     """The properties of a failed step that every loop provides."""
 
     @property
@@ -38,16 +38,16 @@ class Tripped(Protocol):
     def kind(self) -> str: ...
 
 
-TripT = TypeVar("TripT", bound=Tripped)
+FailureT = TypeVar("FailureT", bound=FailedStep)
 SourceT = TypeVar("SourceT")
 """The object that a loop diagnoses: a micro-batch, or a model call."""
 
 
 @dataclass(frozen=True)
-class Found(Generic[SourceT]):
+class RankDiagnosis(Generic[SourceT]):
     """A verdict of one rank, and the object that it is about."""
 
-    verdict: Verdict
+    diagnosis: Diagnosis
     source: SourceT | None = None
     """The object that a bundle is written from; None if the verdict is not about a micro-batch."""
 
@@ -56,136 +56,152 @@ class Found(Generic[SourceT]):
 class Capabilities:
     """The actions that a loop supports after a failed step, in addition to skipping and rolling back."""
 
-    takes_again: bool
+    can_retry: bool
     """True if it can repeat the step, unchanged or without a sample."""
-    leaves_out: bool
+    can_exclude: bool
     """True if it can exclude a sample permanently."""
 
-    def within(self, action: Action) -> Action:
+    def replace_unsupported(self, action: Action) -> Action:
         """The action, or a skip that replaces it if the loop does not support it."""
         # An action that this kind of loop cannot take becomes a skip.
-        is_unsupported = {"retry": not self.takes_again, "quarantine": not self.leaves_out}
+        is_unsupported = {"retry": not self.can_retry, "quarantine": not self.can_exclude}
         if not is_unsupported.get(action.kind):
             return action
-        return replace(action, kind="skip", instead_of=action.kind)
+        return replace(action, kind="skip", replaced_kind=action.kind)
 
 
 @dataclass(frozen=True)
-class Resolved:
+class RecoveryResult:
     """The action taken on a failed step."""
 
     action: Action
-    done: str = ""
+    description: str = ""
     """Description of the action, appended to the step and its kind in the message."""
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Additional keys of the events."""
-    target: int | None = None
+    restored_step: int | None = None
     """The step whose state the loop continues from; None if the state was not restored."""
-    is_news: bool = True
+    should_log: bool = True
 
 
-class Episode(ABC, Generic[TripT, SourceT]):
+class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
     """The handling of a failed step; subclasses implement it for each kind of loop."""
 
-    can: ClassVar[Capabilities]
+    capabilities: ClassVar[Capabilities]
 
-    def resolve(self, trip: TripT) -> Resolved:
+    def resolve(self, failure: FailureT) -> RecoveryResult:
         """Diagnose a failed step and act on it; returns the action taken. Collective.
 
         Raises:
             NonFiniteError: On every rank, if no action of the ladder fits.
         """
         start_s = time.perf_counter()
-        results = self.diagnosed(trip)
-        diagnoses = self.agreed(trip, results)
+        results = self.diagnose_step(failure)
+        diagnoses = self.gather_diagnoses(failure, results)
         # From here on, every rank computes the same from the same diagnoses, without further communication.
-        action = self.possible(trip, self.can.within(self.chosen(trip, diagnoses)), diagnoses)
+        action = self.replace_impossible(
+            failure,
+            self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses)),
+            diagnoses,
+        )
         duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
         events = [
-            event_of(trip.step, trip.kind, diagnosis, action.kind, duration_s)
+            make_event(failure.step, failure.kind, diagnosis, action.kind, duration_s)
             for diagnosis in diagnoses
         ]
         # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
-        events = self._bundled(trip, results, events)
-        result = self.act(trip, diagnoses, action)
+        events = self._write_bundles(failure, results, events)
+        result = self.apply_action(failure, diagnoses, action)
         facts = result.facts
-        if result.action.instead_of:
-            facts = {**facts, "instead_of": result.action.instead_of}
+        if result.action.replaced_kind:
+            facts = {**facts, "instead_of": result.action.replaced_kind}
         events = [
             replace(event, action=result.action.kind, facts={**event.facts, **facts})
             for event in events
         ]
         for event in events:
-            self.write(event)
+            self.write_event(event)
         # All ranks raise: a rank that continued would hang in the next collective.
         if result.action.kind == "stop":
-            raise self.stopped(trip, diagnoses, result, events[0])
-        if result.is_news:
-            head = f"guard: step {trip.step}: {trip.kind.replace('_', ' ')}; {result.done}"
-            self.say(listed(head, [*self.lines(diagnoses), *result.notes]))
+            raise self.make_stop_error(failure, diagnoses, result, events[0])
+        if result.should_log:
+            head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}; {result.description}"
+            self.log(format_list(head, [*self.format_diagnoses(diagnoses), *result.notes]))
         return result
 
     @property
     @abstractmethod
-    def lockstep(self) -> bool:
+    def collective_forward(self) -> bool:
         """True if all ranks run the same diagnosis together."""
 
     @abstractmethod
-    def diagnosed(self, trip: TripT) -> list[Found[SourceT]]:
+    def diagnose_step(self, failure: FailureT) -> list[RankDiagnosis[SourceT]]:
         """The findings of this rank; in lockstep, those of all ranks. Collective."""
 
     @abstractmethod
-    def chosen(self, trip: TripT, verdicts: Sequence[Verdict]) -> Action:
+    def choose_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis]) -> Action:
         """Choose the action for these verdicts, and count it."""
 
     @abstractmethod
-    def possible(self, trip: TripT, action: Action, verdicts: Sequence[Verdict]) -> Action:
+    def replace_impossible(
+        self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]
+    ) -> Action:
         """The action, or a stop if it needs something that is missing. Collective."""
 
     @abstractmethod
-    def bundle(self, source: SourceT, event: Event) -> str | None:
+    def write_bundle(self, source: SourceT, event: Event) -> str | None:
         """Write a bundle and return its path below the loop's folder; None if none was written."""
 
     @abstractmethod
-    def act(self, trip: TripT, verdicts: Sequence[Verdict], action: Action) -> Resolved:
+    def apply_action(
+        self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action
+    ) -> RecoveryResult:
         """Carry out the action. Collective."""
 
     @abstractmethod
-    def write(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         """Write an event."""
 
     @abstractmethod
-    def stopped(
-        self, trip: TripT, verdicts: Sequence[Verdict], answered: Resolved, event: Event
+    def make_stop_error(
+        self,
+        failure: FailureT,
+        diagnoses: Sequence[Diagnosis],
+        result: RecoveryResult,
+        event: Event,
     ) -> NonFiniteError:
         """Prepare the state for a stop, and return the error that ends the loop. Collective."""
 
     @abstractmethod
-    def say(self, words: str) -> None: ...
+    def log(self, message: str) -> None: ...
 
-    def agreed(self, trip: TripT, found: Sequence[Found[SourceT]]) -> list[Verdict]:
+    def gather_diagnoses(
+        self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]]
+    ) -> list[Diagnosis]:
         """The relevant verdicts of all ranks. Collective."""
-        diagnoses = [result.verdict for result in found]
+        diagnoses = [result.diagnosis for result in results]
         # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
-        return telling(trip, diagnoses if self.lockstep else gather_object(diagnoses))
+        return select_conclusive(
+            failure, diagnoses if self.collective_forward else gather_object(diagnoses)
+        )
 
-    def lines(self, verdicts: Sequence[Verdict]) -> list[str]:
+    def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
         """One line per distinct verdict, starting with the ranks and samples that it applies to."""
-        return verdict_lines(verdicts)
+        return format_diagnosis_lines(diagnoses)
 
-    def _bundled(
-        self, trip: TripT, found: Sequence[Found[SourceT]], events: Sequence[Event]
+    def _write_bundles(
+        self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]], events: Sequence[Event]
     ) -> list[Event]:
         """Write this rank's bundles; returns the events with the paths of all ranks' bundles. Collective."""
         # A micro-batch is identified by its rank and its number in the step.
         event_by_position = {(event.rank, event.micro_step): event for event in events}
         local_paths: dict[tuple[int, int | None], str] = {}
-        for item in found:
-            position = (item.verdict.rank, item.verdict.micro_step)
+        for item in results:
+            position = (item.diagnosis.rank, item.diagnosis.micro_step)
             if item.source is not None and position in event_by_position:
-                path = self.bundle(item.source, event_by_position[position])
+                path = self.write_bundle(item.source, event_by_position[position])
                 local_paths |= {position: path} if path is not None else {}
         written: dict[tuple[int, int | None], str] = {}
         # Only the rank that wrote a bundle knows its path, and the main process writes the event.
@@ -200,24 +216,28 @@ class Episode(ABC, Generic[TripT, SourceT]):
         ]
 
 
-def telling(trip: Tripped, verdicts: Sequence[Verdict]) -> list[Verdict]:
+def select_conclusive(failure: FailedStep, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
     """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
-    inconclusive = {"transient", "learning_rate"} if trip.kind in OF_WEIGHTS else {"transient"}
-    conclusive = [diagnosis for diagnosis in verdicts if diagnosis.cause not in inconclusive]
+    inconclusive = (
+        {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}
+    )
+    conclusive = [diagnosis for diagnosis in diagnoses if diagnosis.cause not in inconclusive]
     # With sharded optimizer state, one rank's bad moments make the weights bad on all ranks.
     moments = [diagnosis for diagnosis in conclusive if diagnosis.cause == "optimizer"]
-    return moments or conclusive or list(verdicts[:1])
+    return moments or conclusive or list(diagnoses[:1])
 
 
-def verdict_lines(verdicts: Sequence[Verdict], *, alone: bool = False) -> list[str]:
-    """One line per distinct verdict; without rank numbers if `alone`, for the only process."""
+def format_diagnosis_lines(
+    diagnoses: Sequence[Diagnosis], *, is_single_rank: bool = False
+) -> list[str]:
+    """One line per distinct verdict; without rank numbers if `is_single_rank`, for the only process."""
     # Samples and ranks with the same message share one line.
     positions: dict[str, list[str]] = {}
-    for diagnosis in verdicts:
-        rank = "" if alone else f"rank {diagnosis.rank}"
+    for diagnosis in diagnoses:
+        rank = "" if is_single_rank else f"rank {diagnosis.rank}"
         # A message that names its samples itself needs no names in front.
-        names = "" if diagnosis.words_name_samples else ", ".join(diagnosis.sample_ids)
+        names = "" if diagnosis.has_sample_names else ", ".join(diagnosis.sample_ids)
         position = f"{names} ({rank})" if names and rank else names or rank
         positions.setdefault(diagnosis.words, []).append(position)
     lines = []

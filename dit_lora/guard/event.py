@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.guard.verdict import Cause, Verdict
+from dit_lora.guard.verdict import Cause, Diagnosis
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Event:
     kind: str
     """The kind of failure, or the check that reported it."""
     verdict: Mapping[str, Any]
-    """A `Verdict` as a dict; contains at least `cause` and `words`."""
+    """A `Diagnosis` as a dict; contains at least `cause` and `message`."""
     action: str = "report"
     micro_step: int | None = None
     rank: int = 0
@@ -25,10 +25,10 @@ class Event:
     """Additional keys of the line, such as `bundle`: a folder for `dit-lora replay`, relative to the run's folder."""
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         return str(self.verdict["words"])
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """The line as a dict of plain values."""
         return {
             "step": self.step,
@@ -43,10 +43,10 @@ class Event:
         }
 
 
-def event_of(
+def make_event(
     step: int,
     kind: str,
-    verdict: Verdict,
+    diagnosis: Diagnosis,
     action: str,
     seconds: float,
     facts: Mapping[str, Any] | None = None,
@@ -55,21 +55,21 @@ def event_of(
     return Event(
         step,
         kind,
-        verdict.record(),
+        diagnosis.to_record(),
         action,
-        verdict.micro_step,
-        verdict.rank,
-        verdict.sample_ids,
+        diagnosis.micro_step,
+        diagnosis.rank,
+        diagnosis.sample_ids,
         seconds,
         facts=facts or {},
     )
 
 
-def kernel_event(
+def make_kernel_event(
     step: int,
     kind: str,
-    words: str,
-    switch: str,
+    message: str,
+    fallback: str,
     *,
     module: str = "",
     cause: Cause = "kernel",
@@ -78,5 +78,5 @@ def kernel_event(
     seconds: float = 0.0,
 ) -> Event:
     """Make the event for a kernel or backend that a comparison found wrong, or did not reach."""
-    diagnosis = {"cause": cause, "words": words, "switch": switch, "module": module}
+    diagnosis = {"cause": cause, "words": message, "switch": fallback, "module": module}
     return Event(step, kind, diagnosis, action, rank=rank, seconds=seconds)

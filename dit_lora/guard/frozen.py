@@ -9,28 +9,28 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dit_lora.numerics.digest import tensor_digest
-from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.digest import compute_tensor_digest
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import read_scalars
-from dit_lora.numerics.layouts import strided_values
-from dit_lora.numerics.quantized_linear import weight_values
+from dit_lora.numerics.layouts import get_strided_values
+from dit_lora.numerics.quantized_linear import iterate_weight_values
 
 Digests = Mapping[str, tuple[tuple[object, ...], int]]
 """For each tensor name, its shape and dtype, and its digest."""
 
 
-def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's values of every frozen weight and buffer, strided, without BatchNorm's running statistics."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, values in weight_values(model):
+    for name, values in iterate_weight_values(model):
         if name not in trained:
-            yield f"weight {name}", strided_values(values)
+            yield f"weight {name}", get_strided_values(values)
     for owner, module in model.named_modules():
         # BatchNorm updates its running statistics in every training forward, frozen or not.
         if isinstance(module, _NormBase) and module.track_running_stats:
             continue
         for key, buffer in module.named_buffers(recurse=False):
-            values = strided_values(local(buffer.detach()))
+            values = get_strided_values(get_local_tensor(buffer.detach()))
             yield f"buffer {owner}.{key}" if owner else f"buffer {key}", values
 
 
@@ -39,37 +39,37 @@ class FrozenRecord:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._digests = self._taken()
+        self._digests = self._compute_digests()
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory for the digests, not counting names."""
         return 8 * len(self._digests)
 
-    def changed(self) -> list[str]:
+    def describe_changes(self) -> list[str]:
         """Describe tensors whose bits have changed. Tensors with a new shape are skipped, since code changed them."""
-        return [f"{name} has other bits than at the start" for name in self._altered()]
+        return [f"{name} has other bits than at the start" for name in self._find_changed()]
 
-    def _altered(self) -> list[str]:
-        return changed_between(self._digests, self._taken())
+    def _find_changed(self) -> list[str]:
+        return find_changed_digests(self._digests, self._compute_digests())
 
-    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
-        return untrained(self._model)
+    def _iter_frozen_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return iter_frozen_tensors(self._model)
 
-    def _taken(self) -> Digests:
+    def _compute_digests(self) -> Digests:
         """Current digests by name, with shape and dtype. The host reads each device once."""
         device_digests: dict[str, tuple[tuple[object, ...], Tensor]] = {}
-        for name, values in self._untrained():
+        for name, values in self._iter_frozen_tensors():
             # Empty tensors and meta tensors have no bits to compare.
             if values.numel() and values.device.type != "meta":
-                device_digests[name] = ((values.shape, values.dtype), tensor_digest(values))
+                device_digests[name] = ((values.shape, values.dtype), compute_tensor_digest(values))
         digests = read_scalars({name: digest for name, (_, digest) in device_digests.items()})
         return {name: (shape, digests[name]) for name, (shape, _) in device_digests.items()}
 
 
-def changed_between(before: Digests, now: Digests) -> list[str]:
+def find_changed_digests(before: Digests, after: Digests) -> list[str]:
     return [
         name
         for name, (shape, digest) in before.items()
-        if name in now and now[name][0] == shape and now[name][1] != digest
+        if name in after and after[name][0] == shape and after[name][1] != digest
     ]

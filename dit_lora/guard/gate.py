@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.verdict import Verdict
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import magnitudes
-from dit_lora.patching import is_a
+from dit_lora.guard.verdict import Diagnosis
+from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.finite import compute_magnitudes
+from dit_lora.patching import is_instance_of
 
 if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
@@ -38,22 +38,22 @@ class NonFiniteError(DitLoraError):
         """The line for events.jsonl."""
 
 
-class PoisonedStateError(DitLoraError):
+class BadStateError(DitLoraError):
     """Raised on every rank if state about to be stored is not finite, or lost; the loop recovers from it."""
 
     exit_code = 3
     collective = True
 
-    def __init__(self, message: str, kind: str, verdict: Verdict | None = None) -> None:
+    def __init__(self, message: str, kind: str, diagnosis: Diagnosis | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        """The `kind` of the `Trip` that this error leads to."""
-        self.verdict = verdict
+        """The `kind` of the `LoopFailure` that this error leads to."""
+        self.diagnosis = diagnosis
         """The verdict if it is already known, equal on all ranks; else None."""
 
 
 @dataclass(frozen=True)
-class Trip:
+class StepFailure:
     """A step that was not taken, or whose weight update must be undone; equal on all ranks."""
 
     step: int
@@ -62,7 +62,7 @@ class Trip:
     `diverged_weights`, `diverged_averages` or `ranks_differ`."""
     micro_batches: tuple[tuple[int, int], ...] = ()
     """(rank, micro-step) of micro-batches with bad loss or data; empty if the whole step failed."""
-    verdict: Verdict | None = None
+    diagnosis: Diagnosis | None = None
     """The verdict if the cause is already known, so that nothing is replayed; else None."""
 
 
@@ -71,17 +71,17 @@ class Gate:
     """The flags of one optimizer step. Every rank calls the same methods in the same order."""
 
     accelerator: "Accelerator"
-    _bad: list[torch.Tensor] = field(default_factory=list)
+    _flags: list[torch.Tensor] = field(default_factory=list)
 
-    def losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
+    def record_losses(self, losses: torch.Tensor, *, bad_data: bool = False) -> None:
         """Record whether per-sample losses (B,) are finite, before their backward, and whether reading found
         bad data.
         """
         # Keep the flag on the device: reading it here would make the host wait in every micro-step.
         bad = ~torch.isfinite(losses.detach()).all()
-        self._bad.append(bad | bad_data)
+        self._flags.append(bad | bad_data)
 
-    def gradients(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Record each group's gradient norm, before clipping spreads one NaN to every gradient.
 
         A norm is finite only if every element is. A step in which every norm is zero trains nothing and still decays
@@ -93,37 +93,37 @@ class Gate:
         # (number of parameter groups,)
         stacked = torch.stack(list(norms.values()))
         flags = torch.stack([~torch.isfinite(stacked).all(), (stacked == 0).all()])
-        self._bad += [*flags]
+        self._flags += [*flags]
         return flags
 
-    def agreed(self) -> torch.Tensor:
+    def reduce_flags(self) -> torch.Tensor:
         """1.0 if any rank recorded a problem in this step, else 0.0, fp32 scalar on the device. One all-reduce."""
         # All micro-batches of this step together decide about it.
-        flag = torch.stack(self._bad).any().float()
+        flag = torch.stack(self._flags).any().float()
         if self.accelerator.num_processes > 1:
             # Accelerate can reduce by sum or mean, but not by maximum.
             flag = self.accelerator.reduce(flag, reduction="sum").clamp(max=1.0)
         return flag
 
 
-def gated_step(
-    optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", bad: torch.Tensor
+def take_gated_step(
+    optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor
 ) -> None:
-    """Take the optimizer's step unless `bad`; then weights, moments and step counts stay unchanged bit for bit.
+    """Take the optimizer's step unless `is_bad`; then weights, moments and step counts stay unchanged bit for bit.
 
     Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need
     one read by the host.
     """
     # `found_inf` belongs on torch's optimizer, not on Accelerate's wrapper.
     inner: Any = optimizer
-    if is_a(optimizer, ACCELERATED):
+    if is_instance_of(optimizer, ACCELERATED):
         inner = inner.optimizer
-    if not gates_on_device(inner):
+    if not can_skip_on_device(inner):
         # This is the host's one read: it waits for the device here.
-        if not bad:
+        if not is_bad:
             optimizer.step()
         return
-    inner.found_inf = bad
+    inner.found_inf = is_bad
     try:
         optimizer.step()
     finally:
@@ -131,7 +131,7 @@ def gated_step(
         del inner.found_inf
 
 
-def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer can skip a step by a flag on the device: torch's fused Adam and AdamW.
 
     Fused SGD can too, but if its first step is skipped, its momentum is uninitialized memory.
@@ -139,7 +139,7 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     # Subclasses inherit the ability, so compare the names of all base classes.
     classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(optimizer).__mro__}
     # Sharded parameters, and optimizers that are not fused, need the host to decide.
-    is_supported = any(record.skips_on_device in classes for record in OPTIMIZERS.values())
+    is_supported = any(record.found_inf_class in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     return (
@@ -149,17 +149,19 @@ def gates_on_device(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def weights_are_bad(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def has_nonfinite_weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Bool scalar on the device: True if a trained weight is not finite after the step.
 
     Detects errors that no gradient shows: a moment damaged in memory, an update that overflowed.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return any_not_finite(weights, weights[0].device)
+    return has_nonfinite(weights, weights[0].device)
 
 
-def any_not_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def has_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
-    parts = [local(tensor.detach()) for tensor in tensors]
+    parts = [get_local_tensor(tensor.detach()) for tensor in tensors]
     # With FSDP2, some ranks hold nothing of a weight with fewer rows than there are ranks.
-    return ~torch.isfinite(magnitudes([part for part in parts if part.numel()], device)).all()
+    return ~torch.isfinite(
+        compute_magnitudes([part for part in parts if part.numel()], device)
+    ).all()

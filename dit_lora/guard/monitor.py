@@ -17,14 +17,14 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import abs_max, has_values, headroom
+from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.finite import abs_max, compute_headroom, has_values
 
 # Names of PEFT's submodules inside a wrapped layer (peft/tuners/lora/layer.py).
-_INSIDE_LORA = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
+_LORA_SUBMODULE = re.compile(r"(^|\.)(lora_\w+|base_layer)(\.|$)")
 
 
-class _Key(NamedTuple):
+class _StatisticKey(NamedTuple):
     kind: Literal["grad", "weight", "change", "peak"]
     module: str
     part: str | torch.dtype
@@ -32,90 +32,92 @@ class _Key(NamedTuple):
 
 
 class Monitor:
-    """Collects statistics of every `every`-th step; 0 means never. Create it after the model is prepared.
+    """Collects statistics of every `interval_steps`-th step; 0 means never. Create it after the model is prepared.
 
-    In a step that is `due`, run the forward passes inside `watching`, call `gradients` after backward and before
-    clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
+    In a step that is `is_due`, run the forward passes inside `record_outputs`, call `record_gradient_norms` after
+    backward and before clipping, `before_update` and `after_update` around the optimizer's step, then `collect`.
     """
 
-    def __init__(self, model: nn.Module, *, every: int) -> None:
-        self._every = every
-        self._watched = _watched(model)
+    def __init__(self, model: nn.Module, *, interval_steps: int) -> None:
+        self._interval_steps = interval_steps
+        self._modules = _select_modules(model)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._kept: dict[_Key, torch.Tensor] = {}
-        self._before: list[torch.Tensor] = []
-        self._hidden: list[str] = []
+        self._values: dict[_StatisticKey, torch.Tensor] = {}
+        self._weights_before: list[torch.Tensor] = []
+        self._hidden_infinities: list[str] = []
 
-    def due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
+    def is_due(self, step: int) -> bool:
+        return self._interval_steps > 0 and step % self._interval_steps == 0
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_outputs(self) -> Iterator[None]:
         """Record the largest magnitude of the modules' outputs inside the context; drops earlier records.
 
         Outputs are unchanged bit for bit. Gradient checkpointing computes an output twice, which does not change a
         maximum.
         """
-        self._kept.clear()
-        self._hidden = []
+        self._values.clear()
+        self._hidden_infinities = []
         with ExitStack() as hooks:
-            for name, module in self._watched.items():
-                hooks.enter_context(module.register_forward_hook(self._keep_peak(name)))
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_hook(self._make_peak_hook(name)))
             yield
 
-    def gradients(self) -> None:
+    def record_gradient_norms(self) -> None:
         """Record the norms of the current gradients."""
-        self._keep_norms(
+        self._record_norms(
             "grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None}
         )
 
     def before_update(self) -> None:
         """Copy the trainable weights, which takes their memory once more until `after_update`."""
-        self._before = [local(p.detach()).clone() for p in self._trainable.values()]
+        self._weights_before = [
+            get_local_tensor(p.detach()).clone() for p in self._trainable.values()
+        ]
 
     def after_update(self) -> None:
         """Record the norms of the weights and of the optimizer's changes to them."""
-        weights = {name: local(p.detach()) for name, p in self._trainable.items()}
+        weights = {name: get_local_tensor(p.detach()) for name, p in self._trainable.items()}
         # Weights after the step minus the copies from before it, in one call for all parameters.
-        changes = torch._foreach_sub(list(weights.values()), self._before)
-        self._keep_norms("weight", weights)
-        self._keep_norms("change", dict(zip(self._trainable, changes, strict=True)))
-        self._before = []
+        changes = torch._foreach_sub(list(weights.values()), self._weights_before)
+        self._record_norms("weight", weights)
+        self._record_norms("change", dict(zip(self._trainable, changes, strict=True)))
+        self._weights_before = []
 
     def collect(self) -> dict[str, dict[str, float]]:
-        """Compute `grad_norm`, `update_ratio`, `abs_max` and `headroom` per module, where known, and reset.
+        """Compute `grad_norm`, `update_ratio`, `abs_max` and `compute_headroom` per module, where known, and reset.
 
         Rounded to four significant digits. A module whose outputs were all zero has no headroom.
         """
         # The only transfer from the device; all values before it are scalars there.
-        stacked = torch.stack(list(self._kept.values())).tolist() if self._kept else []
-        values: defaultdict[str, dict[_Key, float]] = defaultdict(dict)
-        for key, value in zip(self._kept, stacked, strict=True):
+        stacked = torch.stack(list(self._values.values())).tolist() if self._values else []
+        values: defaultdict[str, dict[_StatisticKey, float]] = defaultdict(dict)
+        for key, value in zip(self._values, stacked, strict=True):
             values[key.module][key] = value
-        self._kept.clear()
+        self._values.clear()
         statistics = {
-            module: _statistics(module_values) for module, module_values in values.items()
+            module: _compute_statistics(module_values) for module, module_values in values.items()
         }
-        self._hidden = [
+        self._hidden_infinities = [
             module
             for module, numbers in statistics.items()
             if not math.isfinite(numbers.get("abs_max", 0.0))
         ]
         return statistics
 
-    def hidden_infinities(self) -> list[str]:
+    def find_hidden_infinities(self) -> list[str]:
         """Names of modules with Inf or NaN in their outputs, in order of execution. Call it after `collect`.
 
         If the loss was finite, something after the first of them hides it: a clamp, a mask, `nan_to_num`.
         """
-        return list(self._hidden)
+        return list(self._hidden_infinities)
 
-    def _keep_norms(
+    def _record_norms(
         self, kind: Literal["grad", "weight", "change"], tensors: dict[str, torch.Tensor]
     ) -> None:
         if not tensors:
             return
-        parts = [local(tensor.detach()) for tensor in tensors.values()]
+        parts = [get_local_tensor(tensor.detach()) for tensor in tensors.values()]
         # One kernel launch for all parameters: hundreds of small launches would keep a GPU waiting.
         norms = list(torch._foreach_norm(parts, 2, dtype=torch.float32))
         if any(isinstance(self._trainable[name], DTensor) for name in tensors):
@@ -124,25 +126,25 @@ class Monitor:
             distributed.all_reduce(squares)
             norms = list(squares.sqrt().float())
         for name, norm in zip(tensors, norms, strict=True):
-            self._kept[_Key(kind, _owner(name), name)] = norm
+            self._values[_StatisticKey(kind, _find_owner_name(name), name)] = norm
 
-    def _keep_peak(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _make_peak_hook(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in _find_tensors(output):
                 # A module's outputs may have several dtypes, each with its own headroom.
-                key = _Key("peak", module, tensor.dtype)
+                key = _StatisticKey("peak", module, tensor.dtype)
                 peak = abs_max(tensor)
                 # torch.maximum keeps a NaN.
-                self._kept[key] = torch.maximum(self._kept.get(key, peak), peak)
+                self._values[key] = torch.maximum(self._values.get(key, peak), peak)
 
         return hook
 
 
-def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
+def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
     """The statistics of one module; norms of its parameters are combined."""
     norms: dict[str, list[float]] = defaultdict(list)
     peaks: dict[torch.dtype, float] = {}
-    for key, value in kept.items():
+    for key, value in values.items():
         if isinstance(key.part, torch.dtype):
             peaks[key.part] = value
         else:
@@ -152,29 +154,29 @@ def _statistics(kept: dict[_Key, float]) -> dict[str, float]:
     if "grad" in norms:
         statistics["grad_norm"] = math.hypot(*norms["grad"])
     if "change" in norms:
-        statistics["update_ratio"] = _ratio(
+        statistics["update_ratio"] = _compute_ratio(
             math.hypot(*norms["change"]), math.hypot(*norms["weight"])
         )
     if peaks:
         # NaN cannot be ordered, so sort it above all numbers.
         statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
         # Headroom is infinite where all outputs were zero; that is not reported.
-        headrooms = [headroom(peak, dtype) for dtype, peak in peaks.items()]
+        headrooms = [compute_headroom(peak, dtype) for dtype, peak in peaks.items()]
         if all(map(math.isfinite, headrooms)):
             statistics["headroom"] = min(headrooms)
     return {name: float(f"{value:.4g}") for name, value in statistics.items()}
 
 
-def _ratio(change: float, weight: float) -> float:
+def _compute_ratio(change: float, weight: float) -> float:
     if change == 0:
         return 0.0  # also if all weights are zero
     return change / weight if weight else math.inf
 
 
-def _watched(model: nn.Module) -> dict[str, nn.Module]:
+def _select_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Leaf modules, and the direct children of module lists, which are the blocks; LoRA layers count as leaves."""
     # PEFT's submodules do not count by themselves: the wrapped layer stands for them.
-    outer_modules = {n: m for n, m in model.named_modules() if not _INSIDE_LORA.search(n)}
+    outer_modules = {n: m for n, m in model.named_modules() if not _LORA_SUBMODULE.search(n)}
     # A module that is nobody's parent is a leaf.
     parents = {name.rpartition(".")[0] for name in outer_modules if name}
     # The children of a ModuleList are the model's blocks.
@@ -186,15 +188,17 @@ def _watched(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _owner(parameter: str) -> str:
+def _find_owner_name(parameter: str) -> str:
     """Name of the module that a parameter is attributed to."""
     # `blocks.0.to_q.lora_A.default.weight` belongs to `blocks.0.to_q`.
-    inside = _INSIDE_LORA.search(parameter)
+    inside = _LORA_SUBMODULE.search(parameter)
     return parameter[: inside.start()] if inside else parameter.rpartition(".")[0]
 
 
-def _tensors(output: Any) -> Sequence[torch.Tensor]:
+def _find_tensors(output: Any) -> Sequence[torch.Tensor]:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     # Outputs in dicts or objects are not measured.
-    tensors = (local(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
+    tensors = (
+        get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor)
+    )
     return [tensor for tensor in tensors if has_values(tensor)]

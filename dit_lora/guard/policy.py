@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dit_lora.config.ladder import LadderConfig
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.verdict import Diagnosis
 
 # Data that is stored bad will fail again; another noise, timestep or position in the run will not.
-_FOR_GOOD = ("data", "labels")
-_OF_STATE = ("weights", "optimizer", "learning_rate")
-_OF_SWITCHES = ("kernel", "attention_backend")
+_STORED_DATA_CAUSES = ("data", "labels")
+_STATE_CAUSES = ("weights", "optimizer", "learning_rate")
+_COMPONENT_CAUSES = ("kernel", "attention_backend")
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Action:
     """`retry`, `skip`, `quarantine`, `fallback`, `rollback` or `stop`."""
     samples: tuple[str, ...] = ()
     """Samples to exclude. A `skip` without samples skips the whole step, since no sample is at fault."""
-    switches: tuple[str, ...] = ()
-    lower_lr: bool = False
-    instead_of: str = ""
+    fallbacks: tuple[str, ...] = ()
+    should_lower_lr: bool = False
+    replaced_kind: str = ""
     """The kind that was chosen, if the loop does not support it."""
-    why: str = ""
+    reason: str = ""
     """Reasons for not continuing, for `stop`."""
 
 
@@ -39,45 +39,45 @@ class Policy:
     """The failed step that led to the last rollback."""
 
     def choose(
-        self, step: int, verdicts: Sequence[Verdict], skipped_before: Sequence[str]
+        self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]
     ) -> Action:
         """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
-        causes: set[str] = {diagnosis.cause for diagnosis in verdicts}
+        causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
         reasons: list[str] = []
         # The user's order decides: take the first action that fits every cause.
         for action_kind in self.config.on_nonfinite:
             if action_kind == "stop":
                 break
-            action = self._try(action_kind, step, verdicts, causes, skipped_before)
+            action = self._match_action(action_kind, step, diagnoses, causes, previously_skipped)
             if isinstance(action, Action):
-                return self._counted(action, step)
+                return self._count_action(action, step)
             if action:
                 reasons.append(action)
         actions = ", ".join(self.config.on_nonfinite)
         reason = "; ".join(dict.fromkeys(reasons))
-        return Action("stop", why=reason or f"no rung of guard.on_nonfinite [{actions}] fits")
+        return Action("stop", reason=reason or f"no rung of guard.on_nonfinite [{actions}] fits")
 
-    def _try(
+    def _match_action(
         self,
-        rung: str,
+        action_kind: str,
         step: int,
-        verdicts: Sequence[Verdict],
+        diagnoses: Sequence[Diagnosis],
         causes: set[str],
-        skipped_before: Sequence[str],
+        previously_skipped: Sequence[str],
     ) -> Action | str:
         """The action for this rung, or the reason why it does not fit; an empty string if it never applies here."""
         # Nothing that a run can do repairs a rank that computes wrong values.
-        faulty_ranks = [v for v in verdicts if v.cause == "rank"]
+        faulty_ranks = [v for v in diagnoses if v.cause == "rank"]
         if faulty_ranks:
             return f"what else this run would compute on rank {faulty_ranks[0].rank} is not to be trusted"
         # With several causes, handle state first, then switches, then samples; a remaining cause fails again.
-        if causes & set(_OF_STATE):
-            return self._rollback(step, verdicts) if rung == "rollback" else ""
-        if causes & set(_OF_SWITCHES):
-            fallbacks = tuple(sorted({v.switch for v in verdicts if v.switch}))
-            return Action("fallback", switches=fallbacks) if rung == "fallback" else ""
+        if causes & set(_STATE_CAUSES):
+            return self._match_rollback(step, diagnoses) if action_kind == "rollback" else ""
+        if causes & set(_COMPONENT_CAUSES):
+            fallbacks = tuple(sorted({v.switch for v in diagnoses if v.switch}))
+            return Action("fallback", fallbacks=fallbacks) if action_kind == "fallback" else ""
         # The remaining causes lie in samples, in noise, or in chance.
-        if rung not in ("skip", "quarantine"):
+        if action_kind not in ("skip", "quarantine"):
             return ""
         # Retries count too: otherwise a run on an unreliable machine would retry forever.
         if self.skips >= self.config.max_skips:
@@ -86,41 +86,44 @@ class Policy:
         if causes == {"transient"}:
             return Action("retry")
         # Each sample once, in order; a set would order them differently in each run.
-        samples = tuple(dict.fromkeys(s for v in verdicts for s in v.sample_ids))
+        samples = tuple(dict.fromkeys(s for v in diagnoses for s in v.sample_ids))
         # If no sample is the cause, only the whole step can be skipped.
         if not samples:
-            return Action("skip") if rung == "skip" and "step" in causes else ""
-        bad_as_stored = {s for v in verdicts if v.cause in _FOR_GOOD for s in v.sample_ids}
+            return Action("skip") if action_kind == "skip" and "step" in causes else ""
+        bad_as_stored = {
+            s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids
+        }
         # A sample that was skipped before and fails again with other noise is the cause, even if its stored data is
         # good.
-        repeated = {s for v in verdicts if _is_the_samples(v) for s in v.sample_ids} & {
-            *skipped_before
+        repeated = {s for v in diagnoses if _is_caused_by_sample(v) for s in v.sample_ids} & {
+            *previously_skipped
         }
         lasting = tuple(s for s in samples if s in bad_as_stored or s in repeated)
-        if rung == "quarantine":
-            return Action(rung, samples=lasting) if lasting else ""
+        if action_kind == "quarantine":
+            return Action(action_kind, samples=lasting) if lasting else ""
         # A sample that will fail again is left to `quarantine`, even if `skip` comes first.
         if lasting and "quarantine" in self.config.on_nonfinite:
             return ""
-        return Action(rung, samples=lasting or samples)
+        return Action(action_kind, samples=lasting or samples)
 
-    def _rollback(self, step: int, verdicts: Sequence[Verdict]) -> Action | str:
+    def _match_rollback(self, step: int, diagnoses: Sequence[Diagnosis]) -> Action | str:
         if self.rollbacks >= self.config.max_rollbacks:
             return f"guard.max_rollbacks={self.config.max_rollbacks} is used up"
         # Restoring trained weights does not repair a frozen one.
-        if any(v.cause == "weights" and v.evidence.get("frozen") for v in verdicts):
+        if any(v.cause == "weights" and v.evidence.get("frozen") for v in diagnoses):
             return "a snapshot does not hold the frozen weights"
-        if any("weight_decay" in v.evidence for v in verdicts):
+        if any("weight_decay" in v.evidence for v in diagnoses):
             return "no snapshot helps: lower optim.weight_decay, or the learning rate that it is multiplied by"
         # Steps repeat bit for bit, so a failure that returns at the same step is not a random memory error.
         is_repeated = step == self.last_rollback_step
-        if is_repeated and any(v.evidence.get("ranks") for v in verdicts):
+        if is_repeated and any(v.evidence.get("ranks") for v in diagnoses):
             return "the ranks differ again after a rollback: leave that machine out"
         return Action(
-            "rollback", lower_lr=is_repeated or any(v.cause == "learning_rate" for v in verdicts)
+            "rollback",
+            should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses),
         )
 
-    def _counted(self, action: Action, step: int) -> Action:
+    def _count_action(self, action: Action, step: int) -> Action:
         if action.kind in ("retry", "skip", "quarantine"):
             self.skips += 1
         if action.kind == "rollback":
@@ -128,7 +131,7 @@ class Policy:
             self.last_rollback_step = step
         return action
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint; `Policy(config, **state)` continues with them."""
         return {
             "skips": self.skips,
@@ -137,11 +140,11 @@ class Policy:
         }
 
 
-def _is_the_samples(verdict: Verdict) -> bool:
+def _is_caused_by_sample(diagnosis: Diagnosis) -> bool:
     """True if a failure that needs particular noise is the sample's fault: another sample is healthy with
     that noise.
     """
     return (
-        verdict.cause == "inputs"
-        and verdict.evidence.get("control_with_the_same_draws") == "healthy"
+        diagnosis.cause == "inputs"
+        and diagnosis.evidence.get("control_with_the_same_draws") == "healthy"
     )

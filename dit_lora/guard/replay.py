@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from dit_lora.guard.probe import Probe, Trace
-from dit_lora.guard.switches import eager
-from dit_lora.numerics.dtensors import local, needs_all_ranks
-from dit_lora.numerics.memory import one_out_of_memory_error
+from dit_lora.guard.switches import disable_compile
+from dit_lora.numerics.dtensors import get_local_tensor, needs_all_ranks
+from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.numerics.ranks import gather_object
 
@@ -31,19 +31,19 @@ class MicroBatch:
     tensors: Mapping[str, torch.Tensor]
     """The samples' tensors, each (B, ...)."""
     forward: Callable[[], LossOutput]
-    single: Callable[[int], "MicroBatch"]
+    select_sample: Callable[[int], "MicroBatch"]
     """Makes a micro-batch of the sample in this row."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """Problems found while reading the samples, by id."""
     loss_is_sum: bool = False
     """True if the step's loss is the sum of these losses, and not their mean."""
-    draws: tuple[int, ...] = ()
+    draw_numbers: tuple[int, ...] = ()
     """Draw numbers, which seed the samples' random draws; empty if unknown."""
-    autocasts: bool = False
+    uses_autocast: bool = False
     """True if the loop calls the model under autocast."""
-    redrawn: Callable[[int], "MicroBatch"] | None = None
+    redraw: Callable[[int], "MicroBatch"] | None = None
     """Makes the same samples with other noise and timesteps, by number; None if they cannot be drawn again."""
-    at: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
+    move_to: Callable[["MicroBatch", bool], "MicroBatch"] | None = None
     """The same samples at another micro-batch's place in the run, and with its draws too if asked for; None where the
     loop is not ours."""
 
@@ -56,104 +56,104 @@ class Outcome:
     timesteps: tuple[int, ...]
     bad_gradients: tuple[str, ...]
     """Names of trained parameters whose gradient is not finite."""
-    gradient_is_zero: bool
+    has_zero_gradient: bool
     """True if every gradient of a trained parameter is zero."""
-    failed_on: tuple[int, ...] = ()
+    failed_ranks: tuple[int, ...] = ()
     """For sharded models: ranks with a loss that is not finite; empty if it is finite, or not finite, on all."""
 
     @property
-    def finite(self) -> bool:
-        return self.finite_losses and not self.bad_gradients
+    def is_finite(self) -> bool:
+        return self.has_finite_losses and not self.bad_gradients
 
     @property
-    def finite_losses(self) -> bool:
+    def has_finite_losses(self) -> bool:
         return all(loss == loss and abs(loss) != float("inf") for loss in self.losses)
 
     def is_healthy(self, *, needs_gradient: bool) -> bool:
         """True if the run is finite and, with `needs_gradient`, has a gradient that is not all zero."""
-        return self.finite and not (needs_gradient and self.gradient_is_zero)
+        return self.is_finite and not (needs_gradient and self.has_zero_gradient)
 
 
-def run(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
+def replay_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Outcome:
     """Run forward and backward once; gradients and random state are restored afterwards.
 
     A sharded model (FSDP2) needs every rank at the same time, with the same micro-batch. All ranks get the losses of
     the micro-batch's rank, and the bad gradients of any rank.
     """
-    with _kept_gradients(model), torch.random.fork_rng(cuda_devices(model)):
-        output = _forward_backward(micro_batch)
+    with _preserve_gradients(model), torch.random.fork_rng(get_cuda_devices(model)):
+        output = _run_forward_backward(micro_batch)
         # For sharded parameters, this rank's part of each gradient.
         named = list(model.named_parameters())
-        gradients = [(n, local(p.grad)) for n, p in named if p.grad is not None]
+        gradients = [(n, get_local_tensor(p.grad)) for n, p in named if p.grad is not None]
         bad = [name for name, grad in gradients if not torch.isfinite(grad).all()]
         zero = not any(bool(grad.any()) for _, grad in gradients)
     outcome = Outcome(
         losses=tuple(output.losses.detach().float().tolist()),
         timesteps=tuple(int(t) for t in output.timesteps.tolist()),
         bad_gradients=tuple(bad),
-        gradient_is_zero=zero,
+        has_zero_gradient=zero,
     )
-    return _agreed(outcome, micro_batch.rank) if needs_all_ranks(model) else outcome
+    return _merge_outcomes(outcome, micro_batch.rank) if needs_all_ranks(model) else outcome
 
 
-def _agreed(own: Outcome, owner: int) -> Outcome:
+def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
     """The same outcome for all ranks, so that all of them take the same decisions."""
     # Every rank gathers, so this is also where ranks wait for each other.
-    outcomes: list[Outcome] = gather_object([own])
+    outcomes: list[Outcome] = gather_object([local_outcome])
     # A dict keeps the order of ranks, unlike a set.
     bad_gradients = {name: None for outcome in outcomes for name in outcome.bad_gradients}
     failing_ranks = tuple(
-        rank for rank, outcome in enumerate(outcomes) if not outcome.finite_losses
+        rank for rank, outcome in enumerate(outcomes) if not outcome.has_finite_losses
     )
     # If all ranks fail, no single rank is the cause.
     return replace(
-        outcomes[owner],
-        failed_on=failing_ranks if len(failing_ranks) < len(outcomes) else (),
+        outcomes[owner_rank],
+        failed_ranks=failing_ranks if len(failing_ranks) < len(outcomes) else (),
         bad_gradients=tuple(bad_gradients),
-        gradient_is_zero=all(outcome.gradient_is_zero for outcome in outcomes),
+        has_zero_gradient=all(outcome.has_zero_gradient for outcome in outcomes),
     )
 
 
-def probe(micro_batch: MicroBatch, model: nn.Module) -> Trace:
+def probe_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> Trace:
     """Repeat the run under a probe, which finds the first module and op with a bad value."""
     with (
-        _kept_gradients(model),
-        torch.random.fork_rng(cuda_devices(model)),
-        eager(model),
-        Probe(model).watching() as trace,
+        _preserve_gradients(model),
+        torch.random.fork_rng(get_cuda_devices(model)),
+        disable_compile(model),
+        Probe(model).observe() as trace,
     ):
-        _forward_backward(micro_batch)
+        _run_forward_backward(micro_batch)
     return trace
 
 
 @dataclass(frozen=True)
-class Traced:
+class RankTrace:
     """The trace of a probe, and its rank: the micro-batch's, or for sharded models one with a bad value."""
 
     trace: Trace
     rank: int
-    alone: tuple[int, ...] = ()
+    failing_ranks: tuple[int, ...] = ()
     """For sharded models: ranks on which a non-finite value first appears; empty if it does on all or none."""
 
 
-def traced(micro_batch: MicroBatch, model: nn.Module) -> Traced:
+def trace_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> RankTrace:
     """Probe a micro-batch; for a sharded model on all ranks together."""
-    local_trace, rank = probe(micro_batch, model), micro_batch.rank
+    local_trace, rank = probe_micro_batch(micro_batch, model), micro_batch.rank
     if not needs_all_ranks(model):
-        return Traced(local_trace, rank)
+        return RankTrace(local_trace, rank)
     traces: list[Trace] = gather_object([local_trace])
     # Ranks whose own ops made a bad value.
     failing_ranks = tuple(
-        index for index, trace in enumerate(traces) if trace.origin or trace.hidden
+        index for index, trace in enumerate(traces) if trace.origin or trace.hidden_origins
     )
     # The micro-batch's rank may hold a shard without any bad value.
     if failing_ranks and rank not in failing_ranks:
         rank = failing_ranks[0]
-    return Traced(traces[rank], rank, failing_ranks if len(failing_ranks) < len(traces) else ())
+    return RankTrace(traces[rank], rank, failing_ranks if len(failing_ranks) < len(traces) else ())
 
 
-def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
-    with one_out_of_memory_error():
+def _run_forward_backward(micro_batch: MicroBatch) -> LossOutput:
+    with unify_out_of_memory_errors():
         output = micro_batch.forward()
         # Without a trained parameter in the graph there is nothing to differentiate.
         if output.losses.requires_grad:
@@ -164,7 +164,7 @@ def _forward_backward(micro_batch: MicroBatch) -> LossOutput:
 
 
 @contextmanager
-def _kept_gradients(model: nn.Module) -> Iterator[None]:
+def _preserve_gradients(model: nn.Module) -> Iterator[None]:
     """Start without gradients, and restore the previous ones on exit."""
     saved_grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in saved_grads:
@@ -176,6 +176,6 @@ def _kept_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def cuda_devices(model: nn.Module) -> list[torch.device]:
+def get_cuda_devices(model: nn.Module) -> list[torch.device]:
     """CUDA devices whose random state a forward of this model uses, in addition to the CPU's."""
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})

@@ -13,77 +13,80 @@ from contextlib import contextmanager
 
 import torch
 
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.dtensors import local
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite, read_scalars
-from dit_lora.numerics.outliers import stacked_peaks
+from dit_lora.numerics.outliers import compute_peaks
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Snapshots:
-    """The last `keep` snapshots of the tensors that `state` returns by name; for a DTensor, of this rank's shard.
+    """The last `max_snapshots` snapshots of the tensors that `get_tensors` returns by name; for a DTensor, of this
+    rank's shard.
 
-    `state` may return more tensors from one call to the next, as with AdamW after its first step. All CUDA tensors are
-    on one device. Nothing here is collective, but every rank calls the same methods in the same steps. For values that
-    are not tensors, such as an int step count, `state` returns a tensor copy; `put` receives the restored tensors to
-    write such values back.
+    `get_tensors` may return more tensors from one call to the next, as with AdamW after its first step. All CUDA
+    tensors are on one device. Nothing here is collective, but every rank calls the same methods in the same steps. For
+    values that are not tensors, such as an int step count, `get_tensors` returns a tensor copy; `write_back` receives
+    the restored tensors to write such values back.
     """
 
     def __init__(
         self,
-        state: Callable[[], Mapping[str, torch.Tensor]],
+        get_tensors: Callable[[], Mapping[str, torch.Tensor]],
         *,
-        every: int,
-        keep: int = 2,
-        put: Callable[[Mapping[str, torch.Tensor]], None] = lambda restored: None,
+        interval_steps: int,
+        max_snapshots: int = 2,
+        write_back: Callable[[Mapping[str, torch.Tensor]], None] = lambda restored: None,
     ) -> None:
-        self._state = state
-        self._put = put
-        self._every = every
-        self._keep = keep
-        self._held: dict[int, Tensors] = {}
-        self._spare: list[Tensors] = []
+        self._get_tensors = get_tensors
+        self._write_back = write_back
+        self._interval_steps = interval_steps
+        self._max_snapshots = max_snapshots
+        self._snapshots: dict[int, Tensors] = {}
+        self._spare_buffers: list[Tensors] = []
         self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
 
     @property
     def steps(self) -> list[int]:
         """The steps that have a snapshot, ascending."""
-        return sorted(self._held)
+        return sorted(self._snapshots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory in buffers, including those of dropped snapshots, which are reused."""
-        sets = [*self._held.values(), *self._spare]
+        sets = [*self._snapshots.values(), *self._spare_buffers]
         return sum(buffer.nbytes for buffers in sets for buffer in buffers.values())
 
-    def due(self, step: int) -> bool:
-        return step % self._every == 0
+    def is_due(self, step: int) -> bool:
+        return step % self._interval_steps == 0
 
     @torch.no_grad()
     def take(self, step: int) -> None:
-        """Copy the current values as the snapshot of `step`; replaces the oldest snapshot once there are `keep`."""
-        live = self._live()
-        buffers = self._free_buffers(step)
-        with self._aside(live):
+        """Copy the current values as the snapshot of `step`; replaces the oldest snapshot once there are
+        `max_snapshots`.
+        """
+        live = self._get_live_tensors()
+        buffers = self._take_buffers(step)
+        with self._use_copy_stream(live):
             if _all_fit(buffers, live):
                 # Copy all tensors in one operation: on a CPU, an operation per tensor would cost more than the
                 # copying.
                 torch._foreach_copy_([buffers[name] for name in live], list(live.values()))
                 # Buffers of tensors that no longer exist are released here.
-                self._held[step] = {name: buffers[name] for name in live}
+                self._snapshots[step] = {name: buffers[name] for name in live}
             else:
-                self._held[step] = {
-                    name: _copied_into(buffers.get(name), tensor) for name, tensor in live.items()
+                self._snapshots[step] = {
+                    name: _copy_into(buffers.get(name), tensor) for name, tensor in live.items()
                 }
 
     def before_update(self) -> None:
         """Make the current CUDA stream wait for a running copy, so that the update does not overwrite unread
         values.
         """
-        if self._copied is not None:
-            self._copied.wait()
+        if self._copy_event is not None:
+            self._copy_event.wait()
 
     @torch.no_grad()
     def restore(self, step: int) -> list[str]:
@@ -97,59 +100,65 @@ class Snapshots:
                 dtype.
                 Nothing is changed then.
         """
-        saved, live = self.read(step), self._live()
+        saved, live = self.read(step), self._get_live_tensors()
         incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
         # Check all tensors before writing any: a partly restored step is worse than none.
         if incompatible:
             summary = (
                 f"cannot go back to step {step}: of its tensors, these are no longer as they were"
             )
-            raise DitLoraError(listed(summary, incompatible))
+            raise DitLoraError(format_list(summary, incompatible))
         for name, buffer in saved.items():
             live[name].copy_(buffer)
         # Values that are not tensors were copied into tensors; write them back from these.
-        self._put({name: live[name] for name in saved})
+        self._write_back({name: live[name] for name in saved})
         # Later snapshots hold the state that is being undone.
-        for later in [held_step for held_step in self._held if held_step > step]:
-            self.forget(later)
+        for later in [held_step for held_step in self._snapshots if held_step > step]:
+            self.drop(later)
         return [name for name in live if name not in saved]
 
     def read(self, step: int) -> Tensors:
         """The snapshot's buffers, once the copy has finished. Later snapshots overwrite them."""
-        self._require(step)
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._held[step]
+        self._require_snapshot(step)
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        return self._snapshots[step]
 
-    def not_finite(self, step: int) -> list[str]:
+    def find_nonfinite(self, step: int) -> list[str]:
         """Names of tensors in a snapshot that are not finite."""
         return [name for name, buffer in self.read(step).items() if not is_finite(buffer)]
 
-    def peaks(self) -> dict[str, float]:
+    def compute_peaks(self) -> dict[str, float]:
         """Largest magnitude of each tensor of the newest snapshot; empty if there is none."""
-        return read_scalars(stacked_peaks(self.read(max(self._held)))) if self._held else {}
+        return (
+            read_scalars(compute_peaks(self.read(max(self._snapshots)))) if self._snapshots else {}
+        )
 
-    def forget(self, step: int) -> None:
+    def drop(self, step: int) -> None:
         """Drop the snapshot and reuse its buffers for the next one."""
-        self._require(step)
-        self._spare.append(self._held.pop(step))
+        self._require_snapshot(step)
+        self._spare_buffers.append(self._snapshots.pop(step))
 
-    def _live(self) -> Tensors:
-        return {name: local(tensor) for name, tensor in self._state().items()}
+    def _get_live_tensors(self) -> Tensors:
+        return {name: get_local_tensor(tensor) for name, tensor in self._get_tensors().items()}
 
-    def _free_buffers(self, step: int) -> Tensors:
+    def _take_buffers(self, step: int) -> Tensors:
         """Buffers that may be overwritten; their snapshot is dropped."""
         # If a step is repeated, its new snapshot replaces the old one.
-        if step in self._held:
-            return self._held.pop(step)
+        if step in self._snapshots:
+            return self._snapshots.pop(step)
         # Reuse buffers where possible: pinned memory is slow to allocate.
-        if self._spare:
-            return self._spare.pop()
+        if self._spare_buffers:
+            return self._spare_buffers.pop()
         # At the limit overwrite the oldest snapshot; below it, start with no buffers.
-        return self._held.pop(min(self._held)) if len(self._held) == self._keep else {}
+        return (
+            self._snapshots.pop(min(self._snapshots))
+            if len(self._snapshots) == self._max_snapshots
+            else {}
+        )
 
     @contextmanager
-    def _aside(self, live: Tensors) -> Iterator[None]:
+    def _use_copy_stream(self, live: Tensors) -> Iterator[None]:
         """Queue CUDA copies after the current stream's work, in parallel with its later work."""
         # On a CPU, copying runs in the calling thread.
         device = next((tensor.device for tensor in live.values() if tensor.is_cuda), None)
@@ -163,15 +172,15 @@ class Snapshots:
         with torch.cuda.stream(self._stream):
             yield
             # Marks the end of the copy, for which updates and reads have to wait.
-            self._copied = self._stream.record_event()
+            self._copy_event = self._stream.record_event()
 
-    def _require(self, step: int) -> None:
-        if step not in self._held:
+    def _require_snapshot(self, step: int) -> None:
+        if step not in self._snapshots:
             steps = ", ".join(map(str, self.steps)) or "none"
             raise DitLoraError(f"no snapshot of step {step} is held; held: {steps}")
 
 
-def _copied_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+def _copy_into(buffer: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Copy the tensor into the buffer if it fits, else into a new one, pinned for a CUDA tensor."""
     if buffer is None or not _fits(buffer, tensor):
         # Only a copy to pinned memory can run in parallel with the computation.

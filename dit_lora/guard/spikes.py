@@ -10,7 +10,7 @@ from dit_lora.errors import DitLoraError
 # The median absolute deviation of a normal distribution is its standard deviation / 1.4826: 1 / Phi^-1(3/4).
 _MAD_TO_DEVIATION = 1.4826
 # Minimum MAD as a fraction of the median, so that rounding in a constant series is not a spike.
-_MAD_FLOOR = 1e-3
+_MIN_RELATIVE_MAD = 1e-3
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Spike:
     """Number of values that the median was computed from."""
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Message such as `grad_norm 31.2 is 14.1 MAD above its median 1.22 over 200 steps`."""
         median = f"its median {self.median:.3g} over {self.count} steps"
         if not math.isfinite(self.value):
@@ -69,27 +69,27 @@ class SpikeDetector:
         level.
         """
         series = self._series.setdefault(name, _Series(deque(maxlen=self._window)))
-        level = self._level(series)
+        level = self._compute_level(series)
         spike = None
         # `not <=`, since NaN is not greater than anything.
-        if level is not None and not value <= self._limit(*level):
+        if level is not None and not value <= self._compute_limit(*level):
             spike = Spike(name, value, *level, self._threshold, len(series.healthy))
         # NaN and Inf would spoil the median for the whole window.
         if math.isfinite(value):
-            self._remember(series, value, is_spike=spike is not None)
+            self._add_value(series, value, is_spike=spike is not None)
         return spike
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all series."""
         self._series.clear()
 
-    def limit(self, name: str) -> float | None:
+    def get_limit(self, name: str) -> float | None:
         """The value above which the next value will be a spike; None if that is not known yet."""
         series = self._series.get(name)
-        level = self._level(series) if series else None
-        return self._limit(*level) if level else None
+        level = self._compute_level(series) if series else None
+        return self._compute_limit(*level) if level else None
 
-    def _remember(self, series: _Series, value: float, *, is_spike: bool) -> None:
+    def _add_value(self, series: _Series, value: float, *, is_spike: bool) -> None:
         if not is_spike:
             series.spikes.clear()
             series.healthy.append(value)
@@ -100,15 +100,15 @@ class SpikeDetector:
             series.healthy = deque(series.spikes, maxlen=self._window)
             series.spikes.clear()
 
-    def _level(self, series: _Series) -> tuple[float, float] | None:
+    def _compute_level(self, series: _Series) -> tuple[float, float] | None:
         """Median and scaled MAD; None in warm-up, or if most values are 0, which gives no scale."""
         if len(series.healthy) < self._warm_up:
             return None
         median = statistics.median(series.healthy)
         mad = statistics.median(abs(value - median) for value in series.healthy)
         # In units of a standard deviation. The minimum keeps rounding of a constant series from counting.
-        scale = max(_MAD_TO_DEVIATION * mad, _MAD_FLOOR * abs(median))
+        scale = max(_MAD_TO_DEVIATION * mad, _MIN_RELATIVE_MAD * abs(median))
         return (median, scale) if scale else None
 
-    def _limit(self, median: float, mad: float) -> float:
+    def _compute_limit(self, median: float, mad: float) -> float:
         return median + self._threshold * mad

@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.checks import CheckFinding
-from dit_lora.numerics.finite import headroom
+from dit_lora.numerics.finite import compute_headroom
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
 # Names of floating-point dtypes in a safetensors header (safetensors, `Dtype`).
-_STORED = {
+_SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -25,18 +25,18 @@ _STORED = {
 }
 
 
-def stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
+def read_stored_dtype(safetensors_files: Sequence[Path]) -> torch.dtype | None:
     """The floating-point dtype of most values of a checkpoint, read from the headers only; None if there is none."""
     counts: Counter[torch.dtype] = Counter()
     for file in safetensors_files:
         # Integer tensors, such as position ids, do not count.
-        for dtype, count in _stored_values(file):
-            if dtype in _STORED:
-                counts[_STORED[dtype]] += count
+        for dtype, count in _read_tensor_sizes(file):
+            if dtype in _SAFETENSORS_DTYPES:
+                counts[_SAFETENSORS_DTYPES[dtype]] += count
     return counts.most_common(1)[0][0] if counts else None
 
 
-def stored_precision(
+def check_stored_precision(
     stored: torch.dtype | None, compute: torch.dtype, peak: float | None, *, saturates: bool = False
 ) -> list[CheckFinding]:
     """Check whether a checkpoint stored in one dtype may be computed in another.
@@ -67,7 +67,7 @@ def stored_precision(
     if peak is None:
         message = f"{summary}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
         return [CheckFinding(check, False, message, fatal=False)]
-    margin = f"{headroom(peak, torch.float16):.3g} times"
+    margin = f"{compute_headroom(peak, torch.float16):.3g} times"
     if not peak <= _FP16_MAX:  # NaN is beyond
         message = (
             f"{summary}, and activations reach {peak:.3g}, beyond fp16's {_FP16_MAX:g}: the network was "
@@ -83,7 +83,7 @@ def stored_precision(
     return [CheckFinding(check, not is_coarser, message, fatal=False)]
 
 
-def _stored_values(file: Path) -> list[tuple[str, int]]:
+def _read_tensor_sizes(file: Path) -> list[tuple[str, int]]:
     """Dtype name and number of values of each tensor, from the header of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:

@@ -14,50 +14,52 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.autocasts import held_off
-from dit_lora.numerics.dtensors import gathered_in_fp32
-from dit_lora.numerics.finite import HALVES
+from dit_lora.numerics.autocasts import disable_autocast
+from dit_lora.numerics.dtensors import gather_in_fp32
+from dit_lora.numerics.finite import HALF_DTYPES
 
 COMPILE = "compile"
 
 
 @dataclass(frozen=True)
-class Switch:
-    """A component with a slower, safer fallback: `off()` for a while, `turn_off()` for the rest of the run."""
+class Fallback:
+    """A component with a slower, safer fallback: `disable_temporarily()` for a while, `disable()` for the rest of the
+    run.
+    """
 
     name: str
     cause: Literal["kernel", "attention_backend"]
     """The cause that a verdict reports."""
-    off: Callable[[], AbstractContextManager[None]]
-    turn_off: Callable[[], None]
-    remedy: str
+    disable_temporarily: Callable[[], AbstractContextManager[None]]
+    disable: Callable[[], None]
+    replacement: str
     """Description of the fallback that is used instead."""
-    insisted: bool = False
+    required: bool = False
     """True if the user requested it by name: if it is wrong from the start, that is an error, not a fallback."""
-    part_of: str | None = None
+    parent: str | None = None
     """The switch that this is a part of: it is off with it, and correct if the whole is correct."""
-    error: float = 0.0
+    rounding_error: float = 0.0
     """A limit on what rounding of its own changes, relative to what it computes. If any, it is compared with the other
     kernels on, and is off while they are compared."""
 
 
 # PyTorch prefers these three in this order; the remaining backend, `math`, cannot be switched off.
-_ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+_ATTENTION_BACKENDS: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
 }
 
 
-def attention_switches() -> list[Switch]:
+def list_attention_fallbacks() -> list[Fallback]:
     """Switches for the enabled backends of `scaled_dot_product_attention`: each, then all together."""
     # In PyTorch's order of preference.
-    enabled = [name for name in _ATTENTION if name in _on()]
+    enabled = [name for name in _ATTENTION_BACKENDS if name in _list_enabled_backends()]
     sets: list[tuple[str, ...]] = [(name,) for name in enabled]
     if len(enabled) > 1:
         # If two backends are wrong, switching off one of them would let the other take the call.
         sets.append(tuple(enabled))
-    return [_attention(names) for names in sets]
+    return [_make_attention_fallback(names) for names in sets]
 
 
 def choose_cudnn(*, masked: bool) -> None:
@@ -69,34 +71,34 @@ def choose_cudnn(*, masked: bool) -> None:
 
 
 @contextmanager
-def kept_attention() -> Iterator[None]:
+def preserve_attention_backends() -> Iterator[None]:
     """Restore the enabled attention backends on exit."""
-    backends_before, tag = _on(), torch.compiler.config.cache_key_tag
+    backends_before, tag = _list_enabled_backends(), torch.compiler.config.cache_key_tag
     try:
         yield
     finally:
-        _leave_on(backends_before, tag)
+        _enable_only(backends_before, tag)
 
 
-def _on() -> set[str]:
-    return {name for name, (is_on, _) in _ATTENTION.items() if is_on()}
+def _list_enabled_backends() -> set[str]:
+    return {name for name, (is_on, _) in _ATTENTION_BACKENDS.items() if is_on()}
 
 
-def _leave_on(backends: set[str], tag: str) -> None:
+def _enable_only(backends: set[str], tag: str) -> None:
     """Enable only these backends, for compiled code too; `tag` distinguishes the setting in compile caches.
 
     The first call of compiled code fixes its attention backend, which is part of neither Dynamo's guards nor the key
     of autograd's cache on disk.
     """
-    if backends == _on():
+    if backends == _list_enabled_backends():
         return
-    for name, (_, enable) in _ATTENTION.items():
+    for name, (_, enable) in _ATTENTION_BACKENDS.items():
         enable(name in backends)
     torch.compiler.config.cache_key_tag = tag
     torch.compiler.reset()
 
 
-def compile_switches(model: nn.Module) -> list[Switch]:
+def list_compile_fallbacks(model: nn.Module) -> list[Fallback]:
     """A switch for torch.compile if any part of the model is compiled, else an empty list."""
     if not any(_is_compiled(module) for module in model.modules()):
         return []
@@ -104,73 +106,76 @@ def compile_switches(model: nn.Module) -> list[Switch]:
     # A stance keeps compiled code, so that nothing is recompiled afterwards.
     disable_temporarily = partial(torch.compiler.set_stance, "force_eager")
 
-    def turn_off() -> None:
+    def disable() -> None:
         torch.compiler.set_stance("force_eager")
 
-    return [Switch(COMPILE, "kernel", disable_temporarily, turn_off, "eager mode")]
+    return [Fallback(COMPILE, "kernel", disable_temporarily, disable, "eager mode")]
 
 
 @contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
+def disable_compile(model: nn.Module) -> Iterator[None]:
     """Disable torch.compile inside the context, so that hooks and dispatch modes see every module and op."""
     with ExitStack() as stack:
-        for fallback in model_switches(model):
+        for fallback in list_model_fallbacks(model):
             if fallback.name == COMPILE:
-                stack.enter_context(fallback.off())
+                stack.enter_context(fallback.disable_temporarily())
         yield
 
 
-_OF_MODEL = "_dit_lora_switches"
+_FALLBACKS_ATTRIBUTE = "_dit_lora_switches"
 
 
-def set_model_switches(model: nn.Module, switches: Sequence[Switch]) -> None:
+def set_model_fallbacks(model: nn.Module, fallbacks: Sequence[Fallback]) -> None:
     """Attach switches to a model. They are stored on the object, outside its state dict."""
-    model.__dict__.pop(_OF_MODEL, None)
-    if switches:
-        model.__dict__[_OF_MODEL] = list(switches)
+    model.__dict__.pop(_FALLBACKS_ATTRIBUTE, None)
+    if fallbacks:
+        model.__dict__[_FALLBACKS_ATTRIBUTE] = list(fallbacks)
 
 
-def model_switches(model: nn.Module) -> list[Switch]:
-    """The switches set with `set_model_switches`, and torch.compile's if any part is compiled."""
-    return [*compile_switches(model), *model.__dict__.get(_OF_MODEL, [])]
+def list_model_fallbacks(model: nn.Module) -> list[Fallback]:
+    """The switches set with `set_model_fallbacks`, and torch.compile's if any part is compiled."""
+    return [*list_compile_fallbacks(model), *model.__dict__.get(_FALLBACKS_ATTRIBUTE, [])]
 
 
-def all_switches(model: nn.Module) -> list[Switch]:
+def list_fallbacks(model: nn.Module) -> list[Fallback]:
     """Every component that can be switched off when this model runs."""
-    return [*attention_switches(), *model_switches(model)]
+    return [*list_attention_fallbacks(), *list_model_fallbacks(model)]
 
 
-def find_switch(switches: list[Switch], name: str) -> Switch:
+def find_fallback(fallbacks: list[Fallback], name: str) -> Fallback:
     """The switch with this name.
 
     Raises:
         DitLoraError: If there is none; the message lists the known names.
     """
-    for fallback in switches:
+    for fallback in fallbacks:
         if fallback.name == name:
             return fallback
-    names = ", ".join(fallback.name for fallback in switches) or "none on this device"
+    names = ", ".join(fallback.name for fallback in fallbacks) or "none on this device"
     raise DitLoraError(f"nothing is called {name!r} that could be switched off; known: {names}")
 
 
-def _attention(names: tuple[str, ...]) -> Switch:
+def _make_attention_fallback(names: tuple[str, ...]) -> Fallback:
     name = f"attention:{'+'.join(names)}"
 
-    def turn_off() -> None:
+    def disable() -> None:
         # The tag names every backend that is off, so that compile caches keep the settings apart.
-        _leave_on(_on().difference(names), f"{torch.compiler.config.cache_key_tag} no {name}")
+        _enable_only(
+            _list_enabled_backends().difference(names),
+            f"{torch.compiler.config.cache_key_tag} no {name}",
+        )
 
     @contextmanager
-    def off() -> Iterator[None]:
-        with kept_attention():  # a backend that a diagnosis has turned off stays off
-            turn_off()
+    def disable_temporarily() -> Iterator[None]:
+        with preserve_attention_backends():  # a backend that a diagnosis has turned off stays off
+            disable()
             yield
 
-    return Switch(
+    return Fallback(
         name,
         "attention_backend",
-        off,
-        turn_off,
+        disable_temporarily,
+        disable,
         "PyTorch's next attention backend",
     )
 
@@ -182,22 +187,22 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
+def convert_to_fp32(model: nn.Module) -> Iterator[None]:
     """Convert the model's weights and computation to fp32 inside the context, without autocast; restored on exit.
 
     Needs memory for a second, fp32 copy of the weights. Collective for sharded weights, as each forward pass is.
     """
-    with gathered_in_fp32(model, HALVES), _held_in_fp32(model):
+    with gather_in_fp32(model, HALF_DTYPES), _convert_local_to_fp32(model):
         yield
 
 
 @contextmanager
-def _held_in_fp32(model: nn.Module) -> Iterator[None]:
+def _convert_local_to_fp32(model: nn.Module) -> Iterator[None]:
     all_tensors = [*model.parameters(), *model.buffers()]
     # Sharded weights are converted by the context around this one, which gathers them.
     tensors = [tensor for tensor in all_tensors if not isinstance(tensor, DTensor)]
     half_tensors = [
-        (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALVES
+        (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALF_DTYPES
     ]
     forward_before = model.__dict__.get("forward")
     # Accelerate stores the forward that it wraps in autocast under this name.
@@ -207,7 +212,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
         model.__dict__["forward"] = unwrapped_forward
     device = all_tensors[0].device.type
     # bitsandbytes' 4-bit layers cast their input.
-    half_layers = [(m, m.compute_dtype) for m in model.modules() if _computes_in_half(m)]
+    half_layers = [(m, m.compute_dtype) for m in model.modules() if _has_half_compute_dtype(m)]
     try:
         for module, _ in half_layers:
             module.compute_dtype = torch.float32
@@ -215,7 +220,7 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
             # Clear the gradient first: its dtype must match that of the data.
             tensor.grad = None
             tensor.data = data.float()
-        with held_off(device), _fp32_arguments(model), eager(model):
+        with disable_autocast(device), _convert_arguments_to_fp32(model), disable_compile(model):
             yield
     finally:
         for module, dtype in half_layers:
@@ -229,19 +234,19 @@ def _held_in_fp32(model: nn.Module) -> Iterator[None]:
             model.__dict__["forward"] = forward_before
 
 
-def _computes_in_half(module: nn.Module) -> TypeGuard[Any]:
-    return getattr(module, "compute_dtype", None) in HALVES
+def _has_half_compute_dtype(module: nn.Module) -> TypeGuard[Any]:
+    return getattr(module, "compute_dtype", None) in HALF_DTYPES
 
 
 @contextmanager
-def _fp32_arguments(model: nn.Module) -> Iterator[None]:
-    def widen(value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.dtype in HALVES:
+def _convert_arguments_to_fp32(model: nn.Module) -> Iterator[None]:
+    def to_fp32(value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
             return value.float()
         return value
 
     def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        return tree_map(widen, (args, kwargs))  # a model may take lists of samples
+        return tree_map(to_fp32, (args, kwargs))  # a model may take lists of samples
 
     # Half-precision arguments would not match the weights, which are now fp32.
     with model.register_forward_pre_hook(hook, with_kwargs=True):

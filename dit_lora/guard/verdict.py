@@ -22,7 +22,7 @@ Cause = Literal[
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """The cause of one failed step on one rank, with the evidence."""
 
     cause: Cause
@@ -43,13 +43,13 @@ class Verdict:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def words_name_samples(self) -> bool:
+    def has_sample_names(self) -> bool:
         """True if the message describes several samples, each after its name."""
         # The message has "name: problem" for every sample.
         names_each = all(f"{sample}: " in self.words for sample in self.sample_ids)
         return names_each and len(self.sample_ids) > 1
 
-    def with_sample_ids(self, sample_ids: Sequence[str]) -> "Verdict":
+    def with_sample_ids(self, sample_ids: Sequence[str]) -> "Diagnosis":
         """The verdict with other sample names, also in its message."""
         message = self.words
         if len(sample_ids) == len(self.sample_ids):
@@ -58,7 +58,7 @@ class Verdict:
                 message = message.replace(f"{old}: ", f"{new}: ")
         return replace(self, words=message, sample_ids=tuple(sample_ids))
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """The verdict as a dict of plain values, for events.jsonl."""
         fields = asdict(self)
         # JSON has no tuples; None means not known and is left out.

@@ -12,17 +12,17 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
 
 from dit_lora.errors import DitLoraError
-from dit_lora.redact import without_tokens
+from dit_lora.redact import remove_tokens
 
 T = TypeVar("T")
 
-TRIES = 4
+MAX_TRIES = 4
 _FIRST_WAIT, _LONGEST_WAIT = 2.0, 120.0
 # Status codes after which the same request may succeed.
-_TRANSIENT = frozenset({408, 412, 429, 500, 502, 503, 504})
+_TRANSIENT_STATUSES = frozenset({408, 412, 429, 500, 502, 503, 504})
 """412: somebody else has pushed in the meantime."""
 # huggingface_hub raises a RuntimeError for errors in an upload thread.
-FAILURES = (HTTPError, OSError, RuntimeError, ValueError, KeyError)
+REQUEST_ERRORS = (HTTPError, OSError, RuntimeError, ValueError, KeyError)
 
 
 class HubError(DitLoraError):
@@ -49,7 +49,7 @@ def check_account(repo_id: str, *, private: bool) -> None:
         raise HubError(
             "no Hugging Face token: log in with `hf auth login` (or set HF_TOKEN), with a token that may write"
         )
-    user = asked(lambda: HfApi().whoami(), tries=2)
+    user = request_with_retries(lambda: HfApi().whoami(), max_tries=2)
     name = str(user.get("name"))
     # `read`, `write` or `fineGrained`; each level of the answer may be missing.
     role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
@@ -66,10 +66,10 @@ def check_account(repo_id: str, *, private: bool) -> None:
             "`hf auth login`"
         )
     if private:
-        _require_no_public(repo_id)
+        _require_not_public(repo_id)
 
 
-def _require_no_public(repo_id: str) -> None:
+def _require_not_public(repo_id: str) -> None:
     """Raise `HubError` if the repository exists and is public."""
     api = HfApi()
     try:
@@ -77,8 +77,8 @@ def _require_no_public(repo_id: str) -> None:
     # The push will create it, as private.
     except RepositoryNotFoundError:
         return
-    except FAILURES as error:
-        raise in_words(error) from None
+    except REQUEST_ERRORS as error:
+        raise to_hub_error(error) from None
     if not repository.private:
         raise HubError(
             f"{api.endpoint}/{repo_id} is there and public, which `private` does not change: make it private in "
@@ -86,51 +86,53 @@ def _require_no_public(repo_id: str) -> None:
         )
 
 
-def asked(work: Callable[[], T], say: Callable[[str], None] | None = None, tries: int = TRIES) -> T:
-    """Call `work` and return its result; retry transient errors.
+def request_with_retries(
+    request: Callable[[], T], say: Callable[[str], None] | None = None, max_tries: int = MAX_TRIES
+) -> T:
+    """Call `request` and return its result; retry transient errors.
 
     Waits as long as the Hub requests, or a growing time. huggingface_hub itself retries uploads, but neither commits
     nor the requests around them.
 
     Args:
-        work: The request.
+        request: The request.
         say: Called with a message before each retry.
-        tries: Maximum number of attempts.
+        max_tries: Maximum number of attempts.
 
     Raises:
         UnreachableError: All attempts failed, or the Hub requests a wait of more than two minutes.
         HubError: A permanent error. Raised at once.
     """
     wait = _FIRST_WAIT
-    for attempt in range(1, tries + 1):
+    for attempt in range(1, max_tries + 1):
         try:
-            with _without_addresses():
-                return work()
-        except FAILURES as error:
-            problem = in_words(error)
-            retry_after = _retry_after(error)
+            with _hide_urls():
+                return request()
+        except REQUEST_ERRORS as error:
+            problem = to_hub_error(error)
+            retry_after = _read_retry_after(error)
             # The Hub's own request comes first.
             pause = wait if retry_after is None else retry_after
             # A RuntimeError comes from an upload, which the library has already tried six times.
-            is_last = attempt == tries or isinstance(error, RuntimeError)
+            is_last = attempt == max_tries or isinstance(error, RuntimeError)
             if is_last or not isinstance(problem, UnreachableError):
                 raise problem from None
             if pause > _LONGEST_WAIT:
                 raise UnreachableError(f"{problem}; it asks to wait {pause:.0f} s") from None
         if say is not None:
-            say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {tries - 1})")
+            say(f"hub: {problem}; trying again in {pause:.0f} s ({attempt} of {max_tries - 1})")
         time.sleep(pause)
         # Exponential back-off.
         wait *= 2
     raise AssertionError("unreachable")
 
 
-def in_words(error: BaseException) -> HubError:
+def to_hub_error(error: BaseException) -> HubError:
     """Turn an exception into a one-line error without tokens. An `UnreachableError` if a retry may succeed."""
     # The library wraps HTTP errors in its own.
-    cause = _cause(error)
+    cause = _find_http_error(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
-        message = _line(str(cause)) or type(cause).__name__
+        message = _shorten_message(str(cause)) or type(cause).__name__
         # An error page instead of JSON is a problem of the Hub, not of the request.
         if isinstance(cause, ValueError) and not isinstance(cause, json.JSONDecodeError):
             return HubError(f"the Hub does not take it: {message}")
@@ -139,17 +141,17 @@ def in_words(error: BaseException) -> HubError:
         return UnreachableError(f"the Hub cannot be reached: {message}")
     # The Hub has answered: its status decides whether a retry makes sense.
     status = cause.response.status_code
-    answer = _line(cause.server_message or "") or cause.response.reason_phrase
+    answer = _shorten_message(cause.server_message or "") or cause.response.reason_phrase
     message = {
         401: "the Hub does not know this token (401): log in with `hf auth login`, or correct HF_TOKEN, which comes "
         "first if it is set",
         403: f"this token may not do that (403: {answer}): log in with one that may write there, by `hf auth login`",
         412: "the repository has changed meanwhile (412)",
     }.get(status, f"the Hub answered {status}: {answer}")
-    return UnreachableError(message) if status in _TRANSIENT else HubError(message)
+    return UnreachableError(message) if status in _TRANSIENT_STATUSES else HubError(message)
 
 
-def _cause(error: BaseException) -> BaseException:
+def _find_http_error(error: BaseException) -> BaseException:
     """The HTTP error in the chain of causes of a library's error; the error itself if there is none."""
     # Follow explicit causes first, then the exception that was being handled.
     cause: BaseException | None = error
@@ -160,14 +162,14 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _line(text: str) -> str:
+def _shorten_message(text: str) -> str:
     """The first line, shortened, without tokens."""
-    return without_tokens(text.strip().partition("\n")[0][:300].rstrip(". "))
+    return remove_tokens(text.strip().partition("\n")[0][:300].rstrip(". "))
 
 
-def _retry_after(error: BaseException) -> float | None:
+def _read_retry_after(error: BaseException) -> float | None:
     """Seconds that the Hub asks to wait; None if it does not say."""
-    cause = _cause(error)
+    cause = _find_http_error(error)
     if not isinstance(cause, HfHubHTTPError) or cause.response is None:
         return None
     value = cause.response.headers.get("Retry-After", "")
@@ -176,17 +178,17 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 @contextmanager
-def _without_addresses() -> Iterator[None]:
+def _hide_urls() -> Iterator[None]:
     """Context that keeps URLs out of huggingface_hub's warnings: their query strings sign uploads."""
     logger = logging.getLogger("huggingface_hub.utils._http")
-    logger.addFilter(_drop_address)
+    logger.addFilter(_drop_url)
     try:
         yield
     finally:
-        logger.removeFilter(_drop_address)
+        logger.removeFilter(_drop_url)
 
 
-def _drop_address(record: logging.LogRecord) -> bool:
+def _drop_url(record: logging.LogRecord) -> bool:
     """Logging filter that cuts the URL from a record's message."""
     # The message ends with the URL; `args` are already formatted into it.
     record.msg, record.args = record.getMessage().partition(" thrown while requesting")[0], ()

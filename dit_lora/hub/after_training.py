@@ -9,7 +9,7 @@ from dit_lora.config.recipe import HubConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.hub.account import HubError, UnreachableError, check_account
 from dit_lora.hub.push import push
-from dit_lora.training.session.session import Session, agree
+from dit_lora.training.session.session import Session, raise_on_all_ranks
 
 
 def require_hub(session: Session, hub: HubConfig) -> None:
@@ -28,7 +28,7 @@ def require_hub(session: Session, hub: HubConfig) -> None:
             session.say(f"warning: hub.push: {problem}; the token is not checked")
         except HubError as problem:
             error = DitLoraError(f"hub.push: {problem}; or train with hub.push=false")
-    agree(session.accelerator, error)
+    raise_on_all_ranks(session.accelerator, error)
 
 
 def push_result(session: Session, recipe: Recipe) -> None:
@@ -47,4 +47,4 @@ def push_result(session: Session, recipe: Recipe) -> None:
             error = DitLoraError(f"the run is whole in {folder}, but it was not pushed: {problem}")
             # Keep the exit code, which tells a failed check from bad input.
             error.exit_code = problem.exit_code
-    agree(session.accelerator, error)
+    raise_on_all_ranks(session.accelerator, error)

@@ -10,21 +10,27 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.adapters.kinds import adapter_words
+from dit_lora.adapters.kinds import describe_adapter
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
-from dit_lora.config.experts import EXPERTS
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.families import get_family
-from dit_lora.hub.contents import VERIFICATION, Contents
-from dit_lora.hub.licence import licence_of
-from dit_lora.hub.markdown import one_line, plain
-from dit_lora.hub.usage import install_line, needs_ours, reference_files, sample_line, usage_code
-from dit_lora.redact import without_tokens
-from dit_lora.results.experts import pair_file
+from dit_lora.hub.contents import VERIFICATION_FILE, Contents
+from dit_lora.hub.licence import format_licence
+from dit_lora.hub.markdown import collapse_whitespace, escape_markdown
+from dit_lora.hub.usage import (
+    build_install_command,
+    build_sample_command,
+    list_reference_files,
+    needs_dit_lora,
+    render_usage_code,
+)
+from dit_lora.redact import remove_tokens
+from dit_lora.results.experts import format_expert_filename
 
 # Source: huggingface.js, packages/tasks/src/pipelines.ts. Class-conditional video models have no task there.
-_FROM_CLIPS = "video-to-video"
+_VIDEO_TO_VIDEO = "video-to-video"
 # By whether samples start from a picture, and the kind of training data.
-_TASKS = {
+_DIFFUSION_TASKS = {
     (False, "images"): "text-to-image",
     (False, "clips"): "text-to-video",
     (True, "images"): "image-to-image",
@@ -37,42 +43,45 @@ def write_card(contents: Contents, repo_id: str) -> str:
     """The card's text: YAML metadata for the Hub, then Markdown. Captions are escaped so that they are not markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
     # The example code uses a validation prompt, so that its result can be compared with the gallery.
-    prompt = next((card_sample.prompt for card_sample in contents.shown), _any_prompt(contents))
+    prompt = next(
+        (card_sample.prompt for card_sample in contents.card_samples), _choose_prompt(contents)
+    )
     trigger = contents.facts["data"].get("caption_prefix")
     # Rows of the table of samples: Markdown of the prompt and of both outputs.
     pairs = [
         {
-            "prompt": plain(card_sample.prompt),
-            **{stage: _cell(card_sample, stage) for stage in ("before", "after")},
+            "prompt": escape_markdown(card_sample.prompt),
+            **{stage: _format_sample(card_sample, stage) for stage in ("before", "after")},
         }
-        for card_sample in contents.shown
+        for card_sample in contents.card_samples
     ]
     card = ModelCard.from_template(
-        _metadata(contents, repo_id),
+        _build_metadata(contents, repo_id),
         template_str=template,
-        title=plain(repo_id.partition("/")[2]),
-        summary=_summary(contents),
-        trigger=plain(trigger) if trigger else None,
-        gallery=any(not card_sample.is_text for card_sample in contents.shown),
+        title=escape_markdown(repo_id.partition("/")[2]),
+        summary=_write_summary(contents),
+        trigger=escape_markdown(trigger) if trigger else None,
+        gallery=any(not card_sample.is_text for card_sample in contents.card_samples),
         pairs=pairs,
-        install=install_line(contents),
-        code=without_tokens(usage_code(contents, repo_id, prompt)),
-        notes=list(_notes(contents)),
-        verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION)),
+        install=build_install_command(contents),
+        code=remove_tokens(render_usage_code(contents, repo_id, prompt)),
+        notes=list(_list_notes(contents)),
+        verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION_FILE)),
         commands=[
-            without_tokens(line) for line in sample_line(contents, repo_id, one_line(prompt))
+            remove_tokens(line)
+            for line in build_sample_command(contents, repo_id, collapse_whitespace(prompt))
         ],
-        data=list(_data(contents)),
-        values=list(_values(contents)),
-        result=list(_result(contents)),
-        checks=list(_checks(contents)),
-        versions=list(_versions(contents)),
-        licence=licence_of(contents),
+        data=list(_list_data_facts(contents)),
+        values=list(_list_settings(contents)),
+        result=list(_list_results(contents)),
+        checks=list(_list_checks(contents)),
+        versions=list(_list_versions(contents)),
+        licence=format_licence(contents),
     )
     return str(card)
 
 
-def task_of(contents: Contents) -> str | None:
+def get_hub_task(contents: Contents) -> str | None:
     """The Hub's name for the model's task; None if the Hub has none."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
@@ -81,24 +90,24 @@ def task_of(contents: Contents) -> str | None:
         return None
     kind = contents.facts["data"]["kind"]
     if kind == "clips" and pipeline.get("reference_clips"):
-        return _FROM_CLIPS
+        return _VIDEO_TO_VIDEO
     # Image models that take reference pictures edit them.
     edits = kind == "images" and pipeline.get("references", 0) > 0
-    return _TASKS.get((pipeline["from_image"] or edits, kind))
+    return _DIFFUSION_TASKS.get((pipeline["from_image"] or edits, kind))
 
 
-def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
+def _build_metadata(contents: Contents, repo_id: str) -> ModelCardData:
     """The card's YAML metadata."""
     # A model trained from scratch only has the base's config, and no licence to inherit.
     base, scratch = contents.base, contents.run.config["model"].get("from_scratch")
     derived = base is not None and scratch is None
-    licence = get_family(contents.made["family"]).license_of(base) if derived else None
+    licence = get_family(contents.metadata["family"]).get_license(base) if derived else None
     relation = "finetune" if contents.kind == "pipeline" else "adapter"
     trigger = contents.facts["data"].get("caption_prefix")
     # The Hub's widget shows pictures and videos, each with a text.
     gallery = [
-        {"text": without_tokens(text), "output": {"url": url}}
-        for card_sample in contents.shown
+        {"text": remove_tokens(text), "output": {"url": url}}
+        for card_sample in contents.card_samples
         if not card_sample.is_text
         for text, url in (
             (card_sample.prompt, card_sample.after),
@@ -106,19 +115,19 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
         )
         if url
     ]
-    results = _eval_results(contents)
+    results = _build_eval_results(contents)
     # `ModelCardData` leaves out entries that are None.
     values: dict[str, Any] = {
         "base_model": base if derived else None,
         "base_model_relation": relation if derived else None,
-        "library_name": _library(contents),
-        "pipeline_tag": task_of(contents),
+        "library_name": _get_library_name(contents),
+        "pipeline_tag": get_hub_task(contents),
         "license": licence.id if licence else None,
         "license_name": licence.name if licence else None,
         "license_link": licence.link if licence else None,
         "datasets": contents.facts["data"]["datasets"] or None,
-        "tags": _tags(contents),
-        "instance_prompt": without_tokens(trigger) if trigger else None,
+        "tags": _build_tags(contents),
+        "instance_prompt": remove_tokens(trigger) if trigger else None,
         "widget": gallery or None,
     }
     if results:
@@ -126,16 +135,16 @@ def _metadata(contents: Contents, repo_id: str) -> ModelCardData:
     return ModelCardData(**values)
 
 
-def _library(contents: Contents) -> str:
+def _get_library_name(contents: Contents) -> str:
     """The Hub's name of the library that loads the result."""
     if "pipeline" in contents.facts:
         return "diffusers"
     return "peft" if "adapter_config.json" in contents.files else "transformers"
 
 
-def _tags(contents: Contents) -> list[str]:
+def _build_tags(contents: Contents) -> list[str]:
     """The card's tags."""
-    tags = ["dit-lora", str(contents.made["family"])]
+    tags = ["dit-lora", str(contents.metadata["family"])]
     if contents.kind != "pipeline":
         tags.append("lora")
     if "pipeline" in contents.facts:
@@ -145,16 +154,16 @@ def _tags(contents: Contents) -> list[str]:
     return tags
 
 
-def _held_out(contents: Contents) -> tuple[float, float] | None:
+def _get_eval_losses(contents: Contents) -> tuple[float, float] | None:
     """Eval loss before and after training; None unless it was measured at least twice."""
     # The first and the last measurement are shown.
     losses = {step: loss for step, loss in contents.run.held_out.items() if math.isfinite(loss)}
     return (losses[min(losses)], losses[max(losses)]) if len(losses) > 1 else None
 
 
-def _eval_results(contents: Contents) -> list[EvalResult]:
+def _build_eval_results(contents: Contents) -> list[EvalResult]:
     """Eval loss as the Hub's metadata, with what it was measured on; empty without a task, which the Hub requires."""
-    task, losses = task_of(contents), _held_out(contents)
+    task, losses = get_hub_task(contents), _get_eval_losses(contents)
     # Two experts have two losses, but the Hub's metadata has only one number.
     if task is None or losses is None or contents.experts:
         return []
@@ -162,7 +171,7 @@ def _eval_results(contents: Contents) -> list[EvalResult]:
         EvalResult(
             task_type=task,
             dataset_type="custom",
-            dataset_name=_measured_on(contents),
+            dataset_name=_describe_eval_data(contents),
             metric_type="loss",
             metric_name="held-out loss",
             metric_value=round(losses[1], 6),
@@ -170,23 +179,23 @@ def _eval_results(contents: Contents) -> list[EvalResult]:
     ]
 
 
-def _measured_on(contents: Contents) -> str:
+def _describe_eval_data(contents: Contents) -> str:
     """What the eval loss is measured on."""
     if "pipeline" in contents.facts:
         return "training samples under noise that training never draws"
     return "conversations that are never trained on"
 
 
-def _summary(contents: Contents) -> str:
+def _write_summary(contents: Contents) -> str:
     """The card's first sentence: what was trained, from which base, for how many steps."""
-    metadata, task = contents.made, task_of(contents)
+    metadata, task = contents.metadata, get_hub_task(contents)
     base = (
-        f"[{plain(contents.base)}](https://huggingface.co/{contents.base})"
+        f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
         if contents.base
-        else f"{plain(metadata.get('base_model') or 'a base model')}, which was a folder of its trainer's"
+        else f"{escape_markdown(metadata.get('base_model') or 'a base model')}, which was a folder of its trainer's"
     )
     # Such as `LoRA (rank 16, alpha 16)`.
-    adapter = adapter_words(metadata)
+    adapter = describe_adapter(metadata)
     description = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
@@ -197,7 +206,8 @@ def _summary(contents: Contents) -> str:
         )
     # None of the adapter's file names: only base weights were trained.
     elif not any(
-        name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(pair_file, EXPERTS.values()))
+        name
+        in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(format_expert_filename, EXPERT_NAMES.values()))
         for name in contents.files
     ):
         description = f"Weights that were trained of {base}"
@@ -205,29 +215,31 @@ def _summary(contents: Contents) -> str:
         description += (
             " (both experts)"
             if contents.experts
-            else f" (its expert for {_named(contents.expert)})"
+            else f" (its expert for {_format_expert(contents.expert)})"
         )
     # Both experts' steps, or those of the only run.
-    steps = sum(expert_contents.run.done for expert_contents in contents.experts or (contents,))
+    steps = sum(
+        expert_contents.run.num_steps_taken for expert_contents in contents.experts or (contents,)
+    )
     return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {metadata['version']}."
 
 
-def _any_prompt(contents: Contents) -> str:
+def _choose_prompt(contents: Contents) -> str:
     """A prompt for the example code if there are no samples."""
     return contents.facts["data"].get("caption_prefix") or "a prompt of yours"
 
 
-def _cell(one: Any, when: str) -> str:
+def _format_sample(sample: Any, stage: str) -> str:
     """Markdown for a sample: text, image, or link to a video."""
-    output = getattr(one, when)
+    output = getattr(sample, stage)
     if not output:
         return ""
-    if one.is_text:
-        return plain(output)
-    return f"![{when}]({output})" if output.endswith(".png") else f"[{when}]({output})"
+    if sample.is_text:
+        return escape_markdown(output)
+    return f"![{stage}]({output})" if output.endswith(".png") else f"[{stage}]({output})"
 
 
-def _notes(contents: Contents) -> Iterator[str]:
+def _list_notes(contents: Contents) -> Iterator[str]:
     """Sentences on what users have to know to load and use the result."""
     pipeline = contents.facts.get("pipeline")
     if contents.base is None and contents.kind != "pipeline":
@@ -237,33 +249,39 @@ def _notes(contents: Contents) -> Iterator[str]:
     if pipeline and pipeline.get("to_image"):
         yield "`last_frame.png` is its last frame, at the same."
     if pipeline and pipeline.get("references"):
-        yield _about_references(pipeline)
+        yield _describe_references(pipeline)
     if contents.expert and not contents.experts and contents.kind != "pipeline":
-        yield f"It is for the expert for {_named(contents.expert)} alone; the other is as the base has it."
+        yield f"It is for the expert for {_format_expert(contents.expert)} alone; the other is as the base has it."
     if pipeline and pipeline["condition"] == "class_labels":
         yield "The label is the row of a class that was trained on; `pipe.labels` has them by name."
-    if contents.made.get("continued"):
-        yield f"Training continued from the LoRA {plain(contents.made['continued']['name'])}."
+    if contents.metadata.get("continued"):
+        yield f"Training continued from the LoRA {escape_markdown(contents.metadata['continued']['name'])}."
     # `lora.under` of the recipe: adapters that were active and frozen during training.
-    for frozen in contents.made.get("under") or ():
+    for frozen in contents.metadata.get("under") or ():
         use = (
             "load it beside this one"
             if frozen["in_samples"]
             else "it is not needed to use this one"
         )
-        yield f"It was trained over the frozen adapter {plain(frozen['name'])}, scale {frozen['scale']:g}; {use}."
-    if contents.made.get("samples_from"):
-        yield f"The samples were made with this adapter in {plain(contents.made['samples_from'])}, not in its base."
+        yield (
+            f"It was trained over the frozen adapter {escape_markdown(frozen['name'])}, scale "
+            f"{frozen['scale']:g}; {use}."
+        )
+    if contents.metadata.get("samples_from"):
+        yield (
+            f"The samples were made with this adapter in "
+            f"{escape_markdown(contents.metadata['samples_from'])}, not in its base."
+        )
     if pipeline is None:
         yield "Questions are put by the model's own processor and chat template."
-    if needs_ours(contents):
+    if needs_dit_lora(contents):
         yield "Stock Diffusers or Transformers alone do not load it: a class or loader of dit-lora's does."
 
 
-def _about_references(pipeline: Mapping[str, Any]) -> str:
+def _describe_references(pipeline: Mapping[str, Any]) -> str:
     """A sentence on the reference files that the example code uses."""
     # The same names as in the example code.
-    files = reference_files(pipeline)
+    files = list_reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
     verb_phrase = (
         "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
@@ -280,117 +298,129 @@ def _about_references(pipeline: Mapping[str, Any]) -> str:
     return f"{named} {verb_phrase}, in the order of training, in which they were {scaling}."
 
 
-def _data(contents: Contents) -> Iterator[str]:
+def _list_data_facts(contents: Contents) -> Iterator[str]:
     """List items on the training data."""
     data = contents.facts["data"]
     samples = f"{data['samples']:,}"
     # Chat models count conversations and tokens, diffusion models clips and samples.
     if data["kind"] == "conversations":
         media = ", ".join(
-            f"{count:,} about {_about(kind)}" for kind, count in data["by_media"].items()
+            f"{count:,} about {_describe_media(kind)}" for kind, count in data["by_media"].items()
         )
         yield f"{samples} conversations: {media}; {data['answer_tokens']['sum']:,} answer tokens"
     else:
         cut = "" if data["samples"] == data["clips"] else f", cut into {samples} samples"
         yield f"{data['clips']:,} {data['kind']}{cut}"
     if data["seconds"]:
-        yield f"seconds of a clip: {_spread(data['seconds'])}; {data['seconds']['sum']:,g} in all"
+        yield f"seconds of a clip: {_format_range(data['seconds'])}; {data['seconds']['sum']:,g} in all"
     if data.get("shapes"):
         shapes = [f"{shape} ({count:,})" for shape, count in data["shapes"].items()]
         more = f" and {len(shapes) - 12} more" if len(shapes) > 12 else ""
         yield f"frames x height x width, with their samples: {', '.join(shapes[:12])}{more}"
     if data.get("caption_words") and "distinct_captions" in data:
         distinct = data["distinct_captions"]
-        yield f"words of a caption: {_spread(data['caption_words'])}; {distinct:,} captions are distinct"
+        yield f"words of a caption: {_format_range(data['caption_words'])}; {distinct:,} captions are distinct"
     if data.get("references"):
         counts = [f"{number} ({count:,})" for number, count in data["references"].items()]
         yield f"references of a clip, with their clips: {', '.join(counts)}"
     if data.get("masked"):
-        yield f"{data['masked']:,} have a mask: what it leaves out counts {_floor(contents):g} times in the loss"
+        yield (
+            f"{data['masked']:,} have a mask: what it leaves out counts "
+            f"{_get_mask_floor(contents):g} times in the loss"
+        )
     if data.get("classes"):
         yield f"{data['classes']:,} classes"
     for name in data["datasets"]:
-        yield f"dataset: [{plain(name)}](https://huggingface.co/datasets/{name})"
+        yield f"dataset: [{escape_markdown(name)}](https://huggingface.co/datasets/{name})"
     if data["left_out"]:
         yield f"{data['left_out']:,} samples could not be used and were left out before training"
 
 
-def _floor(contents: Contents) -> float:
+def _get_mask_floor(contents: Contents) -> float:
     return float(contents.run.config["data"].get("mask_floor", 0.0))
 
 
-def _about(kind: str) -> str:
+def _describe_media(kind: str) -> str:
     return {"image": "an image", "video": "a video", "text": "text alone"}[kind]
 
 
-def _spread(values: Mapping[str, float]) -> str:
+def _format_range(values: Mapping[str, float]) -> str:
     if values["least"] == values["most"]:
         return f"{values['least']:g}"
     return f"{values['least']:g} to {values['most']:g}, median {values['median']:g}"
 
 
-def _values(contents: Contents) -> Iterator[tuple[str, str]]:
+def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
     """Table rows of the most important settings."""
     config = contents.run.config
     train, optim = config["train"], config["optim"]
-    if contents.kind != "pipeline" and contents.made.get("rank"):
-        dropout = contents.made.get("dropout", 0.0)
+    if contents.kind != "pipeline" and contents.metadata.get("rank"):
+        dropout = contents.metadata.get("dropout", 0.0)
         yield (
             "rank, alpha, dropout",
-            f"{contents.made['rank']}, {contents.made['alpha']}, {dropout:g}",
+            f"{contents.metadata['rank']}, {contents.metadata['alpha']}, {dropout:g}",
         )
     # Groups that are None are not trained.
     for name, group in optim["groups"].items():
         if group and "lr" in group:
-            yield f"learning rate of {plain(name)}", f"{group['lr']:g}"
-    yield "optimizer", plain(optim["name"])
-    yield "schedule, warmup steps", f"{plain(optim['schedule'])}, {optim['warmup_steps']:,}"
+            yield f"learning rate of {escape_markdown(name)}", f"{group['lr']:g}"
+    yield "optimizer", escape_markdown(optim["name"])
+    yield (
+        "schedule, warmup steps",
+        f"{escape_markdown(optim['schedule'])}, {optim['warmup_steps']:,}",
+    )
     ranks = contents.run.environment.get("processes", 1)
     batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     yield "samples of a step", batch
     for expert_contents in contents.experts or (contents,):
         suffix = (
-            f" of the expert for {_named(expert_contents.expert)}" if expert_contents.expert else ""
+            f" of the expert for {_format_expert(expert_contents.expert)}"
+            if expert_contents.expert
+            else ""
         )
         # A running total: the last value is the number of samples of the run.
-        sample_counts = expert_contents.run.metrics.column("samples")
+        sample_counts = expert_contents.run.metrics.get_column("samples")
         yield (
             f"steps{suffix}",
-            f"{expert_contents.run.done:,}"
+            f"{expert_contents.run.num_steps_taken:,}"
             + (f" ({int(sample_counts[-1]):,} samples)" if sample_counts else ""),
         )
     yield "seed", str(train["seed"])
     if train.get("ema"):
         yield "weights' moving average", f"{train['ema']:g}"
     yield "caption dropout", f"{config['data']['caption_dropout']:g}"
-    yield "precision", plain(contents.made["dtype"].removeprefix("torch."))
-    if contents.made.get("quantize"):
-        yield "base stored as", plain(contents.made["quantize"])
+    yield "precision", escape_markdown(contents.metadata["dtype"].removeprefix("torch."))
+    if contents.metadata.get("quantize"):
+        yield "base stored as", escape_markdown(contents.metadata["quantize"])
 
 
-def _result(contents: Contents) -> Iterator[str]:
+def _list_results(contents: Contents) -> Iterator[str]:
     """List items on losses and on what the guard did."""
     # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
         yield from (
-            f"{_named(expert_contents.expert)}: {line}" for line in _result(expert_contents)
+            f"{_format_expert(expert_contents.expert)}: {line}"
+            for line in _list_results(expert_contents)
         )
     if contents.experts:
         return
-    losses = [loss for loss in contents.run.metrics.column("loss") if math.isfinite(loss)]
+    losses = [loss for loss in contents.run.metrics.get_column("loss") if math.isfinite(loss)]
     if losses:
         # A single step's loss is too noisy.
         recent = losses[-50:]
         yield f"training loss, mean of the last {len(recent)} steps: {sum(recent) / len(recent):.4f}"
-    held_out = _held_out(contents)
+    held_out = _get_eval_losses(contents)
     if held_out:
         first_loss, last_loss = held_out
         change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
-        yield f"held-out loss ({_measured_on(contents)}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
-    yield from _events(contents)
+        yield (
+            f"held-out loss ({_describe_eval_data(contents)}): {first_loss:.4f} before, "
+            f"{last_loss:.4f} after{change}"
+        )
+    yield from _list_events(contents)
 
 
-def _events(contents: Contents) -> Iterator[str]:
+def _list_events(contents: Contents) -> Iterator[str]:
     """List items on the guard's events, as counts, because their messages may contain file names."""
     # Events that agree in kind, cause and action become one line.
     counted = Counter(
@@ -405,46 +435,51 @@ def _events(contents: Contents) -> Iterator[str]:
         yield "guard: no step tripped"
     for (kind, cause, action), count in counted.most_common():
         times = "once" if count == 1 else f"{count:,} times"
-        yield f"guard: {plain(kind)}, cause {plain(cause)}: {times}; action: {plain(action)}"
+        yield (
+            f"guard: {escape_markdown(kind)}, cause {escape_markdown(cause)}: {times}; action: "
+            f"{escape_markdown(action)}"
+        )
     # A sample can be left out several times.
     left_out = len({line.get("sample_id") for line in contents.run.quarantine})
     if left_out:
         yield f"{left_out:,} of the samples left out by the guard, for a time or for good"
 
 
-def _named(expert: str | None) -> str:
+def _format_expert(expert: str | None) -> str:
     return str(expert).replace("_", " ")
 
 
-def _checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
+def _list_checks(contents: Contents) -> Iterator[tuple[str, str, str]]:
     """Table rows of the verification: name, outcome, message."""
     for expert in contents.experts:
-        for name, passed, message in _checks(expert):
-            yield f"{_named(expert.expert)}: {name}", passed, message
+        for name, passed, message in _list_checks(expert):
+            yield f"{_format_expert(expert.expert)}: {name}", passed, message
     # The published copy, in which paths are redacted.
-    record = contents.files.get(VERIFICATION)
+    record = contents.files.get(VERIFICATION_FILE)
     checks = json.loads(record)["checks"] if isinstance(record, bytes) else {}
     for name, check in checks.items():
-        message = plain(str(check.get("words", "")))
-        yield plain(name), "passed" if check.get("passed") else "failed", message
+        message = escape_markdown(str(check.get("words", "")))
+        yield escape_markdown(name), "passed" if check.get("passed") else "failed", message
 
 
-def _versions(contents: Contents) -> Iterator[str]:
+def _list_versions(contents: Contents) -> Iterator[str]:
     """List items on package versions, hardware and training time."""
     environment = contents.run.environment
     packages = environment.get("packages") or {}
     main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
     listed = [f"{name} {packages[name]}" for name in main_packages if name in packages]
     python = environment.get("python", "")
-    yield plain(f"dit-lora {contents.made['version']}, Python {python}, " + ", ".join(listed))
+    yield escape_markdown(
+        f"dit-lora {contents.metadata['version']}, Python {python}, " + ", ".join(listed)
+    )
     # Such as "8 x NVIDIA H100".
     names = Counter(str(device.get("name")) for device in environment.get("devices") or ())
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
-    yield plain(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
+    yield escape_markdown(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
     seconds = [
         step_seconds
-        for step_seconds in contents.run.metrics.column("seconds")
+        for step_seconds in contents.run.metrics.get_column("seconds")
         if math.isfinite(step_seconds)
     ]
     if seconds:

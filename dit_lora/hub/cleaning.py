@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from dit_lora.config.lora import INITS
-from dit_lora.config.remedies import HUB, hub_name
-from dit_lora.redact import redacted
+from dit_lora.config.remedies import HUB_PREFIX, get_hub_name
+from dit_lora.redact import redact_value
 
 
 def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) -> str:
@@ -25,18 +25,22 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     """
     values = copy.deepcopy(dict(config))
     values.pop("hub", None)
-    _section(values, "model")["path"] = base
+    _get_section(values, "model")["path"] = base
     # `lora.init` is a method's name, a Hub id or a file; only the file is private.
     lora = values.get("lora") or {}
-    if lora.get("init", INITS[0]) not in INITS and hub_name(lora["init"]) is None:
+    if lora.get("init", INITS[0]) not in INITS and get_hub_name(lora["init"]) is None:
         lora["init"] = "path/to/lora"
     for number, item in enumerate(lora.get("under") or ()):
-        if hub_name(str(item.get("path"))) is None:
+        if get_hub_name(str(item.get("path"))) is None:
             item["path"] = f"path/to/under_{number}"
-    data = _section(values, "data")
+    data = _get_section(values, "data")
     # The first source is `data` itself, further ones are in `data.sources`.
     for number, source in enumerate([data, *(data.get("sources") or ())]):
-        if source.get("path") not in (None, *datasets, *(f"{HUB}{name}" for name in datasets)):
+        if source.get("path") not in (
+            None,
+            *datasets,
+            *(f"{HUB_PREFIX}{name}" for name in datasets),
+        ):
             source["path"] = f"path/to/data_{number}" if number else "path/to/data"
         if source.get("media") is not None:
             source["media"] = f"path/to/media_{number}" if number else "path/to/media"
@@ -51,7 +55,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             ]
     # A path of the machine that trained, which readers do not need.
     data["cache"] = None
-    validation = _section(values, "validation")
+    validation = _get_section(values, "validation")
     # The suffix stays: it tells readers what kind of file belongs there.
     for name in ("images", "last_images", "media"):
         if validation.get(name):
@@ -67,25 +71,25 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             ]
             for index, files in enumerate(validation["references"])
         ]
-    if validation.get("model") is not None and hub_name(validation["model"]) is None:
+    if validation.get("model") is not None and get_hub_name(validation["model"]) is None:
         validation["model"] = "path/to/validation_model"
     if validation.get("other_expert"):
         validation["other_expert"] = "path/to/other_expert"
     if validation.get("conversations"):
         validation["conversations"] = "path/to/conversations.json"
     # These three point to files of this machine, or to this run.
-    _section(values, "guard")["quarantine"] = None
-    _section(values, "train")["resume"] = "none"
-    _section(values, "run")["dir"] = "runs/mine"
-    return yaml.safe_dump(redacted(values), sort_keys=False, allow_unicode=True)
+    _get_section(values, "guard")["quarantine"] = None
+    _get_section(values, "train")["resume"] = "none"
+    _get_section(values, "run")["dir"] = "runs/mine"
+    return yaml.safe_dump(redact_value(values), sort_keys=False, allow_unicode=True)
 
 
 def clean_json(record: Any) -> str:
     """A record as JSON without paths and names of machines or users."""
-    return json.dumps(redacted(record), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(redact_value(record), indent=2, ensure_ascii=False) + "\n"
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
+def _get_section(values: dict[str, Any], name: str) -> dict[str, Any]:
     """A section of the recipe, created if it is missing."""
     if not isinstance(values.get(name), dict):
         values[name] = {}

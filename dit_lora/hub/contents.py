@@ -11,40 +11,40 @@ from safetensors.torch import load_file
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    PROVENANCE_FILE,
-    read_provenance,
-    require_sound,
+    RUN_METADATA_FILE,
+    read_run_metadata,
+    require_valid_tensors,
 )
-from dit_lora.adapters.own_files import INDEX, own_files, require_inside
+from dit_lora.adapters.own_files import INDEX_FILE, list_checkpoint_files, require_inside
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
-from dit_lora.config.experts import EXPERTS
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.records import (
     Answer,
     ConfigInCard,
     EnvironmentInCard,
     Facts,
-    Provenance,
+    RunMetadata,
     VerificationInCard,
-    checked,
-    read_typed,
-    typed,
+    parse_typed_json,
+    read_typed_json,
+    validate_value,
 )
 from dit_lora.config.yaml_parsing import read_yaml
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_inside, require_regular
 from dit_lora.hub.cleaning import clean_config, clean_json
 from dit_lora.parsing import ParseError
-from dit_lora.redact import redacted, redacted_words
+from dit_lora.redact import redact_model_text, redact_value
 from dit_lora.report.run.files import RunFiles, RunReader
-from dit_lora.report.run.page import texts_of
-from dit_lora.results.experts import pair_file, runs_of
-from dit_lora.results.verified_files import require_as_verified
+from dit_lora.report.run.page import get_sample_prompts
+from dit_lora.results.experts import find_expert_runs, format_expert_filename
+from dit_lora.results.verified_files import require_unchanged
 from dit_lora.training.tasks.facts import FACTS_FILE
 
-CARD = "README.md"
-SAMPLES = "samples/"
-VERIFICATION = "verification.json"
-OURS = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
+CARD_FILE = "README.md"
+SAMPLES_PREFIX = "samples/"
+VERIFICATION_FILE = "verification.json"
+ADAPTER_FILES = (ADAPTER_FILE, CHAT_ADAPTER_FILE, "adapter_config.json", BASE_FILE)
 """File names that an adapter may consist of. Experts' files have other names."""
 
 
@@ -64,56 +64,57 @@ class Contents:
 
     run: RunFiles
     facts: Mapping[str, Any]
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """The training metadata in the result's header."""
     kind: str
     """`lora`, `peft` or `pipeline`."""
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
-    shown: tuple[CardSample, ...] = ()
+    card_samples: tuple[CardSample, ...] = ()
     experts: tuple["Contents", ...] = ()
     """The contents of each expert's run if both were trained, high noise first."""
 
     @property
     def expert(self) -> str | None:
         """Name of the expert that was trained; None if the model has one transformer."""
-        return EXPERTS.get(self.made.get("part", ""))
+        return EXPERT_NAMES.get(self.metadata.get("part", ""))
 
     @property
     def base(self) -> str | None:
         """Hub id of the base model; None if it was a local folder."""
-        name = str(self.made.get("base_model") or "")
+        name = str(self.metadata.get("base_model") or "")
         return name if "/" in name else None
 
 
-def collect(run_dir: Path) -> Contents:
+def collect_contents(run_dir: Path) -> Contents:
     """Collect everything that a push of the run uploads, except its card. Works for a run of both experts too.
 
     Raises:
         DitLoraError: There is no run, or no result yet; with the command that continues.
         CheckFailedError: The result is damaged, or did not pass its verification.
     """
-    runs = runs_of(run_dir)
+    runs = find_expert_runs(run_dir)
     if len(runs) > 1:
-        return _joined(run_dir, [collect(run) for run in runs])
+        return _join_experts(run_dir, [collect_contents(run) for run in runs])
     require_regular(run_dir)
     # The state is not shown on the card, so it need not be derived.
     run = RunReader(run_dir).read("finished")
-    _require_whole(run)
-    result, kind = _result(run)
+    _require_complete_records(run)
+    result, kind = _find_result(run)
     _require_verified(run)
     # The file with the training metadata.
-    main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, PROVENANCE_FILE)
+    main = result / {"lora": ADAPTER_FILE, "peft": CHAT_ADAPTER_FILE}.get(kind, RUN_METADATA_FILE)
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # only base weights were trained
     _require_sound(run_dir, result, kind)
-    metadata = redacted(
-        read_typed(main, Provenance) if kind == "pipeline" else read_provenance(main)
+    metadata = redact_value(
+        read_typed_json(main, RunMetadata) if kind == "pipeline" else read_run_metadata(main)
     )
     files = {
-        _placed(name, metadata, kind): content for name, content in _result_files(result, kind)
+        _get_repository_name(name, metadata, kind): content
+        for name, content in _list_result_files(result, kind)
     }
-    samples = _shown(run, files)
-    facts = _facts(run)
+    samples = _collect_samples(run, files)
+    facts = _read_facts(run)
     # A link could publish a file from outside the run.
     require_inside(run.folder, [path for path in files.values() if isinstance(path, Path)])
     base = str(metadata.get("base_model") or "path/to/base")
@@ -122,15 +123,19 @@ def collect(run_dir: Path) -> Contents:
     if run.verification:
         # The digests are by path in the run's folder, and the Hub has its own.
         shown_record = {name: value for name, value in run.verification.items() if name != "files"}
-        record = {**shown_record, "adapter": _placed(main.name, metadata, kind), "base_model": base}
-        files[VERIFICATION] = clean_json(record).encode()
+        record = {
+            **shown_record,
+            "adapter": _get_repository_name(main.name, metadata, kind),
+            "base_model": base,
+        }
+        files[VERIFICATION_FILE] = clean_json(record).encode()
     redacted_fields = ("config", "environment", "events", "quarantine", "status")
     # The card is written from this copy.
-    public = replace(run, **{name: redacted(getattr(run, name)) for name in redacted_fields})
+    public = replace(run, **{name: redact_value(getattr(run, name)) for name in redacted_fields})
     return Contents(public, facts, metadata, kind, files, tuple(samples))
 
 
-def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
+def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
     """The files of both experts' runs. The samples are those of the last run, which are made with both."""
     # Adapters get the expert's name, but base weights have one fixed name.
     with_base_weights = [item for item in experts if BASE_FILE in item.files]
@@ -142,22 +147,29 @@ def _joined(run_dir: Path, experts: Sequence[Contents]) -> Contents:
             f"of each to a repository of its own: {folders}"
         )
     last_expert = experts[-1]
-    files = {name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES)}
+    files = {
+        name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES_PREFIX)
+    }
     for contents in experts:
         # Verifications have one name in both runs: put each in its expert's folder.
         expert_files = {
-            name: item for name, item in contents.files.items() if not name.startswith(SAMPLES)
+            name: item
+            for name, item in contents.files.items()
+            if not name.startswith(SAMPLES_PREFIX)
         }
         files |= {
-            f"{contents.expert}/{name}" if name == VERIFICATION else name: item
+            f"{contents.expert}/{name}" if name == VERIFICATION_FILE else name: item
             for name, item in expert_files.items()
         }
-    base, datasets = str(last_expert.made.get("base_model")), last_expert.facts["data"]["datasets"]
+    base, datasets = (
+        str(last_expert.metadata.get("base_model")),
+        last_expert.facts["data"]["datasets"],
+    )
     files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
     return replace(last_expert, files=files, experts=tuple(experts))
 
 
-def _result(run: RunFiles) -> tuple[Path, str]:
+def _find_result(run: RunFiles) -> tuple[Path, str]:
     """Folder and kind of the run's result. Raises `DitLoraError` if there is none yet."""
     folder = run.folder
     if (folder / "model" / "model_index.json").is_file():
@@ -171,24 +183,27 @@ def _result(run: RunFiles) -> tuple[Path, str]:
     full = run.config.get("train", {}).get("mode") == "full"
     path = "model/model_index.json" if full else f"adapter/{ADAPTER_FILE}"
     raise DitLoraError(
-        f"{folder} has no result yet: no {path}; it is at step {run.done:,} of {run.asked or 0:,}. Go on with: "
+        f"{folder} has no result yet: no {path}; it is at step {run.num_steps_taken:,} of "
+        f"{run.max_steps or 0:,}. Go on with: "
         f"accelerate launch recipes/lora.py {folder}/config.yaml train.resume=auto"
     )
 
 
-def _require_whole(run: RunFiles) -> None:
+def _require_complete_records(run: RunFiles) -> None:
     """Raise `DitLoraError` if the run's records do not have what the card shows of them."""
     message_prefix = f"{run.folder} is not pushed"
     # Each call raises for missing keys or wrong types.
-    checked(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
-    checked(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
+    validate_value(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
+    validate_value(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
     if run.verification:
-        checked(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION}")
+        validate_value(
+            run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}"
+        )
 
 
 def _require_verified(run: RunFiles) -> None:
     """Raise `CheckFailedError` if the result failed its verification, or changed since."""
-    if (run.folder / VERIFICATION).exists() and run.verification.get("passed") is not True:
+    if (run.folder / VERIFICATION_FILE).exists() and run.verification.get("passed") is not True:
         checks = run.verification.get("checks") or {}
         failed = [
             f"{name}: {check.get('words', '')}"
@@ -196,21 +211,21 @@ def _require_verified(run: RunFiles) -> None:
             if not check.get("passed")
         ]
         raise CheckFailedError(
-            listed(
-                f"{run.folder} is not pushed: its result did not pass its verification ({VERIFICATION}). "
+            format_list(
+                f"{run.folder} is not pushed: its result did not pass its verification ({VERIFICATION_FILE}). "
                 f"`dit-lora verify {run.folder}` looks at it again; a run that goes on by train.resume=auto writes "
                 "and verifies its result anew",
                 failed,
             )
         )
-    require_as_verified(run.folder, f"{run.folder} is not pushed")
+    require_unchanged(run.folder, f"{run.folder} is not pushed")
 
 
 def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
     """Raise `CheckFailedError` for NaN, Inf or an adapter without effect: files may have changed since verified."""
     folder = result
     if kind == "pipeline":
-        folder = result / read_typed(result / PROVENANCE_FILE, Provenance).get(
+        folder = result / read_typed_json(result / RUN_METADATA_FILE, RunMetadata).get(
             "part", "transformer"
         )
     try:
@@ -218,7 +233,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
         for file in sorted(folder.glob("*.safetensors")):
             tensors = load_file(file)
             adapter = {} if kind == "pipeline" or file.name == BASE_FILE else tensors
-            require_sound(adapter, {} if adapter else tensors)
+            require_valid_tensors(adapter, {} if adapter else tensors)
     except (CheckFailedError, OSError, SafetensorError) as error:
         message = str(error).removeprefix("refused to save: ")
         raise CheckFailedError(
@@ -226,15 +241,15 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
         ) from error
 
 
-def _facts(run: RunFiles) -> dict[str, Any]:
+def _read_facts(run: RunFiles) -> dict[str, Any]:
     """Facts about data and model that the card is written from. Raises `DitLoraError` if the file is unusable."""
     file = run.folder / FACTS_FILE
     try:
-        facts = typed(read_inside(run.folder, file), Facts, FACTS_FILE)
+        facts = parse_typed_json(read_inside(run.folder, file), Facts, FACTS_FILE)
         # Exactly one of the two: diffusion models have a pipeline, chat models a model.
         if ("pipeline" in facts) == ("model" in facts):
             raise ParseError(f"{FACTS_FILE} is damaged: it must have `pipeline` or `model`")
-        public: dict[str, Any] = redacted(facts)
+        public: dict[str, Any] = redact_value(facts)
         return public
     except (OSError, ValueError) as error:
         raise DitLoraError(
@@ -244,38 +259,40 @@ def _facts(run: RunFiles) -> dict[str, Any]:
         ) from error
 
 
-def _placed(name: str, made: Mapping[str, Any], kind: str) -> str:
+def _get_repository_name(name: str, metadata: Mapping[str, Any], kind: str) -> str:
     """A file's name in the repository. The adapters of two experts get different names."""
-    is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in made
-    return pair_file(EXPERTS[made["part"]]) if is_experts else name
+    is_experts = kind == "lora" and name == ADAPTER_FILE and "part" in metadata
+    return format_expert_filename(EXPERT_NAMES[metadata["part"]]) if is_experts else name
 
 
-def _result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
+def _list_result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
     """Yield the result's files by name in the repository; configs without private values."""
     # A pipeline has many files, an adapter only known ones.
-    names = [*own_files(result), PROVENANCE_FILE] if kind == "pipeline" else OURS
+    names = (
+        [*list_checkpoint_files(result), RUN_METADATA_FILE] if kind == "pipeline" else ADAPTER_FILES
+    )
     for name in sorted(names):
         path = result / name
         if not path.is_file():
             continue
-        is_config = name.endswith(("config.json", INDEX, PROVENANCE_FILE))
-        values = read_typed(path, dict[str, Any]) if is_config else {}
+        is_config = name.endswith(("config.json", INDEX_FILE, RUN_METADATA_FILE))
+        values = read_typed_json(path, dict[str, Any]) if is_config else {}
         # `_name_or_path` is the path of a folder on the machine that trained.
         public = {key: value for key, value in values.items() if key != "_name_or_path"}
-        yield name, path if redacted(public) == values else clean_json(public).encode()
+        yield name, path if redact_value(public) == values else clean_json(public).encode()
 
 
-def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
+def _collect_samples(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
     """Outputs for the validation prompts before and after training. Adds the sample files to `files`."""
     validation = run.config.get("validation") or {}
-    prompts = [redacted_words(text) for text in texts_of(validation)]
+    prompts = [redact_model_text(text) for text in get_sample_prompts(validation)]
     steps = sorted((run.folder / "samples").glob("step_*"))
     if not steps:
         return []
     # Samples of the first and the last step; with only one step there is nothing to compare.
     ends = {"after": steps[-1]} | ({"before": steps[0]} if len(steps) > 1 else {})
     if (steps[-1] / "answers.json").is_file():
-        return _answers(run.folder, ends)
+        return _collect_answers(run.folder, ends)
     card_samples = []
     for index, prompt in enumerate(prompts):
         paths: dict[str, str] = {}
@@ -283,20 +300,20 @@ def _shown(run: RunFiles, files: dict[str, Path | bytes]) -> list[CardSample]:
             for path in sorted(folder.glob(f"prompt_{index:02d}.*")):
                 if not path.is_file():
                     continue
-                paths[stage] = f"{SAMPLES}{stage}_{index:02d}{path.suffix}"
+                paths[stage] = f"{SAMPLES_PREFIX}{stage}_{index:02d}{path.suffix}"
                 files[paths[stage]] = path
         if "after" in paths:
             card_samples.append(CardSample(prompt, paths.get("before"), paths["after"]))
     return card_samples
 
 
-def _answers(run_dir: Path, ends: Mapping[str, Path]) -> list[CardSample]:
+def _collect_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[CardSample]:
     """A chat model's answers to the validation prompts before and after training."""
     answers: dict[str, list[dict[str, Any]]] = {"before": []}
-    for stage, folder in ends.items():
+    for stage, folder in step_folders.items():
         file = folder / "answers.json"
         require_inside(run_dir, [file])
-        answers[stage] = redacted(read_typed(file, list[Answer])) if file.is_file() else []
+        answers[stage] = redact_value(read_typed_json(file, list[Answer])) if file.is_file() else []
     return [
         CardSample(
             str(answer.get("prompt", "")),

@@ -2,17 +2,17 @@
 
 import re
 
-from dit_lora.redact import redacted_words
+from dit_lora.redact import redact_model_text
 
 # Characters with a meaning in Markdown, tables or HTML.
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~$&])")
+_MARKDOWN_CHARACTERS = re.compile(r"([\\`*_\[\]<>|~$&])")
 
 
-def plain(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """The text on one line, escaped so that Markdown shows it literally in paragraphs and tables."""
-    return _SPECIAL.sub(r"\\\1", redacted_words(one_line(str(text))))
+    return _MARKDOWN_CHARACTERS.sub(r"\\\1", redact_model_text(collapse_whitespace(str(text))))
 
 
-def one_line(text: str) -> str:
+def collapse_whitespace(text: str) -> str:
     """The text with every sequence of whitespace replaced by one space."""
     return " ".join(text.split())

@@ -6,15 +6,22 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-from dit_lora.config.experts import EXPERTS
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.hub.account import HubError, asked, check_account
+from dit_lora.files import write_atomically
+from dit_lora.hub.account import HubError, check_account, request_with_retries
 from dit_lora.hub.card import write_card
-from dit_lora.hub.contents import CARD, OURS, SAMPLES, VERIFICATION, Contents, collect
-from dit_lora.results.experts import pair_file
+from dit_lora.hub.contents import (
+    ADAPTER_FILES,
+    CARD_FILE,
+    SAMPLES_PREFIX,
+    VERIFICATION_FILE,
+    Contents,
+    collect_contents,
+)
+from dit_lora.results.experts import format_expert_filename
 
-Say = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Publication:
     repo_id: str
     files: Mapping[str, Path | bytes]
 
-    def sizes(self) -> dict[str, int]:
+    def get_sizes(self) -> dict[str, int]:
         """Bytes of each file by path in the repository."""
         return {
             name: len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -33,19 +40,19 @@ class Publication:
         }
 
 
-def prepare(run_dir: Path, repo_id: str) -> Publication:
+def prepare_publication(run_dir: Path, repo_id: str) -> Publication:
     """Prepare what would be pushed. Writes the card to RUN/README.md for review; nothing is uploaded.
 
-    Raises as `collect`.
+    Raises as `collect_contents`.
     """
-    contents = collect(run_dir)
+    contents = collect_contents(run_dir)
     card = write_card(contents, repo_id)
     # Written before the upload, so that it can be reviewed even if the push fails.
-    write_whole(run_dir / CARD, card)
-    return Publication(contents, repo_id, {CARD: card.encode(), **contents.files})
+    write_atomically(run_dir / CARD_FILE, card)
+    return Publication(contents, repo_id, {CARD_FILE: card.encode(), **contents.files})
 
 
-def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
+def push(run_dir: Path, repo_id: str, *, private: bool, say: MessageCallback) -> str:
     """Upload a run to a repository, which is created if needed. Returns the outcome in one line.
 
     In one commit, new and changed files are sent, and files of an earlier push that this run does not have are
@@ -60,8 +67,8 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
     Raises:
         DitLoraError: With the command that continues; files that were sent already are not sent again.
     """
-    publication = prepare(run_dir, repo_id)
-    for line in listing(publication):
+    publication = prepare_publication(run_dir, repo_id)
+    for line in list_files(publication):
         say(line)
     try:
         check_account(repo_id, private=private)
@@ -71,16 +78,18 @@ def push(run_dir: Path, repo_id: str, *, private: bool, say: Say) -> str:
         raise DitLoraError(f"{error}. Nothing is lost; go on with: {command}") from error
 
 
-def _upload(publication: Publication, *, private: bool, say: Say) -> str:
+def _upload(publication: Publication, *, private: bool, say: MessageCallback) -> str:
     """Create the repository if needed and commit the files; retries transient errors."""
     api, repo_id = HfApi(), publication.repo_id
     # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
-    asked(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
+    request_with_retries(
+        lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say
+    )
     url = f"{api.endpoint}/{repo_id}"
-    return asked(lambda: _commit(api, publication, url, say), say)
+    return request_with_retries(lambda: _commit(api, publication, url, say), say)
 
 
-def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
+def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback) -> str:
     """Commit all files on top of the newest commit; fails if another commit comes first.
 
     Unchanged files are skipped.
@@ -91,14 +100,21 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     existing = [item.rfilename for item in head.siblings or ()]
     # Only files that an earlier push wrote: others, such as pictures added by hand, stay.
     removes = [
-        CommitOperationDelete(name) for name in existing if _is_ours(name) and name not in files
+        CommitOperationDelete(name)
+        for name in existing
+        if _is_pushed_file(name) and name not in files
     ]
     # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
-    visibility, size = "private" if head.private else "public", sum(publication.sizes().values())
-    say(f"hub: {len(files)} files to {url}, which is {visibility} ({_size(size)})")
-    metadata = publication.contents.made
-    steps = sum(item.run.done for item in publication.contents.experts or (publication.contents,))
+    visibility, size = (
+        "private" if head.private else "public",
+        sum(publication.get_sizes().values()),
+    )
+    say(f"hub: {len(files)} files to {url}, which is {visibility} ({_format_size(size)})")
+    metadata = publication.contents.metadata
+    steps = sum(
+        item.run.num_steps_taken for item in publication.contents.experts or (publication.contents,)
+    )
     commit = api.create_commit(
         repo_id,
         [*adds, *removes],
@@ -111,18 +127,25 @@ def _commit(api: HfApi, publication: Publication, url: str, say: Say) -> str:
     return f"pushed {len(files)} files to {url}"
 
 
-def _is_ours(name: str) -> bool:
+def _is_pushed_file(name: str) -> bool:
     """True for file names that a push of ours may have written."""
-    experts = EXPERTS.values()
-    pairs = [file for expert in experts for file in (pair_file(expert), f"{expert}/{VERIFICATION}")]
-    return name in (*OURS, VERIFICATION, *pairs) or name.startswith(SAMPLES)
+    experts = EXPERT_NAMES.values()
+    pairs = [
+        file
+        for expert in experts
+        for file in (format_expert_filename(expert), f"{expert}/{VERIFICATION_FILE}")
+    ]
+    return name in (*ADAPTER_FILES, VERIFICATION_FILE, *pairs) or name.startswith(SAMPLES_PREFIX)
 
 
-def _size(count: int) -> str:
+def _format_size(num_bytes: int) -> str:
     """Format a number of bytes."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
 
 
-def listing(publication: Publication) -> list[str]:
+def list_files(publication: Publication) -> list[str]:
     """One line for each file of a push, with its size."""
-    return [f"{_size(size):>10}  {name}" for name, size in sorted(publication.sizes().items())]
+    return [
+        f"{_format_size(size):>10}  {name}"
+        for name, size in sorted(publication.get_sizes().items())
+    ]

@@ -8,16 +8,16 @@ from typing import Any
 import jinja2
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
-from dit_lora.config.records import Dtype, checked
+from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
+from dit_lora.config.records import Dtype, validate_value
 from dit_lora.families import get_family
 from dit_lora.hub.contents import Contents
-from dit_lora.results.experts import pair_file
+from dit_lora.results.experts import format_expert_filename
 
-_LOCAL_BASE = "path/to/base"
+_BASE_PLACEHOLDER = "path/to/base"
 
 
-def needs_ours(contents: Contents) -> bool:
+def needs_dit_lora(contents: Contents) -> bool:
     """True if stock Diffusers cannot load the result: no LoRA loader, a class of ours, or classes not in the base."""
     pipeline = contents.facts.get("pipeline")
     if pipeline is None:
@@ -26,13 +26,13 @@ def needs_ours(contents: Contents) -> bool:
     if contents.kind == "pipeline":
         return is_our_class
     # The code can name another pipeline class; other changes of model_index.json need our loader.
-    changes = {*(contents.made.get("index") or {})} - {"_class_name"}
+    changes = {*(contents.metadata.get("index") or {})} - {"_class_name"}
     return is_our_class or not pipeline["loads_lora"] or bool(changes)
 
 
-def install_line(contents: Contents) -> str:
-    """The command that installs what `usage_code` needs."""
-    if needs_ours(contents):
+def build_install_command(contents: Contents) -> str:
+    """The command that installs what `render_usage_code` needs."""
+    if needs_dit_lora(contents):
         packages = ["dit-lora"]
     elif "pipeline" in contents.facts:
         # sentencepiece: tokenizers of T5 and other text encoders need it.
@@ -40,13 +40,13 @@ def install_line(contents: Contents) -> str:
     else:
         packages = ["torch", "transformers", "peft", "accelerate"]
     if "pipeline" in contents.facts:
-        packages += get_family(contents.made["family"]).pipeline_packages
+        packages += get_family(contents.metadata["family"]).pipeline_packages
     if _is_video(contents):
         packages += ["imageio", "imageio-ffmpeg"]
     return f"pip install {' '.join(packages)}"
 
 
-def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
+def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     """Python source that loads the result from the Hub repository `repo_id` and samples with `prompt`."""
     is_pipeline = "pipeline" in contents.facts
     name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
@@ -57,29 +57,31 @@ def usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
         facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
-        references=reference_files(contents.facts.get("pipeline", {})),
+        references=list_reference_files(contents.facts.get("pipeline", {})),
         clips=contents.facts.get("pipeline", {}).get("reference_clips", False),
         repo_id=repo_id,
         prompt=prompt,
-        base=_base(contents),
+        base=_format_base(contents),
         on_hub=contents.base is not None,
         base_weights=BASE_FILE if BASE_FILE in contents.files else None,
         has_adapter="adapter_config.json" in contents.files,
-        loading=_loading(contents, repo_id) if is_pipeline else (),
-        in_peft_format=_kind(contents) in WITHOUT_DIFFUSERS,
+        loading=_list_load_lines(contents, repo_id) if is_pipeline else (),
+        in_peft_format=_get_adapter_kind(contents) in PEFT_ONLY_KINDS,
         is_whole=contents.kind == "pipeline",
         is_video=_is_video(contents),
-        ours=needs_ours(contents),
-        dtype=_dtype(contents)
+        ours=needs_dit_lora(contents),
+        dtype=_format_dtype(contents)
         if is_pipeline
-        else checked(contents.made.get("dtype"), Dtype, "the dtype of the result's header"),
-        literal=literal,
+        else validate_value(
+            contents.metadata.get("dtype"), Dtype, "the dtype of the result's header"
+        ),
+        literal=quote_literal,
         repr=repr,
     )
     return code.rstrip()
 
 
-def reference_files(pipeline: Mapping[str, Any]) -> list[str]:
+def list_reference_files(pipeline: Mapping[str, Any]) -> list[str]:
     """File names for a pipeline's references in code and commands."""
     suffix = "mp4" if pipeline.get("reference_clips") else "png"
     return [
@@ -87,39 +89,40 @@ def reference_files(pipeline: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def literal(text: str) -> str:
+def quote_literal(text: str) -> str:
     """The text as a Python string literal in double quotes, on one line."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kind(contents: Contents) -> str:
+def _get_adapter_kind(contents: Contents) -> str:
     """The adapter's kind. Old headers without a kind are of LoRAs."""
-    return str(contents.made.get("kind", "lora"))
+    return str(contents.metadata.get("kind", "lora"))
 
 
-def _loading(contents: Contents, repo_id: str) -> list[str]:
+def _list_load_lines(contents: Contents, repo_id: str) -> list[str]:
     """Lines that load the adapter, one per expert; empty for a full pipeline."""
     if contents.kind == "pipeline":
         return []
-    if needs_ours(contents):
-        return [f"dit_lora.load_adapter(pipe, {literal(repo_id)})"]
+    if needs_dit_lora(contents):
+        return [f"dit_lora.load_adapter(pipe, {quote_literal(repo_id)})"]
     return [
-        _load_line(expert_contents, repo_id) for expert_contents in contents.experts or (contents,)
+        _build_load_line(expert_contents, repo_id)
+        for expert_contents in contents.experts or (contents,)
     ]
 
 
-def _load_line(contents: Contents, repo_id: str) -> str:
+def _build_load_line(contents: Contents, repo_id: str) -> str:
     """Line that loads one adapter with Diffusers, or with PEFT for kinds that Diffusers cannot read."""
-    part = contents.made.get("part", "transformer")
-    if _kind(contents) in WITHOUT_DIFFUSERS:
-        return f"PeftModel.from_pretrained(pipe.{part}, {literal(repo_id)})"
-    name = pair_file(contents.expert) if contents.expert else ADAPTER_FILE
-    if _kind(contents) == "lokr":
+    part = contents.metadata.get("part", "transformer")
+    if _get_adapter_kind(contents) in PEFT_ONLY_KINDS:
+        return f"PeftModel.from_pretrained(pipe.{part}, {quote_literal(repo_id)})"
+    name = format_expert_filename(contents.expert) if contents.expert else ADAPTER_FILE
+    if _get_adapter_kind(contents) == "lokr":
         # `load_lora_weights` supports LoKr in only a few pipelines.
-        where = f'weight_name={literal(name)}, prefix="transformer"'
-        return f"pipe.{part}.load_lora_adapter({literal(repo_id)}, {where})"
-    arguments = [literal(repo_id)]
-    arguments += [f"weight_name={literal(name)}"] if contents.expert else []
+        where = f'weight_name={quote_literal(name)}, prefix="transformer"'
+        return f"pipe.{part}.load_lora_adapter({quote_literal(repo_id)}, {where})"
+    arguments = [quote_literal(repo_id)]
+    arguments += [f"weight_name={quote_literal(name)}"] if contents.expert else []
     arguments += ["load_into_transformer_2=True"] if part == "transformer_2" else []
     return f"pipe.load_lora_weights({', '.join(arguments)})"
 
@@ -130,16 +133,16 @@ def _is_video(contents: Contents) -> bool:
     return pipeline.get("output") == "frames" and bool(pipeline["fps"])
 
 
-def _base(contents: Contents) -> str:
+def _format_base(contents: Contents) -> str:
     """Arguments that load the base; a placeholder path if it was a local folder."""
     if contents.base is None:
-        return literal(_LOCAL_BASE)
+        return quote_literal(_BASE_PLACEHOLDER)
     # The revision pins the base to the commit that was trained on.
-    base, revision = literal(contents.base), contents.made.get("revision")
-    return f"{base}, revision={literal(revision)}" if revision else base
+    base, revision = quote_literal(contents.base), contents.metadata.get("revision")
+    return f"{base}, revision={quote_literal(revision)}" if revision else base
 
 
-def _dtype(contents: Contents) -> str:
+def _format_dtype(contents: Contents) -> str:
     """The `torch_dtype` argument: one dtype, or a dict if some components stay in fp32."""
     dtype, fp32_components = (
         str(contents.facts["pipeline"]["dtype"]),
@@ -151,13 +154,13 @@ def _dtype(contents: Contents) -> str:
     return f'{{{components}"default": {dtype}}}'
 
 
-def sample_line(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
+def build_sample_command(contents: Contents, repo_id: str, prompt: str) -> Sequence[str]:
     """The equivalent `dit-lora sample` command; empty for a chat model."""
     if "pipeline" not in contents.facts:
         return ()
     # POSIX quoting: close the quotes, add an escaped quote, open them again.
     quoted = "'" + prompt.replace("'", "'\\''") + "'"
-    model = "" if contents.base or contents.kind == "pipeline" else f" --model {_LOCAL_BASE}"
-    files = reference_files(contents.facts["pipeline"])
+    model = "" if contents.base or contents.kind == "pipeline" else f" --model {_BASE_PLACEHOLDER}"
+    files = list_reference_files(contents.facts["pipeline"])
     references = "".join(f" --reference {file}" for file in files)
     return (f"dit-lora sample {repo_id}{model} --prompt {quoted}{references}",)

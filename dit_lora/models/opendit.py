@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel, spatial_sines, temporal_sines
 
 Tensors = dict[str, torch.Tensor]
 
 CLIP_PREFIX = "y_embedder.text_encoder.transformer."
 # OpenDiT's module to ours; each has a weight and, but for the label table, a bias.
-_OUTSIDE = {
+_TOP_LEVEL_NAMES = {
     "x_embedder.proj": "patch_embed.proj",
     "t_embedder.mlp.0": "time_embed.linear_1",
     "t_embedder.mlp.2": "time_embed.linear_2",
@@ -29,27 +29,27 @@ _OUTSIDE = {
     "final_layer.linear": "proj_out",
 }
 # Names inside of a block. The fused qkv is split and has no entry.
-_IN_BLOCK = {
+_BLOCK_NAMES = {
     "adaLN_modulation.1": "adaln.linear",
     "attn.proj": "attn.to_out.0",
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
 }
 # The model's sizes follow from the shapes of these tensors, and the number of heads from the width: VDiT-S to -XL.
-_SIZED = (
+_SIZE_TENSORS = (
     "x_embedder.proj.weight",
     "pos_embed_spatial",
     "pos_embed_temporal",
     "blocks.0.mlp.fc1.weight",
     "final_layer.linear.weight",
 )
-_CONDITIONS = ("y_embedder.output_projection.weight", "y_embedder.embedding_table.weight")
+_CONDITION_TENSORS = ("y_embedder.output_projection.weight", "y_embedder.embedding_table.weight")
 # VDiT-S, -B, -L and -XL: heads by width.
-_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+_HEADS_BY_WIDTH = {384: 6, 768: 12, 1024: 16, 1152: 16}
 # Parts of attn.qkv, in the order of its rows.
-_FUSED = ("attn.to_q", "attn.to_k", "attn.to_v")
+_QKV_NAMES = ("attn.to_q", "attn.to_k", "attn.to_v")
 # Matches the tensors of a block: its number, the module's name inside it, and weight or bias.
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+_BLOCK_TENSOR = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ConvertedOpenDiT:
     """Tensors for a strict `load_state_dict` of the requested model."""
     text_encoder: Tensors
     """CLIP's tensors, by transformers' names; empty for a class-conditional model. OpenDiT never trains them."""
-    recomputed: tuple[str, ...]
+    position_tables: tuple[str, ...]
     """Names of position tables, which the model computes: they are compared and dropped."""
 
 
@@ -87,9 +87,9 @@ def convert_opendit(
             clip[name.removeprefix(CLIP_PREFIX)] = tensor
         elif name in ("pos_embed_spatial", "pos_embed_temporal"):
             recomputed.append(name)
-            problems += _position_faults(name, tensor, model)
+            problems += _position_table_errors(name, tensor, model)
         else:
-            parts = dict(_place(name, tensor))
+            parts = dict(_convert_tensor(name, tensor))
             problems += [] if parts else [f"{name}: VDiT has no such tensor"]
             converted |= parts
     # Compare in both directions: tensors that the model lacks, and those that the file lacks.
@@ -107,11 +107,11 @@ def convert_opendit(
         if count:
             problems.append(f"{name}: {count} of {tensor.numel()} values are not finite")
     if problems:
-        raise DitLoraError(listed("this is not an OpenDiT VDiT of that config", problems))
+        raise DitLoraError(format_list("this is not an OpenDiT VDiT of that config", problems))
     return ConvertedOpenDiT(converted, clip, tuple(recomputed))
 
 
-def opendit_config(
+def infer_opendit_config(
     state_dict: Mapping[str, torch.Tensor], heads: int | None = None
 ) -> dict[str, Any]:
     """The model config for a VDiT state dict, inferred from its tensors' shapes.
@@ -124,12 +124,12 @@ def opendit_config(
     Raises:
         DitLoraError: A tensor that determines a size is missing, or the width is none of OpenDiT's.
     """
-    missing = [name for name in _SIZED if name not in state_dict]
-    if not any(name in state_dict for name in _CONDITIONS):
-        missing.append(" or ".join(_CONDITIONS))
+    missing = [name for name in _SIZE_TENSORS if name not in state_dict]
+    if not any(name in state_dict for name in _CONDITION_TENSORS):
+        missing.append(" or ".join(_CONDITION_TENSORS))
     if missing:
         raise DitLoraError(
-            listed(
+            format_list(
                 "this is no state dict of OpenDiT's video model (VDiT, v1.0.0; its image model, DiT, has no way "
                 "here); it lacks",
                 missing,
@@ -137,30 +137,31 @@ def opendit_config(
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # (D, C, t, p, p), (1, N, D), (1, F, D), (M, D) and (t * p * p * C, D)
-    kernel, spatial, temporal, fc1, proj_out = (shapes[name] for name in _SIZED)
+    kernel, spatial, temporal, fc1, proj_out = (shapes[name] for name in _SIZE_TENSORS)
     # Check the numbers of dimensions before unpacking the shapes.
-    if [len(shapes[name]) for name in _SIZED] != [5, 3, 3, 2, 2]:
-        received = [f"{name}: {shapes[name]}" for name in _SIZED]
+    if [len(shapes[name]) for name in _SIZE_TENSORS] != [5, 3, 3, 2, 2]:
+        received = [f"{name}: {shapes[name]}" for name in _SIZE_TENSORS]
         raise DitLoraError(
-            listed(
+            format_list(
                 "this is no state dict of OpenDiT's video model; got tensors of these shapes",
                 received,
             )
         )
     width, channels, patch_t, patch, _ = kernel
-    heads = heads or _HEADS.get(width)
+    heads = heads or _HEADS_BY_WIDTH.get(width)
     if heads is None:
         raise DitLoraError(
-            f"its width of {width} is none of OpenDiT's ({', '.join(map(str, _HEADS))}), and its tensors do not say "
+            f"its width of {width} is none of OpenDiT's "
+            f"({', '.join(map(str, _HEADS_BY_WIDTH))}), and its tensors do not say "
             "how many attention heads share it; give --heads"
         )
     if width % heads:
         raise DitLoraError(f"--heads {heads} does not divide its width of {width}")
     # One of the two is None: a model is conditioned on text or on classes.
-    text, classes = (shapes.get(name) for name in _CONDITIONS)
+    text, classes = (shapes.get(name) for name in _CONDITION_TENSORS)
     # The spatial table is that of a square, side / patch tokens in each direction.
     side = isqrt(spatial[1]) * patch
-    blocks = {match[1] for match in map(_BLOCK.fullmatch, shapes) if match}
+    blocks = {match[1] for match in map(_BLOCK_TENSOR.fullmatch, shapes) if match}
     return {
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,
@@ -178,25 +179,25 @@ def opendit_config(
     }
 
 
-def _place(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield our names and tensors for one of OpenDiT's; nothing for an unknown name."""
     # `kind` is weight or bias.
     module, _, kind = name.rpartition(".")
-    if module in _OUTSIDE and kind in ("weight", "bias"):
-        yield f"{_OUTSIDE[module]}.{kind}", tensor
+    if module in _TOP_LEVEL_NAMES and kind in ("weight", "bias"):
+        yield f"{_TOP_LEVEL_NAMES[module]}.{kind}", tensor
         return
-    match = _BLOCK.fullmatch(name)
+    match = _BLOCK_TENSOR.fullmatch(name)
     if match is None:
         return
     block, module, kind = match.groups()
     if module == "attn.qkv" and len(tensor) % 3 == 0:
-        for ours, part in zip(_FUSED, tensor.chunk(3), strict=True):
+        for ours, part in zip(_QKV_NAMES, tensor.chunk(3), strict=True):
             yield f"transformer_blocks.{block}.{ours}.{kind}", part
-    elif module in _IN_BLOCK:
-        yield f"transformer_blocks.{block}.{_IN_BLOCK[module]}.{kind}", tensor
+    elif module in _BLOCK_NAMES:
+        yield f"transformer_blocks.{block}.{_BLOCK_NAMES[module]}.{kind}", tensor
 
 
-def _position_faults(
+def _position_table_errors(
     name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel
 ) -> list[str]:
     """Problems with a position table: another shape, or other values than the model computes."""

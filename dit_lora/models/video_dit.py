@@ -195,8 +195,8 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         Raises:
             DitLoraError: Both or neither condition, or a latent size that is not a multiple of the patch size.
         """
-        condition = self._condition(timestep, class_labels, pooled_projections)
-        grid = self._grid(hidden_states)
+        condition = self._embed_condition(timestep, class_labels, pooled_projections)
+        grid = self._patch_grid(hidden_states)
         tokens = self.patch_embed(hidden_states)
         for block in self.transformer_blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -208,7 +208,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         sample = self._unpatchify(tokens, grid)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
-    def _condition(
+    def _embed_condition(
         self,
         timestep: torch.Tensor,
         class_labels: torch.Tensor | None,
@@ -230,7 +230,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         assert embed is not None
         return embedded + embed(conditions[required])
 
-    def _grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
+    def _patch_grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
         """Numbers of patches in time, height and width."""
         sizes = tuple(latents.shape[2:])
         if len(sizes) != 3 or any(

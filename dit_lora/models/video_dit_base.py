@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.files import read_json
-from dit_lora.models.opendit import convert_opendit, opendit_config
+from dit_lora.models.opendit import convert_opendit, infer_opendit_config
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 from dit_lora.models.videochat2.released import read_released
@@ -30,17 +30,17 @@ VAE, TEXT_ENCODER = "stabilityai/sd-vae-ft-ema", "openai/clip-vit-base-patch32"
 
 
 def write_base(
-    out: str | Path,
+    folder: str | Path,
     *,
     vae: str = VAE,
     text_encoder: str | None = TEXT_ENCODER,
     config: Mapping[str, Any] | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Write `out` as a `VideoDiTPipeline`; by default OpenDiT's text-conditional VDiT-XL/1x2x2.
+    """Write `folder` as a `VideoDiTPipeline`; by default OpenDiT's text-conditional VDiT-XL/1x2x2.
 
     Args:
-        out: A folder that must not exist.
+        folder: A folder that must not exist.
         vae: Hub id or folder; by default OpenDiT's.
         text_encoder: Hub id or folder; by default OpenDiT's. None for a class-conditional model.
         config: Replaces defaults of the transformer's config.
@@ -51,9 +51,9 @@ def write_base(
         DitLoraError: Lists every tensor that is wrong or not finite.
     """
     # Refuse to write into an existing folder before anything is downloaded.
-    out = Path(out)
-    if out.exists():
-        raise DitLoraError(f"{out} exists; choose another folder")
+    folder = Path(folder)
+    if folder.exists():
+        raise DitLoraError(f"{folder} exists; choose another folder")
     encoder = tokenizer = None
     if text_encoder is not None:
         encoder = load_pretrained(CLIPTextModel, text_encoder, use_safetensors=True)
@@ -68,25 +68,25 @@ def write_base(
         # The transformer is written below, with weights or only its config.
         transformer=None,  # type: ignore[arg-type]
         vae=load_pretrained(AutoencoderKL, vae, use_safetensors=True),
-        scheduler=iddpm_scheduler(),
+        scheduler=build_iddpm_scheduler(),
         text_encoder=encoder,
         tokenizer=tokenizer,
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
     if weights is None:
-        model.save_config(out / "transformer")
+        model.save_config(folder / "transformer")
     else:
         # `assign` replaces the meta tensors by the converted ones, in their own dtype.
         model.load_state_dict(weights, strict=True, assign=True)
-        model.save_pretrained(out / "transformer", safe_serialization=True)
+        model.save_pretrained(folder / "transformer", safe_serialization=True)
     # The pipeline was saved without its transformer, so add its class to the index.
-    index = read_json(out / "model_index.json")
+    index = read_json(folder / "model_index.json")
     index["transformer"] = [type(model).__module__, type(model).__name__]
-    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return out
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
-def iddpm_scheduler() -> DDIMScheduler:
+def build_iddpm_scheduler() -> DDIMScheduler:
     """iDDPM's noise schedule.
 
     Sources: facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion), Latte
@@ -98,29 +98,29 @@ def iddpm_scheduler() -> DDIMScheduler:
 
 
 def convert_checkpoint(
-    out: Path,
+    folder: Path,
     weights: Path,
     *,
     heads: int | None = None,
     vae: str | None = None,
     text_encoder: str | None = None,
 ) -> list[str]:
-    """Write `out` with the weights of a video model saved by OpenDiT v1.0.0. Returns lines of a report.
+    """Write `folder` with the weights of a video model saved by OpenDiT v1.0.0. Returns lines of a report.
 
     `weights` is its ema.pt, a safetensors file, or a folder of shards. No code from a file is run.
 
     Raises:
         DitLoraError: The files are not such a checkpoint.
     """
-    tensors = _read(weights)
-    config = opendit_config(tensors, heads)
+    tensors = _read_weights(weights)
+    config = infer_opendit_config(tensors, heads)
     # The shapes tell which condition the model has.
     with_text = "text_dim" in config
     if text_encoder and not with_text:
         raise DitLoraError("--text-encoder does not apply: this model is conditioned on classes")
     try:
         write_base(
-            out,
+            folder,
             vae=vae or VAE,
             text_encoder=(text_encoder or TEXT_ENCODER) if with_text else None,
             config=config,
@@ -128,13 +128,13 @@ def convert_checkpoint(
         )
     except OSError as error:
         raise DitLoraError(
-            f"cannot read the VAE or the text encoder, or write {out}: {error}"
+            f"cannot read the VAE or the text encoder, or write {folder}: {error}"
         ) from error
     sizes = ", ".join(f"{name} {value}" for name, value in config.items())
-    return [f"{out}: {len(tensors)} tensors of {weights}", f"  {sizes}"]
+    return [f"{folder}: {len(tensors)} tensors of {weights}", f"  {sizes}"]
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a file, or of all weight files in a folder. Raises `DitLoraError` if there are none or duplicates."""
     # A folder may hold several shards; a file holds everything.
     if path.is_dir():
@@ -147,18 +147,18 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        file_tensors = _tensors(file)
+        file_tensors = _read_tensors(file)
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:
             raise DitLoraError(
-                listed(f"{file} has tensors that another file of it has too", duplicates)
+                format_list(f"{file} has tensors that another file of it has too", duplicates)
             )
         tensors |= file_tensors
     return tensors
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of one file."""
     if file.suffix != ".safetensors":
         return read_released(file).tensors

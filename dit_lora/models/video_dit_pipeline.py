@@ -16,7 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from diffusers.video_processor import VideoProcessor
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 
@@ -79,7 +79,9 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
-            raise DitLoraError(listed(f"no class {', '.join(unknown)}; there are", [*self.labels]))
+            raise DitLoraError(
+                format_list(f"no class {', '.join(unknown)}; there are", [*self.labels])
+            )
         return torch.tensor([self.labels[name] if name else null for name in names])
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         runs with the null class or the empty text (or `negative_pooled_projections`). Guidance is applied to all
         latent channels; OpenDiT applies it to three of four.
         """
-        condition, empty = self._conditions(
+        condition, empty = self._prepare_conditions(
             prompt, class_labels, pooled_projections, negative_pooled_projections, guidance_scale
         )
         # Both conditions have one row per video.
@@ -153,11 +155,11 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
             inputs = self.scheduler.scale_model_input(latents, step).to(dtype)
             output = self._predict(inputs, step, condition)
             if empty is not None:
-                output = _guided(
+                output = _apply_guidance(
                     output, self._predict(inputs, step, empty), guidance_scale, config.in_channels
                 )
             # A scheduler with a fixed variance only takes the noise.
-            if not _learns_variance(self.scheduler):
+            if not _has_learned_variance(self.scheduler):
                 output = output[:, : config.in_channels]
             latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
         video: Any = latents
@@ -178,7 +180,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         # The scheduler steps in fp32.
         return predicted.float()
 
-    def _conditions(
+    def _prepare_conditions(
         self,
         prompt: str | Sequence[str] | None,
         class_labels: torch.Tensor | None,
@@ -218,13 +220,17 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         return conditions, {"pooled_projections": negative}
 
 
-def _guided(output: torch.Tensor, empty: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
+def _apply_guidance(
+    output: torch.Tensor, unconditional: torch.Tensor, scale: float, channels: int
+) -> torch.Tensor:
     """Noise with classifier-free guidance. A learned variance stays that of the conditional prediction."""
     # Extrapolate from the unconditional prediction through the conditional one.
-    noise = empty[:, :channels] + scale * (output[:, :channels] - empty[:, :channels])
+    noise = unconditional[:, :channels] + scale * (
+        output[:, :channels] - unconditional[:, :channels]
+    )
     return torch.cat([noise, output[:, channels:]], dim=1)
 
 
-def _learns_variance(scheduler: Any) -> bool:
+def _has_learned_variance(scheduler: Any) -> bool:
     """True if the scheduler takes a learned variance."""
     return scheduler.config.get("variance_type") in ("learned", "learned_range")

@@ -6,22 +6,22 @@ Diffusers' older names of LoRA's (`lora_linear_layer.down`) are among them.
 import re
 
 # LoRA's factors and DoRA's magnitude (lora_*), LoKr (lokr_*), LoHa (hada_*), OFT.
-_TENSOR = re.compile(r"\.(lora_\w+|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)")
+_ADAPTER_TENSOR = re.compile(r"\.(lora_\w+|lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_R)(\.|$)")
 # With one factor at zero the product is zero: these are the factors that PEFT starts at zero.
-_IDLE = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")
+_ZERO_INITIALIZED = re.compile(r"\.(lora_B|lokr_w1(_a)?|hada_w2_b|oft_R)(\.|$)")
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_tensor(name: str) -> bool:
     """True if the name is that of an adapter's tensor."""
-    return _TENSOR.search(name) is not None
+    return _ADAPTER_TENSOR.search(name) is not None
 
 
-def is_idle(name: str) -> bool:
+def is_zero_initialized(name: str) -> bool:
     """True if the tensor is zero before the first step, so that the adapter changes nothing yet."""
-    return _IDLE.search(name) is not None
+    return _ZERO_INITIALIZED.search(name) is not None
 
 
-def layer_of(name: str) -> str:
+def get_layer_name(name: str) -> str:
     """The name of the layer that an adapter's tensor belongs to; any other name is returned unchanged."""
-    match = _TENSOR.search(name)
+    match = _ADAPTER_TENSOR.search(name)
     return name[: match.start()] if match else name

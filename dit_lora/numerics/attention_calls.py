@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import torch
 
 
-class Keeper(Protocol):
+class AttentionContextProvider(Protocol):
     """An object that provides a context for every call of attention."""
 
     def attention_call(self) -> AbstractContextManager[Any]:
         """A context manager to run one call of attention in."""
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     """The keeper of this thread: backward passes run in threads of their own."""
 
-    keeper: Keeper | None = None
+    provider: AttentionContextProvider | None = None
 
 
-_LOCAL = _Local()
+_THREAD_STATE = _ThreadState()
 
 
 def attention_call() -> AbstractContextManager[Any]:
@@ -32,12 +32,14 @@ def attention_call() -> AbstractContextManager[Any]:
     # A dispatch mode sees no op inside compiled code, so the context would have no effect there.
     if torch.compiler.is_compiling():
         return nullcontext()
-    keeper = _LOCAL.keeper
+    keeper = _THREAD_STATE.provider
     return nullcontext() if keeper is None else keeper.attention_call()
 
 
-def exchange_keeper(keeper: Keeper | None) -> Keeper | None:
+def swap_context_provider(
+    provider: AttentionContextProvider | None,
+) -> AttentionContextProvider | None:
     """Set the keeper of attention calls in this thread, and return the previous one."""
     # The caller sets the previous one again when it is done, so that contexts can be nested.
-    previous, _LOCAL.keeper = _LOCAL.keeper, keeper
+    previous, _THREAD_STATE.provider = _THREAD_STATE.provider, provider
     return previous

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dit_lora.numerics.ranks import gather_object
 
-Describe = Callable[[str, torch.Tensor], str | None]
+DescribeTensor = Callable[[str, torch.Tensor], str | None]
 """Called with a name and its tensor; returns what is wrong with it, or None."""
 
-GATHERING = "_dit_lora_sharding_hooks"
+GATHERING_HOOKS = "_dit_lora_sharding_hooks"
 """Attribute of a sharded module that records which of its hooks all-gather weights."""
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a sharded tensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -37,7 +37,7 @@ def needs_all_ranks(model: nn.Module) -> bool:
     return is_sharded(model) or getattr(unwrapped_model, "_parallel_config", None) is not None
 
 
-def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def wrap_local_values(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Wrap values of this rank's shard as a tensor that is sharded like `tensor`, sharing their memory.
 
     Values for a tensor that is not sharded are returned unchanged.
@@ -52,66 +52,76 @@ def as_part_of(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     )
 
 
-def stock_class(module: nn.Module) -> type:
+def get_original_class(module: nn.Module) -> type:
     """The module's class as its authors wrote it. FSDP2 replaces the class with a subclass of a different name."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one, on every rank; any other tensor unchanged. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+def gather_tensors(
+    tensors: Mapping[str, torch.Tensor], *, keep_values: bool
+) -> dict[str, torch.Tensor]:
     """All tensors unsharded, by name. Collective.
 
-    Sharded ones are gathered one at a time and moved to the CPU. Without `keep` they come back without values (on
-    `meta`), for ranks that only take part in the gathering.
+    Sharded ones are gathered one at a time and moved to the CPU. Without `keep_values` they come back without values
+    (on `meta`), for ranks that only take part in the gathering.
     """
-    return {name: _gathered(tensor.detach(), keep=keep) for name, tensor in tensors.items()}
+    return {
+        name: _gather_tensor(tensor.detach(), keep_values=keep_values)
+        for name, tensor in tensors.items()
+    }
 
 
-def _gathered(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+def _gather_tensor(tensor: torch.Tensor, *, keep_values: bool) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # All ranks take part in the gathering, whether or not they keep the values.
     values = tensor.full_tensor()
-    return values.cpu() if keep else torch.empty_like(values, device="meta")
+    return values.cpu() if keep_values else torch.empty_like(values, device="meta")
 
 
-def spread(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard full `values`, which must be equal on all ranks, like the tensor `like`, on its device. Not collective.
+def shard_like(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Shard full `values`, which must be equal on all ranks, like the tensor `reference`, on its device. Not
+    collective.
 
-    Returns a new tensor in the dtype of `like`.
+    Returns a new tensor in the dtype of `reference`.
     """
-    values = values.to(like.device, like.dtype)
-    if not isinstance(like, DTensor):
+    values = values.to(reference.device, reference.dtype)
+    if not isinstance(reference, DTensor):
         return values.clone()
     # Without a source rank nothing is sent: each rank takes its shard from its own copy.
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        values, reference.device_mesh, reference.placements, src_data_rank=None
+    )
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def copy_full_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy full `values`, which must be equal on all ranks, into a tensor that may be sharded. Not collective."""
-    tensor.copy_(spread(values, tensor) if isinstance(tensor, DTensor) else values)
+    tensor.copy_(shard_like(values, tensor) if isinstance(tensor, DTensor) else values)
 
 
-def described(
-    tensors: Iterable[tuple[str, torch.Tensor]], describe: Describe, *, together: bool
+def describe_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], describe: DescribeTensor, *, is_collective: bool
 ) -> dict[str, int]:
     """Call `describe` on each tensor and map each description to the rank whose shard it is about.
 
-    Without `together` only this rank's shards are checked, and every rank in the result is -1. With it the call is
-    collective, the result is equal on all ranks, and sharded tensors are described as a whole; only tensors in which
-    some rank found something are gathered.
+    Without `is_collective` only this rank's shards are checked, and every rank in the result is -1. With it the call
+    is collective, the result is equal on all ranks, and sharded tensors are described as a whole; only tensors in
+    which some rank found something are gathered.
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
     # Each rank checks its shards first: a healthy model costs one gather of empty lists.
     local_findings = {
-        name: description for name, t in named if (description := describe(name, local(t)))
+        name: description
+        for name, t in named
+        if (description := describe(name, get_local_tensor(t)))
     }
-    if not together:
+    if not is_collective:
         return dict.fromkeys(local_findings.values(), -1)
     # The lowest rank whose shard of a tensor has a finding.
     owners: dict[str, int] = {}
@@ -123,7 +133,9 @@ def described(
         return {}
     # Only tensors in which a rank found something are gathered: all of them would not fit in memory.
     suspected = {name: tensor for name, tensor in named if name in owners}
-    descriptions = {name: describe(name, whole(tensor)) for name, tensor in suspected.items()}
+    descriptions = {
+        name: describe(name, gather_full_tensor(tensor)) for name, tensor in suspected.items()
+    }
     ranks: list[dict[str, str | None]] = gather_object([descriptions])
     # A tensor that is not sharded may be wrong only on its owner: take the owner's description.
     return {
@@ -134,7 +146,7 @@ def described(
 
 
 @contextmanager
-def without_gathering(model: nn.Module) -> Iterator[None]:
+def disable_gathering(model: nn.Module) -> Iterator[None]:
     """Disable FSDP2's all-gather hooks inside the context.
 
     For forward passes on tensors without values (`meta`), or on weights that are already gathered.
@@ -143,7 +155,7 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
     hooks = [
         (getattr(module, name), keys)
         for module in model.modules()
-        for name, keys in module.__dict__.get(GATHERING, {}).items()
+        for name, keys in module.__dict__.get(GATHERING_HOOKS, {}).items()
     ]
     # Dictionaries keep their order: a hook that is added back alone would run after all others.
     hooks_before = [(registered, dict(registered)) for registered, _ in hooks]
@@ -161,7 +173,7 @@ def without_gathering(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gathered_here(block: nn.Module) -> Iterator[None]:
+def keep_gathered(block: nn.Module) -> Iterator[None]:
     """Keep all weights of a sharded block gathered inside the context, also after a call of the block. Collective."""
     # The block's own weights are gathered already: this runs inside a call of it.
     units = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
@@ -169,19 +181,24 @@ def gathered_here(block: nn.Module) -> Iterator[None]:
     for module in units:
         module.unshard()
     try:
-        with without_gathering(block):
+        with disable_gathering(block):
             yield
     finally:
         for module in units:
             module.reshard()
 
 
-_GATHERED = ("param_dtype", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
+_GATHER_ATTRIBUTES = (
+    "param_dtype",
+    "all_gather_outputs",
+    "_unsharded_inner_tensors",
+    "_unsharded_param",
+)
 """Attributes of torch's `FSDPParam`: the dtype that it gathers in, and buffers from the last all-gather."""
 
 
 @contextmanager
-def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
+def gather_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterator[None]:
     """All-gather sharded weights of these dtypes in fp32 inside the context, in the forward and backward pass.
 
     `MixedPrecisionPolicy(param_dtype=torch.float32)` does this for a whole run, but cannot be set later. A block whose
@@ -200,7 +217,7 @@ def gathered_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Itera
     low_precision = [weight for weight in weights if weight.orig_dtype in dtypes]
     # The original attributes, to put back afterwards.
     saved = [
-        {name: weight.__dict__.pop(name) for name in _GATHERED if name in weight.__dict__}
+        {name: weight.__dict__.pop(name) for name in _GATHER_ATTRIBUTES if name in weight.__dict__}
         for weight in low_precision
     ]
     for weight in low_precision:

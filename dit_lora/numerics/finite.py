@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.numerics.layouts import strided_values
+from dit_lora.numerics.layouts import get_strided_values
 
 # The dtypes that count as half precision.
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -21,32 +21,34 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """True if every value is finite, which integers always are. Synchronizes with the device."""
-    return not has_values(tensor) or bool(torch.isfinite(_readable(tensor)).all())
+    return not has_values(tensor) or bool(torch.isfinite(_to_checkable_tensor(tensor)).all())
 
 
 def has_nan(values: Any) -> bool:
     """True if any tensor in a nested structure has a NaN. Synchronizes with the devices."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return any(bool(_readable(tensor).isnan().any()) for tensor in tensors if has_values(tensor))
+    return any(
+        bool(_to_checkable_tensor(tensor).isnan().any()) for tensor in tensors if has_values(tensor)
+    )
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
+def _to_checkable_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The stored values as a strided tensor. 8-bit floats are cast to bf16, which represents them exactly.
 
     PyTorch has no `isfinite` for 8-bit floats and for some sparse layouts.
     """
     # Sparse and nested layouts first: casts and element sizes are those of the stored values.
-    tensor = strided_values(tensor)
+    tensor = get_strided_values(tensor)
     return tensor.to(torch.bfloat16) if tensor.element_size() == 1 else tensor
 
 
 def abs_max(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude: an fp32 scalar on the device, NaN if any value is NaN."""
     # Cast to fp32 last: a cast of the whole tensor would need up to twice its memory.
-    return _readable(tensor.detach()).abs().max().float()
+    return _to_checkable_tensor(tensor.detach()).abs().max().float()
 
 
-def magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def compute_magnitudes(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The largest magnitude of each tensor: fp32 (N,) on the device, NaN for a tensor with a NaN.
 
     No tensor may be empty. Without tensors the result is one zero.
@@ -73,19 +75,19 @@ def read_scalars(scalars: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: numbers[name] for name in scalars}
 
 
-def headroom(peak: float, dtype: torch.dtype) -> float:
+def compute_headroom(peak: float, dtype: torch.dtype) -> float:
     """The dtype's maximum divided by `peak`: 1 is the edge of the range, below 1 is an overflow."""
     return torch.finfo(dtype).max / peak if peak else float("inf")
 
 
-def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) -> str | None:
+def describe_bad_values(name: str, tensor: torch.Tensor, limit: float | None = None) -> str | None:
     """A description such as `name has 2 NaN and 1 Inf among 96 values`, or that a value exceeds `limit`.
 
     None if all values are finite and within the limit.
     """
     if not has_values(tensor):
         return None
-    tensor = _readable(tensor)
+    tensor = _to_checkable_tensor(tensor)
     # Two passes over the tensor, each with a synchronization.
     nan, inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count]
@@ -96,12 +98,18 @@ def describe_bad(name: str, tensor: torch.Tensor, limit: float | None = None) ->
     return None
 
 
-def not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def describe_nonfinite_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Descriptions of all tensors that have a NaN or Inf."""
-    return [description for name, tensor in tensors if (description := describe_bad(name, tensor))]
+    return [
+        description
+        for name, tensor in tensors
+        if (description := describe_bad_values(name, tensor))
+    ]
 
 
-def describe_all(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
-    """The descriptions of `describe_bad` for all tensors, joined with semicolons; None if nothing is wrong."""
-    descriptions = (describe_bad(name, tensor, limit) for name, tensor in tensors.items())
+def describe_bad_tensors(
+    tensors: Mapping[str, torch.Tensor], limit: float | None = None
+) -> str | None:
+    """The descriptions of `describe_bad_values` for all tensors, joined with semicolons; None if nothing is wrong."""
+    descriptions = (describe_bad_values(name, tensor, limit) for name, tensor in tensors.items())
     return "; ".join(text for text in descriptions if text) or None

@@ -2,10 +2,10 @@
 
 import torch
 
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def strided_values(tensor: torch.Tensor) -> torch.Tensor:
+def get_strided_values(tensor: torch.Tensor) -> torch.Tensor:
     """The stored numbers of a sparse or nested tensor, sharing their memory; a strided tensor as it is."""
     # All values of a jagged tensor in one strided tensor.
     if tensor.is_nested:
@@ -16,4 +16,4 @@ def strided_values(tensor: torch.Tensor) -> torch.Tensor:
         # `values` requires a coalesced tensor, and `coalesce` would make a copy.
         return tensor._values()
     # Any other layout, such as MKL-DNN's, has no accessor for its values.
-    return tensor.values() if tensor.layout in _COMPRESSED else tensor.to_dense()
+    return tensor.values() if tensor.layout in _COMPRESSED_LAYOUTS else tensor.to_dense()

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dit_lora.numerics.finite import HALVES
-from dit_lora.numerics.ranks import gather_object, process_count
+from dit_lora.numerics.finite import HALF_DTYPES
+from dit_lora.numerics.ranks import gather_object, get_num_processes
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def one_out_of_memory_error() -> Iterator[None]:
+def unify_out_of_memory_errors() -> Iterator[None]:
     """Raise `torch.OutOfMemoryError` for host memory too, where PyTorch and Python raise other classes."""
     try:
         yield
@@ -34,18 +34,20 @@ def one_out_of_memory_error() -> Iterator[None]:
         raise torch.OutOfMemoryError(str(error) or "out of host memory") from error
 
 
-def available_bytes(device: torch.device, processes: int) -> int:
-    """Bytes that this process can still allocate on its device; of host memory, an equal share among `processes`."""
+def get_available_bytes(device: torch.device, num_processes: int) -> int:
+    """Bytes that this process can still allocate on its device; of host memory, an equal share among
+    `num_processes`.
+    """
     # Every process of this machine sees the same free host memory.
     if device.type != "cuda":
-        return _host_bytes() // processes
+        return _get_host_bytes() // num_processes
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device)
     # Blocks that PyTorch's caching allocator holds without a tensor in them can be reused.
     return free + cached - torch.cuda.memory_allocated(device)
 
 
-def _host_bytes() -> int:
+def _get_host_bytes() -> int:
     try:
         import psutil
     # psutil is optional for the guard. Free pages do not count caches that the kernel could reclaim.
@@ -55,19 +57,19 @@ def _host_bytes() -> int:
     return available
 
 
-def room_for_fp32(model: nn.Module) -> bool:
+def has_memory_for_fp32(model: nn.Module) -> bool:
     """True if a forward and backward pass in fp32 surely fits into the memory of every rank. Collective.
 
     The estimate is an fp32 copy of all half-precision weights, all held until the backward pass, plus, on a GPU, twice
     the memory that steps have used so far.
     """
     # 4 bytes per element of the fp32 copies.
-    needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALVES)
+    needed = 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALF_DTYPES)
     device = next(model.parameters()).device
     if device.type == "cuda":
         in_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         needed += 2 * in_steps
-    available = available_bytes(device, process_count())
+    available = get_available_bytes(device, get_num_processes())
     # All ranks must take the same branch: a rank by itself would wait in a collective forward pass.
     fits: list[bool] = gather_object([needed <= available])
     return all(fits)

@@ -18,16 +18,16 @@ Density = Literal["uniform", "logit_normal", "stretched_logit_normal", "mode"]
 # Of LTX-2's trainer (Lightricks/LTX-2, ltx-trainer, timestep_samplers.py).
 _LOW, _HIGH = -2.5758, 3.0902
 """Quantiles of the standard normal distribution at 0.5 % and 99.9 %, as rounded there."""
-_REFLECTED = 1e-3
-_UNIFORM = 0.1
-_TINY = 2.0**-53
+_MIRROR_LEVEL = 1e-3
+_UNIFORM_SHARE = 0.1
+_MIN_DISTANCE_TO_ONE = 2.0**-53
 """Smallest distance from 1 at which an fp64 number still has a finite logit."""
-_HALVINGS = 60
+_NUM_BISECTIONS = 60
 """Bisections of [0, 1]: more than fp64 has digits there."""
 
 
 @dataclass(frozen=True)
-class NoiseLevels:
+class NoiseLevelDistribution:
     """A distribution of noise levels from 0 (clean) to 1 (noise), without its shift.
 
     `logit_normal` and `mode` are those of arXiv 2403.03206, section 3.1. `stretched_logit_normal` draws nine in ten
@@ -42,7 +42,7 @@ class NoiseLevels:
     t_min: float = 0.0
     t_max: float = 1.0
 
-    def drawn(self, gaussian: torch.Tensor, shift: float) -> torch.Tensor:
+    def compute_levels(self, gaussian: torch.Tensor, shift: float) -> torch.Tensor:
         """Noise levels, fp32 in [t_min, t_max), one for each standard normal number and increasing with it.
 
         `shift` moves them towards noise before truncation: `s' = shift s / (1 + (shift - 1) s)`. Raises `DitLoraError`
@@ -53,26 +53,26 @@ class NoiseLevels:
             level = torch.sigmoid(gaussian.float() * self.std + self.mean)
             return shift * level / (1 + (shift - 1) * level)
         # Probabilities at t_min and t_max before truncation.
-        low, high = self._share_of_range(shift)
+        low, high = self._compute_cdf_bounds(shift)
         # Inverse transform sampling: a uniform number between the two probabilities, then its quantile.
         probability = low + torch.special.ndtr(gaussian.double()) * (high - low)
-        level = self._quantile(probability, shift).float()
+        level = self._untruncated_icdf(probability, shift).float()
         # Rounding may reach the end of the half-open range, or just leave its beginning.
-        return level.clamp(_fp32_from(self.t_min), _fp32_below(self.t_max))
+        return level.clamp(_round_up_to_fp32(self.t_min), _get_largest_fp32_below(self.t_max))
 
-    def share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+    def cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
         """The fraction of draws below these levels, fp64: 0 up to t_min, 1 from t_max on."""
-        low, high = self._share_of_range(shift)
-        return ((self._whole_share(level.double(), shift) - low) / (high - low)).clamp(0, 1)
+        low, high = self._compute_cdf_bounds(shift)
+        return ((self._untruncated_cdf(level.double(), shift) - low) / (high - low)).clamp(0, 1)
 
-    def _share_of_range(self, shift: float) -> tuple[float, float]:
+    def _compute_cdf_bounds(self, shift: float) -> tuple[float, float]:
         # Not evaluated at 0 and 1: their logits are infinite, and a search for a step's first Inf would find them.
         # Pairs below are for the lower and the upper end.
         is_cut = self.t_min > 0, self.t_max < 1
         ends = [
             end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)
         ]
-        shares = self._whole_share(torch.tensor(ends, dtype=torch.float64), shift).tolist()
+        shares = self._untruncated_cdf(torch.tensor(ends, dtype=torch.float64), shift).tolist()
         # An end that is not cut has probability 0 or 1.
         low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
         # Written with `not`, so that NaN is refused too.
@@ -83,70 +83,78 @@ class NoiseLevels:
             )
         return low, high
 
-    def _whole_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+    def _untruncated_cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
         """The fraction of draws below these levels before truncation."""
         # Adding log(shift) to a logit is the shift: this density applies it before the stretch.
         if self.density == "stretched_logit_normal":
-            return self._stretched_share(level, math.log(shift))
+            return self._stretched_cdf(level, math.log(shift))
         unshifted = level / (shift - (shift - 1) * level)  # inverts the shift
         if self.density == "uniform":
             return unshifted
         if self.density == "mode":
-            return _inverse(self._mode, unshifted)
+            return _invert_by_bisection(self._mode_icdf, unshifted)
         return torch.special.ndtr((torch.logit(unshifted) - self.mean) / self.std)
 
-    def _quantile(self, share: torch.Tensor, shift: float) -> torch.Tensor:
-        """The inverse of `_whole_share`: levels with these fractions of untruncated draws below them."""
+    def _untruncated_icdf(self, probability: torch.Tensor, shift: float) -> torch.Tensor:
+        """The inverse of `_untruncated_cdf`: levels with these fractions of untruncated draws below them."""
         if self.density == "stretched_logit_normal":
-            return _inverse(lambda level: self._stretched_share(level, math.log(shift)), share)
+            return _invert_by_bisection(
+                lambda level: self._stretched_cdf(level, math.log(shift)), probability
+            )
         if self.density == "uniform":
-            unshifted = share
+            unshifted = probability
         elif self.density == "mode":
-            unshifted = self._mode(share)
+            unshifted = self._mode_icdf(probability)
         else:
-            unshifted = torch.sigmoid(torch.special.ndtri(share) * self.std + self.mean)
+            unshifted = torch.sigmoid(torch.special.ndtri(probability) * self.std + self.mean)
         # The shift is increasing, so it maps quantiles to quantiles.
         return shift * unshifted / (1 + (shift - 1) * unshifted)
 
-    def _mode(self, share: torch.Tensor) -> torch.Tensor:
+    def _mode_icdf(self, probability: torch.Tensor) -> torch.Tensor:
         """Equation 20 of the paper with u = 1 - share, so that the level increases with the share."""
-        return share - self.mode_scale * (torch.sin(math.pi / 2 * share).square() - share)
+        return probability - self.mode_scale * (
+            torch.sin(math.pi / 2 * probability).square() - probability
+        )
 
-    def _stretched_share(self, level: torch.Tensor, shift: float) -> torch.Tensor:
+    def _stretched_cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
         """Fraction of the stretched density's draws below these levels; `shift` is added to the mean of the logits."""
         mean = self.mean + shift
         # Computed with 1 - level: near 1, where a large shift puts the levels, fp64 has no digits left for the level.
         clean_low, clean_high = (1 / (1 + math.exp(mean + z * self.std)) for z in (_LOW, _HIGH))
 
-        def unstretched_share(stretched: torch.Tensor) -> torch.Tensor:
+        def compute_unstretched_cdf(stretched: torch.Tensor) -> torch.Tensor:
             clean = clean_low + (clean_high - clean_low) * stretched
-            clean = clean.clamp(torch.finfo(clean.dtype).tiny, 1 - _TINY)
+            clean = clean.clamp(torch.finfo(clean.dtype).tiny, 1 - _MIN_DISTANCE_TO_ONE)
             return torch.special.ndtr((-torch.logit(clean) - mean) / self.std)
 
         # Draws further below the mirror than this level is above it end up above the level: they do not count.
-        mirrored = unstretched_share(level) - unstretched_share(2 * _REFLECTED - level)
+        mirrored = compute_unstretched_cdf(level) - compute_unstretched_cdf(
+            2 * _MIRROR_LEVEL - level
+        )
         # Levels that the stretch moves beyond 1 count as 1.
-        normal = torch.where(level < _REFLECTED, 0.0, torch.where(level < 1, mirrored, 1.0))
+        normal = torch.where(level < _MIRROR_LEVEL, 0.0, torch.where(level < 1, mirrored, 1.0))
         # The uniform tenth starts at the mirror too.
-        uniform = ((level - _REFLECTED) / (1 - _REFLECTED)).clamp(0, 1)
-        return (1 - _UNIFORM) * normal + _UNIFORM * uniform
+        uniform = ((level - _MIRROR_LEVEL) / (1 - _MIRROR_LEVEL)).clamp(0, 1)
+        return (1 - _UNIFORM_SHARE) * normal + _UNIFORM_SHARE * uniform
 
 
-LOGIT_NORMAL = NoiseLevels()
+LOGIT_NORMAL = NoiseLevelDistribution()
 
 
-def _inverse(rising: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+def _invert_by_bisection(
+    increasing: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
+) -> torch.Tensor:
     """Invert an increasing function on [0, 1] by bisection."""
-    low, high = torch.zeros_like(wanted), torch.ones_like(wanted)
-    for _ in range(_HALVINGS):
+    low, high = torch.zeros_like(target), torch.ones_like(target)
+    for _ in range(_NUM_BISECTIONS):
         middle = (low + high) / 2
         # Elementwise: every element has its own interval.
-        is_too_high = rising(middle) > wanted
+        is_too_high = increasing(middle) > target
         low, high = torch.where(is_too_high, low, middle), torch.where(is_too_high, middle, high)
     return (low + high) / 2
 
 
-def _fp32_from(bound: float) -> float:
+def _round_up_to_fp32(bound: float) -> float:
     """The smallest fp32 number that is not below the bound."""
     # Rounded to the nearest fp32 number, which may be below the bound.
     nearest = torch.tensor(bound)
@@ -154,6 +162,6 @@ def _fp32_from(bound: float) -> float:
     return nearest.item() if nearest.double().item() >= bound else up.item()
 
 
-def _fp32_below(bound: float) -> float:
+def _get_largest_fp32_below(bound: float) -> float:
     """The largest fp32 number below the bound rounded to fp32, so that scaling cannot round a level up to it."""
     return torch.nextafter(torch.tensor(bound), torch.tensor(-1.0)).item()

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevels
+from dit_lora.numerics.noise_levels import LOGIT_NORMAL, NoiseLevelDistribution
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """The label of a token that is not learned, as in Transformers and torch."""
 
 
@@ -26,7 +26,7 @@ class LossOutput(NamedTuple):
     timesteps: torch.Tensor
 
 
-def mean_squared_error(
+def compute_mean_squared_error(
     prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Mean squared error of each sample over all other dimensions, fp32 (B,).
@@ -34,33 +34,36 @@ def mean_squared_error(
     `weights` are broadcast to the prediction and multiply each squared error; the sum is divided by the sum of the
     weights. NaN for a sample whose weights are all 0.
     """
-    return _weighted_mean((prediction.float() - target.float()).square(), weights)
+    return _compute_weighted_mean((prediction.float() - target.float()).square(), weights)
 
 
-def next_token_losses(
+def compute_next_token_losses(
     hidden: torch.Tensor,
     labels: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     *,
-    chunk: int,
+    chunk_size: int,
 ) -> torch.Tensor:
-    """Mean cross entropy of each sample over labels other than `IGNORE`, fp32 (B,); NaN for a sample without any.
+    """Mean cross entropy of each sample over labels other than `IGNORE_INDEX`, fp32 (B,); NaN for a sample without
+    any.
 
     Args:
         hidden: States that predict the labels, (B, A, D).
         labels: int64 (B, A).
         head: Maps (rows, D) to logits; log-sum-exp runs in fp32.
-        chunk: Rows of logits in memory at a time. Backward recomputes them, with the same dropout.
+        chunk_size: Rows of logits in memory at a time. Backward recomputes them, with the same dropout.
 
     The values equal `F.cross_entropy(head(hidden).float().mT, labels)` of each sample.
     """
-    if chunk < 1:
-        raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk}")
+    if chunk_size < 1:
+        raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk_size}")
     # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
-    rows, targets = hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk)
-    parts = [recomputed(_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
+    rows, targets = hidden.flatten(0, 1).split(chunk_size), labels.flatten().split(chunk_size)
+    parts = [
+        recomputed(_compute_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)
+    ]
     # (B * A,) to (B, A), then the mean over the labels that count; 0 / 0 is NaN for a sample without any.
-    return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE).sum(1)
+    return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE_INDEX).sum(1)
 
 
 def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -68,12 +71,12 @@ def recomputed(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tenso
     return checkpoint(function, *args, use_reentrant=False)
 
 
-def _cross_entropy(
-    head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, wanted: torch.Tensor
+def _compute_cross_entropy(
+    head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
     """Cross entropy of each row, fp32; 0 with zero gradient for ignored labels."""
     # Logits (rows, vocabulary).
-    return F.cross_entropy(head(rows).float(), wanted, ignore_index=IGNORE, reduction="none")
+    return F.cross_entropy(head(rows).float(), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class VPrediction:
     """sqrt(1 - alpha^2), fp32 (timesteps,)."""
 
     @property
-    def train_timesteps(self) -> int:
+    def num_train_timesteps(self) -> int:
         return len(self.alpha)
 
     @classmethod
@@ -104,19 +107,21 @@ class VPrediction:
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
     ) -> torch.Tensor:
-        alpha, sigma = self._at(timesteps, clean)
+        alpha, sigma = self._look_up(timesteps, clean)
         return alpha * clean.float() + sigma * noise.float()
 
-    def target(
+    def compute_target(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
     ) -> torch.Tensor:
-        alpha, sigma = self._at(timesteps, clean)
+        alpha, sigma = self._look_up(timesteps, clean)
         return alpha * noise.float() - sigma * clean.float()
 
-    def _at(self, timesteps: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _look_up(
+        self, timesteps: torch.Tensor, reference: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # (B, 1, ..., 1), to broadcast over each sample.
-        shape = (-1, *[1] * (like.ndim - 1))
-        alpha, sigma = (t.to(like.device, non_blocking=True) for t in (self.alpha, self.sigma))
+        shape = (-1, *[1] * (reference.ndim - 1))
+        alpha, sigma = (t.to(reference.device, non_blocking=True) for t in (self.alpha, self.sigma))
         return alpha[timesteps].view(shape), sigma[timesteps].view(shape)
 
 
@@ -131,18 +136,18 @@ class FlowMatching:
 
     shift: float | None
     """`s' = shift s / (1 + (shift - 1) s)`; None if it depends on each sample's number of tokens."""
-    train_timesteps: int
-    """The network sees `s * train_timesteps`."""
-    levels: NoiseLevels = LOGIT_NORMAL
+    num_train_timesteps: int
+    """The network sees `s * num_train_timesteps`."""
+    distribution: NoiseLevelDistribution = LOGIT_NORMAL
     """The density before the shift, and the range after it."""
 
-    def sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
+    def compute_sigmas(self, gaussian: torch.Tensor, shift: float | None = None) -> torch.Tensor:
         """Noise levels, fp32 in [0, 1), for standard normal draws. Give `shift` if the objective has none."""
         # An explicit shift, computed from a sample's number of tokens, takes precedence.
         shift = self.shift if shift is None else shift
         if shift is None:
             raise ValueError("this objective shifts by the number of tokens: give the shift")
-        return self.levels.drawn(gaussian, shift)
+        return self.distribution.compute_levels(gaussian, shift)
 
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor
@@ -151,12 +156,12 @@ class FlowMatching:
         sigma = sigmas.float().view(-1, *[1] * (clean.ndim - 1))
         return (1 - sigma) * clean.float() + sigma * noise.float()
 
-    def target(self, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def compute_target(self, clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         return noise.float() - clean.float()
 
-    def reported(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """The noise levels as integer timesteps, int64 from 0 to `train_timesteps` - 1."""
-        return (sigmas * self.train_timesteps).long().clamp(0, self.train_timesteps - 1)
+    def convert_to_timesteps(self, sigmas: torch.Tensor) -> torch.Tensor:
+        """The noise levels as integer timesteps, int64 from 0 to `num_train_timesteps` - 1."""
+        return (sigmas * self.num_train_timesteps).long().clamp(0, self.num_train_timesteps - 1)
 
 
 @dataclass(frozen=True)
@@ -173,15 +178,15 @@ class EpsilonPrediction:
     """sqrt(1 - alpha^2), fp32 (timesteps,)."""
     log_beta: torch.Tensor
     """The largest log variance of a step, fp32 (timesteps,)."""
-    log_posterior: torch.Tensor
+    log_posterior_variance: torch.Tensor
     """The smallest log variance, that of q(x_{t-1} | x_t, x_0). At t = 0 the variance is zero, and t = 1's is used."""
-    clean_share: torch.Tensor
+    clean_coefficient: torch.Tensor
     """Weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), fp32 (timesteps,)."""
-    noisy_share: torch.Tensor
+    noisy_coefficient: torch.Tensor
     """Weight of x_t in the same mean, fp32 (timesteps,)."""
 
     @property
-    def train_timesteps(self) -> int:
+    def num_train_timesteps(self) -> int:
         return len(self.alpha)
 
     @classmethod
@@ -209,32 +214,32 @@ class EpsilonPrediction:
     def add_noise(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
     ) -> torch.Tensor:
-        alpha, sigma = (_at(table, timesteps, clean) for table in (self.alpha, self.sigma))
+        alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * clean.float() + sigma * noise.float()
 
-    def variational_bound(
+    def compute_variational_bound(
         self,
         prediction: torch.Tensor,
-        fraction: torch.Tensor,
+        variance_fraction: torch.Tensor,
         clean: torch.Tensor,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Each sample's term of the bound in bits per dimension, fp32 (B,). Only `fraction` gets a gradient.
+        """Each sample's term of the bound in bits per dimension, fp32 (B,). Only `variance_fraction` gets a gradient.
 
         Args:
             prediction: Predicted noise.
-            fraction: The network's output for the variance: -1 is the smallest log variance, 1 the largest.
-            weights: As in `mean_squared_error`.
+            variance_fraction: The network's output for the variance: -1 is the smallest log variance, 1 the largest.
+            weights: As in `compute_mean_squared_error`.
 
         At t = 0 the term is the negative log-likelihood of `clean` in bins of 2/255, elsewhere a Kullback-Leibler
         divergence.
         """
         # Each (B, 1, ..., 1).
-        tables = (_at(table, timesteps, clean) for table in self._tables)
+        tables = (_look_up(table, timesteps, clean) for table in self._tables)
         alpha, sigma, high, low, clean_share, noisy_share = tables
-        share = (fraction.float() + 1) / 2
+        share = (variance_fraction.float() + 1) / 2
         # Interpolated between the two log variances, section 3.1 of the paper.
         log_variance = share * high + (1 - share) * low
         # x_0 from the predicted noise; detached, because this loss trains only the variance.
@@ -249,19 +254,19 @@ class EpsilonPrediction:
             + (low - log_variance).exp()
             + error.square() * (-log_variance).exp()
         )
-        likelihood = _binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
+        likelihood = _compute_binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
         # Both terms are computed for all samples; `where` takes the one that applies, without a synchronization.
         nats = torch.where(timesteps.view_as(alpha) == 0, -likelihood, divergence)
         # From nats to bits.
-        return _weighted_mean(nats, weights) / math.log(2)
+        return _compute_weighted_mean(nats, weights) / math.log(2)
 
     @property
     def _tables(self) -> tuple[torch.Tensor, ...]:
-        by_timestep = (self.alpha, self.sigma, self.log_beta, self.log_posterior)
-        return (*by_timestep, self.clean_share, self.noisy_share)
+        by_timestep = (self.alpha, self.sigma, self.log_beta, self.log_posterior_variance)
+        return (*by_timestep, self.clean_coefficient, self.noisy_coefficient)
 
 
-def _weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def _compute_weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     if weights is None:
         return values.flatten(1).mean(1)
     # After the expansion each element of a sample has its weight, so that sums need no further factors.
@@ -269,12 +274,14 @@ def _weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -> torch.
     return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1)
 
 
-def _at(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _look_up(table: torch.Tensor, timesteps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     # (B,) to (B, 1, ..., 1), to broadcast over each sample.
-    return table.to(like.device, non_blocking=True)[timesteps].view(-1, *[1] * (like.ndim - 1))
+    return table.to(reference.device, non_blocking=True)[timesteps].view(
+        -1, *[1] * (reference.ndim - 1)
+    )
 
 
-def _binned_log_likelihood(
+def _compute_binned_log_likelihood(
     x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor
 ) -> torch.Tensor:
     """Log probability of the 8-bit pixel bin around x under a normal distribution. The outermost bins are open.

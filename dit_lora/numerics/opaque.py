@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-_WHOLE = "_dit_lora_is_whole"
-ONLY_COUNTS = "_dit_lora_only_counts"
+_FUSED_TEST = "_dit_lora_is_whole"
+COUNTS_ONLY = "_dit_lora_only_counts"
 """An attribute of a hook on saved tensors that leaves them as they are."""
 
 
-def set_whole(module: nn.Module, is_whole: Callable[[], bool] | None) -> None:
+def set_fused_test(module: nn.Module, is_fused: Callable[[], bool] | None) -> None:
     """Set the test for whether this module runs as one kernel now; None removes it. It is not saved with the model."""
-    module.__dict__.pop(_WHOLE, None)
-    if is_whole is not None:
-        module.__dict__[_WHOLE] = is_whole
+    module.__dict__.pop(_FUSED_TEST, None)
+    if is_fused is not None:
+        module.__dict__[_FUSED_TEST] = is_fused
 
 
-def whole_test(module: nn.Module) -> Callable[[], bool] | None:
-    """The test that `set_whole` has set for this module; None without one."""
-    is_fused: Callable[[], bool] | None = module.__dict__.get(_WHOLE)
+def get_fused_test(module: nn.Module) -> Callable[[], bool] | None:
+    """The test that `set_fused_test` has set for this module; None without one."""
+    is_fused: Callable[[], bool] | None = module.__dict__.get(_FUSED_TEST)
     return is_fused
 
 
-def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over `named_modules`, without the submodules of modules that run as one kernel now."""
     # Prefixes of the submodules to leave out.
     parts: list[str] = []
@@ -34,6 +34,6 @@ def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if any(name.startswith(part) for part in parts[-1:]):
             continue
         yield name, module
-        is_fused = whole_test(module)
+        is_fused = get_fused_test(module)
         if is_fused is not None and is_fused():
             parts.append(f"{name}.")

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from dit_lora.config.optimizers import of_all
+from dit_lora.config.optimizers import collect_names
 
 
-def group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+def read_group_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """Numbers that an optimizer keeps in a parameter group, by name; most optimizers keep none."""
-    names = of_all(lambda record: record.group_numbers)
+    names = collect_names(lambda record: record.group_numbers)
     return {name: group[name] for name in names if name in group}
 
 
-def as_tensor(value: torch.Tensor | float) -> torch.Tensor:
+def convert_to_tensor(value: torch.Tensor | float) -> torch.Tensor:
     """A number as a 0-dim int64 or float64 tensor on the CPU; a tensor as it is."""
     if isinstance(value, torch.Tensor):
         return value
@@ -22,16 +22,18 @@ def as_tensor(value: torch.Tensor | float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
-def is_number(tensor: torch.Tensor) -> bool:
-    """True for the tensors of `as_tensor`: 0-dim int64 or float64. Optimizers' own tensors are fp32 or uint8."""
+def is_scalar_tensor(tensor: torch.Tensor) -> bool:
+    """True for the tensors of `convert_to_tensor`: 0-dim int64 or float64. Optimizers' own tensors
+    are fp32 or uint8.
+    """
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 
-def put_back(
-    holder: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]
+def restore_scalars(
+    container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Overwrite each number of the holder with `<prefix>/<name>` of the state. Tensors in it stay as they are."""
-    for name, value in holder.items():
+    for name, value in container.items():
         # Only values of existing keys change, so iterating over the mapping meanwhile is safe.
         if not isinstance(value, torch.Tensor) and f"{prefix}/{name}" in state:
-            holder[name] = state[f"{prefix}/{name}"].item()
+            container[name] = state[f"{prefix}/{name}"].item()

@@ -12,44 +12,49 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from dit_lora.config.optimizers import of_all
-from dit_lora.numerics.dtensors import local
+from dit_lora.config.optimizers import collect_names
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import has_values, read_scalars
 
-_FAR = 1e3
+_OUTLIER_FACTOR = 1e3
 """Factor over the largest other element. Gradient moments within a tensor differ by less."""
-_NOTHING = 1e-30
+_NEGLIGIBLE_PEAK = 1e-30
 """Peaks up to this are ignored: they move no weight. Moments get this small if gradients vanish."""
-_FEW = 200
+_ELEMENTS_PER_OUTLIER = 200
 """At most one element in this many counts as corrupted, but always at least one per tensor."""
 
 
-def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]:
+def describe_corrupted_tensors(
+    current_tensors: Mapping[str, Tensor], snapshot_peaks: Mapping[str, float]
+) -> list[str]:
     """Describe the tensors in which a few finite elements were corrupted in memory.
 
     Args:
-        now: Weights, moments and averages by name.
-        before: Their peaks in the last snapshot; a name that is missing is compared only with the other tensors.
+        current_tensors: Weights, moments and averages by name.
+        snapshot_peaks: Their peaks in the last snapshot; a name that is missing is compared only with the other
+        tensors.
     """
     # Tensors with one element have no others to compare with.
     tensors = {
-        name: local(tensor.detach()) for name, tensor in now.items() if local(tensor).numel() > 1
+        name: get_local_tensor(tensor.detach())
+        for name, tensor in current_tensors.items()
+        if get_local_tensor(tensor).numel() > 1
     }
-    peaks = read_scalars(stacked_peaks(tensors))
-    usual = _usual(peaks)
-    squares = of_all(lambda record: record.squares)
+    peaks = read_scalars(compute_peaks(tensors))
+    usual = _compute_median_peaks(peaks)
+    squares = collect_names(lambda record: record.squared_state)
     descriptions = []
     for name, peak in peaks.items():
         # Second moments are squares, and so is the factor between them.
-        factor = _FAR**2 if name.endswith(squares) else _FAR
-        reference = max(before.get(name, 0.0), usual[_kind(name)])
+        factor = _OUTLIER_FACTOR**2 if name.endswith(squares) else _OUTLIER_FACTOR
+        reference = max(snapshot_peaks.get(name, 0.0), usual[_get_tensor_kind(name)])
         # NaN and Inf are skipped too: this is about finite values.
-        if not max(factor * reference, _NOTHING) < peak < float("inf"):
+        if not max(factor * reference, _NEGLIGIBLE_PEAK) < peak < float("inf"):
             continue
         # From here on only for tensors with a suspicious peak: `topk` needs a pass over the whole tensor.
         magnitudes = tensors[name].abs().flatten().float()
         # If more than a few are large, it is not memory corruption.
-        max_corrupted = max(1, len(magnitudes) // _FEW)
+        max_corrupted = max(1, len(magnitudes) // _ELEMENTS_PER_OUTLIER)
         # The largest element that remains if as many as may be corrupted are left out.
         largest_usual = float(magnitudes.topk(max_corrupted + 1).values[-1])
         if peak > factor * largest_usual:
@@ -60,19 +65,19 @@ def altered(now: Mapping[str, Tensor], before: Mapping[str, float]) -> list[str]
     return descriptions
 
 
-def stacked_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compute_peaks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The largest magnitude of each tensor: an fp32 scalar on its device, without a synchronization."""
     named = {
-        name: local(tensor.detach())
+        name: get_local_tensor(tensor.detach())
         for name, tensor in tensors.items()
-        if has_values(tensor) and local(tensor).numel()
+        if has_values(tensor) and get_local_tensor(tensor).numel()
     }
     # One call for all tensors; the maximum norm cannot overflow.
     peaks = torch._foreach_norm(list(named.values()), float("inf")) if named else ()
     return {name: peak.float() for name, peak in zip(named, peaks, strict=True)}
 
 
-def _kind(name: str) -> str:
+def _get_tensor_kind(name: str) -> str:
     """The kind of a tensor by its name, such as `exp_avg` for `adapter/block.weight/exp_avg`: `ema`, `weight` or a
     moment.
     """
@@ -82,10 +87,10 @@ def _kind(name: str) -> str:
     return name.rpartition("/")[2] if "/" in name else "weight"
 
 
-def _usual(peaks: Mapping[str, float]) -> dict[str, float]:
+def _compute_median_peaks(peaks: Mapping[str, float]) -> dict[str, float]:
     """The median peak of each kind; 0 for a kind with fewer than three tensors."""
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
-        kinds[_kind(name)].append(peak)
+        kinds[_get_tensor_kind(name)].append(peak)
     # Of one or two tensors, a corrupted one would change the median itself.
     return {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}

@@ -4,6 +4,6 @@ import torch
 from torch import nn
 
 
-def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def get_trainable_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """The trainable parameters by name, detached."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

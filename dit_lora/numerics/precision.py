@@ -14,17 +14,17 @@ class Precision(NamedTuple):
     reason: str
 
     @property
-    def mixed(self) -> str:
+    def mixed_precision(self) -> str:
         """Accelerate's `mixed_precision` for this dtype: only Accelerate enables autocast."""
         return "bf16" if self.dtype is torch.bfloat16 else "no"
 
 
-def choose_precision(asked: str, device: torch.device) -> Precision:
+def choose_precision(requested: str, device: torch.device) -> Precision:
     """Choose the dtype for `model.dtype` on a device. `auto` is bf16 if the device computes in bf16 natively, else
     fp32.
     """
-    if asked != "auto":
-        return Precision(DTYPES[asked], f"asked for by model.dtype={asked}")
+    if requested != "auto":
+        return Precision(DTYPES[requested], f"asked for by model.dtype={requested}")
     # PyTorch emulates bf16 on older GPUs, which this excludes.
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return Precision(torch.bfloat16, "this GPU computes in bf16")

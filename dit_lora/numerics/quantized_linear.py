@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.dtensors import get_local_tensor
 
-Kind = Literal["nf4", "int8", "fp8"]
+Quantization = Literal["nf4", "int8", "fp8"]
 _FP8 = torch.float8_e4m3fn
-_LARGEST = {"int8": 127.0, "fp8": torch.finfo(_FP8).max}
-_BLOCK = 64  # weights that share a scale in NF4, as QLoRA has it (arXiv 2305.14314)
+_MAX_CODE = {"int8": 127.0, "fp8": torch.finfo(_FP8).max}
+_BLOCK_SIZE = 64  # weights that share a scale in NF4, as QLoRA has it (arXiv 2305.14314)
 
 
-class NarrowLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A frozen linear layer with 4 or 8 bits per weight and fp32 scales; computes in its input's dtype.
 
     `weight` holds codes. `nf4`: two of bitsandbytes' codes per byte, (out * in / 2, 1), and a scale for each 64
@@ -28,17 +28,17 @@ class NarrowLinear(nn.Linear):
     code. fp8 codes are stored as uint8 bits, which every backend of torch.distributed can send.
     """
 
-    def __init__(self, wide: nn.Linear, kind: Kind) -> None:
+    def __init__(self, layer: nn.Linear, kind: Quantization) -> None:
         # The constructor of nn.Linear would allocate a full-precision weight again.
         nn.Module.__init__(self)
-        self.in_features, self.out_features = wide.in_features, wide.out_features
-        self.kind: Kind = kind
-        codes, scale = narrowed(wide.weight.data, kind)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.kind: Quantization = kind
+        codes, scale = quantize_weight(layer.weight.data, kind)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         # Biases are small and stay as they are.
-        self.bias = wide.bias
-        self.train(wide.training)
+        self.bias = layer.bias
+        self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
@@ -48,20 +48,20 @@ class NarrowLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         # Codes of nf4 are flat, so the shape is passed separately.
         shape = (self.out_features, self.in_features)
-        product: Tensor = _Product.apply(x, self.weight, self.scale, bias, self.kind, shape)
+        product: Tensor = _QuantizedMatmul.apply(x, self.weight, self.scale, bias, self.kind, shape)
         return product
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight, (out, in), as the product uses it."""
         shape = (self.out_features, self.in_features)
-        return widened(self.weight, self.scale, dtype, self.kind, shape)
+        return dequantize_weight(self.weight, self.scale, dtype, self.kind, shape)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kind={self.kind}"
 
 
-def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Quantize a finite weight (out, in) to codes and fp32 scales in the layout of `NarrowLinear`.
+def quantize_weight(weight: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
+    """Quantize a finite weight (out, in) to codes and fp32 scales in the layout of `QuantizedLinear`.
 
     Rounds to the nearest code.
     """
@@ -69,11 +69,11 @@ def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         from bitsandbytes.functional import quantize_4bit
 
         # Two codes per byte, and the largest magnitude of each block.
-        codes, state = quantize_4bit(weight.contiguous(), blocksize=_BLOCK, quant_type="nf4")
+        codes, state = quantize_4bit(weight.contiguous(), blocksize=_BLOCK_SIZE, quant_type="nf4")
         return codes, state.absmax
     # (out, in); scale and codes by row.
     values = weight.float()
-    scale = values.abs().amax(dim=1) / _LARGEST[kind]
+    scale = values.abs().amax(dim=1) / _MAX_CODE[kind]
     # A row of zeros has scale 0 and codes 0: divide by 1 instead of 0.
     codes = values / torch.where(scale == 0, 1.0, scale)[:, None]
     if kind == "int8":
@@ -82,25 +82,25 @@ def narrowed(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return codes.to(_FP8).view(torch.uint8), scale
 
 
-def narrowed_bytes(shape: torch.Size, kind: Kind) -> int:
+def count_quantized_weight_bytes(shape: torch.Size, kind: Quantization) -> int:
     """Bytes of a quantized weight: its codes and scales."""
     count = shape.numel()
     if kind == "nf4":
         # Half a byte per weight, and an fp32 scale per block.
-        return -(-count // 2) + 4 * -(-count // _BLOCK)
+        return -(-count // 2) + 4 * -(-count // _BLOCK_SIZE)
     # One byte per weight, and an fp32 scale per row.
     return count + 4 * shape[0]
 
 
-def widened(
-    codes: Tensor, scale: Tensor, dtype: torch.dtype, kind: Kind, shape: tuple[int, int]
+def dequantize_weight(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, kind: Quantization, shape: tuple[int, int]
 ) -> Tensor:
-    """Dequantize: the inverse of `narrowed`, in `dtype`, with one rounding."""
+    """Dequantize: the inverse of `quantize_weight`, in `dtype`, with one rounding."""
     if kind == "nf4":
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         size = torch.Size(shape)
-        state = QuantState(scale, shape=size, dtype=dtype, blocksize=_BLOCK, quant_type="nf4")
+        state = QuantState(scale, shape=size, dtype=dtype, blocksize=_BLOCK_SIZE, quant_type="nf4")
         weight: Tensor = dequantize_4bit(codes, state)
         return weight
     # Both kinds of codes are exact in bf16.
@@ -109,7 +109,7 @@ def widened(
     return values.to(dtype).mul_(scale[:, None])
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedMatmul(torch.autograd.Function):
     """Computes x @ weight.T + bias and saves only the quantized weight for backward."""
 
     @staticmethod
@@ -119,23 +119,23 @@ class _Product(torch.autograd.Function):
         codes: Tensor,
         scale: Tensor,
         bias: Tensor | None,
-        kind: Kind,
+        kind: Quantization,
         shape: tuple[int, int],
     ) -> Tensor:
         # x is not saved: the weight is frozen, and the gradient of x does not depend on x.
         ctx.save_for_backward(codes, scale)
         ctx.kind, ctx.shape = kind, shape
-        return linear(x, widened(codes, scale, x.dtype, kind, shape), bias)
+        return linear(x, dequantize_weight(codes, scale, x.dtype, kind, shape), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         (grad,) = gradients
         # Only x gets a gradient: the weight and the bias are frozen.
-        return grad @ widened(codes, scale, grad.dtype, ctx.kind, ctx.shape), *[None] * 5
+        return grad @ dequantize_weight(codes, scale, grad.dtype, ctx.kind, ctx.shape), *[None] * 5
 
 
-def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter by name (this rank's shard), plus the quantization constants of bitsandbytes' layers.
 
     fp8 codes come as floats. A 4-bit weight comes with `absmax`, the scales of its blocks, an 8-bit one with `SCB`.
@@ -149,14 +149,16 @@ def weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(parameter) in yielded:
                 continue
             yielded.add(id(parameter))
-            values = local(parameter.detach())
-            is_fp8 = isinstance(module, NarrowLinear) and module.kind == "fp8" and key == "weight"
+            values = get_local_tensor(parameter.detach())
+            is_fp8 = (
+                isinstance(module, QuantizedLinear) and module.kind == "fp8" and key == "weight"
+            )
             yield prefix + key, values.view(_FP8) if is_fp8 else values
-            for constant, tensor in _constants(module, parameter).items():
+            for constant, tensor in _get_quantization_constants(module, parameter).items():
                 yield prefix + constant, tensor
 
 
-def _constants(module: Any, parameter: Tensor) -> dict[str, Tensor]:
+def _get_quantization_constants(module: Any, parameter: Tensor) -> dict[str, Tensor]:
     """The quantization constants that bitsandbytes' Linear4bit and Linear8bitLt keep; empty for other parameters."""
     # Only bitsandbytes' 4-bit parameters have this attribute.
     constants, four_bits = {}, getattr(parameter, "quant_state", None)

@@ -8,38 +8,40 @@ from typing import TypeVar
 from torch import distributed
 
 T = TypeVar("T")
-_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+_IS_SINGLE_PROCESS: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def act_as_single_process() -> Iterator[None]:
     """Count this process as the only one in this context, for processes of a group that train separate models."""
-    token = _IS_ALONE.set(True)
+    token = _IS_SINGLE_PROCESS.set(True)
     try:
         yield
     finally:
-        _IS_ALONE.reset(token)
+        _IS_SINGLE_PROCESS.reset(token)
 
 
-def process_count() -> int:
-    return distributed.get_world_size() if _spread() else 1
+def get_num_processes() -> int:
+    return distributed.get_world_size() if _is_distributed() else 1
 
 
-def process_index() -> int:
-    return distributed.get_rank() if _spread() else 0
+def get_process_index() -> int:
+    return distributed.get_rank() if _is_distributed() else 0
 
 
-def gather_object(own: list[T]) -> list[T]:
+def gather_object(local_items: list[T]) -> list[T]:
     """Concatenate the lists of all ranks, in rank order. Collective."""
     # No process group is needed, and none may exist.
-    if process_count() == 1:
-        return list(own)
+    if get_num_processes() == 1:
+        return list(local_items)
     # Filled by torch, one list for each rank; objects are pickled.
-    lists: list[list[T]] = [[] for _ in range(process_count())]
-    distributed.all_gather_object(lists, own)
+    lists: list[list[T]] = [[] for _ in range(get_num_processes())]
+    distributed.all_gather_object(lists, local_items)
     return [item for items in lists for item in items]
 
 
-def _spread() -> bool:
+def _is_distributed() -> bool:
     # `is_initialized` exists only in builds of torch with distributed support.
-    return not _IS_ALONE.get() and distributed.is_available() and distributed.is_initialized()
+    return (
+        not _IS_SINGLE_PROCESS.get() and distributed.is_available() and distributed.is_initialized()
+    )

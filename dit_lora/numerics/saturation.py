@@ -23,7 +23,7 @@ def saturate(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-FP16_MAX, FP16_MAX)
 
 
-def is_emulated(model: nn.Module) -> bool:
+def has_fp16_saturation(model: nn.Module) -> bool:
     """True if any attention layer of the model emulates fp16's limit."""
     return any(
         isinstance(module, Attention) and isinstance(module.processor, SaturatingProcessor)

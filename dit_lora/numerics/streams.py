@@ -11,79 +11,89 @@ from dataclasses import dataclass, replace
 
 import torch
 
-Draws = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
+DrawFunctions = Mapping[str, Callable[[Sequence[torch.Generator]], torch.Tensor]]
 """Functions that draw a step's random numbers, by stream name; each uses a fresh CPU generator per sample."""
 
 
-def fold(seed: int, stream: str, *place: int | str) -> int:
+def derive_seed(seed: int, stream: str, *keys: int | str) -> int:
     """A 63-bit seed for one stream: a hash of all arguments."""
     # A cryptographic hash: streams of neighbouring seeds or epochs have nothing in common.
-    text = "/".join([str(seed), stream, *map(str, place)])
+    text = "/".join([str(seed), stream, *map(str, keys)])
     # 63 bits, so that the seed fits a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def generator(seed: int, stream: str, *place: int | str) -> torch.Generator:
+def make_generator(seed: int, stream: str, *keys: int | str) -> torch.Generator:
     """A CPU generator seeded for one stream.
 
     It is always on the CPU, so that a GPU run can be replayed on a CPU.
     """
     # PyTorch's CPU generator uses the low 32 bits of its seed.
-    return torch.Generator("cpu").manual_seed(fold(seed, stream, *place) & 0xFFFFFFFF)
+    return torch.Generator("cpu").manual_seed(derive_seed(seed, stream, *keys) & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomInputs:
     """Random numbers drawn in advance, by stream, each (B, ...). Valid only for this seed and these draw numbers."""
 
     seed: int
-    draws: tuple[int, ...]
+    sample_seeds: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Drawn":
-        """A copy with `change` applied to every tensor, for instance to move them to another device."""
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RandomInputs":
+        """A copy with `function` applied to every tensor, for instance to move them to another device."""
         # The seeds stay, so the copy is valid for the same samples.
-        return replace(self, tensors={name: change(t) for name, t in self.tensors.items()})
+        return replace(self, tensors={name: function(t) for name, t in self.tensors.items()})
 
-    def single(self, index: int) -> "Drawn":
+    def select_sample(self, index: int) -> "RandomInputs":
         """The draws of the sample at this index."""
         # (1, ...): the batch dimension stays.
-        sample = self.each(lambda tensor: tensor[index : index + 1])
-        return replace(sample, draws=(self.draws[index],))
+        sample = self.map_tensors(lambda tensor: tensor[index : index + 1])
+        return replace(sample, sample_seeds=(self.sample_seeds[index],))
 
 
-class Streams:
+class RandomStreams:
     """The generators of one micro-batch: `streams("noise")` gives one fresh generator per sample.
 
-    `ahead` holds numbers drawn in advance. They are used if seed and draw numbers match, and drawn again otherwise.
+    `prefetched` holds numbers drawn in advance. They are used if seed and draw numbers match, and drawn again
+    otherwise.
     """
 
-    def __init__(self, seed: int, draws: Sequence[int], ahead: Drawn | None = None) -> None:
+    def __init__(
+        self, seed: int, sample_seeds: Sequence[int], prefetched: RandomInputs | None = None
+    ) -> None:
         self.seed = seed
-        self.draws = tuple(draws)
+        self.sample_seeds = tuple(sample_seeds)
         # They do not match, for instance, after a sample was drawn again; then the numbers are computed here.
-        is_valid = ahead is not None and (ahead.seed, ahead.draws) == (self.seed, self.draws)
-        self._ahead = ahead.tensors if ahead is not None and is_valid else {}
+        is_valid = prefetched is not None and (prefetched.seed, prefetched.sample_seeds) == (
+            self.seed,
+            self.sample_seeds,
+        )
+        self._prefetched = prefetched.tensors if prefetched is not None and is_valid else {}
 
     def __call__(self, stream: str) -> list[torch.Generator]:
-        return [generator(self.seed, stream, draw) for draw in self.draws]
+        return [make_generator(self.seed, stream, draw) for draw in self.sample_seeds]
 
-    def drawn(self, draws: Draws, device: torch.device) -> dict[str, torch.Tensor]:
-        """The random numbers of all streams on a device, from `ahead` if it has them and drawn now otherwise. The bits
-        are equal either way.
+    def draw_tensors(
+        self, functions: DrawFunctions, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """The random numbers of all streams on a device, from `prefetched` if it has them and drawn now otherwise. The
+        bits are equal either way.
         """
         return {
-            name: moved(self._ahead[name] if name in self._ahead else draw(self(name)), device)
-            for name, draw in draws.items()
+            name: move_to_device(
+                self._prefetched[name] if name in self._prefetched else draw(self(name)), device
+            )
+            for name, draw in functions.items()
         }
 
 
-def moved(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Move draws to a device without a synchronization; a GPU reads them from pinned memory."""
-    if device.type == "cuda" and not draws.is_cuda:
+    if device.type == "cuda" and not values.is_cuda:
         # From pageable memory, `non_blocking` has no effect.
-        draws = draws.pin_memory()
-    return draws.to(device, non_blocking=True)
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
@@ -92,6 +102,6 @@ def normal(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch
     return torch.stack([torch.randn(tuple(shape), generator=row) for row in generators])
 
 
-def integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
+def draw_integers(low: int, high: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Uniform int64 draws from low..high-1, of shape (B,), each from its own generator."""
     return torch.cat([torch.randint(low, high, (1,), generator=row) for row in generators])

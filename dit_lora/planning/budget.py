@@ -1,6 +1,6 @@
 """Computes what a run needs before anything is loaded: memory of each phase on device and host, and disk space.
 
-The run's own code is executed on tensors without values. `MemoryBudget.assumed` lists what is not counted.
+The run's own code is executed on tensors without values. `MemoryBudget.assumptions` lists what is not counted.
 """
 
 from collections.abc import Mapping
@@ -10,42 +10,42 @@ from typing import Literal
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.without_weights import data_is_here
-from dit_lora.planning.subject import PlannedEncoder, Subject, Weights
-from dit_lora.training.execution.activation_checkpointing import Mode
-from dit_lora.training.execution.activations import Needs, advise
-from dit_lora.training.loop import micro_batches_held
+from dit_lora.families.without_weights import is_data_available
+from dit_lora.planning.subject import EncoderMemory, MemoryEstimator, ModelWeights
+from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
+from dit_lora.training.execution.activations import PeakBytes, advise_checkpointing
+from dit_lora.training.loop import max_resident_micro_batches
 
 Sharding = Literal["ddp", "zero2", "fsdp2"]
 
 GIB = 2**30
-CONTEXT = int(0.75 * GIB)
+CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 """Bytes of the CUDA context and the libraries' workspaces. PyTorch does not count them, so this is assumed."""
-ROUNDING = 1.05
+ROUNDING_FACTOR = 1.05
 """Factor for activation memory that the allocator loses by rounding up. Assumed."""
-_SNAPSHOTS = 2
+_NUM_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
 class Launch:
     """The number of processes, and how the model is sharded over them."""
 
-    ranks: int = 1
+    num_ranks: int = 1
     sharding: Sharding = "ddp"
 
     @property
-    def state_parts(self) -> int:
+    def num_state_shards(self) -> int:
         """Number of ranks that gradients and optimizer state are sharded over."""
-        return 1 if self.sharding == "ddp" else self.ranks
+        return 1 if self.sharding == "ddp" else self.num_ranks
 
     @property
-    def weight_parts(self) -> int:
+    def num_weight_shards(self) -> int:
         """Number of ranks that weights are sharded over."""
-        return self.ranks if self.sharding == "fsdp2" else 1
+        return self.num_ranks if self.sharding == "fsdp2" else 1
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingMemory:
     """Bytes on each rank's device at the peak of a training step."""
 
     weights: int
@@ -66,13 +66,13 @@ class Training:
     """Encoders that stay loaded, with `data.precompute: false`."""
 
     @property
-    def state(self) -> int:
+    def state_bytes(self) -> int:
         """Everything except activations."""
         # All fields are bytes, so a new one is counted without a change here.
         return sum(vars(self).values()) - self.activations
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Everything, activations included."""
         return sum(vars(self).values())
 
@@ -83,59 +83,64 @@ class MemoryBudget:
 
     recipe: Recipe
     launch: Launch
-    gpu: int | None
-    mode: Mode
+    gpu_bytes: int | None
+    checkpointing_mode: CheckpointingMode
     """The activation checkpointing that the run would use."""
-    training: Training
-    phases: Mapping[str, int]
+    training: TrainingMemory
+    phase_bytes: Mapping[str, int]
     """Phase of the run to the peak in bytes on each rank's device."""
-    activations: Mapping[str, Needs]
+    activations: Mapping[str, PeakBytes]
     """Bytes of activations by shape and checkpointing mode, with gradients as backward produces them."""
-    host: Mapping[str, int]
-    disk: Mapping[str, int]
-    clips: int | None
+    host_bytes: Mapping[str, int]
+    disk_bytes: Mapping[str, int]
+    num_clips: int | None
     """Number of clips in the dataset; None if `data.path` does not exist here."""
-    assumed: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
     @property
-    def needs(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes of GPU memory that the largest phase needs."""
-        return max(self.phases.values())
+        return max(self.phase_bytes.values())
 
     @property
     def fits(self) -> bool:
         """True if the run fits on the GPU, or if there is no limit."""
-        return self.gpu is None or self.needs <= self.gpu
+        return self.gpu_bytes is None or self.needed_bytes <= self.gpu_bytes
 
 
-def count(
-    recipe: Recipe, subject: Subject, launch: Launch, gpu: int | None, mode: Mode | None = None
+def compute_budget(
+    recipe: Recipe,
+    estimator: MemoryEstimator,
+    launch: Launch,
+    gpu_bytes: int | None,
+    mode: CheckpointingMode | None = None,
 ) -> MemoryBudget:
     """Compute the memory budget of a recipe.
 
     Args:
         recipe: The recipe, with a local `model.path`.
-        subject: Its checkpoint on the meta device.
+        estimator: Its checkpoint on the meta device.
         launch: Number of ranks and sharding.
-        gpu: Bytes of the GPU. `train.checkpointing: auto` chooses what it would choose there. None: no limit, and
+        gpu_bytes: Bytes of the GPU. `train.checkpointing: auto` chooses what it would choose there. None: no limit,
+        and
             `auto` chooses `none`.
         mode: Activation checkpointing to assume instead of the run's choice.
     """
     # Shapes are sorted by volume; all peaks are computed for the largest.
-    largest, weights = subject.shapes[0], subject.weights(recipe)
+    largest, weights = estimator.shapes[0], estimator.count_weights(recipe)
     # By shape and checkpointing mode, without gradients.
-    needs = {str(shape): subject.needs(recipe, shape) for shape in subject.shapes}
+    needs = {str(shape): estimator.measure_activations(recipe, shape) for shape in estimator.shapes}
     # Activations are still 0: their size depends on the mode, which depends on this state.
-    state = _state(recipe, subject, weights, launch)
+    state = _compute_state(recipe, estimator, weights, launch)
     if mode is None:
-        mode = _mode(recipe, needs[str(largest)], weights, state, gpu, launch)
-    peak = subject.peak(recipe, largest, mode)
+        mode = _choose_mode(recipe, needs[str(largest)], weights, state, gpu_bytes, launch)
+    peak = estimator.measure_peak(recipe, largest, mode)
     # With context parallelism each rank has an equal share of the tokens, and so of the activations.
     parallel = recipe.train.context_parallel
     # Gradients that exist at the moment of the peak: the whole step's peak minus the activations.
     in_flight = max(0, peak - needs[str(largest)][mode])
     # At the optimizer step activations are freed, and gradients and a temporary copy for the EMA take their place.
-    gradients = 0 if state.gradients else weights.trained_bytes // launch.state_parts
+    gradients = 0 if state.gradients else weights.trained_bytes // launch.num_state_shards
     at_update = max(gradients, state.ema)
     # The peak is in backward or at the optimizer step, whichever is larger.
     training = replace(state, activations=max(peak // parallel, at_update))
@@ -143,197 +148,215 @@ def count(
         name: {mode_name: (need + in_flight) // parallel for mode_name, need in mode_needs.items()}
         for name, mode_needs in needs.items()
     }
-    phases, uncounted = _phases(recipe, subject, weights, training)
+    phases, uncounted = _compute_phase_peaks(recipe, estimator, weights, training)
     return MemoryBudget(
         recipe,
         launch,
-        gpu,
+        gpu_bytes,
         mode,
         training,
         phases,
         shapes,
-        _host(recipe, subject, weights, training, launch),
-        _disk(recipe, subject, weights),
-        len(subject.samples) if subject.samples is not None else None,
-        (*_assumed(recipe, subject, launch), *uncounted),
+        _compute_host_bytes(recipe, estimator, weights, training, launch),
+        _compute_disk_bytes(recipe, estimator, weights),
+        len(estimator.samples) if estimator.samples is not None else None,
+        (*_list_assumptions(recipe, estimator, launch), *uncounted),
     )
 
 
-def _mode(
-    recipe: Recipe, needs: Needs, weights: Weights, state: Training, gpu: int | None, launch: Launch
-) -> Mode:
+def _choose_mode(
+    recipe: Recipe,
+    needs: PeakBytes,
+    weights: ModelWeights,
+    state: TrainingMemory,
+    gpu_bytes: int | None,
+    launch: Launch,
+) -> CheckpointingMode:
     """The checkpointing mode that `choose_checkpointing` would choose in the run."""
-    requested = recipe.train.asked_checkpointing
+    requested = recipe.train.effective_checkpointing
     if requested != "auto" and requested not in needs:
         raise DitLoraError(
             f"train.checkpointing={requested}: this model has no gradient checkpointing; use auto or none"
         )
-    if gpu is None:
+    if gpu_bytes is None:
         return next(iter(needs)) if requested == "auto" else requested
     # Gradients exist at the peak in any case, even if backward allocates them.
-    peak_gradients = state.gradients or weights.trained_bytes // launch.state_parts
+    peak_gradients = state.gradients or weights.trained_bytes // launch.num_state_shards
     # The gradients in the state are added back: the last term has them too.
-    free = gpu - CONTEXT - state.state + state.gradients - peak_gradients
-    return advise(needs, max(0, free), requested).mode
+    free = gpu_bytes - CUDA_CONTEXT_BYTES - state.state_bytes + state.gradients - peak_gradients
+    return advise_checkpointing(needs, max(0, free), requested).mode
 
 
-def _state(recipe: Recipe, subject: Subject, weights: Weights, launch: Launch) -> Training:
-    """Every part of `Training` except activations, which are 0."""
-    parts, trained = launch.weight_parts, weights.trained_bytes
+def _compute_state(
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, launch: Launch
+) -> TrainingMemory:
+    """Every part of `TrainingMemory` except activations, which are 0."""
+    parts, trained = launch.num_weight_shards, weights.trained_bytes
     # Bytes on this rank's device, before sharding.
-    frozen, gathered = weights.frozen, 0
+    frozen, gathered = weights.frozen_bytes, 0
     # With offload and with sharded weights, only two blocks are on the device at a time: one computes while the next
     # one is fetched.
     if recipe.train.offload == "group":
-        frozen, gathered = frozen - weights.in_blocks, 2 * weights.largest_block
+        frozen, gathered = frozen - weights.block_bytes, 2 * weights.largest_block_bytes
     elif parts > 1:
-        gathered = 2 * weights.largest_block
+        gathered = 2 * weights.largest_block_bytes
     # Without accumulation the gradients are part of `activations`: they appear during backward and are freed after it.
-    gradients = trained // launch.state_parts if recipe.train.accumulate > 1 else 0
+    gradients = trained // launch.num_state_shards if recipe.train.accumulate > 1 else 0
     # Only without a cache: encoders then run before every step.
     encoders = 0
-    if not recipe.data.precompute and not subject.is_chat:
-        text = subject.caption_encoder
-        encoders = subject.video_encoder.weights + (text.weights if text else 0)
-    return Training(
+    if not recipe.data.precompute and not estimator.is_chat:
+        text = estimator.caption_encoder
+        encoders = estimator.video_encoder.weight_bytes + (text.weight_bytes if text else 0)
+    return TrainingMemory(
         weights=frozen // parts,
         gathered=gathered,
         trained=trained // parts,
         gradients=gradients,
         # DDP copies gradients into buckets; with one process there is no all-reduce.
-        buckets=trained if launch.ranks > 1 and launch.sharding == "ddp" else 0,
-        optimizer=_optimizer(recipe.optim.name, weights)[0] // launch.state_parts,
+        buckets=trained if launch.num_ranks > 1 and launch.sharding == "ddp" else 0,
+        optimizer=_count_optimizer_bytes(recipe.optim.name, weights)[0] // launch.num_state_shards,
         ema=trained // parts if recipe.train.ema else 0,
-        batch=micro_batches_held(recipe.train.accumulate) * _micro_batch(recipe, subject),
+        batch=max_resident_micro_batches(recipe.train.accumulate)
+        * _count_micro_batch_bytes(recipe, estimator),
         activations=0,
         encoders=encoders,
     )
 
 
-def _micro_batch(recipe: Recipe, subject: Subject) -> int:
+def _count_micro_batch_bytes(recipe: Recipe, estimator: MemoryEstimator) -> int:
     """Bytes of one micro-batch of the largest shape."""
-    return recipe.train.batch_size * subject.sample_bytes(subject.shapes[0])
+    return recipe.train.batch_size * estimator.count_sample_bytes(estimator.shapes[0])
 
 
-def _optimizer(name: str, weights: Weights) -> tuple[int, int]:
+def _count_optimizer_bytes(name: str, weights: ModelWeights) -> tuple[int, int]:
     """Bytes of optimizer state on the device and on the host.
 
     A paged optimizer is counted on the host, where its state goes when the device is full.
     """
     # Computed from the shapes of the trained parameters, which may be on the meta device.
     record = OPTIMIZERS[name]
-    size = record.state_bytes(weights.trained)
-    return (size, 0) if record.unpaged is None else (0, size)
+    size = record.state_bytes(weights.trained_parameters)
+    return (size, 0) if record.unpaged_variant is None else (0, size)
 
 
-def _phases(
-    recipe: Recipe, subject: Subject, weights: Weights, training: Training
+def _compute_phase_peaks(
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory
 ) -> tuple[dict[str, int], list[str]]:
     """Peak bytes of each phase on the device, and a message for each phase that could not be computed."""
     # A CPU has neither a CUDA context nor a caching allocator.
-    context_bytes = CONTEXT if subject.gpu else 0
-    rounded = ROUNDING if subject.gpu else 1
-    at_training = training.state + int(training.activations * rounded) + context_bytes
-    if subject.is_chat:
+    context_bytes = CUDA_CONTEXT_BYTES if estimator.is_gpu else 0
+    rounded = ROUNDING_FACTOR if estimator.is_gpu else 1
+    at_training = training.state_bytes + int(training.activations * rounded) + context_bytes
+    if estimator.is_chat:
         uncounted = ["validation: answers are written token by token, with less than a step takes"]
         return {"training": at_training}, uncounted
     uncounted = []
 
-    def alone(encoder: PlannedEncoder) -> int:
-        return encoder.weights + int(encoder.most * rounded) + context_bytes
+    def compute_encoder_peak(encoder: EncoderMemory) -> int:
+        return encoder.weight_bytes + int(encoder.peak_bytes * rounded) + context_bytes
 
     # In the order of the run: captions and clips are encoded, then it trains and samples.
     phases = {}
-    text = subject.caption_encoder
+    text = estimator.caption_encoder
     if text is not None:
-        phases["captions"] = alone(text)
-    elif "text_encoder" in subject.checkpoint.text_facts():
+        phases["captions"] = compute_encoder_peak(text)
+    elif "text_encoder" in estimator.checkpoint.text_cache_key():
         uncounted.append(
             "captions: text_encoder/config.json is not there, so the text encoder is not counted"
         )
-    phases["clips"] = alone(subject.video_encoder)
+    phases["clips"] = compute_encoder_peak(estimator.video_encoder)
     phases["training"] = at_training
     if recipe.validation.prompts:
-        decoder = subject.video_decoder
+        decoder = estimator.video_decoder
         # Denoising and decoding follow each other, so the larger one counts.
-        at_work = max(subject.inference_peak(recipe), decoder.most)
+        at_work = max(estimator.measure_inference_peak(recipe), decoder.peak_bytes)
         # The trained weights are set aside while the model has the EMA weights.
         stored = training.trained if recipe.train.ema else 0
         # The previous step is finished: its gradients and micro-batches are freed.
-        freed_bytes = recipe.train.accumulate * _micro_batch(recipe, subject)
-        state = training.state - freed_bytes - training.gradients
-        decoder_and_second = decoder.weights + _second(recipe, weights)
+        freed_bytes = recipe.train.accumulate * _count_micro_batch_bytes(recipe, estimator)
+        state = training.state_bytes - freed_bytes - training.gradients
+        decoder_and_second = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
         phases["validation"] = (
             state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
         )
     return phases, uncounted
 
 
-def _second(recipe: Recipe, weights: Weights) -> int:
+def _count_second_model_bytes(recipe: Recipe, weights: ModelWeights) -> int:
     """Bytes of the second transformer, `validation.model`, with its own adapter. It is unsharded, on one rank."""
     if recipe.validation.model is None:
         return 0
     # With offload only two blocks of the second model are on the device too.
     offloaded_bytes = (
-        weights.in_blocks - 2 * weights.largest_block if recipe.train.offload == "group" else 0
+        weights.block_bytes - 2 * weights.largest_block_bytes
+        if recipe.train.offload == "group"
+        else 0
     )
-    return weights.frozen - max(0, offloaded_bytes) + weights.trained_bytes
+    return weights.frozen_bytes - max(0, offloaded_bytes) + weights.trained_bytes
 
 
-def _host(
-    recipe: Recipe, subject: Subject, weights: Weights, training: Training, launch: Launch
+def _compute_host_bytes(
+    recipe: Recipe,
+    estimator: MemoryEstimator,
+    weights: ModelWeights,
+    training: TrainingMemory,
+    launch: Launch,
 ) -> dict[str, int]:
     """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
-    data, ranks = recipe.data, launch.ranks
+    data, ranks = recipe.data, launch.num_ranks
     # What a snapshot and a checkpoint hold of this rank.
     rank_state = training.trained + training.optimizer + training.ema
-    _, paged = _optimizer(recipe.optim.name, weights)
+    _, paged = _count_optimizer_bytes(recipe.optim.name, weights)
     # Worker processes draw the noise in advance, together with the batch.
-    noise_bytes = recipe.train.batch_size * subject.drawn_bytes(subject.shapes[0])
-    read_ahead = _micro_batch(recipe, subject) + noise_bytes
+    noise_bytes = recipe.train.batch_size * estimator.count_noise_bytes(estimator.shapes[0])
+    read_ahead = _count_micro_batch_bytes(recipe, estimator) + noise_bytes
     return {
         # Every process reads the weights on the CPU, all at the same time.
-        "loading": ranks * (weights.frozen + weights.trained_bytes),
-        "snapshots": ranks * _SNAPSHOTS * (rank_state + paged),
+        "loading": ranks * (weights.frozen_bytes + weights.trained_bytes),
+        "snapshots": ranks * _NUM_SNAPSHOTS * (rank_state + paged),
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
-        "offloaded weights": ranks * (weights.in_blocks if recipe.train.offload == "group" else 0),
+        "offloaded weights": ranks
+        * (weights.block_bytes if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
-        "a second transformer": weights.frozen if recipe.validation.model else 0,
-        "checkpoint on its way": launch.state_parts * rank_state + paged,
+        "a second transformer": weights.frozen_bytes if recipe.validation.model else 0,
+        "checkpoint on its way": launch.num_state_shards * rank_state + paged,
     }
 
 
-def _disk(recipe: Recipe, subject: Subject, weights: Weights) -> dict[str, int]:
+def _compute_disk_bytes(
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights
+) -> dict[str, int]:
     """Bytes on disk by kind of file."""
     trained = weights.trained_bytes
     checkpoint = trained * (2 if recipe.train.ema else 1) + sum(
-        _optimizer(recipe.optim.name, weights)
+        _count_optimizer_bytes(recipe.optim.name, weights)
     )
     # An adapter, or the whole transformer.
-    result = trained if recipe.train.mode == "lora" else weights.frozen + trained
+    result = trained if recipe.train.mode == "lora" else weights.frozen_bytes + trained
     # One more than the recipe keeps: the oldest is deleted after the newest is written.
     num_checkpoints = recipe.train.keep + recipe.train.keep_best + 1
     sizes = {"checkpoints": num_checkpoints * checkpoint, "result": result}
-    if subject.is_chat or not recipe.data.precompute:
+    if estimator.is_chat or not recipe.data.precompute:
         return sizes
     return {
-        "cache, a clip": subject.sample_bytes(subject.shapes[0]) * (2 if recipe.data.flip else 1),
+        "cache, a clip": estimator.count_sample_bytes(estimator.shapes[0])
+        * (2 if recipe.data.flip else 1),
         **sizes,
     }
 
 
-def _assumed(recipe: Recipe, subject: Subject, launch: Launch) -> list[str]:
+def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch) -> list[str]:
     """Messages about what is assumed or not counted in this budget."""
     lines = []
-    if subject.gpu:
+    if estimator.is_gpu:
         lines.append(
-            f"of the GPU, {CONTEXT / GIB:.2g} GiB are CUDA's own, and the allocator loses "
-            f"{ROUNDING - 1:.0%} of activations; not measured on a GPU"
+            f"of the GPU, {CUDA_CONTEXT_BYTES / GIB:.2g} GiB are CUDA's own, and the allocator loses "
+            f"{ROUNDING_FACTOR - 1:.0%} of activations; not measured on a GPU"
         )
         lines.append("workspaces of cuDNN's convolutions are not counted")
-    if not data_is_here(recipe):
+    if not is_data_available(recipe):
         lines.append("the data is not here: the recipe's own shapes, and no number of samples")
-    if launch.ranks > 1 and launch.sharding != "ddp":
+    if launch.num_ranks > 1 and launch.sharding != "ddp":
         lines.append(
             f"{launch.sharding}: what is shared out is divided evenly, and two whole blocks are gathered; buffers of "
             "its communication are not counted"

@@ -8,20 +8,20 @@ from dit_lora.config.chat import ChatConfig
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.cache import Spec
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.fitting import fit
-from dit_lora.data.chat.rendered import Rendered
-from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.rendered import RenderedConversation
+from dit_lora.data.chat.tensors import round_up_length
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.families.without_weights import data_is_here
-from dit_lora.training.tasks.chat.samples import find_conversations, training_set
+from dit_lora.families.without_weights import is_data_available
+from dit_lora.training.tasks.chat.samples import build_training_set, find_conversations
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
 
-_SECONDS = 60.0
+_SYNTHETIC_DURATION_S = 60.0
 
 
-def chat_specs(
+def compute_chat_specs(
     recipe: Recipe, checkpoint: ChatCheckpoint
 ) -> dict[ChatShape, tuple[Spec, Mapping[str, torch.Tensor]]]:
     """The largest shape, its tensors' shapes and dtypes, and the token ids that the model's shapes depend on.
@@ -33,47 +33,51 @@ def chat_specs(
         DitLoraError: The data has no usable conversation.
     """
     clips = (
-        training_set(
+        build_training_set(
             find_conversations(recipe, checkpoint, recipe.data, quiet=True).entries,
             checkpoint,
             recipe,
         )
-        if data_is_here(recipe)
-        else _made_up(recipe, checkpoint)
+        if is_data_available(recipe)
+        else _build_synthetic_set(recipe, checkpoint)
     )
     if not clips.entries:
         raise DitLoraError(f"data.path: {recipe.data.path} has no conversation that can be used")
-    shape, spec = clips.largest
-    return {shape: (spec, clips.known())}
+    shape, spec = clips.largest_shape
+    return {shape: (spec, clips.integer_inputs())}
 
 
-def _made_up(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
+def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     """A dataset with one synthetic conversation that is as long as the recipe allows."""
     # A recipe without the section uses its defaults.
     chat, data = recipe.chat or ChatConfig(), recipe.data
     # Wide enough for the maximum number of tiles, if the model splits frames into tiles.
     height, width = data.height, data.width * (chat.tiles or 1)
-    header = VideoHeader(fps=8.0, seconds=_SECONDS, frames=None, height=height, width=width)
+    header = VideoHeader(
+        fps=8.0, seconds=_SYNTHETIC_DURATION_S, frames=None, height=height, width=width
+    )
     pixels = checkpoint.shape("video", height, width)
     assert pixels is not None
     # Time stamps of frames in the middle of equal parts: their digits become tokens in some prompts.
-    seconds = [_SECONDS * (index + 0.5) / pixels.frames for index in range(pixels.frames)]
+    seconds = [
+        _SYNTHETIC_DURATION_S * (index + 0.5) / pixels.frames for index in range(pixels.frames)
+    ]
 
-    def rendered(words: int) -> tuple[Conversation, Rendered]:
-        turn = Turn("a " * chat.max_tokens, "a " * words, "a")
+    def render_sample(num_words: int) -> tuple[Conversation, RenderedConversation]:
+        turn = Turn("a " * chat.max_tokens, "a " * num_words, "a")
         largest = Conversation("largest", "video", None, (turn,), system=chat.system)
-        return largest, fit(checkpoint.render(largest, pixels, seconds), chat.max_tokens)
+        return largest, fit_to_length(checkpoint.render(largest, pixels, seconds), chat.max_tokens)
 
-    _, short = rendered(1)
-    _, longer = rendered(9)
+    _, short = render_sample(1)
+    _, longer = render_sample(9)
     # Answers of 1 and 9 words give the tokens per word: a tokenizer may need several.
-    tokens_per_word = max(1, (longer.answers - short.answers) // 8)
+    tokens_per_word = max(1, (longer.num_answer_tokens - short.num_answer_tokens) // 8)
     # Tokens of the question: it and the answer share what the rest of the prompt leaves free.
     questions = sum(len(piece.ids) for piece in short.pieces if piece.part == "question")
     free = chat.max_tokens - len(short) + questions
-    conversation, long = rendered(max(1, free // 2 // tokens_per_word))
+    conversation, long = render_sample(max(1, free // 2 // tokens_per_word))
     # Batches are padded to multiples of this step.
-    length = bucket_length(len(long), chat.length_step)
+    length = round_up_length(len(long), chat.length_step)
     shape = ChatShape(length, pixels.frames, pixels.height, pixels.width, "video")
-    entry = ChatEntry(conversation, header, shape, long.answers, len(long.instruction))
-    return ChatSet.of([entry], checkpoint, chat, checkpoint.pad_token_id)
+    entry = ChatEntry(conversation, header, shape, long.num_answer_tokens, len(long.instruction))
+    return ChatSet.from_entries([entry], checkpoint, chat, checkpoint.pad_token_id)

@@ -19,21 +19,21 @@ from dit_lora.families.base import Tensors
 from dit_lora.patching import Patches
 from dit_lora.training.execution.activation_checkpointing import (
     BLOCK_CALLERS,
-    Mode,
-    blocks_called_by,
+    CheckpointingMode,
+    use_block_caller,
 )
 from dit_lora.training.execution.fake_step import FakeStep, Losses
 
 # Source: torch/include/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE. Python names of the ops
 # that CUDA's autocast computes in fp32 and the CPU's does not. Fake CUDA tensors would follow the real rules, but the
 # tables and random draws used with them must be real, and there may be no GPU to make them on.
-_NAMES = """
+_FP32_OP_NAMES = """
 acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus
 layer_norm rms_norm group_norm cosine_similarity nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
 binary_cross_entropy_with_logits dist cdist renorm logsumexp cross_entropy prod softmax log_softmax cumprod cumsum
 norm sum
 """
-FP32 = frozenset(_NAMES.split())
+FP32_OPS = frozenset(_FP32_OP_NAMES.split())
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -63,7 +63,7 @@ class CudaAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         # Outside of autocast, ops run in the dtype of their inputs on every device.
-        if torch.is_autocast_enabled("cpu") and name in FP32:
+        if torch.is_autocast_enabled("cpu") and name in FP32_OPS:
             args, kwargs = tree_map(_to_fp32, (args, kwargs))
             if name == "rms_norm":
                 return _rms_norm(*args, **kwargs)
@@ -86,34 +86,34 @@ def _rms_norm(
 
 
 @contextmanager
-def autocasting(model: nn.Module, dtype: torch.dtype, *, gpu: bool) -> Iterator[None]:
+def emulate_autocast(model: nn.Module, dtype: torch.dtype, *, is_gpu: bool) -> Iterator[None]:
     """Context in which `model` runs under autocast, as Accelerate prepares it. With fp32 nothing changes."""
     if dtype is torch.float32:
         yield
         return
 
-    def under(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_with_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype):
             return forward(*args, **kwargs)
 
     patches = Patches()
     # Accelerate wraps `forward` in the same way, so outputs are fp32 here too.
-    patches.method(model, "forward", convert_outputs_to_fp32(under))
+    patches.wrap_method(model, "forward", convert_outputs_to_fp32(run_with_autocast))
     try:
-        with CudaAutocast() if gpu else nullcontext():
+        with CudaAutocast() if is_gpu else nullcontext():
             yield
     finally:
         patches.undo()
 
 
-def step_peak(
+def measure_step_peak(
     transformer: nn.Module,
     losses: Losses,
     batch: Spec,
-    mode: Mode,
+    mode: CheckpointingMode,
     *,
-    known: Tensors | None = None,
-    gradients_exist: bool = False,
+    integer_inputs: Tensors | None = None,
+    has_gradients: bool = False,
 ) -> int:
     """Peak bytes of one micro-step without weights and batch: activations, and gradients as backward produces them.
 
@@ -124,40 +124,40 @@ def step_peak(
         losses: Computes the losses of a batch.
         batch: Shapes and dtypes of the batch's tensors.
         mode: The activation checkpointing.
-        known: Integer tensors with values that the model's shapes depend on.
-        gradients_exist: Gradients of earlier micro-steps exist, and are counted elsewhere.
+        integer_inputs: Integer tensors with values that the model's shapes depend on.
+        has_gradients: Gradients of earlier micro-steps exist, and are counted elsewhere.
 
     Raises:
-        As `FakeStep.run`.
+        As `FakeStep.run_block`.
     """
     # Weights and batch become fake tensors, which have sizes and no memory.
-    step = FakeStep(transformer, batch, known)
+    step = FakeStep(transformer, batch, integer_inputs)
     # Backward then adds into these instead of allocating new ones.
-    if gradients_exist:
+    if has_gradients:
         for weight in step.weights.values():
             if weight.requires_grad:
                 weight.grad = torch.empty_like(weight)
-    caller = _within_autocast(BLOCK_CALLERS[mode])
-    with blocks_called_by(transformer, caller), step.live() as live:
+    caller = _wrap_block_caller(BLOCK_CALLERS[mode])
+    with use_block_caller(transformer, caller), step.track_allocations() as live:
         step.run(lambda model, tensors: losses(model, tensors).losses.mean().backward())
-    return live.most
+    return live.max_bytes
 
 
-def _within_autocast(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _wrap_block_caller(block_caller: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Wrap the block caller so that blocks recomputed in backward also run in `CudaAutocast`.
 
     PyTorch turns function modes off in the backward pass.
     """
     # No public function tells whether a function mode is active.
     modes = _get_current_function_mode_stack()
-    if call is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
-        return call
+    if block_caller is None or not any(isinstance(mode, CudaAutocast) for mode in modes):
+        return block_caller
 
-    def run(block: Callable[..., Any], *args: Any) -> Any:
-        def under(*inputs: Any) -> Any:
+    def run_block(block: Callable[..., Any], *args: Any) -> Any:
+        def run_in_autocast(*inputs: Any) -> Any:
             with CudaAutocast():
                 return block(*inputs)
 
-        return call(under, *args)
+        return block_caller(run_in_autocast, *args)
 
-    return run
+    return run_block

@@ -11,26 +11,36 @@ from diffusers import AutoencoderKL
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dit_lora.adapters.groups import base_members
-from dit_lora.adapters.quantize import quantized_bytes
+from dit_lora.adapters.groups import find_base_members
+from dit_lora.adapters.quantize import count_quantized_bytes
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.buckets.buckets import buckets_of
+from dit_lora.data.buckets.buckets import list_buckets
 from dit_lora.data.cache.cache import Spec
-from dit_lora.data.loading.encoded import preserved_spec
+from dit_lora.data.loading.encoded import build_preserve_spec
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.families.without_weights import data_is_here, from_configs, text_encoders
+from dit_lora.families.without_weights import (
+    build_from_configs,
+    build_text_encoders,
+    is_data_available,
+)
 from dit_lora.fuse import api, fp8, kernel_support
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.patching import Patches
-from dit_lora.planning.chat_shapes import chat_specs
-from dit_lora.planning.step import autocasting, step_peak
-from dit_lora.training.execution.activation_checkpointing import Mode
-from dit_lora.training.execution.activations import Needs, measure
-from dit_lora.training.execution.blocks import read_outside, repeated_blocks
-from dit_lora.training.execution.fake_step import CPU, FakeStep, Live, Losses, tensor_bytes
-from dit_lora.training.preserve import trained_losses
+from dit_lora.planning.chat_shapes import compute_chat_specs
+from dit_lora.planning.step import emulate_autocast, measure_step_peak
+from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
+from dit_lora.training.execution.activations import PeakBytes, measure_activations
+from dit_lora.training.execution.blocks import find_weights_read_outside, repeated_blocks
+from dit_lora.training.execution.fake_step import (
+    CPU,
+    AllocationTracker,
+    FakeStep,
+    Losses,
+    count_tensor_bytes,
+)
+from dit_lora.training.preserve import compute_training_losses
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 from dit_lora.training.tasks.diffusion.samples import find_samples
@@ -38,38 +48,38 @@ from dit_lora.training.tasks.registry import task_of
 
 T = TypeVar("T")
 
-_NOTHING_KNOWN: Mapping[str, torch.Tensor] = {}
+_NO_INTEGER_INPUTS: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelWeights:
     """Bytes of a model on one device, and its trained parameters."""
 
-    frozen: int
+    frozen_bytes: int
     """Frozen weights as stored: in the dtype of the run, or as `model.quantize` says."""
-    in_blocks: int
+    block_bytes: int
     """Bytes of the frozen weights in blocks that can be offloaded."""
-    largest_block: int
+    largest_block_bytes: int
     """Bytes of one block, trained weights included."""
-    trained: tuple[torch.Tensor, ...]
+    trained_parameters: tuple[torch.Tensor, ...]
     """The trained parameters, fp32, on the meta device."""
 
     @property
     def trained_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.trained)
+        return sum(parameter.nbytes for parameter in self.trained_parameters)
 
 
 @dataclass(frozen=True)
-class PlannedEncoder:
+class EncoderMemory:
     """Memory of one encoder that encodes one sample."""
 
-    weights: int
-    most: int
+    weight_bytes: int
+    peak_bytes: int
     """Peak bytes without its weights."""
 
 
 @dataclass
-class Subject:
+class MemoryEstimator:
     """One opened checkpoint. Each count is computed when first used, and cached."""
 
     recipe: Recipe
@@ -77,15 +87,15 @@ class Subject:
     family: Any
     checkpoint: Any
     dtype: torch.dtype
-    gpu: bool
+    is_gpu: bool
     """True to count as on a GPU: with CUDA's autocast and fused kernels."""
-    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    _cache: dict[Hashable, Any] = field(default_factory=dict)
 
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Cached result of `make`, which is only called the first time."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        value: T = self._kept[key]
+    def _get_cached(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Cached result of `compute`, which is only called the first time."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        value: T = self._cache[key]
         return value
 
     @property
@@ -93,44 +103,44 @@ class Subject:
         """True for a family of chat models."""
         return self.recipe.model.family in CHAT_FAMILIES
 
-    def model(self, recipe: Recipe) -> nn.Module:
+    def get_model(self, recipe: Recipe) -> nn.Module:
         """The model on the meta device, with adapter and kernels, in training mode. `model.quantize` is ignored."""
 
         def load() -> nn.Module:
             # Parameters on the meta device have shapes and no memory.
-            with _meta(), _kernels_of_a_gpu(self.gpu):
+            with _build_on_meta(), _assume_gpu_kernels(self.is_gpu):
                 model, _, _ = task_of(recipe.model.family).load_trainable(
-                    _wide(recipe), self.family, self.checkpoint, self.dtype
+                    _remove_quantization(recipe), self.family, self.checkpoint, self.dtype
                 )
             return model.train()
 
-        return self._once(("model", _model_key(recipe)), load)
+        return self._get_cached(("model", _get_model_key(recipe)), load)
 
-    def weights(self, recipe: Recipe) -> Weights:
+    def count_weights(self, recipe: Recipe) -> ModelWeights:
         """Bytes of the model's weights. The effect of `model.quantize` is computed, not applied."""
-        model = self.model(recipe)
+        model = self.get_model(recipe)
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
         # Parameters that are also read outside their block stay on the device: they cannot be offloaded.
         blocks, fixed = (
             repeated_blocks(model),
-            {id(p) for p in read_outside(model, self.family.called_alone)},
+            {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)},
         )
         in_blocks = [
             sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed)
             for block in blocks
         ]
         # Only weights in blocks are quantized, so the same bytes are subtracted from the blocks.
-        narrowed = self._narrowed(recipe)
+        narrowed = self._count_quantization_savings(recipe)
         largest = max((sum(p.nbytes for p in block.parameters()) for block in blocks), default=0)
-        return Weights(
-            frozen - narrowed + fp8.kept_bytes(model),
+        return ModelWeights(
+            frozen - narrowed + fp8.count_fp8_bytes(model),
             sum(in_blocks) - narrowed,
             largest - narrowed // max(1, len(blocks)),
             tuple(trained),
         )
 
-    def _narrowed(self, recipe: Recipe) -> int:
+    def _count_quantization_savings(self, recipe: Recipe) -> int:
         """Bytes that `model.quantize` saves."""
         kind = recipe.model.quantize
         if kind is None:
@@ -141,20 +151,22 @@ class Subject:
             load_base = (
                 self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
             )
-            with _meta():
+            with _build_on_meta():
                 base_model: nn.Module = load_base(self.dtype)
             return base_model
 
-        base_model = self._once("bare", load)
-        names = base_members(base_model, recipe.optim.groups, self.family.group_patterns)
-        return quantized_bytes(base_model, None) - quantized_bytes(base_model, kind, names)
+        base_model = self._get_cached("bare", load)
+        names = find_base_members(base_model, recipe.optim.groups, self.family.group_patterns)
+        return count_quantized_bytes(base_model, None) - count_quantized_bytes(
+            base_model, kind, names
+        )
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
         """Shapes of the samples, the largest first."""
         return tuple(sorted(self._specs, key=lambda shape: shape.volume, reverse=True))
 
-    def spec(self, shape: Any) -> Spec:
+    def get_spec(self, shape: Any) -> Spec:
         """Shapes and dtypes of one sample's tensors."""
         return self._specs[shape][0]
 
@@ -162,26 +174,29 @@ class Subject:
     def _specs(self) -> dict[Any, tuple[Spec, Mapping[str, torch.Tensor]]]:
         """For each shape: specs of a sample's tensors, and tensors with values that the model's shapes depend on."""
         if self.is_chat:
-            return chat_specs(self.recipe, self.checkpoint)
-        return {shape: (self._encoded(shape), _NOTHING_KNOWN) for shape in self._video_shapes()}
+            return compute_chat_specs(self.recipe, self.checkpoint)
+        return {
+            shape: (self._compute_encoded_spec(shape), _NO_INTEGER_INPUTS)
+            for shape in self._list_video_shapes()
+        }
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
         """Samples of a diffusion model's dataset; None if `data.path` does not exist here, and for chat models."""
-        if self.is_chat or not data_is_here(self.recipe):
+        if self.is_chat or not is_data_available(self.recipe):
             return None
-        return find_samples(self.recipe, self.checkpoint, group=1, quiet=True).all
+        return find_samples(self.recipe, self.checkpoint, samples_per_step=1, quiet=True).usable
 
-    def _video_shapes(self) -> Sequence[VideoShape]:
+    def _list_video_shapes(self) -> Sequence[VideoShape]:
         """Shapes that the samples have, or all buckets of the recipe if there is no data."""
         # A set: samples of equal shape need one computation.
         used = {sample.shape for sample in self.samples or ()}
-        buckets = used or buckets_of(
-            self.recipe.data, self.checkpoint.side_step, self.checkpoint.refusal
+        buckets = used or list_buckets(
+            self.recipe.data, self.checkpoint.size_multiple, self.checkpoint.unsupported_reason
         )
-        return tuple(self._with_references(shape) for shape in buckets)
+        return tuple(self._add_references(shape) for shape in buckets)
 
-    def _with_references(self, shape: VideoShape) -> VideoShape:
+    def _add_references(self, shape: VideoShape) -> VideoShape:
         """The shape with references of the same size, as many as a validation prompt has.
 
         Unchanged if the data has them.
@@ -191,22 +206,22 @@ class Subject:
         if takes is None or shape.references or self.samples is not None:
             return shape
         number = max((len(files) for files in self.recipe.validation.references), default=0)
-        return takes.assumed(shape, number)
+        return takes.assume_shape(shape, number)
 
     @property
-    def _own_shape(self) -> VideoShape:
+    def _validation_shape(self) -> VideoShape:
         """The shape of the videos sampled in validation."""
-        shape = VideoShape.of(self.recipe.data)
+        shape = VideoShape.from_data(self.recipe.data)
         return replace(shape, references=self.shapes[0].references)
 
-    def _encoded(self, shape: VideoShape) -> Spec:
+    def _compute_encoded_spec(self, shape: VideoShape) -> Spec:
         """Shapes and dtypes of a sample's cached tensors: the encoders' outputs for its pixels and its caption."""
-        encoded, _ = self._encode(shape)
+        encoded, _ = self._encode_fake_sample(shape)
         video = {name: (tensor.shape, tensor.dtype) for name, tensor in encoded.items()}
         text = self.checkpoint.text_spec(self.dtype)
-        return video | text | (preserved_spec(text) if self.recipe.train.preserve else {})
+        return video | text | (build_preserve_spec(text) if self.recipe.train.preserve else {})
 
-    def _encode(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
+    def _encode_fake_sample(self, shape: VideoShape) -> tuple[Mapping[str, torch.Tensor], int]:
         """Encode one fake sample of this shape. Returns the video encoder's outputs and its peak in bytes."""
         encode, encoders, fake = self._encoders
 
@@ -230,22 +245,22 @@ class Subject:
                 t for module in encoders for t in (*module.parameters(), *module.buffers())
             ]
             # Tensors that exist before are not counted in the peak.
-            with Live([*encoder_tensors, pixels]) as live:
-                sound = self._silence(shape)
+            with AllocationTracker([*encoder_tensors, pixels]) as live:
+                sound = self._make_silent_audio(shape)
                 sample = DecodedSample(pixels, first_frame, tuple(references), mask, sound)
-                encoded = sample.encoded(encode, shape)
-            return encoded, live.most
+                encoded = sample.encode(encode, shape)
+            return encoded, live.max_bytes
 
-        return self._once(shape, run)
+        return self._get_cached(shape, run)
 
-    def _silence(self, shape: VideoShape) -> Sound | None:
+    def _make_silent_audio(self, shape: VideoShape) -> Sound | None:
         """Silent audio of a clip of this shape; None if the model or the data has no audio."""
         sound_format, fps = self.checkpoint.sound_format, self.recipe.data.fps
         if sound_format is None or fps is None:
             return None
         return Sound(
             # (channels, samples).
-            torch.zeros(sound_format.channels, sound_format.samples(shape.frames, fps)),
+            torch.zeros(sound_format.channels, sound_format.count_samples(shape.frames, fps)),
             sound_format.rate,
         )
 
@@ -257,23 +272,23 @@ class Subject:
         """
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # Models that are loaded inside are built from their configs, with fake weights, and collected in the list.
-        with fake, from_configs() as built:
+        with fake, build_from_configs() as built:
             encode = self.checkpoint.load_video_encoder(self.dtype, CPU)
         return encode, built, fake
 
     @cached_property
-    def video_encoder(self) -> PlannedEncoder:
+    def video_encoder(self) -> EncoderMemory:
         """Memory of encoding one sample of the largest shape."""
         _, encoders, _ = self._encoders
-        weights = sum(tensor_bytes(encoder.parameters()) for encoder in encoders)
-        return PlannedEncoder(weights, self._encode(self.shapes[0])[1])
+        weights = sum(count_tensor_bytes(encoder.parameters()) for encoder in encoders)
+        return EncoderMemory(weights, self._encode_fake_sample(self.shapes[0])[1])
 
     @cached_property
-    def video_decoder(self) -> PlannedEncoder:
+    def video_decoder(self) -> EncoderMemory:
         """Memory of decoding one sample of the shape in `data`. An image autoencoder decodes one frame at a time."""
         _, encoders, fake = self._encoders
         vae: Any = encoders[0]
-        size, _ = self._encoded(self._own_shape)["latent_mean"]
+        size, _ = self._compute_encoded_spec(self._validation_shape)["latent_mean"]
         # (C, F, h, w) of a video to (C, h, w) of one frame.
         if isinstance(vae, AutoencoderKL) and len(size) == 4:
             size = torch.Size([size[0], *size[2:]])
@@ -282,144 +297,162 @@ class Subject:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
             # Decoders of LTX-Video 0.9.1 and later take a timestep.
             timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
-        with torch.no_grad(), Live([*vae.parameters(), *vae.buffers(), latents]) as live:
+        with (
+            torch.no_grad(),
+            AllocationTracker([*vae.parameters(), *vae.buffers(), latents]) as live,
+        ):
             vae.decode(latents, *timestep)
-        return PlannedEncoder(tensor_bytes(vae.parameters()), live.most)
+        return EncoderMemory(count_tensor_bytes(vae.parameters()), live.max_bytes)
 
     @cached_property
-    def caption_encoder(self) -> PlannedEncoder | None:
+    def caption_encoder(self) -> EncoderMemory | None:
         """Memory of encoding one caption of maximum length; None without a text encoder or without its config.
 
         Several encoders are loaded together and run one after the other. Of the modules that process captions after
         them (connectors), only the weights are counted.
         """
         path = self.checkpoint.path
-        with FakeTensorMode(allow_non_fake_inputs=True), from_configs():
-            models = text_encoders(path, self.dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True), build_from_configs():
+            models = build_text_encoders(path, self.dtype)
             connectors = [
                 kind.from_pretrained(path, subfolder=name, dtype=self.dtype)
-                for name, kind in self.checkpoint.after_text_encoder.items()
+                for name, kind in self.checkpoint.text_postprocessors.items()
             ]
         # The maximum number of tokens of a caption, if the family sets one.
-        limit, peak_bytes = self.checkpoint.text_facts().get("tokens"), 0
+        limit, peak_bytes = self.checkpoint.text_cache_key().get("tokens"), 0
         for model in models:
             config: Any = model.config
             # T5 has relative positions, so its config has no limit.
             positions = getattr(config.get_text_config(), "max_position_embeddings", limit)
             tokens = min(limit or positions, positions)
-            with torch.no_grad(), Live([*model.parameters(), *model.buffers()]) as live:
+            with (
+                torch.no_grad(),
+                AllocationTracker([*model.parameters(), *model.buffers()]) as live,
+            ):
                 # Token ids (1, tokens); their values do not change the memory.
                 model(torch.ones((1, tokens), dtype=torch.int64))
-            peak_bytes = max(peak_bytes, live.most)
-        weights = sum(tensor_bytes(model.parameters()) for model in (*models, *connectors))
-        return PlannedEncoder(weights, peak_bytes) if models else None
+            peak_bytes = max(peak_bytes, live.max_bytes)
+        weights = sum(count_tensor_bytes(model.parameters()) for model in (*models, *connectors))
+        return EncoderMemory(weights, peak_bytes) if models else None
 
-    def needs(self, recipe: Recipe, shape: Any) -> Needs:
+    def measure_activations(self, recipe: Recipe, shape: Any) -> PeakBytes:
         """Bytes of a micro-batch's activations by checkpointing mode."""
-        size, model = recipe.train.batch_size, self.model(recipe)
+        size, model = recipe.train.batch_size, self.get_model(recipe)
 
-        def count() -> Needs:
-            batch, integers = self._batch(self.spec(shape), size), self.known(shape, size)
-            with autocasting(model, self.dtype, gpu=self.gpu):
-                return measure(model, self._losses(size), batch, CPU, integers)
+        def measure_needs() -> PeakBytes:
+            batch, integers = (
+                self._get_batch_spec(self.get_spec(shape), size),
+                self.get_integer_inputs(shape, size),
+            )
+            with emulate_autocast(model, self.dtype, is_gpu=self.is_gpu):
+                return measure_activations(
+                    model, self._make_loss_function(size), batch, CPU, integers
+                )
 
-        return self._once(("needs", _model_key(recipe), size, shape), count)
+        return self._get_cached(("needs", _get_model_key(recipe), size, shape), measure_needs)
 
-    def peak(self, recipe: Recipe, shape: Any, mode: Mode) -> int:
+    def measure_peak(self, recipe: Recipe, shape: Any, mode: CheckpointingMode) -> int:
         """Peak of a whole micro-step, in bytes."""
-        size, model = recipe.train.batch_size, self.model(recipe)
+        size, model = recipe.train.batch_size, self.get_model(recipe)
         # With accumulation, gradients of earlier micro-steps are in memory during every pass but the first.
         exist = recipe.train.accumulate > 1
 
-        def count() -> int:
-            batch, integers = self._batch(self.spec(shape), size), self.known(shape, size)
-            losses = self._losses(size)
-            with autocasting(model, self.dtype, gpu=self.gpu):
-                return step_peak(model, losses, batch, mode, known=integers, gradients_exist=exist)
+        def measure_micro_step() -> int:
+            batch, integers = (
+                self._get_batch_spec(self.get_spec(shape), size),
+                self.get_integer_inputs(shape, size),
+            )
+            losses = self._make_loss_function(size)
+            with emulate_autocast(model, self.dtype, is_gpu=self.is_gpu):
+                return measure_step_peak(
+                    model, losses, batch, mode, integer_inputs=integers, has_gradients=exist
+                )
 
-        return self._once(("peak", _model_key(recipe), size, exist, shape, mode), count)
+        return self._get_cached(
+            ("peak", _get_model_key(recipe), size, exist, shape, mode), measure_micro_step
+        )
 
-    def inference_peak(self, recipe: Recipe) -> int:
+    def measure_inference_peak(self, recipe: Recipe) -> int:
         """Peak bytes of one denoising call in validation. Guidance may double the batch."""
-        guided = recipe.validation.guidance_scale > self.checkpoint.guided_above
+        guided = recipe.validation.guidance_scale > self.checkpoint.guidance_threshold
         # Guidance may run the conditional and the unconditional prediction as one batch.
-        size = self.checkpoint.guided_batch if guided else 1
-        model = self.model(recipe)
+        size = self.checkpoint.guidance_batch_size if guided else 1
+        model = self.get_model(recipe)
 
-        def count() -> int:
-            spec = self._encoded(self._own_shape)
+        def measure_denoising() -> int:
+            spec = self._compute_encoded_spec(self._validation_shape)
             # Without dropout, as in sampling.
-            step = FakeStep(model.eval(), self._batch(spec, size))
+            step = FakeStep(model.eval(), self._get_batch_spec(spec, size))
             try:
                 with (
                     torch.no_grad(),
-                    autocasting(model, self.dtype, gpu=self.gpu),
-                    step.live() as live,
+                    emulate_autocast(model, self.dtype, is_gpu=self.is_gpu),
+                    step.track_allocations() as live,
                 ):
-                    step.run(self._losses(size))
+                    step.run(self._make_loss_function(size))
             finally:
                 model.train()
-            return live.most
+            return live.max_bytes
 
-        return self._once(("inference", _model_key(recipe), size), count)
+        return self._get_cached(("inference", _get_model_key(recipe), size), measure_denoising)
 
-    def sample_bytes(self, shape: Any) -> int:
+    def count_sample_bytes(self, shape: Any) -> int:
         """Bytes of one sample's tensors."""
-        return sum(size.numel() * dtype.itemsize for size, dtype in self.spec(shape).values())
+        return sum(size.numel() * dtype.itemsize for size, dtype in self.get_spec(shape).values())
 
-    def drawn_bytes(self, shape: Any) -> int:
+    def count_noise_bytes(self, shape: Any) -> int:
         """Bytes of the random tensors (such as noise) that a step draws for one sample."""
         batch = {
             name: torch.empty(size, dtype=dtype, device="meta")
-            for name, (size, dtype) in self._batch(self.spec(shape), 1).items()
+            for name, (size, dtype) in self._get_batch_spec(self.get_spec(shape), 1).items()
         }
-        noise = Streams(0, [0]).drawn(self.checkpoint.draws(batch), CPU)
+        noise = RandomStreams(0, [0]).draw_tensors(self.checkpoint.draw_functions(batch), CPU)
         return sum(tensor.nbytes for tensor in noise.values())
 
-    def _batch(self, spec: Spec, size: int) -> Spec:
+    def _get_batch_spec(self, spec: Spec, size: int) -> Spec:
         """Specs of a batch of `size` samples."""
         return {
             n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()
         }
 
-    def known(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
+    def get_integer_inputs(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
         """Integer tensors of a micro-batch, such as token ids, that the model's shapes depend on."""
         integers = self._specs[shape][1]
         # The same values for each sample of the batch, as a view.
         return {name: tensor.expand(size, *tensor.shape) for name, tensor in integers.items()}
 
-    def _losses(self, size: int) -> Losses:
+    def _make_loss_function(self, size: int) -> Losses:
         """The training loss for fake batches of `size` samples."""
-        streams = Streams(self.recipe.train.seed, range(size))
-        return lambda model, batch: trained_losses(self.checkpoint, model, batch, streams)
+        streams = RandomStreams(self.recipe.train.seed, range(size))
+        return lambda model, batch: compute_training_losses(self.checkpoint, model, batch, streams)
 
 
-def _model_key(recipe: Recipe) -> str:
+def _get_model_key(recipe: Recipe) -> str:
     """Cache key: the recipe fields that change the model's structure."""
     return repr((recipe.lora, recipe.optim.groups, recipe.train.mode, recipe.kernels))
 
 
-def _wide(recipe: Recipe) -> Recipe:
+def _remove_quantization(recipe: Recipe) -> Recipe:
     """The recipe without `model.quantize`."""
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": None})})
 
 
 @contextmanager
-def _meta() -> Iterator[None]:
+def _build_on_meta() -> Iterator[None]:
     """Context in which models are built from their configs, on the meta device."""
-    with torch.device("meta"), from_configs():
+    with torch.device("meta"), build_from_configs():
         yield
 
 
 @contextmanager
-def _kernels_of_a_gpu(assumed: bool) -> Iterator[None]:
+def _assume_gpu_kernels(is_enabled: bool) -> Iterator[None]:
     """Context in which `auto` installs the kernels as on a machine with a GPU."""
     patches = Patches()
-    if assumed:
+    if is_enabled:
         gpu_support = kernel_support()._replace(mode="gpu", reason="assumed")
         # The wrappers ignore the original, which would look at this machine.
-        patches.method(api, "triton_support", lambda _own: gpu_support)
-        patches.method(api, "why_no_fp8", lambda _own: None)
+        patches.wrap_method(api, "triton_support", lambda _own: gpu_support)
+        patches.wrap_method(api, "why_no_fp8", lambda _own: None)
     try:
         yield
     finally:

@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from dit_lora.data.chat.rendered import Rendered
-from dit_lora.data.chat.view import NAMES, counts, shown_pieces
-from dit_lora.report.pages import render, write_page
+from dit_lora.data.chat.rendered import RenderedConversation
+from dit_lora.data.chat.view import PART_NAMES, build_piece_views, count_parts
+from dit_lora.report.pages import render_page, write_page
 
-FRAMES = 32
+MAX_FRAMES = 32
 """Maximum number of pictures on the page; more frames are sampled evenly."""
-_SIDE = 240  # maximum width and height of a picture, in pixels
+_MAX_SIDE = 240  # maximum width and height of a picture, in pixels
 
 
 def write_chat_sample_page(
     path: Path,
     sample: str,
-    rendered: Rendered,
+    rendered_sample: RenderedConversation,
     tokenizer: PreTrainedTokenizerBase,
     *,
     kind: str,
@@ -34,7 +34,7 @@ def write_chat_sample_page(
     Args:
         path: The HTML file.
         sample: The sample's name.
-        rendered: Its tokens, with those that are learned.
+        rendered_sample: Its tokens, with those that are learned.
         tokenizer: Decodes the tokens.
         kind: The kind of model.
         frames: uint8 (F, 3, H, W), or None without frames.
@@ -45,17 +45,17 @@ def write_chat_sample_page(
     Raises:
         DitLoraError: If the file cannot be written.
     """
-    page = render(
+    page = render_page(
         "chat_sample_page.html",
         sample=sample,
         kind=kind,
         size=f"{frames.shape[3]} x {frames.shape[2]}" if frames is not None else "",
-        total=len(rendered),
-        counts=counts(rendered),
-        pieces=shown_pieces(rendered, tokenizer),
-        names=NAMES,
-        dropped=sum(piece.dropped for piece in rendered.pieces),
-        pictures=_pictures(frames, seconds),
+        total=len(rendered_sample),
+        counts=count_parts(rendered_sample),
+        pieces=build_piece_views(rendered_sample, tokenizer),
+        names=PART_NAMES,
+        dropped=sum(piece.num_dropped for piece in rendered_sample.pieces),
+        pictures=_encode_pictures(frames, seconds),
         frame_count=0 if frames is None else len(frames),
         instruction=instruction,
         notes=notes,
@@ -63,25 +63,27 @@ def write_chat_sample_page(
     return write_page(path, page)
 
 
-def _pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """Data URI and time of at most `FRAMES` frames."""
+def _encode_pictures(
+    frames: torch.Tensor | None, seconds: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Data URI and time of at most `MAX_FRAMES` frames."""
     if frames is None:
         return []
-    count = min(len(frames), FRAMES)
+    count = min(len(frames), MAX_FRAMES)
     # Evenly spaced frames, including the first and the last.
     chosen = [round(index * (len(frames) - 1) / max(1, count - 1)) for index in range(count)]
     # A picture has no time.
     times = [f"{second:.2f} s" for second in seconds] or [""] * len(frames)
-    return [(_picture(frames[index]), times[index]) for index in chosen]
+    return [(_encode_picture(frames[index]), times[index]) for index in chosen]
 
 
-def _picture(frame: torch.Tensor) -> str:
+def _encode_picture(frame: torch.Tensor) -> str:
     from PIL import Image
 
     # (3, H, W) to (H, W, 3).
     picture = Image.fromarray(frame.permute(1, 2, 0).contiguous().numpy())
     # In place; keeps the aspect ratio and never enlarges.
-    picture.thumbnail((_SIDE, _SIDE))
+    picture.thumbnail((_MAX_SIDE, _MAX_SIDE))
     stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=80)
     return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

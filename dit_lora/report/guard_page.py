@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import is_inside, read_lines
-from dit_lora.guard.attach.guard_json import NAME, starts_in
-from dit_lora.guard.attach.monitoring import STATISTICS
+from dit_lora.files import can_open_inside, read_json_lines
+from dit_lora.guard.attach.guard_json import FILE_NAME, read_entries
+from dit_lora.guard.attach.monitoring import STATISTICS_FILE
 from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
-from dit_lora.redact import redactor
-from dit_lora.report.charts.heat_map import ModuleHistory, heat_maps
-from dit_lora.report.pages import render, write_page
-from dit_lora.report.run.history import mapping
-from dit_lora.report.run.recipe_diff import in_words
-from dit_lora.report.run.words import NONE, EventRow, Figure, event_row
+from dit_lora.redact import make_redactor
+from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
+from dit_lora.report.pages import render_page, write_page
+from dit_lora.report.run.history import ensure_dict
+from dit_lora.report.run.recipe_diff import format_value
+from dit_lora.report.run.words import NO_VALUE, EventRow, Figure, build_event_row
 
-_SHOWN = 50
+_NUM_VISIBLE_ROWS = 50
 """Number of table rows that are visible; the others can be expanded."""
-_MOST = 1000
+_MAX_EVENTS = 1000
 """Number of events in the table, the latest; events.jsonl has all of them."""
-_ACTIONS = {
+_ACTION_TEXTS = {
     "skip": "left the step out",
     "fallback": "switched it off from here on, and left the step out",
     "rollback": "put an earlier snapshot of weights and optimizer back",
     "stop": "stopped the loop",
 }
 # A single folder below `bundles/`: letters, digits, `_`, `.` and `-`, and no further slash.
-_PLACE = re.compile(r"bundles/[\w.-]+")
-_TICKS = 400
+_BUNDLE_PATH = re.compile(r"bundles/[\w.-]+")
+_NUM_TICKS = 400
 """Number of distinct positions on a lane."""
 
 
@@ -85,7 +85,7 @@ def is_guard_folder(folder: Path) -> bool:
     """True for the folder of a guard in another training loop, False for a dit_lora run."""
     # A dit_lora run also writes events.jsonl, but only a run has a config.yaml.
     is_run = (folder / "config.yaml").exists()
-    return not is_run and any((folder / name).exists() for name in (NAME, "events.jsonl"))
+    return not is_run and any((folder / name).exists() for name in (FILE_NAME, "events.jsonl"))
 
 
 def write_guard_report(folder: Path) -> Path:
@@ -94,29 +94,29 @@ def write_guard_report(folder: Path) -> Path:
     Raises:
         DitLoraError: If the file cannot be written.
     """
-    clean = redactor()
+    clean = make_redactor()
     # Torn lines were being written when a process was killed.
-    events, torn = read_lines(folder / "events.jsonl")
-    events, starts = clean(events), clean(starts_in(folder))
-    rows = [_row(group, folder) for group in _alike(events[-_MOST:])]
+    events, torn = read_json_lines(folder / "events.jsonl")
+    events, starts = clean(events), clean(read_entries(folder))
+    rows = [_build_row(group, folder) for group in _group_equal_events(events[-_MAX_EVENTS:])]
     # From the whole list: the table below has only the latest events.
-    state, color = _state(events, starts)
-    heat = heat_maps(_modules(folder))
-    page = render(
+    state, color = _describe_state(events, starts)
+    heat = build_heat_maps(_read_module_history(folder))
+    page = render_page(
         "guard_page.html",
         scripts=("page.js",) if heat else (),
         name=folder.resolve().name,
         state=state,
         state_color=color,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        figures=_figures(events, starts),
-        starts=_starts(events, starts),
-        rows_open=rows[:_SHOWN],
-        rows_more=rows[_SHOWN:],
-        earlier=max(0, len(events) - _MOST),
-        notes=_notes(starts, torn),
+        figures=_build_figures(events, starts),
+        starts=_build_starts(events, starts),
+        rows_open=rows[:_NUM_VISIBLE_ROWS],
+        rows_more=rows[_NUM_VISIBLE_ROWS:],
+        earlier=max(0, len(events) - _MAX_EVENTS),
+        notes=_build_notes(starts, torn),
         heat=heat,
-        weights=_weights(folder),
+        weights=_list_weight_files(folder),
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
         script=next(
             (str(start["script"]) for start in reversed(starts) if start.get("script")), ""
@@ -125,7 +125,7 @@ def write_guard_report(folder: Path) -> Path:
     return write_page(folder / "report.html", page, allow_stream=False)
 
 
-def _state(
+def _describe_state(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str]:
     """How the last start ended, as far as is known, and its color class."""
@@ -137,18 +137,18 @@ def _state(
     return "ended", "ok"
 
 
-def _figures(
+def _build_figures(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[Figure]:
     have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
     # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as far as known"
     num_taken, lost = (
-        sum(_count(start.get(name)) for start in starts) for name in ("taken", "lost")
+        sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost")
     )
     event_counts: dict[str, int] = {}
     for event in events:
-        for sample in _listed(event.get("sample_ids")):
+        for sample in _to_strings(event.get("sample_ids")):
             event_counts[sample] = event_counts.get(sample, 0) + 1
     # Row numbers are not names: they mean different samples in different micro-batches.
     named = {sample: count for sample, count in event_counts.items() if is_sample_name(sample)}
@@ -156,10 +156,14 @@ def _figures(
     most_frequent = f"most often {worst} ({named[worst]}x)" if worst else ""
     unnamed = len(event_counts) - len(named)
     rows = f"and {unnamed} not named" if unnamed else ""
-    switched_off_names = sorted(_switched_off(events, starts))
+    switched_off_names = sorted(_find_switched_off(events, starts))
     return [
-        Figure("Steps taken", f"{num_taken:,}" if starts else NONE, caveat),
-        Figure("Steps not taken", f"{lost:,}" if starts else NONE, _share(lost, num_taken + lost)),
+        Figure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
+        Figure(
+            "Steps not taken",
+            f"{lost:,}" if starts else NO_VALUE,
+            _format_share(lost, num_taken + lost),
+        ),
         Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
         Figure(
             "Switched off",
@@ -169,26 +173,28 @@ def _figures(
     ]
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}% of {whole:,}" if part and whole else ""
+def _format_share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f}% of {total:,}" if part and total else ""
 
 
-def _switched_off(
+def _find_switched_off(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> set[str]:
     # Each fallback is an event, and guard.json lists what was off at its last write: take both.
     from_events = {
-        str(mapping(entry.get("verdict")).get("switch", "")) for entry in events if _falls(entry)
+        str(ensure_dict(entry.get("verdict")).get("switch", ""))
+        for entry in events
+        if _is_fallback(entry)
     }
-    from_starts = {name for entry in starts for name in _listed(entry.get("switched_off"))}
+    from_starts = {name for entry in starts for name in _to_strings(entry.get("switched_off"))}
     return (from_events | from_starts) - {""}
 
 
-def _falls(event: Mapping[str, Any]) -> bool:
+def _is_fallback(event: Mapping[str, Any]) -> bool:
     return event.get("action") == "fallback"
 
 
-def _starts(
+def _build_starts(
     events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
 ) -> list[Start]:
     """The known guards, and an extra entry for events that none of them has written."""
@@ -196,64 +202,70 @@ def _starts(
     # guard.json may be missing or damaged while events.jsonl is complete.
     unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
     entries = [
-        _start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts
+        _build_start(entry, [e for e in events if e.get("guard") == entry["id"]])
+        for entry in starts
     ]
-    return [*entries, *([_start({}, unmatched_events)] if unmatched_events else [])]
+    return [*entries, *([_build_start({}, unmatched_events)] if unmatched_events else [])]
 
 
-def _start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
-    event_steps = [_count(event.get("step")) for event in events]
+def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Start:
+    event_steps = [_to_count(event.get("step")) for event in events]
     # The lane's right end. At least 1, because positions are divided by it.
-    steps = max([_count(facts.get("taken")) + _count(facts.get("lost")), *event_steps, 1])
+    steps = max([_to_count(facts.get("taken")) + _to_count(facts.get("lost")), *event_steps, 1])
     # In order of first appearance.
-    causes = dict.fromkeys(_cause(event) for event in events)
-    lanes = [_lane(cause, [e for e in events if _cause(e) == cause], steps) for cause in causes]
+    causes = dict.fromkeys(_describe_cause(event) for event in events)
+    lanes = [
+        _build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps)
+        for cause in causes
+    ]
     models = facts.get("models")
     rows = [
-        ("Loop", _loop(facts)),
+        ("Loop", _describe_loop(facts)),
         *(
-            ("Model", _model(mapping(model)))
+            ("Model", _describe_model(ensure_dict(model)))
             for model in (models if isinstance(models, list) else [])
         ),
-        ("Optimizers", in_words(facts.get("optimizers"))),
-        ("Checks", in_words(facts.get("checks"))),
-        ("Steps", _steps(facts)),
-        ("Versions", ", ".join(f"{k} {v}" for k, v in mapping(facts.get("versions")).items())),
-        ("Settings", in_words(mapping(facts.get("settings")))),
+        ("Optimizers", format_value(facts.get("optimizers"))),
+        ("Checks", format_value(facts.get("checks"))),
+        ("Steps", _describe_steps(facts)),
+        ("Versions", ", ".join(f"{k} {v}" for k, v in ensure_dict(facts.get("versions")).items())),
+        ("Settings", format_value(ensure_dict(facts.get("settings")))),
     ]
     # Events may exist without an entry in guard.json, if that file is missing or damaged.
     title = str(facts.get("started", "")) or "of a start that guard.json does not know"
     return Start(title, [(name, text) for name, text in rows if text], steps, lanes)
 
 
-def _loop(facts: Mapping[str, Any]) -> str:
+def _describe_loop(facts: Mapping[str, Any]) -> str:
     if not facts:
         return ""
-    ranks = _count(facts.get("ranks"))
+    ranks = _to_count(facts.get("ranks"))
     parts = [str(facts.get("script", "")), str(facts.get("loop", "")), str(facts.get("device", ""))]
     return ", ".join([*filter(None, parts), *([f"{ranks} processes"] if ranks > 1 else [])])
 
 
-def _model(model: Mapping[str, Any]) -> str:
-    dtypes = in_words(model.get("dtypes"))
-    numbers = f"{_count(model.get('trained')):,} of {_count(model.get('parameters')):,} trained"
+def _describe_model(model: Mapping[str, Any]) -> str:
+    dtypes = format_value(model.get("dtypes"))
+    numbers = (
+        f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
+    )
     return f"{model.get('name')}: {numbers}" + (f", in {dtypes}" if dtypes else "")
 
 
-def _steps(facts: Mapping[str, Any]) -> str:
+def _describe_steps(facts: Mapping[str, Any]) -> str:
     if not facts:
         return ""
     ending = "" if facts.get("ended") is True else "; it has not said that it ended"
-    return f"{_count(facts.get('taken')):,} taken, {_count(facts.get('lost')):,} not{ending}"
+    return f"{_to_count(facts.get('taken')):,} taken, {_to_count(facts.get('lost')):,} not{ending}"
 
 
-def _lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
+def _build_lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
     # Combine events at the same position in one tick: overlapping marks would show no more.
     # Events by position, an integer from 0 to the number of ticks.
     events_by_position: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
-        position = round(_TICKS * _count(event.get("step")) / steps)
-        events_by_position.setdefault(min(position, _TICKS), []).append(event)
+        position = round(_NUM_TICKS * _to_count(event.get("step")) / steps)
+        events_by_position.setdefault(min(position, _NUM_TICKS), []).append(event)
     ticks = []
     for position, position_events in sorted(events_by_position.items()):
         # A stop colours the tick even if others share the position.
@@ -263,75 +275,81 @@ def _lane(cause: str, events: Sequence[Mapping[str, Any]], steps: int) -> Lane:
             f" and {len(position_events) - 1} more" if len(position_events) > 1 else "",
         )
         text = f"step {first_event.get('step')}: {first_event.get('action')}{more}"
-        ticks.append(Tick(100 * position / _TICKS, "reject" if stops else "warn", text))
+        ticks.append(Tick(100 * position / _NUM_TICKS, "reject" if stops else "warn", text))
     return Lane(cause, len(events), ticks)
 
 
-def _alike(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _group_equal_events(events: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Group events with the same message, since a bad sample costs a step in each epoch."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for event in events:
-        message = str(mapping(event.get("verdict")).get("words"))
+        message = str(ensure_dict(event.get("verdict")).get("words"))
         # Same guard, cause, action, message and samples.
-        key = (event.get("guard"), _cause(event), event.get("action"), message)
-        groups.setdefault((*map(str, key), *_listed(event.get("sample_ids"))), []).append(event)
+        key = (event.get("guard"), _describe_cause(event), event.get("action"), message)
+        groups.setdefault((*map(str, key), *_to_strings(event.get("sample_ids"))), []).append(event)
     return list(groups.values())
 
 
-def _row(alike: Sequence[Mapping[str, Any]], folder: Path) -> Row:
-    event = alike[0]
-    verdict, base_row = mapping(event.get("verdict")), event_row(event, _ACTIONS)
+def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
+    event = group[0]
+    verdict, base_row = ensure_dict(event.get("verdict")), build_event_row(event, _ACTION_TEXTS)
     bundle = str(event.get("bundle", ""))
     # The file may be untrusted, so only a valid bundle path becomes a link.
-    is_there = _PLACE.fullmatch(bundle) and is_inside(folder, folder / bundle / "bundle.json")
+    is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(
+        folder, folder / bundle / "bundle.json"
+    )
     return Row(
         step=base_row.step,
-        again=f"{len(alike) - 1:,} more, to {alike[-1].get('step')}" if len(alike) > 1 else "",
-        cause=_cause(event),
+        again=f"{len(group) - 1:,} more, to {group[-1].get('step')}" if len(group) > 1 else "",
+        cause=_describe_cause(event),
         words=base_row.words,
-        module=in_words(verdict.get("module")),
-        op=in_words(verdict.get("op")),
-        samples=", ".join(_listed(event.get("sample_ids"))),
+        module=format_value(verdict.get("module")),
+        op=format_value(verdict.get("op")),
+        samples=", ".join(_to_strings(event.get("sample_ids"))),
         action=base_row.action,
         bundle=bundle if is_there else "",
         told=base_row,
     )
 
 
-def _notes(starts: Sequence[Mapping[str, Any]], torn: int) -> list[str]:
-    notes = [] if starts else [f"{NAME} is not there or torn: what was watched is not known."]
-    return notes + ([f"{torn} torn lines of events.jsonl are left out."] if torn else [])
+def _build_notes(starts: Sequence[Mapping[str, Any]], num_torn_lines: int) -> list[str]:
+    notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
+    return notes + (
+        [f"{num_torn_lines} torn lines of events.jsonl are left out."] if num_torn_lines else []
+    )
 
 
-def _modules(folder: Path) -> ModuleHistory:
+def _read_module_history(folder: Path) -> ModuleHistory:
     """Module statistics of the last guard that has any."""
     history = ModuleHistory()
-    lines, _ = read_lines(folder / STATISTICS)
+    lines, _ = read_json_lines(folder / STATISTICS_FILE)
     for line in lines:
         # Steps of different guards overlap, so one map can show only one guard.
         if line.get("guard") == lines[-1].get("guard"):
-            history.add(_count(line.get("step")), mapping(line.get("modules")))
+            history.add_step(_to_count(line.get("step")), ensure_dict(line.get("modules")))
     return history
 
 
-def _weights(folder: Path) -> list[tuple[str, str]]:
+def _list_weight_files(folder: Path) -> list[tuple[str, str]]:
     """Names and sizes of the files with the last good weights."""
     paths = sorted(
-        path for path in folder.glob("last_good_step_*.safetensors") if is_inside(folder, path)
+        path
+        for path in folder.glob("last_good_step_*.safetensors")
+        if can_open_inside(folder, path)
     )
     return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in paths]
 
 
-def _cause(event: Mapping[str, Any]) -> str:
-    cause = mapping(event.get("verdict")).get("cause", "unknown")
+def _describe_cause(event: Mapping[str, Any]) -> str:
+    cause = ensure_dict(event.get("verdict")).get("cause", "unknown")
     # Events that are only reported, such as spikes, have a kind but no cause.
     named = event.get("kind", cause) if cause == "unknown" else cause
     return str(named).replace("_", " ")
 
 
-def _listed(value: Any) -> list[str]:
+def _to_strings(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def _count(value: Any) -> int:
+def _to_count(value: Any) -> int:
     return value if isinstance(value, int) and value >= 0 else 0

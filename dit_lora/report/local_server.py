@@ -17,11 +17,11 @@ from dit_lora.errors import DitLoraError
 from dit_lora.parsing import parse_json
 
 HOST = "127.0.0.1"
-_CHUNK = 2**18
-_MOST_DROPPED = 2**22  # maximum bytes read from a refused request
+_CHUNK_BYTES = 2**18
+_MAX_DROPPED_BYTES = 2**22  # maximum bytes read from a refused request
 _MAX_DIGITS = 18  # maximum digits of a length in bytes
 # One byte range; each end may be missing.
-_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_RANGE_PATTERN = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -56,21 +56,23 @@ class LocalServer(ThreadingHTTPServer):
     def is_token(self, value: str) -> bool:
         """Compare with the token in constant time."""
         # An ordinary comparison would reveal by its duration how many characters match.
-        return secrets.compare_digest(_bytes(value), _bytes(self.token))
+        return secrets.compare_digest(_encode(value), _encode(self.token))
 
 
-def _bytes(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def serve_until_interrupted(server: LocalServer, what: object, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `tell` receives the address and the closing message."""
+def serve_until_interrupted(
+    server: LocalServer, description: object, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C; `say` receives the address and the closing message."""
     with server:
-        tell(f"{what}: {server.url} (Ctrl-C ends)")
+        say(f"{description}: {server.url} (Ctrl-C ends)")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            tell("ended")
+            say("ended")
 
 
 class PageHandler(BaseHTTPRequestHandler, ABC):
@@ -90,14 +92,14 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
 
     def do_GET(self) -> None:
         self._new_cookie = ""
-        if not self._is_asked_here():
+        if not self._check_host():
             return
         if not self._has_token():
             # The link that the command printed has the token.
             message = "open the address that the command printed, which ends in ?token=..."
             self.refuse(HTTPStatus.FORBIDDEN, message)
             return
-        self.show()
+        self.send_page()
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -106,57 +108,59 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         self._new_cookie = ""
         # A page of another site can send requests here, although it cannot read the answer.
         # The check has already answered the request if it fails.
-        if not self._is_asked_here():
+        if not self._check_host():
             return
-        if self.headers.get("Origin", "") not in self._own_origins():
+        if self.headers.get("Origin", "") not in self._get_origins():
             self.refuse(HTTPStatus.FORBIDDEN, "this takes what its own page sends")
             return
-        self.take()
+        self.handle_post()
 
     @abstractmethod
-    def show(self) -> None:
+    def send_page(self) -> None:
         """Answer a request for a page or a file."""
 
-    def take(self) -> None:
+    def handle_post(self) -> None:
         """Answer a POST request of the page."""
         self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "nothing is written here")
 
-    def sent(self, path: str, most: int) -> dict[str, Any] | None:
+    def read_json_body(self, path: str, max_bytes: int) -> dict[str, Any] | None:
         """The JSON object that an authorized page has posted to a path. Answers any other request, and
         returns None.
         """
         if self.path != path:
             self.refuse(HTTPStatus.NOT_FOUND, "nothing is written there")
             return None
-        data = self._body(most)
+        data = self._read_body(max_bytes)
         if data is None:
             return None
         try:
             values = parse_json(data)
         except ValueError as error:
-            self.say(HTTPStatus.BAD_REQUEST, f"this takes JSON: {error}")
+            self.send_message(HTTPStatus.BAD_REQUEST, f"this takes JSON: {error}")
             return None
         # The token is in the body, not in a cookie: browsers can attach cookies to other sites' requests.
         request_token = values.get("token") if isinstance(values, dict) else None
         if not isinstance(request_token, str):
-            self.say(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
+            self.send_message(HTTPStatus.BAD_REQUEST, "this takes an object with the page's token")
             return None
         if not self.server.is_token(request_token):
-            self.say(
+            self.send_message(
                 HTTPStatus.FORBIDDEN,
                 "this page is of an earlier start; open the address that the command printed in another tab",
             )
             return None
         return dict(values)
 
-    def _body(self, most: int) -> bytes | None:
+    def _read_body(self, max_bytes: int) -> bytes | None:
         """The bytes of the request body. Answers a request without a valid length, and returns None."""
         length = self._content_length()
         if length is None:
             self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
             return None
-        if length > most:
-            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {most:,} bytes are taken")
+        if length > max_bytes:
+            self.refuse(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {max_bytes:,} bytes are taken"
+            )
             return None
         try:
             data = self.rfile.read(length)
@@ -188,7 +192,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         cookie_tokens = [
             value
             for name, _, value in (cookie.strip().partition("=") for cookie in cookies)
-            if name == self._cookie
+            if name == self._cookie_name
         ]
         # A browser may send several cookies of this name; any valid one is accepted.
         if any(map(self.server.is_token, cookie_tokens)):
@@ -198,113 +202,130 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
                 # The first visit has the token in the URL; later requests, such as for media files, use the cookie.
                 if self.server.is_token(value):
-                    self._new_cookie = f"{self._cookie}={value}; Path=/; HttpOnly; SameSite=Strict"
+                    self._new_cookie = (
+                        f"{self._cookie_name}={value}; Path=/; HttpOnly; SameSite=Strict"
+                    )
                     return True
         return False
 
     @property
-    def _cookie(self) -> str:
+    def _cookie_name(self) -> str:
         # Cookies are shared by all ports of a host.
         return f"dit_lora_{self.server.server_port}"
 
-    def _is_asked_here(self) -> bool:
+    def _check_host(self) -> bool:
         """True if the request's Host is this server. Answers any other request."""
         # With DNS rebinding, a request to another site's name arrives here with that name as its Host.
-        if self.headers.get("Host", "") in self._names():
+        if self.headers.get("Host", "") in self._get_host_names():
             return True
         self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its own address only")
         return False
 
-    def _own_origins(self) -> tuple[str, ...]:
+    def _get_origins(self) -> tuple[str, ...]:
         """The origins of this server's pages."""
-        return tuple(f"http://{name}" for name in self._names())
+        return tuple(f"http://{name}" for name in self._get_host_names())
 
-    def _names(self) -> tuple[str, ...]:
+    def _get_host_names(self) -> tuple[str, ...]:
         _, port = self.connection.getsockname()
         return f"{HOST}:{port}", f"localhost:{port}"
 
-    def file(self, opened: Callable[[], BinaryIO], kind: str) -> None:
-        """Send a file, or the requested range of it; 404 if `opened` raises `OSError`."""
+    def send_file(self, open_file: Callable[[], BinaryIO], content_type: str) -> None:
+        """Send a file, or the requested range of it; 404 if `open_file` raises `OSError`."""
         file = None
         with suppress(OSError):  # removed since, or not readable
-            file = opened()
+            file = open_file()
         if file is None:
-            self.say(HTTPStatus.NOT_FOUND, "no such file here")
+            self.send_message(HTTPStatus.NOT_FOUND, "no such file here")
             return
         with file:
-            self._part(file, kind)
+            self._send_range(file, content_type)
 
-    def _part(self, file: BinaryIO, kind: str) -> None:
+    def _send_range(self, file: BinaryIO, content_type: str) -> None:
         """Send a file, or the requested range of it."""
         # Size of the open file: its path may be replaced at any time.
         size = os.fstat(file.fileno()).st_size
-        byte_range = self._range(size)
+        byte_range = self._parse_range(size)
         if byte_range is None:
             range = {"Content-Range": f"bytes */{size}"}
-            self.say(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
+            self.send_message(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, "", range)
             return
         start, end, partly = byte_range
         more = {"Accept-Ranges": "bytes"}
         if partly:
             more["Content-Range"] = f"bytes {start}-{end}/{size}"
         status = HTTPStatus.PARTIAL_CONTENT if partly else HTTPStatus.OK
-        self._head(status, kind, end - start + 1, more)
+        self._send_headers(status, content_type, end - start + 1, more)
         # HEAD has the same headers as GET, without a body.
         if self.command != "HEAD":
-            self._copy(file, start, end - start + 1)
+            self._send_bytes(file, start, end - start + 1)
 
-    def _range(self, size: int) -> tuple[int, int, bool] | None:
+    def _parse_range(self, num_bytes: int) -> tuple[int, int, bool] | None:
         """First and last requested byte, and whether that is only a part; None if the range is beyond the file."""
-        match = _RANGE.fullmatch(self.headers.get("Range", ""))
+        match = _RANGE_PATTERN.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):
-            return 0, size - 1, False  # HTTP allows answering several ranges with the whole file
+            return (
+                0,
+                num_bytes - 1,
+                False,
+            )  # HTTP allows answering several ranges with the whole file
         start, end = match.groups()
         # `bytes=-N` asks for the last N bytes.
         if start == "":
-            first_byte, last_byte = max(0, size - int(end)), size - 1
+            first_byte, last_byte = max(0, num_bytes - int(end)), num_bytes - 1
         else:
-            first_byte, last_byte = int(start), min(int(end) if end else size - 1, size - 1)
+            first_byte, last_byte = (
+                int(start),
+                min(int(end) if end else num_bytes - 1, num_bytes - 1),
+            )
         return (first_byte, last_byte, True) if first_byte <= last_byte else None
 
-    def _copy(self, file: BinaryIO, first: int, count: int) -> None:
+    def _send_bytes(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
         # In chunks: a video need not fit into memory.
-        file.seek(first)
-        while count > 0 and (part := file.read(min(_CHUNK, count))):
+        file.seek(offset)
+        while num_bytes > 0 and (part := file.read(min(_CHUNK_BYTES, num_bytes))):
             self.wfile.write(part)
-            count -= len(part)
+            num_bytes -= len(part)
         # The file was truncated meanwhile: close, so that the next response is not read as the missing bytes.
-        self.close_connection |= count > 0
+        self.close_connection |= num_bytes > 0
 
-    def refuse(self, status: HTTPStatus, words: str) -> None:
+    def refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer with a line of text and close the connection, so that the request's body is not read as a request."""
         self.close_connection = True
-        self.say(status, words, {"Connection": "close"})
+        self.send_message(status, message, {"Connection": "close"})
         # Closing a connection with unread bytes resets it, and the answer may be lost. A client that pauses while
         # sending, as on a busy machine, gets the same timeout as in any other read.
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             dropped = 0
-            while dropped < _MOST_DROPPED and (part := self.rfile.read1(_CHUNK)):
+            while dropped < _MAX_DROPPED_BYTES and (part := self.rfile.read1(_CHUNK_BYTES)):
                 dropped += len(part)
 
-    def say(self, status: HTTPStatus, words: str, more: Mapping[str, str] = {}) -> None:
+    def send_message(
+        self, status: HTTPStatus, message: str, extra_headers: Mapping[str, str] = {}
+    ) -> None:
         """Answer with a line of text."""
-        self.send(f"{words}\n", "text/plain; charset=utf-8", status, more)
+        self.send_text(f"{message}\n", "text/plain; charset=utf-8", status, extra_headers)
 
-    def send(
-        self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] = {}
+    def send_text(
+        self,
+        text: str,
+        content_type: str,
+        status: HTTPStatus = HTTPStatus.OK,
+        extra_headers: Mapping[str, str] = {},
     ) -> None:
         """Answer with a text of this content type."""
         # File names may contain surrogate escapes, which UTF-8 cannot encode.
         body = text.encode(errors="backslashreplace")
-        self._head(status, kind, len(body), more)
+        self._send_headers(status, content_type, len(body), extra_headers)
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _head(self, status: HTTPStatus, kind: str, length: int, more: Mapping[str, str]) -> None:
+    def _send_headers(
+        self, status: HTTPStatus, content_type: str, length: int, extra_headers: Mapping[str, str]
+    ) -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind,
+            "Content-Type": content_type,
             "Content-Length": str(length),
             # The page changes during a run, and its content is private to this machine.
             "Cache-Control": "no-store",
@@ -313,7 +334,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             "X-Frame-Options": "DENY",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",
-            **more,
+            **extra_headers,
         }
         if self._new_cookie:
             headers["Set-Cookie"] = self._new_cookie

@@ -9,38 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.redact import redactor
+from dit_lora.files import write_atomically
+from dit_lora.redact import make_redactor
 
 # Beginnings of embedded media, whose base64 must not be changed by redaction.
-_EMBEDDED = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
+_DATA_URI_PREFIXES = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 # Nothing may be loaded or submitted except what a page's `sources` adds.
-_HEADERS = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
+_CONTENT_POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
+)
 
 
-PICTURE_BYTES = 7 * 2**20
+MAX_PICTURE_BYTES = 7 * 2**20
 """Maximum bytes of base64 pictures on one page, which keeps the page below 10 MB."""
-_WORDS = 400  # maximum characters of one text
+_MAX_TEXT_LENGTH = 400  # maximum characters of one text
 
 
 class PagePictures:
     """Makes data URIs of JPEGs, while there is space on the page."""
 
     def __init__(self) -> None:
-        self._room = PICTURE_BYTES
+        self._bytes_left = MAX_PICTURE_BYTES
 
-    def uri(self, jpeg: bytes | None) -> str:
+    def make_uri(self, jpeg: bytes | None) -> str:
         """The picture's data URI; an empty string without a picture or without space for it."""
         # Base64 length counts, because that is what the page contains.
         text = base64.b64encode(jpeg or b"").decode()
-        if not text or len(text) > self._room:
+        if not text or len(text) > self._bytes_left:
             return ""
-        self._room -= len(text)
+        self._bytes_left -= len(text)
         return f"data:image/jpeg;base64,{text}"
 
 
-def clipped(words: str) -> str:
-    return words if len(words) <= _WORDS else words[:_WORDS] + "…"
+def clip_text(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT_LENGTH else text[:_MAX_TEXT_LENGTH] + "…"
 
 
 def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
@@ -52,13 +54,13 @@ def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
         DitLoraError: If the file cannot be written.
     """
     try:
-        write_whole(path, page, allow_stream=allow_stream)
+        write_atomically(path, page, allow_stream=allow_stream)
     except OSError as error:
         raise DitLoraError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 
 
-def render(
+def render_page(
     template: str,
     *,
     scripts: Sequence[str] = (),
@@ -75,43 +77,43 @@ def render(
         redact: False for a page that edits files, which must contain their exact text.
         values: The template's variables.
     """
-    texts = [_read(name) for name in scripts]
-    policy = f"{_HEADERS}; {sources}"
+    texts = [_read_resource(name) for name in scripts]
+    policy = f"{_CONTENT_POLICY}; {sources}"
     # Only these scripts may run: the policy lists their hashes.
     if texts:
-        policy += "; script-src " + " ".join(f"'sha256-{_digest(text)}'" for text in texts)
-    page = _environment().get_template(template)
-    clean = redactor() if redact else str
+        policy += "; script-src " + " ".join(f"'sha256-{_compute_digest(text)}'" for text in texts)
+    page = _get_environment().get_template(template)
+    clean = make_redactor() if redact else str
     return str(page.render(policy=policy, scripts=texts, clean=clean, **values))
 
 
-def _digest(text: str) -> str:
+def _compute_digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache
-def _environment() -> Any:
+def _get_environment() -> Any:
     import jinja2
 
     @jinja2.pass_context
-    def shown(context: jinja2.runtime.Context, value: Any) -> Any:
+    def redact_value(context: jinja2.runtime.Context, value: Any) -> Any:
         """Redact text; markup of the templates and embedded media stay unchanged."""
         as_is = not isinstance(value, str) or hasattr(value, "__html__")
-        return value if as_is or value.startswith(_EMBEDDED) else context["clean"](value)
+        return value if as_is or value.startswith(_DATA_URI_PREFIXES) else context["clean"](value)
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_read),
+        loader=jinja2.FunctionLoader(_read_resource),
         autoescape=True,
-        finalize=shown,
+        finalize=redact_value,
         # A misspelt variable is an error and not an empty string.
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["clipped"] = clipped
+    environment.filters["clipped"] = clip_text
     return environment
 
 
 @cache
-def _read(name: str) -> str:
+def _read_resource(name: str) -> str:
     return resources.files("dit_lora.report").joinpath(name).read_text(encoding="utf-8")

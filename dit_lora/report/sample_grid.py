@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from dit_lora.report.pages import render, write_page
+from dit_lora.report.pages import render_page, write_page
 
 GridSample = tuple[str, int, float | None, Path]
 """Prompt, seed, strength (None if none was given), and file."""
@@ -26,12 +26,12 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
     """Write a page that links to the samples in the same folder; `samples` are in the order of rows and columns."""
     rows: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for prompt, seed, strength, file in samples:
-        label = "" if strength is None else _words(strength)
+        label = "" if strength is None else _format_strength(strength)
         # The page lies next to the files, so the quoted name is the link.
         rows.setdefault((prompt, seed), []).append((label, quote(file.name)))
     is_video = samples[0][3].suffix == ".mp4"
     grid_rows = [GridRow(prompt, seed, cells, is_video) for (prompt, seed), cells in rows.items()]
-    page = render(
+    page = render_page(
         "sample_grid.html",
         scripts=["sample_grid.js"],
         # Allow files in the page's folder.
@@ -44,5 +44,5 @@ def write_sample_grid(path: Path, title: str, samples: Sequence[GridSample]) -> 
     return write_page(path, page)
 
 
-def _words(strength: float) -> str:
+def _format_strength(strength: float) -> str:
     return "without the adapter" if strength == 0 else f"strength {strength:g}"

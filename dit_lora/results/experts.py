@@ -3,19 +3,19 @@
 from pathlib import Path
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.config.experts import EXPERTS
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.errors import DitLoraError, format_list
 
-PAIR_PATTERNS = tuple(f"*_{name}.safetensors" for name in EXPERTS.values())
+EXPERT_FILE_PATTERNS = tuple(f"*_{name}.safetensors" for name in EXPERT_NAMES.values())
 """Glob patterns of the experts' file names."""
 
 
-def pair_file(name: str) -> str:
-    """File name of an expert's adapter in a folder with both. `name` is high_noise or low_noise."""
-    return f"{Path(ADAPTER_FILE).stem}_{name}.safetensors"
+def format_expert_filename(expert: str) -> str:
+    """File name of an expert's adapter in a folder with both. `expert` is high_noise or low_noise."""
+    return f"{Path(ADAPTER_FILE).stem}_{expert}.safetensors"
 
 
-def targets_of(target: Path) -> tuple[Path, ...]:
+def find_expert_results(target: Path) -> tuple[Path, ...]:
     """The results of both experts (high noise first) or of the only one; the path itself if there are no experts.
 
     A run of both experts contains a run for each. Elsewhere the file names end with `_high_noise` or `_low_noise`.
@@ -26,41 +26,43 @@ def targets_of(target: Path) -> tuple[Path, ...]:
     if not target.is_dir():
         return (target,)
     # A run of both experts: its subfolders high_noise and low_noise are complete runs.
-    runs = runs_of(target)
+    runs = find_expert_runs(target)
     if len(runs) > 1:
         return runs
     # An adapter's folder, or the folder of a run.
     for folder in (target, target / "adapter"):
-        files = tuple(file for name in EXPERTS.values() for file in _ending(folder, name))
+        files = tuple(
+            file for name in EXPERT_NAMES.values() for file in _find_expert_file(folder, name)
+        )
         if files:
             return files
     return (target,)
 
 
-def runs_of(folder: Path) -> tuple[Path, ...]:
+def find_expert_runs(folder: Path) -> tuple[Path, ...]:
     """The runs of both experts, high noise first, if the folder is a run of both; else the folder itself."""
     # Both folders must hold a recipe; otherwise the folder counts as a single run.
-    runs = tuple(folder / name for name in EXPERTS.values())
+    runs = tuple(folder / name for name in EXPERT_NAMES.values())
     return runs if all((run / "config.yaml").is_file() for run in runs) else (folder,)
 
 
-def files_of_experts(target: Path) -> list[Path]:
+def find_adapter_files(target: Path) -> list[Path]:
     """The adapter files at a path, of any experts; empty if there are none."""
     files = []
-    for result in targets_of(target):
+    for result in find_expert_results(target):
         # The result may be the file itself, an adapter's folder or a run's folder; take the first that exists.
         candidates = (result, result / ADAPTER_FILE, result / "adapter" / ADAPTER_FILE)
         files += [candidate for candidate in candidates if candidate.is_file()][:1]
     return files
 
 
-def _ending(folder: Path, name: str) -> list[Path]:
+def _find_expert_file(folder: Path, expert: str) -> list[Path]:
     """The file in this folder whose name ends with the expert's name, as a list of at most one."""
-    files = sorted(folder.glob(f"*_{name}.safetensors"))
+    files = sorted(folder.glob(f"*_{expert}.safetensors"))
     if len(files) > 1:
         raise DitLoraError(
-            listed(
-                f"{folder}: several files end with {name}.safetensors; give one",
+            format_list(
+                f"{folder}: several files end with {expert}.safetensors; give one",
                 list(map(str, files)),
             )
         )

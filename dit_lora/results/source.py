@@ -10,42 +10,42 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    PROVENANCE_FILE,
-    read_provenance,
+    RUN_METADATA_FILE,
+    read_run_metadata,
 )
-from dit_lora.adapters.load import in_peft_format
+from dit_lora.adapters.load import is_in_peft_format
 from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.config.records import Provenance, read_typed
+from dit_lora.config.records import RunMetadata, read_typed_json
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, DIFFUSION_FAMILIES, get_family
-from dit_lora.families.opening import local_checkpoint, read_component_config
+from dit_lora.families.opening import get_checkpoint_folder, read_component_config
 from dit_lora.files import read_json
 
-DIFFUSERS_FORMAT = (ADAPTER_FILE,)
-ANY_FORMAT = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
+DIFFUSERS_FILENAMES = (ADAPTER_FILE,)
+ADAPTER_FILENAMES = (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
 """File names of an adapter: in Diffusers' format only, or also in PEFT's format."""
 
 
 @dataclass(frozen=True)
-class Source:
+class ResultSource:
     """A diffusion adapter, or a full pipeline."""
 
     target: Path
     """The path as the user gave it."""
     file: Path
     """The adapter's file, or the pipeline's folder."""
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """The training metadata; empty if the file is not ours."""
     is_pipeline: bool = False
 
     @property
     def part(self) -> str:
         """The component that the adapter is for, or the trained component of a pipeline."""
-        return self.made.get("part", "transformer")
+        return self.metadata.get("part", "transformer")
 
-    def base(self, model: str | None) -> ModelConfig:
+    def resolve_base(self, model: str | None) -> ModelConfig:
         """The base checkpoint, with its family.
 
         It is `model`, else the one in the config of the run that the adapter is in, else the recorded Hub id. A
@@ -59,8 +59,8 @@ class Source:
                 f"--model does not apply: {self.file} is a whole model, not an adapter"
             )
         # Order of precedence: --model, the pipeline itself, the run's recipe, the adapter's header.
-        recorded = None if self.is_pipeline else model_of_run(self.target, self.file)
-        family = self.made.get("family") or (recorded.family if recorded else "")
+        recorded = None if self.is_pipeline else read_run_model(self.target, self.file)
+        family = self.metadata.get("family") or (recorded.family if recorded else "")
         if model:
             base = ModelConfig(family=family, path=model)
         elif self.is_pipeline:
@@ -68,42 +68,44 @@ class Source:
         elif recorded is not None:
             base = recorded
         else:
-            path = named_base(self.file, self.made.get("base_model") or peft_base(self.file.parent))
-            base = ModelConfig(family=family, path=path, revision=self.made.get("revision"))
+            path = require_hub_base(
+                self.file, self.metadata.get("base_model") or read_peft_base(self.file.parent)
+            )
+            base = ModelConfig(family=family, path=path, revision=self.metadata.get("revision"))
         # The header knows which expert and task were trained; a base given by path does not.
-        if "part" in self.made:
+        if "part" in self.metadata:
             base = base.model_copy(update={"part": self.part})
-        if "task" in self.made:
-            base = base.model_copy(update={"task": self.made["task"]})
-        return base if base.family else base.model_copy(update={"family": family_of(base)})
+        if "task" in self.metadata:
+            base = base.model_copy(update={"task": self.metadata["task"]})
+        return base if base.family else base.model_copy(update={"family": detect_family(base)})
 
 
 def find_source(
     target: Path,
-    names: Sequence[str] = DIFFUSERS_FORMAT,
-    read: Callable[[Path], Mapping[str, Any]] = read_provenance,
-) -> Source:
+    filenames: Sequence[str] = DIFFUSERS_FILENAMES,
+    read_metadata: Callable[[Path], Mapping[str, Any]] = read_run_metadata,
+) -> ResultSource:
     """Find the adapter or the pipeline at this path: a run's folder, an adapter's folder, or an adapter's file.
 
     Args:
         target: The path.
-        names: Accepted file names of an adapter.
-        read: Reads the training metadata from the adapter's file.
+        filenames: Accepted file names of an adapter.
+        read_metadata: Reads the training metadata from the adapter's file.
 
     Raises:
         DitLoraError: There is none.
     """
     # A full pipeline comes first, then an adapter's file with one of the accepted names.
-    pipeline = whole_pipeline(target)
+    pipeline = find_pipeline_folder(target)
     if pipeline is not None:
-        record = pipeline / PROVENANCE_FILE
-        return Source(target, pipeline, _provenance(record), True)
+        record = pipeline / RUN_METADATA_FILE
+        return ResultSource(target, pipeline, _read_pipeline_metadata(record), True)
     # Some kinds of adapters of diffusion models are stored in PEFT's format only.
-    file = _file_in(target, names) or _without_diffusers(target)
+    file = _find_file(target, filenames) or _find_peft_only_adapter(target)
     if file is not None:
-        return Source(target, file, read(file) or _made_of_checkpoint(file))
+        return ResultSource(target, file, read_metadata(file) or _read_checkpoint_metadata(file))
     peft_configs = (path / CONFIG_NAME for path in (target, target / "adapter", target.parent))
-    if names == DIFFUSERS_FORMAT and any(config.is_file() for config in peft_configs):
+    if filenames == DIFFUSERS_FILENAMES and any(config.is_file() for config in peft_configs):
         raise DitLoraError(
             f"{target} holds an adapter in PEFT's format: a chat model's answers by dit-lora chat; of a diffusion "
             f"model, write what its pipeline loads: dit-lora export {target} --to diffusers --out OUT"
@@ -113,30 +115,33 @@ def find_source(
     )
 
 
-def _provenance(record: Path) -> dict[str, Any]:
+def _read_pipeline_metadata(record: Path) -> dict[str, Any]:
     """Training metadata of a pipeline; empty if the file does not exist."""
-    return dict(read_typed(record, Provenance)) if record.is_file() else {}
+    return dict(read_typed_json(record, RunMetadata)) if record.is_file() else {}
 
 
-def whole_pipeline(target: Path) -> Path | None:
+def find_pipeline_folder(target: Path) -> Path | None:
     """Folder of the pipeline: the target itself, or the result of a run in mode `full`. None if there is none."""
     folders = (path for path in (target, target / "model") if (path / "model_index.json").is_file())
     return next(folders, None)
 
 
-def _file_in(target: Path, names: Sequence[str]) -> Path | None:
+def _find_file(target: Path, filenames: Sequence[str]) -> Path | None:
     """The first file with one of these names in a run's or adapter's folder, or the target if it is a file."""
-    candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in names)]
+    candidates = [
+        target,
+        *(folder / n for folder in (target, target / "adapter") for n in filenames),
+    ]
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _made_of_checkpoint(file: Path) -> dict[str, Any]:
+def _read_checkpoint_metadata(file: Path) -> dict[str, Any]:
     """Training metadata for the adapter file of a run's checkpoint, from the run's result; empty for other files."""
     if file.name != WEIGHTS_FILE or not file.with_name(STATE_FILE).is_file():
         return {}
     # RUN/checkpoints/step_N/file: the run's folder is two levels above the file's.
-    saved = _file_in(file.absolute().parents[2], ANY_FORMAT)
-    metadata = read_provenance(saved) if saved else {}
+    saved = _find_file(file.absolute().parents[2], ADAPTER_FILENAMES)
+    metadata = read_run_metadata(saved) if saved else {}
     # Drop the recorded output: it belongs to the last step.
     applicable = {key: value for key, value in metadata.items() if key != "output"}
     return applicable | (
@@ -144,39 +149,39 @@ def _made_of_checkpoint(file: Path) -> dict[str, Any]:
     )
 
 
-def _without_diffusers(target: Path) -> Path | None:
+def _find_peft_only_adapter(target: Path) -> Path | None:
     """The file of a diffusion adapter of a kind that only PEFT can read; None if there is none."""
-    file = _file_in(target, (SAFETENSORS_WEIGHTS_NAME,))
-    if file is None or not in_peft_format(file):
+    file = _find_file(target, (SAFETENSORS_WEIGHTS_NAME,))
+    if file is None or not is_in_peft_format(file):
         return None
-    return file if read_provenance(file).get("family", "") in DIFFUSION_FAMILIES else None
+    return file if read_run_metadata(file).get("family", "") in DIFFUSION_FAMILIES else None
 
 
 def is_chat(target: Path, model: str | None) -> bool:
     """True if the target is a chat model's, by the run's recipe, the adapter's header, or PEFT's config."""
     # Not a local path, or a diffusion pipeline.
-    if not target.exists() or whole_pipeline(target):
+    if not target.exists() or find_pipeline_folder(target):
         return False
     # Base weights without an adapter are a result too.
-    file = _file_in(target, ANY_FORMAT) or _file_in(target, (BASE_FILE,))
+    file = _find_file(target, ADAPTER_FILENAMES) or _find_file(target, (BASE_FILE,))
     if file is None:
-        base = model_of_run(target, None)
+        base = read_run_model(target, None)
         return base.family in CHAT_FAMILIES if base else (target / "config.json").is_file()
     # Only diffusion adapters have Diffusers' file name.
     if file.name == ADAPTER_FILE:
         return False
     # The header decides; adapters of others have none, so the run's recipe comes second.
-    run = model_of_run(target, file)
-    family = read_provenance(file).get("family") or (run.family if run else None)
+    run = read_run_model(target, file)
+    family = read_run_metadata(file).get("family") or (run.family if run else None)
     if family:
         return family in CHAT_FAMILIES
     # PEFT's format is not enough to tell: a diffusion adapter exported to it looks the same.
     on_pipeline = model is not None and (Path(model) / "model_index.json").is_file()
-    auto_mapping = peft_config(file).get("auto_mapping") or {}
+    auto_mapping = read_adapter_config(file).get("auto_mapping") or {}
     return not on_pipeline and not auto_mapping.get("parent_library", "").startswith("diffusers.")
 
 
-def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
+def read_run_model(target: Path, file: Path | None) -> ModelConfig | None:
     """The base in the config.yaml of the run at this path, or around the adapter's file; None without a run."""
     run = target if target.is_dir() else target.parent
     # The path may be of an adapter's file inside a run.
@@ -188,34 +193,34 @@ def model_of_run(target: Path, file: Path | None) -> ModelConfig | None:
     return load_recipe(config).model if config.is_file() else None
 
 
-def named_base(target: Path, named: str) -> str:
+def require_hub_base(target: Path, base_name: str) -> str:
     """The Hub id of the base recorded in a result. Raises `DitLoraError` if it is only the name of a local folder."""
     # A Hub id has an owner; a name without one is a local folder.
-    if "/" in named:
-        return named
-    hint = f" (trained on {named})" if named else ""
+    if "/" in base_name:
+        return base_name
+    hint = f" (trained on {base_name})" if base_name else ""
     raise DitLoraError(f"{target} does not say where its base model{hint} is; give --model")
 
 
-def peft_base(folder: Path) -> str:
+def read_peft_base(folder: Path) -> str:
     """The base named in the config of an adapter's folder in PEFT's format; empty if there is none."""
-    return peft_config(folder / CONFIG_NAME).get("base_model_name_or_path") or ""
+    return read_adapter_config(folder / CONFIG_NAME).get("base_model_name_or_path") or ""
 
 
-def peft_config(file: Path) -> dict[str, Any]:
+def read_adapter_config(file: Path) -> dict[str, Any]:
     """The adapter_config.json next to a file in PEFT's format; empty if there is none."""
     config = file.with_name(CONFIG_NAME)
     return read_json(config) if config.is_file() else {}
 
 
-def family_of(model: ModelConfig) -> str:
+def detect_family(model: ModelConfig) -> str:
     """The diffusion family of a checkpoint, by its pipeline class. For adapters that do not record their family.
 
     Raises:
         DitLoraError: No family has this pipeline class.
     """
     # `_class_name` of model_index.json.
-    pipeline = read_component_config(local_checkpoint(model)).get("_class_name")
+    pipeline = read_component_config(get_checkpoint_folder(model)).get("_class_name")
     families = {name: get_family(name).pipeline_names for name in DIFFUSION_FAMILIES}
     for name, pipelines in families.items():
         if pipeline in pipelines:

@@ -10,11 +10,16 @@ from safetensors.torch import load_file
 from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.errors import CheckFailedError
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 """safetensors' dtype names to dtypes."""
 
 
-def header_of(file: Path) -> dict[str, str]:
+def read_file_metadata(file: Path) -> dict[str, str]:
     """Metadata in the file's header.
 
     Raises `CheckFailedError` if it is not a complete safetensors file, and `DitLoraError` if it has too many tensors.
@@ -25,27 +30,27 @@ def header_of(file: Path) -> dict[str, str]:
             require_few_tensors(file, opened.keys())
             return dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
-        raise unreadable(file, error) from error
+        raise make_read_error(file, error) from error
 
 
-def tensors_of(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the file; empty if it does not exist. Raises as `header_of`."""
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the file; empty if it does not exist. Raises as `read_file_metadata`."""
     if not file.is_file():
         return {}
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise unreadable(file, error) from error
+        raise make_read_error(file, error) from error
 
 
-def unreadable(file: Path, error: Exception) -> CheckFailedError:
+def make_read_error(file: Path, error: Exception) -> CheckFailedError:
     """The error to raise for a file that could not be read."""
     return CheckFailedError(
         f"{file} cannot be read: {error}; it is not a safetensors file, or not whole: copy it again"
     )
 
 
-def stored_dtypes(files: Iterable[Path]) -> set[str]:
+def read_dtypes(files: Iterable[Path]) -> set[str]:
     """safetensors' dtype names of all tensors in these files."""
     dtypes: set[str] = set()
     for file in files:

@@ -6,27 +6,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dit_lora.config.records import VerifiedFiles, checked, read_typed
+from dit_lora.config.records import VerifiedFiles, read_typed_json, validate_value
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.files import open_regular, write_whole
+from dit_lora.files import open_regular, write_atomically
 from dit_lora.parsing import ParseError
 
 VERIFICATION_FILE = "verification.json"
 
 
-def digests_of(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+def compute_digests(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     """Hex SHA-256 of each file, by its path relative to the run's folder."""
-    return {file.relative_to(folder).as_posix(): _sha256(file) for file in sorted(files)}
+    return {file.relative_to(folder).as_posix(): _compute_sha256(file) for file in sorted(files)}
 
 
-def result_files(result: Path, part: str) -> list[Path]:
+def list_result_files(result: Path, part: str) -> list[Path]:
     """Files that a verification reads: of an adapter's folder, or of a pipeline's trained component."""
     # A pipeline has one folder per component; an adapter's folder has no such subfolder.
     folder = result / part if (result / part).is_dir() else result
     return [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
 
 
-def changed_files(run: Path) -> list[str]:
+def find_changed_files(run: Path) -> list[str]:
     """Files of a run's result whose digest differs from the verified one. Missing files count as changed.
 
     Empty without verification.json, and for one of an earlier version without digests.
@@ -39,7 +39,7 @@ def changed_files(run: Path) -> list[str]:
     return [
         name
         for name, digest in digests.items()
-        if not (run / name).is_file() or _sha256(run / name) != digest
+        if not (run / name).is_file() or _compute_sha256(run / name) != digest
     ]
 
 
@@ -48,37 +48,37 @@ def read_verification(run: Path) -> VerifiedFiles:
     # Runs of earlier versions may have none.
     record = run / VERIFICATION_FILE
     return (
-        read_typed(record, VerifiedFiles)
+        read_typed_json(record, VerifiedFiles)
         if record.is_file()
-        else checked({}, VerifiedFiles, str(record))
+        else validate_value({}, VerifiedFiles, str(record))
     )
 
 
-def require_file_as_verified(file: Path, what: str) -> None:
-    """`require_as_verified` for the run that this adapter file belongs to; nothing for files outside a run."""
+def require_file_unchanged(file: Path, message_prefix: str) -> None:
+    """`require_unchanged` for the run that this adapter file belongs to; nothing for files outside a run."""
     folder = file.absolute().parent
     if folder.name == "adapter":
-        require_as_verified(folder.parent, what)
+        require_unchanged(folder.parent, message_prefix)
 
 
-def require_as_verified(run: Path, what: str) -> None:
+def require_unchanged(run: Path, message_prefix: str) -> None:
     """Raise `CheckFailedError`, in one line, if a file of a run's result changed since it was verified.
 
-    `what` is the beginning of the message.
+    `message_prefix` is the beginning of the message.
     """
-    changed = changed_files(run)
+    changed = find_changed_files(run)
     if changed:
         raise CheckFailedError(
-            f"{what}: {', '.join(changed)} in {run} changed since it was verified (its digest differs from "
+            f"{message_prefix}: {', '.join(changed)} in {run} changed since it was verified (its digest differs from "
             f"{VERIFICATION_FILE}); restore it, or run dit-lora verify {run} again"
         )
 
 
-def record_verification(run: Path, record: Mapping[str, Any]) -> None:
+def write_verification(run: Path, record: Mapping[str, Any]) -> None:
     """Write verification.json. Raises `OSError`."""
-    write_whole(run / VERIFICATION_FILE, json.dumps(record, indent=2) + "\n")
+    write_atomically(run / VERIFICATION_FILE, json.dumps(record, indent=2) + "\n")
 
 
-def _sha256(file: Path) -> str:
+def _compute_sha256(file: Path) -> str:
     with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

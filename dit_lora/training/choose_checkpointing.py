@@ -5,36 +5,44 @@ from collections.abc import Callable, Sequence
 import torch
 from accelerate.utils import gather_object
 
-from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.memory import available_bytes
-from dit_lora.numerics.streams import Streams
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
+from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.memory import get_available_bytes
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.execution.activation_checkpointing import (
-    MODES,
-    least_memory,
+    CHECKPOINTING_MODES,
+    choose_least_memory_mode,
     require_checkpointing,
     set_checkpointing,
 )
-from dit_lora.training.execution.activations import Advice, advise, measure
-from dit_lora.training.preserve import trained_losses
+from dit_lora.training.execution.activations import (
+    CheckpointingAdvice,
+    advise_checkpointing,
+    measure_activations,
+)
+from dit_lora.training.preserve import compute_training_losses
 from dit_lora.training.task import AnySetup
 
 
-def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None = None) -> None:
+def choose_checkpointing(
+    setup: AnySetup, count_free: Callable[[AnySetup], int] | None = None
+) -> None:
     """Apply `train.checkpointing` to the run's model and log the mode. Collective; every rank takes the same mode.
 
     `auto` is decided for the model as it is now: call this again after kernels were patched in or removed. The mode
-    changes no value, so a resumed run may take another. `free` gives the bytes available to activations, by default
-    `free_bytes`. Raises `DitLoraError` if checkpointing is requested for a model that has none.
+    changes no value, so a resumed run may take another. `count_free` gives the bytes available to activations, by
+    default `count_free_bytes`. Raises `DitLoraError` if checkpointing is requested for a model that has none.
     """
-    requested_mode = setup.recipe.train.asked_checkpointing
+    requested_mode = setup.recipe.train.effective_checkpointing
     require_checkpointing(setup.transformer, requested_mode)
-    # `measure` counts all modes from one pass without checkpointing.
+    # `measure_activations` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
     # One mode for all: the rank with the least free memory would be the first to fail.
-    agreed = most_saving(gather_object([_own(setup, free or free_bytes)]))
+    agreed = select_most_saving(
+        gather_object([_advise_locally(setup, count_free or count_free_bytes)])
+    )
     set_checkpointing(setup.transformer, agreed.mode)
-    setup.session.say(f"checkpointing: {agreed.words}")
+    setup.session.say(f"checkpointing: {agreed.message}")
     if not agreed.fits:
         setup.session.say(
             "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
@@ -47,59 +55,69 @@ def choose_checkpointing(setup: AnySetup, free: Callable[[AnySetup], int] | None
         )
 
 
-def most_saving(advices: Sequence[Advice]) -> Advice:
+def select_most_saving(candidates: Sequence[CheckpointingAdvice]) -> CheckpointingAdvice:
     """The advice that all ranks follow: the mode that saves the most memory; the first of several."""
-    return max(advices, key=lambda advice: (MODES.index(advice.mode), not advice.fits))
+    return max(
+        candidates, key=lambda advice: (CHECKPOINTING_MODES.index(advice.mode), not advice.fits)
+    )
 
 
-def _own(setup: AnySetup, free: Callable[[AnySetup], int]) -> Advice:
+def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> CheckpointingAdvice:
     """This rank's advice, from activations counted on fake tensors."""
-    requested_mode, size = setup.recipe.train.asked_checkpointing, setup.recipe.train.batch_size
-    _, spec = setup.data.clips.largest
+    requested_mode, size = setup.recipe.train.effective_checkpointing, setup.recipe.train.batch_size
+    _, spec = setup.data.training_set.largest_shape
     # Shapes of the largest bucket, with a batch dimension in front.
     batch = {name: (torch.Size([size, *shape]), dtype) for name, (shape, dtype) in spec.items()}
-    streams = Streams(setup.recipe.train.seed, range(size))
+    streams = RandomStreams(setup.recipe.train.seed, range(size))
     try:
-        needs = measure(
+        needs = measure_activations(
             setup.transformer.train(),
-            lambda model, tensors: trained_losses(setup.checkpoint, model, tensors, streams),
+            lambda model, tensors: compute_training_losses(
+                setup.checkpoint, model, tensors, streams
+            ),
             batch,
             setup.session.accelerator.device,
-            known={
+            integer_inputs={
                 name: tensor.expand(size, *tensor.shape)
-                for name, tensor in setup.data.clips.known().items()
+                for name, tensor in setup.data.training_set.integer_inputs().items()
             },
-            alone=setup.engine.alone(),
+            forward_context=setup.engine.enable_local_forward(),
         )
     # Ops without fake tensor support, and token ids that do not fit the media, raise many exception classes.
     except (RuntimeError, ValueError) as error:
-        mode = least_memory(setup.transformer) if requested_mode == "auto" else requested_mode
+        mode = (
+            choose_least_memory_mode(setup.transformer)
+            if requested_mode == "auto"
+            else requested_mode
+        )
         reason = str(error).strip().partition("\n")[0]
-        return Advice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
+        return CheckpointingAdvice(
+            mode, f"{mode}: activations could not be counted: {reason}", fits=True
+        )
     # Embeddings and the output are not shared, but they are small.
     shared = setup.recipe.train.context_parallel
     needs = {mode: peak // shared for mode, peak in needs.items()}
     if setup.recipe.train.compile:
         # A compiled block is one piece: selective checkpointing cannot keep its attention outputs.
         needs = {mode: peak for mode, peak in needs.items() if mode != "selective"}
-    return advise(needs, free(setup), requested_mode)
+    return advise_checkpointing(needs, count_free(setup), requested_mode)
 
 
-def free_bytes(setup: AnySetup) -> int:
+def count_free_bytes(setup: AnySetup) -> int:
     """Bytes left for activations on this rank's device once the optimizer has allocated all of its state."""
     accelerator = setup.session.accelerator
     return max(
         0,
-        available_bytes(accelerator.device, accelerator.num_processes)
-        - bytes_to_come(setup.optimizer, setup.recipe.optim.name)
-        - setup.engine.bytes_in_flight,
+        get_available_bytes(accelerator.device, accelerator.num_processes)
+        - count_unallocated_bytes(setup.optimizer, setup.recipe.optim.name)
+        - setup.engine.in_flight_bytes,
     )
 
 
-def bytes_to_come(optimizer: torch.optim.Optimizer, name: str = DEFAULT) -> int:
+def count_unallocated_bytes(optimizer: torch.optim.Optimizer, name: str = DEFAULT_OPTIMIZER) -> int:
     """Bytes of gradients and optimizer state that are not allocated yet; `name` is `optim.name`."""
     # Optimizers allocate their state in the first step, so it is not in the used memory yet.
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = sum(local(p).nbytes for p in trained if p.grad is None)
-    without_state = [local(p) for p in trained if p not in optimizer.state]
+    gradients = sum(get_local_tensor(p).nbytes for p in trained if p.grad is None)
+    without_state = [get_local_tensor(p) for p in trained if p not in optimizer.state]
     return gradients + OPTIMIZERS[name].state_bytes(without_state)

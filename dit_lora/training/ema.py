@@ -11,10 +11,10 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dit_lora.numerics.dtensors import as_part_of, local
+from dit_lora.numerics.dtensors import get_local_tensor, wrap_local_values
 
 Tensors = Mapping[str, torch.Tensor]
-_BEYOND = 10.0
+_BOUND_TOLERANCE = 10.0
 """Tolerance for weights that peaked between two checks; an average never exceeds its weight's largest magnitude."""
 
 
@@ -27,39 +27,43 @@ class TrainedEMA:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # It clones the weights, so the averages start at their present values.
-        self._average = EMAModel(self._own(), decay=decay, foreach=True)
+        self._ema_model = EMAModel(self._local_weights(), decay=decay, foreach=True)
         self.bounds = AverageBounds()
 
-    def _own(self) -> list[Any]:
+    def _local_weights(self) -> list[Any]:
         """The trained weights; this rank's shard of each DTensor, because PyTorch cannot deep-copy lists of
         DTensors.
         """
         values = self._parameters.values()
-        return [local(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
+        return [
+            get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p
+            for p in values
+        ]
 
     def step(self, number: int) -> None:
         """Update the averages after optimizer step `number`, counted from 1."""
         # Diffusers counts its own calls; set by the step, the decay is the same after a resume or a rollback.
-        self._average.optimization_step = number - 1
-        self._average.step(self._own())
+        self._ema_model.optimization_step = number - 1
+        self._ema_model.step(self._local_weights())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def named_averages(self) -> dict[str, torch.Tensor]:
         """The live averages as `ema/<parameter>`; DTensors if the weights are sharded."""
         # Diffusers keeps the averages in the order of the parameters.
-        averages = zip(self._parameters, self._average.shadow_params, strict=True)
+        averages = zip(self._parameters, self._ema_model.shadow_params, strict=True)
         return {
-            f"ema/{name}": as_part_of(self._parameters[name], average) for name, average in averages
+            f"ema/{name}": wrap_local_values(self._parameters[name], average)
+            for name, average in averages
         }
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply_averages(self) -> Iterator[None]:
         """Put the averages into the model inside the context; afterwards its weights are restored bit for bit."""
-        self._average.store(self._own())
+        self._ema_model.store(self._local_weights())
         try:
-            self._average.copy_to(self._own())
+            self._ema_model.copy_to(self._local_weights())
             yield
         finally:
-            self._average.restore(self._own())
+            self._ema_model.restore(self._local_weights())
 
 
 @dataclass
@@ -68,29 +72,32 @@ class AverageBounds:
     sharded.
     """
 
-    seen: dict[str, float] = field(default_factory=dict)
+    max_magnitudes: dict[str, float] = field(default_factory=dict)
 
-    def note(self, weights: Tensors, averages: Tensors) -> None:
+    def widen(self, weights: Tensors, averages: Tensors) -> None:
         """Widen the bounds by these values, which are taken as sound."""
         # After a resume, earlier peaks of the weights are known only through their averages.
-        for peaks in (_peaks(weights), _peaks(averages)):
+        for peaks in (_compute_peaks(weights), _compute_peaks(averages)):
             for name, peak in peaks.items():
-                self.seen[name] = max(peak, self.seen.get(name, 0.0))
+                self.max_magnitudes[name] = max(peak, self.max_magnitudes.get(name, 0.0))
 
-    def beyond(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
+    def find_exceeding(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
         """Finite averages that exceed every magnitude their weights had: name to (largest magnitude, bound)."""
-        current_peaks = _peaks(weights)
-        bounds = {name: max(peak, self.seen.get(name, 0.0)) for name, peak in current_peaks.items()}
+        current_peaks = _compute_peaks(weights)
+        bounds = {
+            name: max(peak, self.max_magnitudes.get(name, 0.0))
+            for name, peak in current_peaks.items()
+        }
         return {
             name: (peak, bounds[name])
-            for name, peak in _peaks(averages).items()
-            if math.isfinite(peak) and peak > _BEYOND * bounds[name]
+            for name, peak in _compute_peaks(averages).items()
+            if math.isfinite(peak) and peak > _BOUND_TOLERANCE * bounds[name]
         }
 
 
-def _peaks(tensors: Tensors) -> dict[str, float]:
+def _compute_peaks(tensors: Tensors) -> dict[str, float]:
     """Largest magnitude of each tensor, NaN if it holds a NaN. Reads from the device once."""
-    parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    parts = {name: get_local_tensor(tensor.detach()) for name, tensor in tensors.items()}
     # A rank's shard of a small tensor may be empty: it has no largest value.
     filled = {name: tensor for name, tensor in parts.items() if tensor.numel()}
     # The maximum norm of every tensor, with one call for all.

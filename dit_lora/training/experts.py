@@ -5,23 +5,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.config.experts import EXPERTS
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.config.records import Status, read_typed
+from dit_lora.config.records import Status, read_typed_json
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
-from dit_lora.results.experts import pair_file
-from dit_lora.training.checkpoints.files import checkpoint_path, is_whole
+from dit_lora.files import write_atomically
+from dit_lora.results.experts import format_expert_filename
+from dit_lora.training.checkpoints.files import checkpoint_path, is_complete_checkpoint
 from dit_lora.training.session.session import Session
 
 
-def require_fresh(turns: Sequence[Recipe]) -> None:
+def require_fresh(recipes: Sequence[Recipe]) -> None:
     """Raise `DitLoraError` if a later expert's run folder already holds a run: this run would fail when its turn
     comes.
     """
     # The first expert's folder is checked when its run starts.
-    for recipe in turns[1:]:
+    for recipe in recipes[1:]:
         folder = Path(recipe.run.dir)
         if recipe.train.resume == "none" and (folder / "metrics.jsonl").exists():
             raise DitLoraError(
@@ -37,8 +37,8 @@ def is_done(recipe: Recipe) -> bool:
     if recipe.train.resume == "none" or not (folder / "status.json").is_file():
         return False
     # The state says that the run ended, the digests that its last checkpoint is complete.
-    ended = read_typed(folder / "status.json", Status).get("state") == "finished"
-    return ended and is_whole(checkpoint_path(folder, recipe.train.steps))
+    ended = read_typed_json(folder / "status.json", Status).get("state") == "finished"
+    return ended and is_complete_checkpoint(checkpoint_path(folder, recipe.train.steps))
 
 
 def put_together(session: Session, recipe: Recipe) -> None:
@@ -50,18 +50,18 @@ def put_together(session: Session, recipe: Recipe) -> None:
     """
     root = Path(recipe.run.dir)
     if session.is_main:
-        write_whole(root / "config.yaml", dump_recipe(recipe))
-        for file in _copied(root):
+        write_atomically(root / "config.yaml", dump_recipe(recipe))
+        for file in _copy_adapters(root):
             session.say(f"adapter: {file}")
 
 
-def _copied(root: Path) -> Iterator[Path]:
-    folders = {name: root / name / "adapter" for name in EXPERTS.values()}
+def _copy_adapters(root: Path) -> Iterator[Path]:
+    folders = {name: root / name / "adapter" for name in EXPERT_NAMES.values()}
     if any((folder / BASE_FILE).is_file() for folder in folders.values()):
         return
     (root / "adapter").mkdir(exist_ok=True)
     for name, folder in folders.items():
-        file = root / "adapter" / pair_file(name)
+        file = root / "adapter" / format_expert_filename(name)
         # Copied under another name and renamed, so that a half-written file never has the final name.
         partial = file.with_suffix(".partial")
         shutil.copyfile(folder / ADAPTER_FILE, partial)

@@ -10,43 +10,48 @@ from safetensors import SafetensorError
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.kinds import alpha_of
-from dit_lora.adapters.start import saved_config
-from dit_lora.adapters.under import under_off
-from dit_lora.config.lora import FROM_WEIGHT
-from dit_lora.config.remedies import HUB
+from dit_lora.adapters.kinds import get_alpha
+from dit_lora.adapters.start import build_saved_config
+from dit_lora.adapters.under import disable_frozen_adapters
+from dit_lora.config.lora import WEIGHT_INITS
+from dit_lora.config.remedies import HUB_PREFIX
 from dit_lora.environment.versions import probe_environment
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import read_lines
-from dit_lora.numerics.memory import one_out_of_memory_error
-from dit_lora.redact import redacted
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.files import read_json_lines
+from dit_lora.numerics.memory import unify_out_of_memory_errors
+from dit_lora.redact import redact_value
 from dit_lora.results.verified_files import (
     VERIFICATION_FILE,
-    digests_of,
-    record_verification,
-    result_files,
+    compute_digests,
+    list_result_files,
+    write_verification,
 )
-from dit_lora.results.verify.checks import PATTERNS
-from dit_lora.results.verify.output import NOT_RECORDED, WRONG, note_output
-from dit_lora.results.verify.pipeline import pipeline_checks
-from dit_lora.results.verify.reference_model import sharing_weights, why_apart
+from dit_lora.results.verify.checks import PATTERN_KEYS
+from dit_lora.results.verify.output import FAILURE, NOT_RECORDED, record_output
+from dit_lora.results.verify.pipeline import check_pipeline_files
+from dit_lora.results.verify.reference_model import find_sharing_obstacle, share_model_weights
 from dit_lora.results.verify.verify import (
-    Result,
     Verification,
+    VerificationTarget,
     check_adapter,
     check_pipeline,
 )
-from dit_lora.training.base_output import BaseOutput, base_fault, kernel_fault, made_up_inputs
-from dit_lora.training.fit import averaged, validate
-from dit_lora.training.journal import held_out_losses
+from dit_lora.training.base_output import (
+    BaseFingerprint,
+    find_base_fault,
+    find_kernel_fault,
+    make_synthetic_inputs,
+)
+from dit_lora.training.fit import use_averaged_weights, validate
+from dit_lora.training.journal import read_eval_losses
 from dit_lora.training.run import Run
-from dit_lora.training.session.session import Session, agreeing
+from dit_lora.training.session.session import Session, share_errors
 from dit_lora.training.task import AnySetup, Setup
 from dit_lora.version import __version__
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """The files a run has written. Filled on the main process only."""
 
     path: Path | None = None
@@ -55,36 +60,36 @@ class Written:
     """The result of verifying it; None if it could not be verified."""
 
 
-def finish(run: Run) -> Written:
+def finish(run: Run) -> WrittenFiles:
     """Save the adapter or the whole pipeline, verify the file, then run the last validation. Collective."""
     setup, steps = run.setup, run.setup.recipe.train.steps
-    written = Written()
-    with averaged(run):
+    written = WrittenFiles()
+    with use_averaged_weights(run):
         # Collective where weights are sharded.
-        weights = setup.engine.weights()
+        weights = setup.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with setup.session.phases.timing("output noted"):
-            output = noted_output(setup, run.base)
-        with agreeing(setup.session.accelerator):
+        with setup.session.phases.time_phase("output noted"):
+            output = record_trained_output(setup, run.base_fingerprint)
+        with share_errors(setup.session.accelerator):
             if setup.session.is_main:
-                written = _write(setup, {**provenance(setup), "output": output}, weights)
+                written = _write_result(setup, {**build_metadata(setup), "output": output}, weights)
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
-    with setup.session.phases.timing("saving"):
-        run.checkpoints.settle()
+    with setup.session.phases.time_phase("saving"):
+        run.checkpoints.wait_for_writes()
     return written
 
 
-def _write(
-    setup: AnySetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
-) -> Written:
+def _write_result(
+    setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> WrittenFiles:
     try:
-        with setup.session.phases.timing("saving"):
-            path = setup.task.save(setup, made, weights)
-        with setup.session.phases.timing("verification"):
-            return Written(path, _verified(setup, path, made, weights))
+        with setup.session.phases.time_phase("saving"):
+            path = setup.task.save(setup, metadata, weights)
+        with setup.session.phases.time_phase("verification"):
+            return WrittenFiles(path, _try_verification(setup, path, metadata, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(
             f"cannot write the result to {setup.session.dir}: {problem}; the checkpoint of step "
@@ -92,13 +97,13 @@ def _write(
         ) from problem
 
 
-def _verified(
-    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+def _try_verification(
+    setup: AnySetup, path: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification | None:
     """Verify the result; None, with a warning, if memory does not suffice."""
     try:
-        with one_out_of_memory_error():
-            return verify_result(setup, path, made, weights)
+        with unify_out_of_memory_errors():
+            return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
         setup.session.say(
@@ -107,7 +112,7 @@ def _verified(
         return None
 
 
-def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
+def build_metadata(setup: Setup[Any, Any]) -> dict[str, Any]:
     """Metadata for the adapter's header: how it was trained. A local checkpoint is named without its parent
     folders.
     """
@@ -115,61 +120,63 @@ def provenance(setup: Setup[Any, Any]) -> dict[str, Any]:
     metadata = {
         "version": __version__,
         "family": recipe.model.family,
-        "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB),
+        "base_model": path.resolve().name
+        if path.is_dir()
+        else recipe.model.path.removeprefix(HUB_PREFIX),
         "revision": recipe.model.revision,
         "transformer_digest": setup.data.transformer_digest,
-        **_lora_facts(setup),
+        **_describe_lora(setup),
         **{key: getattr(recipe.train, key) for key in ("steps", "ema", "seed")},
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,
-        **setup.task.provenance(setup),
+        **setup.task.build_metadata(setup),
         "packages": dict(probe_environment().versions),
     }
-    return dict(redacted(metadata))
+    return dict(redact_value(metadata))
 
 
-def _lora_facts(setup: AnySetup) -> dict[str, Any]:
+def _describe_lora(setup: AnySetup) -> dict[str, Any]:
     recipe = setup.recipe
     if recipe.train.mode == "full":
         return {"mode": "full"}
     lora = recipe.lora
     if recipe.optim.groups.adapter is None:
         return {"rank": lora.rank, "alpha": lora.alpha or lora.rank, "dropout": lora.dropout}
-    config = saved_config(setup.transformer, ADAPTER_NAME).to_dict()
+    config = build_saved_config(setup.transformer, ADAPTER_NAME).to_dict()
     # Checkpoints and files from before `kind` existed describe a LoRA without it: they must still match.
     facts: dict[str, Any] = {} if lora.kind == "lora" else {"kind": lora.kind}
     if lora.kind == "oft":
         return {**facts, "block_size": config["oft_block_size"]}
-    facts |= {"rank": config["r"], "alpha": alpha_of(config)}
-    facts |= {"dropout": lora.dropout} if "dropout" in lora.options else {}
-    facts |= {"init": lora.init} if lora.init in FROM_WEIGHT else {}
+    facts |= {"rank": config["r"], "alpha": get_alpha(config)}
+    facts |= {"dropout": lora.dropout} if "dropout" in lora.supported_options else {}
+    facts |= {"init": lora.init} if lora.init in WEIGHT_INITS else {}
     facts |= {"rslora": True} if config.get("use_rslora") else {}
     facts |= {"factor": lora.factor} if lora.factor else {}
     # Layers whose rank or alpha differs from the common value.
-    return facts | {key: dict(config[key]) for key in PATTERNS if config[key]}
+    return facts | {key: dict(config[key]) for key in PATTERN_KEYS if config[key]}
 
 
 def verify_result(
-    setup: AnySetup, path: Path, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    setup: AnySetup, path: Path, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> Verification:
     """Verify what the run has just written, and write verification.json. Main process only, not collective.
 
-    `weights` are the trained weights, unsharded. The fresh unpatched model shares the run's frozen tensors, so that no
-    weight is in memory twice. If these are spread over ranks or devices, the output is not compared: `output` says so
-    and refers to `dit-lora verify`.
+    `trainable_state_dict` are the trained weights, unsharded. The fresh unpatched model shares the run's frozen
+    tensors, so that no weight is in memory twice. If these are spread over ranks or devices, the output is not
+    compared: `output` says so and refers to `dit-lora verify`.
     """
     reference_model, dtype, live = (
-        setup.task.stock(setup.checkpoint),
+        setup.task.build_reference_model(setup.checkpoint),
         setup.dtype,
         setup.transformer,
     )
     # The reason if a fresh model cannot share the run's weights, for example because they are sharded.
-    unsharable_reason = why_apart(live)
+    unsharable_reason = find_sharing_obstacle(live)
     full = setup.recipe.train.mode == "full"
-    fresh = reference_model.without_values(dtype)
+    fresh = reference_model.load_meta_model(dtype)
     # The run's own frozen tensors, not a copy: there may be no memory for a second base.
     if unsharable_reason is None:
-        fresh = sharing_weights(fresh, live, dtype, trained=full)
+        fresh = share_model_weights(fresh, live, dtype, share_trained=full)
     # The output is then not compared here; `dit-lora verify` loads the written file.
     later = (
         f"{unsharable_reason}; dit-lora verify {setup.session.dir.name} does"
@@ -177,63 +184,72 @@ def verify_result(
         else None
     )
     allow = setup.recipe.guard.allow_extreme_update
-    result = Result(path, made, made["base_model"], reference_model, dtype, later, allow, own=True)
-    part = made.get("part", "transformer") if full else ""
+    result = VerificationTarget(
+        path,
+        metadata,
+        metadata["base_model"],
+        reference_model,
+        dtype,
+        later,
+        allow,
+        shares_weights=True,
+    )
+    part = metadata.get("part", "transformer") if full else ""
     folder = path if full else path.parent
     # Recorded with the result, so that a file that changes later is not taken for a verified one.
-    digests = digests_of(setup.session.dir, result_files(folder, part))
+    digests = compute_digests(setup.session.dir, list_result_files(folder, part))
     if full:
-        files = sorted((path / made.get("part", "transformer")).glob("*.safetensors"))
-        checks = pipeline_checks(files, fresh.state_dict(), reference_model.name, weights)
+        files = sorted((path / metadata.get("part", "transformer")).glob("*.safetensors"))
+        checks = check_pipeline_files(files, fresh.state_dict(), reference_model.name, weights)
         verification = check_pipeline(result, checks, lambda: fresh)
     else:
         verification = check_adapter(result, fresh)
     verification = replace(verification, files=digests)
-    record_verification(setup.session.dir, verification.record())
+    write_verification(setup.session.dir, verification.to_dict())
     return verification
 
 
-def noted_output(setup: AnySetup, base: BaseOutput) -> dict[str, Any]:
+def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict[str, Any]:
     """Record the model's output with its present weights, and whatever is wrong with the model. Collective.
 
     If a forward pass needs only one rank, the main process records it and the other ranks return an empty dict.
     """
     # On every rank, because it is collective in any case.
-    fault = base_fault(setup, base)
-    if not (setup.session.is_main or setup.engine.lockstep):
+    fault = find_base_fault(setup, fingerprint)
+    if not (setup.session.is_main or setup.engine.collective_forward):
         return {}
-    reference_model = setup.task.stock(setup.checkpoint)
+    reference_model = setup.task.build_reference_model(setup.checkpoint)
     try:
         # Without the frozen adapters below: users load the result on the plain base, and `verify` has no other.
-        with under_off(setup.transformer):
-            output = note_output(
-                reference_model, setup.transformer, made_up_inputs(setup), setup.dtype
+        with disable_frozen_adapters(setup.transformer):
+            output = record_output(
+                reference_model, setup.transformer, make_synthetic_inputs(setup), setup.dtype
             )
             # A changed base explains a wrong output already: kernels are compared only without one.
             if fault is None and NOT_RECORDED not in output:
-                fault = kernel_fault(setup, base, output)
+                fault = find_kernel_fault(setup, fingerprint, output)
     except torch.OutOfMemoryError:
         output = {NOT_RECORDED: "its forward pass did not fit the memory of the run's device"}
-    return {**output, WRONG: fault} if fault else output
+    return {**output, FAILURE: fault} if fault else output
 
 
 def require_verified(session: Session, verification: Verification | None) -> None:
     """Raise `CheckFailedError` on every rank if the written result failed verification; the files stay. Collective."""
-    with agreeing(session.accelerator):
+    with share_errors(session.accelerator):
         # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
             summary = (
                 "the run wrote its result, and it does not pass "
                 f"({VERIFICATION_FILE}); the checkpoints are whole"
             )
-            raise CheckFailedError(listed(summary, verification.wrong))
+            raise CheckFailedError(format_list(summary, verification.failures))
 
 
 def summary(
     session: Session, adapter: Path, verification: Verification | None, report: Path | None
 ) -> str:
     """The closing lines: what was written, where, and by how much the held-out loss fell."""
-    losses = held_out_losses(session.dir)
+    losses = read_eval_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
     lines = [f"{kind + ':':9}{adapter}", *([f"report:  {report}"] if report else [])]
     # Trained base weights are a second file, which must be loaded before the adapter.
@@ -250,13 +266,13 @@ def summary(
         )
     # The whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
-        sum(line[name] for line in read_lines(session.dir / "metrics.jsonl")[0])
+        sum(line[name] for line in read_json_lines(session.dir / "metrics.jsonl")[0])
         for name in ("data_seconds", "seconds")
     )
     if spent:
         lines.append(f"waiting for data: {waited / spent:.0%} of {spent:.0f} s of steps")
     if verification is not None:
-        lines.append(verification.line())
-    lines += session.optional.lines()
-    lines.append(f"after the last step: {session.phases.line('after')}")
+        lines.append(verification.format_summary())
+    lines += session.optional_work.format_lines()
+    lines.append(f"after the last step: {session.phases.format_stage('after')}")
     return "\n".join(lines)

@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from dit_lora.errors import DitLoraError, unwritable
-from dit_lora.files import append_line, read_lines, write_whole
+from dit_lora.errors import DitLoraError, make_write_error
+from dit_lora.files import append_line, read_json_lines, write_atomically
 from dit_lora.guard.event import Event
 from dit_lora.training.step import StepResult
 from dit_lora.training.trackers.trackers import Trackers
 
 STARVED, WINDOW = 0.2, 50
 """Share of the time waited for data that triggers a warning, and the number of last steps it is measured over."""
-IDLE = 10
+MAX_IDLE_STEPS = 10
 """Consecutive steps without a gradient after which a group is reported. A single step is normal: a LoRA's A has no
 gradient in the first step, because B is zero, and a vision encoder has none in a step without media.
 """
-LOSS_PARTS = ("loss_by_timestep", "loss_by_media")
+LOSS_PART_KEYS = ("loss_by_timestep", "loss_by_media")
 """Optional keys of a line of metrics.jsonl; which are present depends on the kind of model."""
 
 
 class Journal:
     """Appends one JSON object per line and forwards it to the trackers. Main process only.
 
-    If the disk refuses a line, the error is passed to `fail`, so that all ranks stop together, and the line is retried
-    before the next one. Without `fail` the error is raised.
+    If the disk refuses a line, the error is passed to `on_error`, so that all ranks stop together, and the line is
+    retried before the next one. Without `on_error` the error is raised.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Journal:
         start_step: int,
         trackers: "Trackers | None" = None,
         say: Callable[[str], None] = lambda line: None,
-        fail: Callable[[DitLoraError], None] | None = None,
+        on_error: Callable[[DitLoraError], None] | None = None,
     ) -> None:
         self.dir = run_dir
         self.trackers = trackers
-        self._fail = fail
+        self._on_error = on_error
         self._unwritten: list[tuple[str, str]] = []
-        self._samples = 0
+        self._num_samples = 0
         self._held_out_steps: set[int] = set()
-        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._told = False
-        self._idle: Counter[str] = Counter()
+        self._recent_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._has_warned = False
+        self._num_idle_steps: Counter[str] = Counter()
         if start_step == 0:
             # The file may be another recipe's.
             (run_dir / "held_out.jsonl").unlink(missing_ok=True)
         for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
-            torn = read_lines(run_dir / name)[1]
+            torn = read_json_lines(run_dir / name)[1]
             if torn:
                 say(
                     f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
@@ -64,27 +64,27 @@ class Journal:
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of all steps after `step`, to which training returns."""
+        """Drop the lines of all steps after `write_step`, to which training returns."""
         # Events stay through a rollback: they explain it.
         self._unwritten = [line for line in self._unwritten if line[0] == "events.jsonl"]
-        steps = _truncate(self.dir / "metrics.jsonl", step)
-        self._samples = steps[-1].get("samples", 0) if steps else 0
-        lines = _truncate(self.dir / "held_out.jsonl", step, first=0)
+        steps = _truncate_log(self.dir / "metrics.jsonl", step)
+        self._num_samples = steps[-1].get("samples", 0) if steps else 0
+        lines = _truncate_log(self.dir / "held_out.jsonl", step, first_step=0)
         self._held_out_steps = {line["step"] for line in lines}
 
-    def history(self) -> list[dict[str, Any]]:
+    def read_history(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl so far."""
-        return _lines(self.dir / "metrics.jsonl")
+        return _read_records(self.dir / "metrics.jsonl")
 
-    def step(
+    def write_step(
         self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """Write a `metrics_line`. `modules` are per-module statistics, or None in steps without them."""
-        self._samples += line["samples"]
+        """Write a `build_metrics_line`. `modules` are per-module statistics, or None in steps without them."""
+        self._num_samples += line["samples"]
         if self.trackers is not None:
-            values = {**tracker_values(line), "samples": self._samples}
-            self.trackers.scalars(values, line["step"])
-        line = {**line, "samples": self._samples}
+            values = {**flatten_for_trackers(line), "samples": self._num_samples}
+            self.trackers.log_scalars(values, line["step"])
+        line = {**line, "samples": self._num_samples}
         if modules is not None:
             # JSON has no Inf; a module that reached it has its own event.
             line["modules"] = {
@@ -93,47 +93,47 @@ class Journal:
             }
         self._append("metrics.jsonl", line)
 
-    def starving(self, line: Mapping[str, Any], workers: int) -> str | None:
+    def check_dataloader_bottleneck(self, line: Mapping[str, Any], num_workers: int) -> str | None:
         """A warning, once per run, that the last `WINDOW` steps waited for data for more than `STARVED` of their time;
         or None.
         """
-        self._recent.append((line["data_seconds"], line["seconds"]))
+        self._recent_waits.append((line["data_seconds"], line["seconds"]))
         # Pairs of (waited, spent) of the last steps, summed by column.
-        waited, spent = (sum(column) for column in zip(*self._recent, strict=True))
-        if self._told or len(self._recent) < WINDOW or waited <= STARVED * spent:
+        waited, spent = (sum(column) for column in zip(*self._recent_waits, strict=True))
+        if self._has_warned or len(self._recent_waits) < WINDOW or waited <= STARVED * spent:
             return None
-        self._told = True
+        self._has_warned = True
         return (
             f"the last {WINDOW} steps waited for data for {waited / spent:.0%} of their time: raise "
-            f"data.workers ({workers}) or data.prefetch, or put data.cache on a local disk"
+            f"data.workers ({num_workers}) or data.prefetch, or put data.cache on a local disk"
         )
 
-    def idle_groups(self, line: Mapping[str, Any]) -> list[str]:
-        """Groups whose gradient was zero in each of the last `IDLE` steps; each is reported once per run."""
+    def find_idle_groups(self, line: Mapping[str, Any]) -> list[str]:
+        """Groups whose gradient was zero in each of the last `MAX_IDLE_STEPS` steps; each is reported once per run."""
         for name, norm in line["grad_norm_groups"].items():
-            if self._idle[name] < IDLE:
-                self._idle[name] = 0 if norm else self._idle[name] + 1
+            if self._num_idle_steps[name] < MAX_IDLE_STEPS:
+                self._num_idle_steps[name] = 0 if norm else self._num_idle_steps[name] + 1
             else:
                 # Past the bound once it was reported, so that the line below finds it only once.
-                self._idle[name] = IDLE + 1
-        return [name for name, steps in self._idle.items() if steps == IDLE]
+                self._num_idle_steps[name] = MAX_IDLE_STEPS + 1
+        return [name for name, steps in self._num_idle_steps.items() if steps == MAX_IDLE_STEPS]
 
-    def held_out(self, step: int, loss: float) -> None:
+    def write_eval_loss(self, step: int, loss: float) -> None:
         """Write a held-out loss, once per step: a finished run that is resumed computes the same value again."""
         if step in self._held_out_steps:
             return
         self._held_out_steps.add(step)
         self._append("held_out.jsonl", {"step": step, "held_out_loss": loss})
         if self.trackers is not None:
-            self.trackers.scalars({"held_out_loss": loss}, step)
+            self.trackers.log_scalars({"held_out_loss": loss}, step)
 
-    def event(self, event: Event) -> None:
-        line = event.record()
+    def write_event(self, event: Event) -> None:
+        line = event.to_record()
         self._append("events.jsonl", line)
         if self.trackers is not None:
-            self.trackers.event(line)
+            self.trackers.log_event(line)
 
-    def rejected(self, samples: Mapping[str, str], step: int) -> None:
+    def write_rejected(self, samples: Mapping[str, str], step: int) -> None:
         """Write an event with the samples that `data.rejects: skip` leaves out, and why; not repeated while the list
         is unchanged.
         """
@@ -142,9 +142,11 @@ class Journal:
         diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", diagnosis, "skip", sample_ids=tuple(samples))
         # A resumed run finds the same samples again: only a changed list is a new event.
-        earlier = [line for line in _lines(self.dir / "events.jsonl") if line["kind"] == event.kind]
+        earlier = [
+            line for line in _read_records(self.dir / "events.jsonl") if line["kind"] == event.kind
+        ]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
-            self.event(event)
+            self.write_event(event)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         self._unwritten.append((name, json.dumps(line)))
@@ -158,14 +160,16 @@ class Journal:
             try:
                 append_line(self.dir / name, text)
             except OSError as error:
-                if self._fail is None:
+                if self._on_error is None:
                     raise
-                self._fail(unwritable(error))
+                self._on_error(make_write_error(error))
                 return
             self._unwritten.pop(0)
 
 
-def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def build_metrics_line(
+    result: StepResult, parts: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     """One line of metrics.jsonl. Equal on all ranks except for its timings.
 
     `samples` counts this step's samples. `parts` are mean losses from the task, such as `loss_by_timestep`.
@@ -177,7 +181,7 @@ def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -
         "lr": next(iter(result.lr_groups.values())),
         "seconds": result.seconds,
         "data_seconds": result.data_seconds,
-        "peak_gib": peak_gib(),
+        "peak_gib": measure_peak_gib(),
         "samples": len(result.losses),
         "lr_groups": result.lr_groups,
         "grad_norm_groups": result.grad_norm_groups,
@@ -185,27 +189,29 @@ def metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -
     }
 
 
-def held_out_losses(run_dir: Path) -> dict[int, float]:
+def read_eval_losses(run_dir: Path) -> dict[int, float]:
     """A run's held-out losses so far, by step."""
-    return {line["step"]: line["held_out_loss"] for line in _lines(run_dir / "held_out.jsonl")}
+    return {
+        line["step"]: line["held_out_loss"] for line in _read_records(run_dir / "held_out.jsonl")
+    }
 
 
-def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """A `metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
+def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
+    """A `build_metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
     # All plain numbers; `lr` is left out, because it repeats the first entry of `lr_groups`.
     flat = {
         k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
     }
     # Derived here; metrics.jsonl does not contain it.
     flat["samples_per_second"] = line["samples"] / line["seconds"]
-    for name in ("lr_groups", "grad_norm_groups", *LOSS_PARTS):
+    for name in ("lr_groups", "grad_norm_groups", *LOSS_PART_KEYS):
         # Names become `lr/adapter`, `grad_norm/adapter` or `loss_by_timestep/0-249`.
         prefix = name.removesuffix("_groups")
         flat |= {f"{prefix}/{key}": value for key, value in line.get(name, {}).items()}
     return flat
 
 
-def peak_gib() -> float:
+def measure_peak_gib() -> float:
     """Peak memory so far in GiB: allocated GPU memory, or the process's resident memory without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -213,16 +219,16 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _truncate(path: Path, last_step: int, first: int = 1) -> list[dict[str, Any]]:
-    """Keep only the lines of steps `first` to `last_step`, so that repeated steps are not written twice; returns
+def _truncate_log(path: Path, last_step: int, first_step: int = 1) -> list[dict[str, Any]]:
+    """Keep only the lines of steps `first_step` to `last_step`, so that repeated steps are not written twice; returns
     them.
     """
-    lines = [line for line in _lines(path) if first <= line["step"] <= last_step]
+    lines = [line for line in _read_records(path) if first_step <= line["step"] <= last_step]
     if path.exists():
         # Replaced as a whole: a kill in between leaves the old lines or the new ones.
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_lines(path)[0]
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    return read_json_lines(path)[0]

@@ -18,25 +18,25 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.data.loading.reading import Reader
 from dit_lora.data.storage import UnreadableError
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.guard.gate import Gate, PoisonedStateError, Trip
+from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.guard.gate import BadStateError, Gate, StepFailure
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.guarding.watch import StepWatcher
-from dit_lora.training.micro_batch import LossFunction, Place, forward, replayable
+from dit_lora.training.micro_batch import BatchPosition, LossFunction, forward, make_replayable
 from dit_lora.training.optim.build import Schedule, apply_schedule
 from dit_lora.training.step import StepResult
-from dit_lora.training.step_rows import SentRows, StepRows, own_row
+from dit_lora.training.step_rows import PendingMetrics, StepMetrics, build_local_metrics
 
-_ALL = "all groups"
+_ALL_GROUPS = "all groups"
 # A third value of a row's `bad_data`, which is otherwise 0.0 or 1.0.
-_UNREAD = 2.0
-_MOST_WAIT = 10.0
+_UNREAD_DATA = 2.0
+_MAX_WAIT_S = 10.0
 """Seconds to wait for metrics in transit: after an error they may never arrive, because the other rank has ended."""
 
 
-class WentBackError(Exception):
+class RolledBackError(Exception):
     """Raised by `on_step` on every rank after the run was rolled back to an earlier step."""
 
     def __init__(self, step: int) -> None:
@@ -56,15 +56,15 @@ class _Step:
     losses: list[torch.Tensor] = field(default_factory=list)
     timesteps: list[torch.Tensor] = field(default_factory=list)
     bad_data: list[float] = field(default_factory=list)
-    """One value per micro-batch: 1.0 if it has a bad sample, 0.0 if not, `_UNREAD` if it could not be read."""
-    unread: str = ""
+    """One value per micro-batch: 1.0 if it has a bad sample, 0.0 if not, `_UNREAD_DATA` if it could not be read."""
+    read_error: str = ""
     """Reason why this rank could not read its data; empty if it could."""
     data_seconds: float = 0.0
     seconds: float = 0.0
     """Wall time of this step's launch, update and wait. Work of other steps in between is not counted."""
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
+    def measure_time(self) -> Iterator[None]:
         """Add the time spent inside the context to this step."""
         began = time.perf_counter()
         yield
@@ -72,36 +72,36 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _PendingStep:
     """A step whose update is queued, and whose metrics are on their way to the host."""
 
     step: _Step
-    rows: SentRows
-    rates: dict[str, float]
-    groups: tuple[str, ...]
+    metrics: PendingMetrics
+    learning_rates: dict[str, float]
+    group_names: tuple[str, ...]
 
 
 @dataclass
 class _Progress:
     """Training position: the last confirmed step, and the step whose metrics are still on the device."""
 
-    done: int
+    confirmed_step: int
     """The last step whose metrics were read and found healthy."""
     control: MicroBatch | None = None
     """A micro-batch of that step: a healthy one for comparison."""
-    sent: _Sent | None = None
+    pending: _PendingStep | None = None
     """The following step, once its update is queued."""
 
 
-def micro_batches_held(accumulate: int) -> int:
+def max_resident_micro_batches(accumulate: int) -> int:
     """Upper bound on micro-batches resident on the device: two steps in flight plus one healthy batch kept for
     comparison.
     """
     return 2 * accumulate + 1
 
 
-def _unreadable(step: int, why: str) -> NoReturn:
-    raise UnreadableError(why or "another rank cannot read its data")
+def _raise_unreadable(step: int, reason: str) -> NoReturn:
+    raise UnreadableError(reason or "another rank cannot read its data")
 
 
 @dataclass(frozen=True)
@@ -109,22 +109,22 @@ class Loop:
     """Everything a step needs, constant for the whole run."""
 
     engine: Engine
-    losses: LossFunction
+    loss_function: LossFunction
     schedule: Schedule
     optim: OptimConfig
     accumulate: int
     seed: int
     recovery: RunRecovery
     watcher: StepWatcher
-    unreadable: Callable[[int, str], NoReturn] = _unreadable
+    on_unreadable: Callable[[int, str], NoReturn] = _raise_unreadable
     """Ends the run on all ranks. Takes the last completed step and why this rank could not read its data, or ""."""
-    copies: int = 1
+    ranks_per_sample: int = 1
     """Number of ranks that run each sample together (1 without context parallelism)."""
-    norms: Norms | None = None
+    compute_norms: NormFunction | None = None
     """Computes gradient norms; None uses PyTorch."""
-    note: Callable[[StepResult], None] = lambda result: None
+    log_step: Callable[[StepResult], None] = lambda result: None
     """Logs a step without collectives. Used when the next step crashed before `on_step` ran."""
-    at_once: Callable[[int], bool] = lambda step: False
+    sync_after: Callable[[int], bool] = lambda step: False
     """True if the host must read this step before the next is launched, because it needs the memory or more than the
     metrics. Equal on all ranks.
     """
@@ -136,7 +136,7 @@ def train(
     *,
     start_step: int,
     steps: int,
-    stop_asked: Callable[[], int],
+    get_stop_code: Callable[[], int],
     on_step: Callable[[StepResult], None],
 ) -> None:
     """Train the steps after `start_step` up to `steps`; `on_step` runs after each, with equal results on all ranks.
@@ -144,39 +144,43 @@ def train(
     `on_step` sees weights and optimizer as the step left them: at most the next forward and backward are queued.
     `batches(step)` yields the micro-batches of the steps after `step`. A failed step leaves weights and optimizer
     unchanged, and the queued part of the next step is dropped. `loop.recovery` then returns the step to continue from,
-    or raises `NonFiniteError` on every rank. If `on_step` raises `WentBackError`, training continues from its step. If
-    a rank cannot read a step's data, `loop.unreadable` ends the run.
+    or raises `NonFiniteError` on every rank. If `on_step` raises `RolledBackError`, training continues from its step.
+    If a rank cannot read a step's data, `loop.on_unreadable` ends the run.
     """
     # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
-    loop.engine.warm_up(lambda: _first_loss(loop, batches(start_step), start_step + 1))
+    loop.engine.fix_ddp_bucket_order(
+        lambda: _compute_first_loss(loop, batches(start_step), start_step + 1)
+    )
     # Two steps are in flight: while the host reads step n, forward and backward of step n + 1 are queued.
     progress, reader = _Progress(start_step), Reader[Batch]()
-    while progress.done < steps:
-        # A recovery may have rolled back or changed the order: request the batches again, from `done`.
-        reader.begin(batches(progress.done))
-        for number in range(progress.done + 1, steps + 1):
+    while progress.confirmed_step < steps:
+        # A recovery may have rolled back or changed the order: request the batches again, from `confirmed_step`.
+        reader.start(batches(progress.confirmed_step))
+        for number in range(progress.confirmed_step + 1, steps + 1):
             step = _Step(number, Gate(loop.engine.accelerator))
-            if not _launched(loop, progress, reader, step, on_step):
+            if not _launch_step(loop, progress, reader, step, on_step):
                 break
-            with step.timed():
-                progress.sent = _update(loop, step, stop_asked())
+            with step.measure_time():
+                progress.pending = _update_weights(loop, step, get_stop_code())
             # The last step is read immediately too: there is no next step to launch first.
-            if (number == steps or loop.at_once(number)) and not _settled(loop, progress, on_step):
+            if (number == steps or loop.sync_after(number)) and not _finish_pending_step(
+                loop, progress, on_step
+            ):
                 break
 
 
-def _first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
+def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> torch.Tensor:
     """Mean loss of this rank's first micro-batch."""
     accelerator = loop.engine.accelerator
     reader = Reader[Batch]()
-    reader.begin(batches)
-    batch = reader.next()[0].to(accelerator.device)
-    position = Place(loop.seed, number, 0, accelerator.process_index)
-    return forward(loop.losses, loop.engine.model, batch, position).losses.mean()
+    reader.start(batches)
+    batch = reader.read_next()[0].to(accelerator.device)
+    position = BatchPosition(loop.seed, number, 0, accelerator.process_index)
+    return forward(loop.loss_function, loop.engine.model, batch, position).losses.mean()
 
 
-def _launched(
+def _launch_step(
     loop: Loop,
     progress: _Progress,
     reader: Reader[Batch],
@@ -187,170 +191,181 @@ def _launched(
     again.
     """
     try:
-        with step.timed():
-            _launch(loop, reader, step)
+        with step.measure_time():
+            _run_micro_steps(loop, reader, step)
     except (DitLoraError, OSError, RuntimeError):
         # The step before comes first: it was taken, or it failed and this one is repeated. Other ranks may be inside
         # this step's collectives, so neither a recovery nor `on_step` can run collectively.
         if loop.engine.accelerator.num_processes > 1:
-            _tell_taken(loop, progress)
+            _record_if_taken(loop, progress)
             raise
-        if _settled(loop, progress, on_step):
+        if _finish_pending_step(loop, progress, on_step):
             raise
         return False
-    return _settled(loop, progress, on_step)
+    return _finish_pending_step(loop, progress, on_step)
 
 
-def _tell_taken(loop: Loop, progress: _Progress) -> None:
+def _record_if_taken(loop: Loop, progress: _Progress) -> None:
     """Read the pending step and log it if it was taken, without collectives: another rank may have ended."""
-    pending, progress.sent = progress.sent, None
+    pending, progress.pending = progress.pending, None
     # If the device itself has failed, its metrics are lost, and the error that ends the run has said so.
     with suppress(torch.AcceleratorError):
-        if pending is not None and pending.rows.arrives(_MOST_WAIT):
-            outcome = _read(loop, pending)
+        if pending is not None and pending.metrics.wait_until_arrived(_MAX_WAIT_S):
+            outcome = _read_metrics(loop, pending)
             if isinstance(outcome, StepResult):
-                loop.note(outcome)
+                loop.log_step(outcome)
 
 
-def _launch(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
-    with loop.watcher.forward(step.number):
+def _run_micro_steps(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
+    with loop.watcher.watch_forward(step.number):
         for micro_step in range(loop.accumulate):
-            _micro_step(loop, reader, step, micro_step)
+            _run_micro_step(loop, reader, step, micro_step)
 
 
-def _settled(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
+def _finish_pending_step(
+    loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]
+) -> bool:
     """Wait for the pending step's metrics and handle them. Returns False if batches must be requested again from
-    `progress.done`.
+    `progress.confirmed_step`.
     """
-    pending, progress.sent = progress.sent, None
+    pending, progress.pending = progress.pending, None
     if pending is None:
         return True
-    outcome = _read(loop, pending)
+    outcome = _read_metrics(loop, pending)
     step = pending.step
     if isinstance(outcome, StepResult):
         try:
             on_step(outcome)
-            progress.done, progress.control = step.number, step.micro_batches[-1]
+            progress.confirmed_step, progress.control = step.number, step.micro_batches[-1]
             return True
-        except PoisonedStateError as error:
+        except BadStateError as error:
             # The step was healthy, but the state that it led to is not worth keeping.
-            outcome = Trip(step.number, error.kind, verdict=error.verdict)
-        except WentBackError as back:
+            outcome = StepFailure(step.number, error.kind, diagnosis=error.diagnosis)
+        except RolledBackError as back:
             # Late kernel parity has restored the state itself: there is no failed step to diagnose.
-            loop.engine.discard()
-            progress.done = back.step
+            loop.engine.discard_gradients()
+            progress.confirmed_step = back.step
             return False
     # The next step's gradients may exist: it was launched behind a step that was not taken.
-    loop.engine.discard()
+    loop.engine.discard_gradients()
     # Neither weights nor data are at fault, the data could not be read: there is nothing to diagnose.
     if outcome.kind == "unread_data":
-        loop.unreadable(step.number - 1, step.unread)
-    progress.done = loop.recovery.recover(outcome, step.micro_batches, progress.control)
+        loop.on_unreadable(step.number - 1, step.read_error)
+    progress.confirmed_step = loop.recovery.recover(outcome, step.micro_batches, progress.control)
     return False
 
 
-def _read(loop: Loop, sent: _Sent) -> StepResult | Trip:
+def _read_metrics(loop: Loop, pending: _PendingStep) -> StepResult | StepFailure:
     """Wait for a step's metrics. The host reads nothing else from a step."""
-    with sent.step.timed():
-        rows = sent.rows.read()
-    failure = _trip(rows, sent.step.number, loop.copies)
-    return _result(rows, sent, loop.copies) if failure is None else failure
+    with pending.step.measure_time():
+        rows = pending.metrics.read()
+    failure = _find_failure(rows, pending.step.number, loop.ranks_per_sample)
+    return _build_result(rows, pending, loop.ranks_per_sample) if failure is None else failure
 
 
-def _micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
+def _run_micro_step(loop: Loop, reader: Reader[Batch], step: _Step, micro_step: int) -> None:
     waiting = time.perf_counter()
     accelerator = loop.engine.accelerator
     # A rank whose data failed gets its last batch again: it must meet the collectives of this step first.
-    batch, step.unread = reader.next()
+    batch, step.read_error = reader.read_next()
     batch = batch.to(accelerator.device)
-    bad_data = _UNREAD if step.unread else float(bool(batch.faults))
+    bad_data = _UNREAD_DATA if step.read_error else float(bool(batch.faults))
     step.data_seconds += time.perf_counter() - waiting
-    position = Place(loop.seed, step.number, micro_step, accelerator.process_index)
+    position = BatchPosition(loop.seed, step.number, micro_step, accelerator.process_index)
     # A closure over the batch, not a copy of activations: a replay costs memory only while it runs, and draws its
     # noise again.
-    batch_to_replay = replace(batch, ahead=None)
-    step.micro_batches.append(replayable(loop.losses, loop.engine.bare, batch_to_replay, position))
+    batch_to_replay = replace(batch, random_inputs=None)
+    step.micro_batches.append(
+        make_replayable(loop.loss_function, loop.engine.unwrapped_model, batch_to_replay, position)
+    )
     with loop.engine.micro_step():
-        output = forward(loop.losses, loop.engine.model, batch, position)
+        output = forward(loop.loss_function, loop.engine.model, batch, position)
         # Noted and not acted on: reading the flag here would synchronize the host in every micro-step.
-        step.gate.losses(output.losses, bad_data=bad_data > 0)
+        step.gate.record_losses(output.losses, bad_data=bad_data > 0)
         loop.engine.backward(output.losses.mean())
     step.losses.append(output.losses.detach())
     step.timesteps.append(output.timesteps)
     step.bad_data.append(bad_data)
 
 
-def _update(loop: Loop, step: _Step, stop_code: int) -> _Sent:
+def _update_weights(loop: Loop, step: _Step, stop_code: int) -> _PendingStep:
     """Clip, run the gated optimizer step, and send the metrics. The host knows only the learning rates at this
     point.
     """
     engine, number = loop.engine, step.number
     # fp64: finite exactly if every element is, where an fp32 sum of squares overflows or loses tiny ones.
-    norms = engine.gradient_norms(loop.norms)
+    norms = engine.compute_gradient_norms(loop.compute_norms)
     # Before clipping, which multiplies by 1 / norm and would spread one NaN to every gradient.
-    gradient_flags = step.gate.gradients(norms)
-    loop.watcher.gradients(number)
-    norm = engine.clip(norms, loop.optim, loop.watcher.clip)
+    gradient_flags = step.gate.record_gradient_norms(norms)
+    loop.watcher.collect_gradients(number)
+    norm = engine.clip_gradients(norms, loop.optim, loop.watcher.get_clip_bound)
     # A function of the step and not a scheduler: a step that is taken again cannot advance it.
     rates = apply_schedule(engine.optimizer.param_groups, loop.schedule, number)
     # The update overwrites tensors that a snapshot's copy may still read, so the watcher comes first.
     loop.watcher.before_update(number)
     # One all-reduce of the flag, which every rank meets: all take this step or none does.
-    engine.step(step.gate.agreed())
+    engine.step(step.gate.reduce_flags())
     loop.watcher.after_update(number)
     # Queued behind the update: flags and norms stay on the device until the gather.
-    row = own_row(
+    row = build_local_metrics(
         step.losses,
         step.timesteps,
-        {**norms, _ALL: norm},
+        {**norms, _ALL_GROUPS: norm},
         gradient_flags,
-        engine.weights_are_bad(),
+        engine.has_nonfinite_weights(),
         step.bad_data,
         step.data_seconds,
         stop_code,
     )
-    return _Sent(step, row.gather(engine.accelerator), rates, tuple(norms))
+    return _PendingStep(step, row.start_gather(engine.accelerator), rates, tuple(norms))
 
 
-def _trip(rows: StepRows, step: int, copies: int) -> Trip | None:
+def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> StepFailure | None:
     """The failure of this step, equal on all ranks; None if it is healthy."""
     # One column per micro-step, one row per rank.
-    ranks, accumulate = rows.bad_data.shape
+    ranks, accumulate = metrics.bad_data.shape
     # First: the repeated micro-batch that stood in for unread data says nothing about the model.
-    if (rows.bad_data == _UNREAD).any():
-        return Trip(step, "unread_data")
-    bad_losses = ~torch.isfinite(rows.losses).view(ranks, accumulate, -1).all(2)
-    bad_data = rows.bad_data > 0
+    if (metrics.bad_data == _UNREAD_DATA).any():
+        return StepFailure(step, "unread_data")
+    bad_losses = ~torch.isfinite(metrics.losses).view(ranks, accumulate, -1).all(2)
+    bad_data = metrics.bad_data > 0
     # With context parallelism the first of the ranks that share a sample stands for them: (samples' ranks,
     # micro-steps).
-    bad = (bad_losses | bad_data).view(-1, copies, accumulate).any(1)
-    failed_positions = [(copies * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
+    bad = (bad_losses | bad_data).view(-1, ranks_per_sample, accumulate).any(1)
+    failed_positions = [
+        (ranks_per_sample * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()
+    ]
     if failed_positions:
-        return Trip(
+        return StepFailure(
             step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions)
         )
     # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
-    raised = (rows.flags > 0).any(0).tolist()
+    raised = (metrics.flags > 0).any(0).tolist()
     return next(
-        (Trip(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None
+        (
+            StepFailure(step, kind)
+            for kind, is_raised in zip(kinds, raised, strict=True)
+            if is_raised
+        ),
+        None,
     )
 
 
-def _result(rows: StepRows, sent: _Sent, copies: int) -> StepResult:
-    # Ranks that share a sample report the same loss: one row of each group of `copies` is counted.
-    losses = rows.losses[::copies].flatten()
+def _build_result(metrics: StepMetrics, pending: _PendingStep, ranks_per_sample: int) -> StepResult:
+    # Ranks that share a sample report the same loss: one row of each group of `ranks_per_sample` is counted.
+    losses = metrics.losses[::ranks_per_sample].flatten()
     # Norms are equal on all ranks; the last one is over all groups.
-    *norms, norm = rows.norms[0].tolist()
+    *norms, norm = metrics.norms[0].tolist()
     return StepResult(
-        step=sent.step.number,
+        step=pending.step.number,
         loss=losses.mean().item(),
         grad_norm=norm,
-        grad_norm_groups=dict(zip(sent.groups, norms, strict=True)),
-        lr_groups=sent.rates,
+        grad_norm_groups=dict(zip(pending.group_names, norms, strict=True)),
+        lr_groups=pending.learning_rates,
         losses=losses.tolist(),
-        timesteps=rows.timesteps[::copies].flatten().long().tolist(),
-        seconds=sent.step.seconds,
-        data_seconds=rows.data_seconds.max().item(),
-        stop_code=int(rows.stop_codes.max().item()),
+        timesteps=metrics.timesteps[::ranks_per_sample].flatten().long().tolist(),
+        seconds=pending.step.seconds,
+        data_seconds=metrics.data_seconds.max().item(),
+        stop_code=int(metrics.stop_codes.max().item()),
     )

@@ -7,31 +7,31 @@ import torch
 from torch import nn
 
 from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch
-from dit_lora.families.base import Trained
+from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams, fold
-from dit_lora.training.preserve import trained_losses
+from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.preserve import compute_training_losses
 
-LossFunction = Callable[[nn.Module, Batch, Streams], LossOutput]
+LossFunction = Callable[[nn.Module, Batch, RandomStreams], LossOutput]
 
 
-def sample_losses(checkpoint: Trained) -> LossFunction:
+def build_loss_function(checkpoint: TrainableCheckpoint) -> LossFunction:
     """The family's loss function, with each loss multiplied by its sample's weight."""
 
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
-        output = trained_losses(checkpoint, model, batch.tensors, streams)
+    def compute_losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
+        output = compute_training_losses(checkpoint, model, batch.tensors, streams)
         # One weight per sample, (samples,).
         weights = batch.tensors.get(LOSS_WEIGHT)
         if weights is None:
             return output
         return LossOutput(output.losses * weights, output.timesteps)
 
-    return losses
+    return compute_losses
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPosition:
     """The position of a micro-batch in a run. Every random number it draws follows from it."""
 
     seed: int
@@ -40,13 +40,23 @@ class Place:
     rank: int
 
 
-def forward(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> LossOutput:
+def forward(
+    loss_function: LossFunction, model: nn.Module, batch: Batch, batch_position: BatchPosition
+) -> LossOutput:
     """Compute a micro-batch's losses, bitwise equal at every call with equal weights."""
     # Seeded at every call: a replay draws the numbers of the original step, even if others were drawn since. Dropout
     # inside the model draws from torch's own generators.
-    seed = fold(place.seed, "dropout", place.step, place.micro_step, place.rank)
+    seed = derive_seed(
+        batch_position.seed,
+        "dropout",
+        batch_position.step,
+        batch_position.micro_step,
+        batch_position.rank,
+    )
     _seed_generators(seed, next(iter(batch.tensors.values())).device)
-    return losses(model, batch, Streams(place.seed, batch.draws, batch.ahead))
+    return loss_function(
+        model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs)
+    )
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -59,37 +69,46 @@ def _seed_generators(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def replayable(losses: LossFunction, model: nn.Module, batch: Batch, place: Place) -> MicroBatch:
+def make_replayable(
+    loss_function: LossFunction, model: nn.Module, batch: Batch, batch_position: BatchPosition
+) -> MicroBatch:
     """A micro-batch that can be run again at any time on the unwrapped model."""
     return MicroBatch(
         ids=batch.ids,
-        step=place.step,
-        micro_step=place.micro_step,
-        rank=place.rank,
+        step=batch_position.step,
+        micro_step=batch_position.micro_step,
+        rank=batch_position.rank,
         tensors=batch.tensors,
-        forward=lambda: forward(losses, model, batch, place),
-        single=lambda index: replayable(losses, model, batch.single(index), place),
+        forward=lambda: forward(loss_function, model, batch, batch_position),
+        select_sample=lambda index: make_replayable(
+            loss_function, model, batch.select_sample(index), batch_position
+        ),
         faults=batch.faults,
-        draws=batch.draws,
+        draw_numbers=batch.sample_seeds,
         # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
-        redrawn=lambda number: replayable(losses, model, _elsewhere(batch, number), place),
-        at=lambda position, draws: replayable(
-            losses,
+        redraw=lambda number: make_replayable(
+            loss_function, model, _reseed(batch, number), batch_position
+        ),
+        move_to=lambda position, draws: make_replayable(
+            loss_function,
             model,
-            replace(batch, draws=position.draws) if draws else batch,
-            Place(place.seed, position.step, position.micro_step, position.rank),
+            replace(batch, sample_seeds=position.draw_numbers) if draws else batch,
+            BatchPosition(batch_position.seed, position.step, position.micro_step, position.rank),
         ),
     )
 
 
-def sent(one: MicroBatch, seed: int) -> tuple[Batch, Place]:
-    """A micro-batch as it is sent to another rank, which rebuilds it with `replayable`."""
+def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPosition]:
+    """A micro-batch as it is sent to another rank, which rebuilds it with `make_replayable`."""
     # Pickled on its way: a tensor on a device would come back on the sender's.
-    tensors = {name: tensor.cpu() for name, tensor in one.tensors.items()}
-    batch = Batch(one.ids, one.draws, tensors, dict(one.faults))
-    return batch, Place(seed, one.step, one.micro_step, one.rank)
+    tensors = {name: tensor.cpu() for name, tensor in micro_batch.tensors.items()}
+    batch = Batch(micro_batch.ids, micro_batch.draw_numbers, tensors, dict(micro_batch.faults))
+    return batch, BatchPosition(seed, micro_batch.step, micro_batch.micro_step, micro_batch.rank)
 
 
-def _elsewhere(batch: Batch, number: int) -> Batch:
+def _reseed(batch: Batch, number: int) -> Batch:
     """The same samples with random seeds that no epoch uses."""
-    return replace(batch, draws=tuple(fold(draw, "redrawn", number) for draw in batch.draws))
+    return replace(
+        batch,
+        sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds),
+    )

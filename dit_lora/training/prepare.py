@@ -6,85 +6,88 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.config.lora import FROM_DATA, LATER
-from dit_lora.config.optimizers import DEFAULT
-from dit_lora.data.loading.training_set import Prepared
-from dit_lora.families.base import Trained
+from dit_lora.config.lora import DATA_INIT, NEWER_OPTIONS
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER
+from dit_lora.data.loading.training_set import TrainingData
+from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.training.base_output import keep_base, note_base
-from dit_lora.training.checkpoints.compatibility import SAMPLES, place_of
+from dit_lora.training.base_output import record_base_fingerprint, write_base_fingerprint
+from dit_lora.training.checkpoints.compatibility import (
+    SAMPLES_PER_STEP_KEY,
+    describe_launch_topology,
+)
 from dit_lora.training.checkpoints.files import require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
-from dit_lora.training.distributed.context_parallel import share_context
+from dit_lora.training.distributed.context_parallel import enable_context_parallel
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.parity_watch import ParityWatch
-from dit_lora.training.guarding.setup import build_recovery, build_watcher, start_of_guard
-from dit_lora.training.guarding.state_checks import own_state
-from dit_lora.training.guarding.watch import prime_spikes
+from dit_lora.training.guarding.setup import build_recovery, build_watcher, load_guard_start
+from dit_lora.training.guarding.state_checks import collect_local_state
+from dit_lora.training.guarding.watch import share_spike_history
 from dit_lora.training.journal import Journal
 from dit_lora.training.optim.build import build_optimizer
 from dit_lora.training.run import Run
 from dit_lora.training.saved_state import Checkpoints, resume
 from dit_lora.training.session.session import Session, open_run_folder
-from dit_lora.training.start_from_data import start_from_data
-from dit_lora.training.status import told_to_trackers
+from dit_lora.training.start_from_data import initialize_lora_from_data
+from dit_lora.training.status import build_tracker_config
 from dit_lora.training.task import AnySetup, Setup, Task
 
 
 def prepare(
     session: Session,
     task: Task,
-    checkpoint: Trained,
-    data: Prepared,
+    checkpoint: TrainableCheckpoint,
+    data: TrainingData,
     transformer: nn.Module,
     groups: list[dict[str, Any]],
     resume_from: Path | None,
     *,
-    checkpoint_blocks: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
+    apply_checkpointing: Callable[[Setup[Any, Any]], None] = choose_checkpointing,
 ) -> Run:
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
-    _start_adapter(session, checkpoint, data, transformer, resume_from)
-    with phases.timing("placing"):
-        setup = _set_up(session, task, checkpoint, data, transformer, groups)
+    _initialize_adapter(session, checkpoint, data, transformer, resume_from)
+    with phases.time_phase("placing"):
+        setup = _build_setup(session, task, checkpoint, data, transformer, groups)
     # After the engine has sharded the weights: the averages are over this rank's tensors.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
-    identity = run_identity(setup)
+    identity = build_trajectory_config(setup)
     if resume_from is not None:
         # First: with another recipe the base would differ too, and its message would hide the cause.
-        require_same_recipe(resume_from, identity, place_of(session))
+        require_same_recipe(resume_from, identity, describe_launch_topology(session))
     # Before a checkpoint's weights are loaded: the base is the model as its files have it.
-    with phases.timing("base's output"):
-        base = note_base(setup, resume_from)
-    with phases.timing("checkpoint read"):
+    with phases.time_phase("base's output"):
+        base = record_base_fingerprint(setup, resume_from)
+    with phases.time_phase("checkpoint read"):
         start_step, record = resume(setup, ema, identity, resume_from)
-    start = start_of_guard(setup, record)
+    start = load_guard_start(setup, record)
     # Counts what is free once the model is placed.
-    with phases.timing("memory counted"):
-        checkpoint_blocks(setup)
+    with phases.time_phase("memory counted"):
+        apply_checkpointing(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
-    keep_base(setup, base, start_step)
+    write_base_fingerprint(setup, base, start_step)
     if session.is_main and start.quarantine.records:
         start.quarantine.save()
     checkpoints = Checkpoints(setup, ema, identity)
-    journal = _journal(setup, checkpoints, start_step)
+    journal = _open_journal(setup, checkpoints, start_step)
     snapshots = Snapshots(
-        lambda: own_state(setup.engine, ema),
-        every=recipe.guard.snapshot_every,
-        put=setup.engine.put_numbers,
+        lambda: collect_local_state(setup.engine, ema),
+        interval_steps=recipe.guard.snapshot_every,
+        write_back=setup.engine.load_scalar_state,
     )
     watcher = build_watcher(setup, snapshots)
     # After the journal has dropped the lines of steps that will be repeated.
-    prime_spikes(watcher, journal)
+    share_spike_history(watcher, journal)
     files = RecoveryFiles(checkpoints, journal, watcher, start)
-    with phases.timing("digests"):
+    with phases.time_phase("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
-    _say_groups(session, groups)
+    _log_groups(session, groups)
     return Run(
         setup,
         start_step,
@@ -98,63 +101,65 @@ def prepare(
     )
 
 
-def _start_adapter(
+def _initialize_adapter(
     session: Session,
-    checkpoint: Trained,
-    data: Prepared,
+    checkpoint: TrainableCheckpoint,
+    data: TrainingData,
     transformer: nn.Module,
     resume_from: Path | None,
 ) -> None:
     """Initialize a new adapter from the training data if `lora.init: eva`. On resume the checkpoint has the values."""
     recipe = session.recipe
     is_new = resume_from is None and recipe.optim.groups.adapter is not None
-    if is_new and recipe.lora.init == FROM_DATA:
-        with session.phases.timing("start from data"):
-            session.say(start_from_data(session, checkpoint, data, transformer))
+    if is_new and recipe.lora.init == DATA_INIT:
+        with session.phases.time_phase("start from data"):
+            session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
 
 
-def _set_up(
+def _build_setup(
     session: Session,
     task: Task,
-    checkpoint: Trained,
-    data: Prepared,
+    checkpoint: TrainableCheckpoint,
+    data: TrainingData,
     transformer: nn.Module,
     groups: list[dict[str, Any]],
 ) -> Setup[Any, Any]:
     """Place the model on devices and ranks, and build the optimizer for its parameter groups."""
     recipe = session.recipe
     # Hooks of shared context and offload, then compiled code beneath them, then DDP or FSDP2 around all.
-    share_context(session, checkpoint, data, transformer)
+    enable_context_parallel(session, checkpoint, data, transformer)
     offload_base(recipe, transformer, session.accelerator)
     compile_blocks(recipe, transformer, session.accelerator)
     engine = build_engine(session, transformer, build_optimizer(groups, recipe.optim))
     return Setup(session, task, checkpoint, data, engine)
 
 
-def _say_groups(session: Session, groups: list[dict[str, Any]]) -> None:
+def _log_groups(session: Session, groups: list[dict[str, Any]]) -> None:
     for group in groups:
         count = sum(p.numel() for p in group["params"])
         session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
 
 
-def _journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
+def _open_journal(
+    setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int
+) -> Journal | None:
     """Open the journal and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:
         return None
-    session.trackers.start(told_to_trackers(session), start_step)
+    session.trackers.start(build_tracker_config(session), start_step)
     journal = Journal(
         session.dir,
         start_step=start_step,
         trackers=session.trackers,
         say=session.say,
-        fail=checkpoints.saver.fail,
+        on_error=checkpoints.writer.record_error,
     )
-    journal.rejected(setup.data.rejected, start_step)
+    journal.write_rejected(setup.data.rejected, start_step)
     return journal
 
 
-def run_identity(setup: AnySetup) -> dict[str, Any]:
+def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint: a flat dict, named as in the recipe."""
     session, recipe = setup.session, setup.recipe
     values = recipe.model_dump(mode="json")
@@ -167,24 +172,24 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         "train.mode": recipe.train.mode,
         "train.seed": recipe.train.seed,
         "train.ema": recipe.train.ema,
-        SAMPLES: session.samples_per_step,
-        **setup.task.identity(recipe),
+        SAMPLES_PER_STEP_KEY: session.samples_per_step,
+        **setup.task.trajectory_config(recipe),
     }
     flat |= {f"lora.{key}": value for key, value in values["lora"].items()}
     # Omit options at their default: checkpoints written before the option existed must still match.
     for name, field in type(recipe.lora).model_fields.items():
         default = field.get_default(call_default_factory=True)
-        if name in LATER and getattr(recipe.lora, name) == default:
+        if name in NEWER_OPTIONS and getattr(recipe.lora, name) == default:
             del flat[f"lora.{name}"]
     # Replaced by digests and scales: moving a file does not change the training.
     flat.pop("lora.under", None)
     if recipe.lora.under:
         flat["lora.under"] = [
-            [*_digests(adapter), adapter["scale"]] for adapter in setup.data.adapters["under"]
+            [*_list_digests(adapter), adapter["scale"]] for adapter in setup.data.adapters["under"]
         ]
-    if recipe.lora.from_file:
+    if recipe.lora.has_file_init:
         # The file's folder and name are not part of its content.
-        flat["lora.init"] = " ".join(_digests(setup.data.adapters["continued"]))
+        flat["lora.init"] = " ".join(_list_digests(setup.data.adapters["continued"]))
         # These are values of the file, whether the recipe repeats them or not.
         for name in (
             "rank",
@@ -200,19 +205,19 @@ def run_identity(setup: AnySetup) -> dict[str, Any]:
         flat["kernels.fp8"] = recipe.kernels.fp8
     optim = dict(values["optim"])
     groups = optim.pop("groups")
-    if optim["name"] == DEFAULT:
+    if optim["name"] == DEFAULT_OPTIMIZER:
         # As in checkpoints from before there was a choice.
         del optim["name"]
     flat |= {f"optim.{key}": value for key, value in optim.items()}
     # Groups that do not train are omitted.
     flat |= {f"optim.groups.{name}": group for name, group in groups.items() if group}
-    groups_given = recipe.optim.groups.given().values()
+    groups_given = recipe.optim.groups.get_configured_groups().values()
     if any((group.schedule or recipe.optim.schedule) != "constant" for group in groups_given):
         # A schedule ends at this step. With a constant rate a run may be extended.
         flat["train.steps"] = recipe.train.steps
     return flat
 
 
-def _digests(adapter: dict[str, Any]) -> list[str]:
+def _list_digests(adapter: dict[str, Any]) -> list[str]:
     """The digests of a LoRA file's content."""
     return [value for key, value in adapter.items() if key.endswith("sha256")]

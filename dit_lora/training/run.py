@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.training.base_output import BaseOutput
+from dit_lora.training.base_output import BaseFingerprint
 from dit_lora.training.ema import TrainedEMA
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.recovery import RunRecovery
@@ -21,7 +21,7 @@ class Run:
     start_step: int
     """The step that it continues from; 0 at its first start."""
     ema: TrainedEMA | None
-    base: BaseOutput
+    base_fingerprint: BaseFingerprint
     recovery: RunRecovery
     watcher: StepWatcher
     parity: ParityWatch

@@ -18,18 +18,20 @@ from tqdm import tqdm
 
 from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Trained
-from dit_lora.numerics.streams import Streams, fold
-from dit_lora.training.execution.modes import evaluating
+from dit_lora.families.base import TrainableCheckpoint
+from dit_lora.numerics.streams import RandomStreams, derive_seed
+from dit_lora.training.execution.modes import use_eval_mode
 from dit_lora.training.session.session import Session
 
-SAMPLES = 32
+NUM_SAMPLES = 32
 """Number of samples to look at, spread evenly over the training set; each is run once."""
 # Rows per layer and forward pass.
-_ROWS = 1024
+_MAX_ROWS = 1024
 
 
-def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.Module) -> str:
+def initialize_lora_from_data(
+    session: Session, checkpoint: TrainableCheckpoint, data: Any, model: nn.Module
+) -> str:
     """Set A of every adapted linear layer, equally on all ranks; returns a line that reports it.
 
     Runs the whole model on this rank's device. Layers that receive fewer rows than their rank keep their random
@@ -50,21 +52,23 @@ def start_from_data(session: Session, checkpoint: Trained, data: Any, model: nn.
     # The model is moved back afterwards: the engine places it later.
     home = next(model.parameters()).device
     model.to(device)
-    entries = data.clips.entries
+    entries = data.training_set.entries
     # Evenly spaced, with repetitions in a small data set, which the next line drops.
-    chosen = [entries[at * len(entries) // SAMPLES] for at in range(SAMPLES)]
+    chosen = [entries[at * len(entries) // NUM_SAMPLES] for at in range(NUM_SAMPLES)]
     chosen = list({entry.id: entry for entry in chosen}.values())
     bar = tqdm(chosen, desc="EVA", unit="sample", leave=False, disable=not session.is_main)
-    with evaluating(model), _watched(layers), session.accelerator.autocast():
+    with use_eval_mode(model), _watch_inputs(layers), session.accelerator.autocast():
         for entry in bar:
-            sample = data.clips.sample(entry, 0)
+            sample = data.training_set.read_sample(entry, 0)
             if sample.faults:
                 continue
             batch = sample.to(device)
             checkpoint.losses(
-                model, batch.tensors, Streams(fold(recipe.train.seed, "eva"), batch.draws)
+                model,
+                batch.tensors,
+                RandomStreams(derive_seed(recipe.train.seed, "eva"), batch.sample_seeds),
             )
-    unchanged_layers = [name for name, inputs in layers.items() if not inputs.put()]
+    unchanged_layers = [name for name, inputs in layers.items() if not inputs.set_lora_a()]
     model.to(home)
     message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
     return (
@@ -83,11 +87,11 @@ class LayerInputs:
         self._pca = IncrementalPCA(n_components=self.rank, lowrank=True, lowrank_seed=0)
         self._rows = torch.empty(0)
 
-    def take(self, _module: nn.Module, given: tuple[Any, ...]) -> None:
+    def add_rows(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook: adds evenly spaced rows of the layer's input, (..., in_features)."""
-        # (..., in_features) to (rows, in_features), then at most `_ROWS` of them.
-        rows = given[0].detach().flatten(0, -2).float()
-        rows = rows[:: max(1, -(-len(rows) // _ROWS))]
+        # (..., in_features) to (rows, in_features), then at most `_MAX_ROWS` of them.
+        rows = inputs[0].detach().flatten(0, -2).float()
+        rows = rows[:: max(1, -(-len(rows) // _MAX_ROWS))]
         # Rows of a bad sample are left out; training meets the sample too, and reports it.
         rows = rows[torch.isfinite(rows).all(dim=1)]
         self._rows = torch.cat([self._rows.to(rows), rows]) if self._rows.numel() else rows
@@ -97,7 +101,7 @@ class LayerInputs:
             self._rows = self._rows[:0]
 
     @torch.no_grad()
-    def put(self) -> bool:
+    def set_lora_a(self) -> bool:
         """Set A on all ranks to the components of rank 0. Returns False if there were too few rows."""
         # Missing until the first `partial_fit`.
         components = getattr(self._pca, "components_", None)
@@ -108,9 +112,9 @@ class LayerInputs:
 
 
 @contextmanager
-def _watched(layers: dict[str, LayerInputs]) -> Iterator[None]:
+def _watch_inputs(layers: dict[str, LayerInputs]) -> Iterator[None]:
     handles = [
-        inputs.layer.register_forward_pre_hook(partial(LayerInputs.take, inputs))
+        inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs))
         for inputs in layers.values()
     ]
     try:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.dtensors import get_local_tensor
 
 
-class StepRows(NamedTuple):
+class StepMetrics(NamedTuple):
     """One row of doubles per rank, in the order of the fields.
 
     The first four fields are computed on the device, the last three on the host.
@@ -32,7 +32,7 @@ class StepRows(NamedTuple):
     stop_codes: torch.Tensor
     """(ranks, 1): the exit code with which a rank was asked to stop, or 0."""
 
-    def gather(self, accelerator: Accelerator) -> "SentRows":
+    def start_gather(self, accelerator: Accelerator) -> "PendingMetrics":
         """Start sending all ranks' rows to the host, with one gather and one asynchronous copy. Collective."""
         device = self.losses.device
         # One asynchronous copy for all values from the host.
@@ -42,61 +42,61 @@ class StepRows(NamedTuple):
         widths = tuple(part.shape[1] for part in self)
         gathered: torch.Tensor = accelerator.gather(row)
         if not gathered.is_cuda:
-            return SentRows(gathered, widths)
+            return PendingMetrics(gathered, widths)
         # Pinned memory: a copy started only when the host reads it would wait for everything queued until then.
         host_rows = torch.empty_like(gathered, device="cpu", pin_memory=True)
         host_rows.copy_(gathered, non_blocking=True)
         arrived = torch.cuda.current_stream(gathered.device).record_event()
-        return SentRows(host_rows, widths, arrived)
+        return PendingMetrics(host_rows, widths, arrived)
 
 
 @dataclass(frozen=True)
-class SentRows:
+class PendingMetrics:
     """The rows of all ranks on their way to the host."""
 
     rows: torch.Tensor
-    widths: tuple[int, ...]
-    arrived: torch.cuda.Event | None = None
+    field_widths: tuple[int, ...]
+    arrival_event: torch.cuda.Event | None = None
 
-    def arrives(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the rows; returns whether they have arrived."""
+    def wait_until_arrived(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for the rows; returns whether they have arrived."""
         # Polled, because waiting for a CUDA event has no timeout.
-        ends = time.monotonic() + seconds
-        while self.arrived is not None and not self.arrived.query():
+        ends = time.monotonic() + timeout_s
+        while self.arrival_event is not None and not self.arrival_event.query():
             if time.monotonic() > ends:
                 return False
             time.sleep(0.01)
         return True
 
-    def read(self) -> StepRows:
+    def read(self) -> StepMetrics:
         """Block until the rows have arrived. Does not wait for work queued after them."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return StepRows(*self.rows.cpu().split(self.widths, dim=1))
+        if self.arrival_event is not None:
+            self.arrival_event.synchronize()
+        return StepMetrics(*self.rows.cpu().split(self.field_widths, dim=1))
 
 
-def own_row(
+def build_local_metrics(
     losses: Sequence[torch.Tensor],
     timesteps: Sequence[torch.Tensor],
     norms: Mapping[str, torch.Tensor],
     gradient_flags: torch.Tensor,
-    poisoned: torch.Tensor,
+    has_bad_weights: torch.Tensor,
     bad_data: Sequence[float],
     data_seconds: float,
     stop_code: int,
-) -> StepRows:
+) -> StepMetrics:
     """Build this rank's row.
 
     The last entry of `norms` is the norm over all groups. `gradient_flags` come from `Gate.gradients`, so that the
-    host decides by the same values that gated the optimizer. `poisoned` is true if a weight is not finite.
+    host decides by the same values that gated the optimizer. `has_bad_weights` is true if a weight is not finite.
     """
     # (groups + 1,)
-    stacked = torch.stack([local(norm) for norm in norms.values()])
+    stacked = torch.stack([get_local_tensor(norm) for norm in norms.values()])
     # Each field is (1, width), in double so that all fit into one row.
-    return StepRows(
+    return StepMetrics(
         torch.cat([*losses]).double()[None],
         torch.cat([*timesteps]).double()[None],
-        torch.cat([gradient_flags, poisoned[None]]).double()[None],
+        torch.cat([gradient_flags, has_bad_weights[None]]).double()[None],
         stacked.double()[None],
         torch.tensor([[*bad_data]], dtype=torch.float64),
         torch.tensor([[data_seconds]], dtype=torch.float64),

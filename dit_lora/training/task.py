@@ -14,25 +14,25 @@ from torch import nn
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.loading.training_set import Prepared
-from dit_lora.families.base import Trained
+from dit_lora.data.loading.training_set import TrainingData
+from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.results.verify.reference_model import ReferenceModel
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 
-CheckpointT = TypeVar("CheckpointT", bound=Trained, covariant=True)
-PreparedT = TypeVar("PreparedT", bound=Prepared, covariant=True)
+CheckpointT = TypeVar("CheckpointT", bound=TrainableCheckpoint, covariant=True)
+TrainingDataT = TypeVar("TrainingDataT", bound=TrainingData, covariant=True)
 
 
 @dataclass(frozen=True)
-class Setup(Generic[PreparedT, CheckpointT]):
+class Setup(Generic[TrainingDataT, CheckpointT]):
     """The objects a run was set up with, unchanged from before its first step to its end."""
 
     session: Session
     task: "Task"
     checkpoint: CheckpointT
-    data: PreparedT
+    data: TrainingDataT
     engine: Engine
 
     @property
@@ -52,7 +52,7 @@ class Setup(Generic[PreparedT, CheckpointT]):
     @property
     def transformer(self) -> nn.Module:
         """The unwrapped model, with its own parameter names."""
-        return self.engine.bare
+        return self.engine.unwrapped_model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -60,13 +60,13 @@ class Setup(Generic[PreparedT, CheckpointT]):
 
 
 # For functions that work with every kind of model.
-AnySetup: TypeAlias = Setup[Prepared, Trained]
+AnySetup: TypeAlias = Setup[TrainingData, TrainableCheckpoint]
 
 
 class Task(Protocol):
     """One kind of model."""
 
-    def prepare_data(self, session: Session, checkpoint: Any) -> Prepared:
+    def prepare_data(self, session: Session, checkpoint: Any) -> TrainingData:
         """Read, check and (for diffusion) encode the training data. Collective."""
 
     def load_trainable(
@@ -79,26 +79,29 @@ class Task(Protocol):
     def model_digest(self, checkpoint: Any, recipe: Recipe, digests: Digests) -> str:
         """Digest of the files that the model is loaded from."""
 
-    def identity(self, recipe: Recipe) -> dict[str, Any]:
+    def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         """The task's settings that a resumed run must share with its checkpoint, named as in the recipe."""
 
-    def provenance(self, setup: Setup[Any, Any]) -> dict[str, Any]:
+    def build_metadata(self, setup: Setup[Any, Any]) -> dict[str, Any]:
         """The task's metadata for the result's header, added to what all tasks record."""
 
     def loss_parts(self, setup: Setup[Any, Any], result: StepResult) -> dict[str, dict[str, float]]:
         """Mean losses of a step by category (for example by timestep), for metrics.jsonl."""
 
-    def held_out_loss(self, setup: Setup[Any, Any]) -> float | None:
+    def compute_eval_loss(self, setup: Setup[Any, Any]) -> float | None:
         """The validation loss; None if the recipe defines none. Collective."""
 
-    def show(self, setup: Setup[Any, Any], step: int) -> None:
+    def write_samples(self, setup: Setup[Any, Any], step: int) -> None:
         """Write the model's outputs for the validation prompts to samples/step_NNNNNN. Collective."""
 
-    def stock(self, checkpoint: Any) -> "ReferenceModel":
+    def build_reference_model(self, checkpoint: Any) -> "ReferenceModel":
         """The checkpoint as its own library loads it, for checks of the saved result."""
 
     def save(
-        self, setup: Setup[Any, Any], made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self,
+        setup: Setup[Any, Any],
+        metadata: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
     ) -> Path:
         """Write the result and return its path. Main process only; raises if it is not finite or has no effect.
 

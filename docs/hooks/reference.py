@@ -11,7 +11,7 @@ from typer.cli import get_docs_for_click
 
 import dit_lora
 from dit_lora.cli.app import app
-from dit_lora.config.load import recipe_schema
+from dit_lora.config.load import build_recipe_schema
 
 Schema = dict[str, Any]
 _NUMBERS = {
@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def recipe_page() -> str:
     """A table for each section of a recipe, in the order of the YAML."""
-    schema = recipe_schema()
+    schema = build_recipe_schema()
     lines = [
         "# Recipe reference",
         "",
@@ -68,7 +68,7 @@ def python_page() -> str:
         "",
         "What `import dit_lora` gives to a loop of your own. All else may change between versions.",
     ]
-    homes = {name: home for name, home in dit_lora._HOMES.items() if name in dit_lora.__all__}
+    homes = {name: home for name, home in dit_lora._MODULES.items() if name in dit_lora.__all__}
     return "\n\n".join(["\n".join(lines), *(f"::: {home}.{name}" for name, home in homes.items())])
 
 

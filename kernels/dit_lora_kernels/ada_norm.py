@@ -27,10 +27,10 @@ from dit_lora_kernels.ada_norm_kernels import (
     BackwardOperands,
     Layouts,
     Stream,
-    backward_launch,
-    forward_launch,
     launch_backward,
     launch_forward,
+    prepare_backward,
+    prepare_forward,
     programs,
     total,
 )
@@ -38,20 +38,20 @@ from dit_lora_kernels.support import (
     Layout,
     PlainLayout,
     Prepared,
+    accumulation_dtype,
     apply_plainly,
+    get_layout,
+    get_plain_layout,
+    get_plain_layouts,
     launches,
-    layout_of,
+    make_rows_contiguous,
     op,
-    plain_layout,
-    plain_layouts,
-    readable_rows,
-    wide_dtype,
 )
 
 # 1. reference
 
 
-def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def _expand_table(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Repeat a table (B,D) or (B,G,D) for every token of its group: (B,T,D) in `dtype`."""
     table = table[:, None] if table.ndim == 2 else table
     return table.to(dtype).repeat_interleave(tokens // max(table.shape[1], 1), dim=1)
@@ -60,17 +60,17 @@ def _a_row_a_token(table: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 def ada_norm_reference(
     stream: Stream, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of the op: `out` and x' (B,T,D), and for the rows of x' rstd or (rstd, mean), (1 or 2,B,T).
+    """Reference of the op: `output_shape` and x' (B,T,D), and for the rows of x' rstd or (rstd, mean), (1 or 2,B,T).
 
     Plain torch, in fp32 (fp64 for fp64); out and x' are rounded once, to x's dtype. The norm is that of the rounded
     x', which the backward and the rest of the model see.
     """
     x, shift, scale, y, gate = stream
-    wide, tokens, residual = wide_dtype(x.dtype), x.shape[1], x
+    wide, tokens, residual = accumulation_dtype(x.dtype), x.shape[1], x
     if y is not None:
         update = y.to(wide)
         if gate is not None:
-            update = _a_row_a_token(gate, tokens, wide) * update
+            update = _expand_table(gate, tokens, wide) * update
         residual = (x.to(wide) + update).to(x.dtype)
     rows = residual.to(wide)
     mean = rows.mean(-1, keepdim=True)
@@ -82,9 +82,9 @@ def ada_norm_reference(
     if bias is not None:
         out = out + bias.to(wide)
     if scale is not None:
-        out = out * (1 + _a_row_a_token(scale, tokens, wide))
+        out = out * (1 + _expand_table(scale, tokens, wide))
     if shift is not None:
-        out = out + _a_row_a_token(shift, tokens, wide)
+        out = out + _expand_table(shift, tokens, wide)
     stats = torch.cat([rstd, mean], -1) if layer else rstd
     return out.to(x.dtype), residual, stats.movedim(-1, 0)
 
@@ -102,14 +102,14 @@ def _backward_reference(
     if weight is not None:
         dhat = dhat * weight.to(wide)
     if scale is not None:
-        dhat = dhat * (1 + _a_row_a_token(scale, T, wide))
+        dhat = dhat * (1 + _expand_table(scale, T, wide))
     dx = dhat - hat * (dhat * hat).mean(-1, keepdim=True)
     if layer:
         dx = dx - dhat.mean(-1, keepdim=True)
     dx = dx * rstd
     if grad_residual is not None:
         dx = dx + grad_residual.to(wide)
-    dy = dx if gate is None else dx * _a_row_a_token(gate, T, wide)
+    dy = dx if gate is None else dx * _expand_table(gate, T, wide)
     gated = dx if y is None else dx * y.to(wide)
     sums = [v.reshape(B, groups, T // groups, D).sum(2) for v in (grad, grad * hat, gated)]
     return dx, dy, sums
@@ -118,7 +118,7 @@ def _backward_reference(
 # 2. op
 
 
-def _streams(flat: Sequence[Any]) -> list[Stream]:
+def _group_fields(flat: Sequence[Any]) -> list[Stream]:
     """Regroup the flat list of fields into Streams; an op's schema allows no lists of tuples."""
     size = len(Stream._fields)
     return [Stream._make(flat[i : i + size]) for i in range(0, len(flat), size)]
@@ -131,12 +131,14 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
     out = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
-    stats = torch.empty((1 + layer, x.shape[0], tokens), dtype=wide_dtype(x.dtype), device=x.device)
+    stats = torch.empty(
+        (1 + layer, x.shape[0], tokens), dtype=accumulation_dtype(x.dtype), device=x.device
+    )
     gated = [stream.x.shape for stream in streams if stream.y is not None]
     return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
-def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
+def _split_by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
     """Split (B,S,D) and (1 or 2,B,S) into each stream's tokens."""
     if len(streams) == 1:  # the usual case: a view of the whole would only take time
         return (joint,), (stats,)
@@ -148,11 +150,13 @@ def _by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple
 def ada_norm_forward(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    """The forward op: `out`, `stats`, and x' of every stream with a y; `flat` holds all Streams' fields in turn."""
-    streams = _streams(flat)
+    """The forward op: `output_shape`, `stats_shape`, and x' of every stream with a y; `flat` holds all Streams' fields
+    in turn.
+    """
+    streams = _group_fields(flat)
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
-    by_stream = _by_stream(results[0], results[1], streams)
+    by_stream = _split_by_stream(results[0], results[1], streams)
     for stream, out, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
@@ -170,7 +174,7 @@ def ada_norm_forward(
 def _(
     flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
 ) -> list[Tensor]:
-    return _allocate_forward(_streams(flat), layer)
+    return _allocate_forward(_group_fields(flat), layer)
 
 
 def _allocate_backward(
@@ -216,7 +220,7 @@ def _(
     return [*(v for v in rows if v is not None), *totals]
 
 
-def _wanted(
+def _find_needed_gradients(
     ungated: bool, biased: bool, dtypes: Stream, want: Stream, affine: Sequence[bool]
 ) -> tuple[bool, list[bool]]:
     """Whether dx' is also the gradient of y, and which of dx', ``gate * dx'`` and the three sums are needed."""
@@ -232,7 +236,7 @@ def _wanted(
     ]
 
 
-def _gradients(
+def _compute_gradients(
     operands: BackwardOperands,
     bias: Tensor | None,
     groups: int,
@@ -244,7 +248,9 @@ def _gradients(
 
     `dtypes` and `want` hold each field's dtype and whether it needs a gradient; `affine`, whether weight and bias do.
     """
-    y_is_x, needed_outputs = _wanted(operands.gate is None, bias is not None, dtypes, want, affine)
+    y_is_x, needed_outputs = _find_needed_gradients(
+        operands.gate is None, bias is not None, dtypes, want, affine
+    )
     dy_dtype: Any = dtypes.y if needed_outputs[1] else None
     computed = iter(
         ada_norm_backward(list(operands), groups, needed_outputs[0], dy_dtype, needed_outputs[2:])
@@ -259,18 +265,18 @@ def _gradients(
         (factor * ones).sum((0, 1)) if affine[1] else None,
     )
     sums = (dx if y_is_x else dy, ones, hats, dgate)
-    return _by_field(dx, sums, (operands.weight, bias), dtypes, want), shares
+    return _order_by_field(dx, sums, (operands.weight, bias), dtypes, want), shares
 
 
-def _by_field(
+def _order_by_field(
     dx: Any,
-    others: Sequence[Any],
+    gradient_parts: Sequence[Any],
     affine: Sequence[Tensor | None],
     dtypes: Sequence[Any],
     want: Sequence[Any],
 ) -> list[Tensor | None]:
     """The gradients of a Stream's fields, in order, from dx', the gradient of y, and the three sums."""
-    dy, ones, hats, dgate = others
+    dy, ones, hats, dgate = gradient_parts
     weight, bias = affine
     if want[2]:  # of scale
         hats = hats if weight is None else hats * weight
@@ -295,20 +301,20 @@ class _StreamPlan:
     ) -> list[Tensor | None]:
         """Compute the gradients of the stream's fields.
 
-        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are those of its part of `out`,
-        and of x'.
+        `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are those of its part of
+        `output_shape`, and of x'.
         """
         weight, bias, stats, residual, y, gate, scale = tensors
-        grad, grad_residual = readable_rows(grads[0]), readable_rows(grads[1])
-        of_residual = None if grad_residual is None else plain_layout(grad_residual)
-        plan = _backward_plan(self, want, plain_layout(grad), of_residual)
-        allocated = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.made]
+        grad, grad_residual = make_rows_contiguous(grads[0]), make_rows_contiguous(grads[1])
+        of_residual = None if grad_residual is None else get_plain_layout(grad_residual)
+        plan = _build_backward_plan(self, want, get_plain_layout(grad), of_residual)
+        allocated = [None if m is None else grad.new_empty(m[0], dtype=m[1]) for m in plan.outputs]
         plan.launch(grad, grad_residual, residual, stats, y, gate, scale, weight, *allocated)
         dx, dy, *sums = allocated
         if plan.chunks > 1:
             sums = [None if p is None else total(p, plan.chunks) for p in sums]
         sums_by_field = (dx if plan.y_is_x else dy, *sums)
-        return _by_field(dx, sums_by_field, (weight, bias), plan.dtypes, want)
+        return _order_by_field(dx, sums_by_field, (weight, bias), plan.dtypes, want)
 
 
 class _BackwardPlan(NamedTuple):
@@ -317,27 +323,29 @@ class _BackwardPlan(NamedTuple):
     """
 
     launch: Prepared
-    made: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
     chunks: int
     y_is_x: bool
     dtypes: Stream
 
 
 @functools.lru_cache(8192)
-def _backward_plan(
+def _build_backward_plan(
     stream: _StreamPlan,
     wants: tuple[bool, ...],
     grad: PlainLayout,
     grad_residual: PlainLayout | None,
 ) -> _BackwardPlan:
-    """The plan for the needed gradients of the fields, given the layouts of the gradients of `out` and x'."""
+    """The plan for the needed gradients of the fields, given the layouts of the gradients of `output_shape` and x'."""
     of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
     x, shift, scale, y, gate = stream.fields
     assert x is not None
     want: Any = Stream._make(wants)
     dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
     weight, bias = stream.affine
-    y_is_x, needed = _wanted(gate is None, bias is not None, dtypes, want, (False, False))
+    y_is_x, needed = _find_needed_gradients(
+        gate is None, bias is not None, dtypes, want, (False, False)
+    )
     (B, T, D), wide = x.shape, stream.stats.dtype
     count, chunks = programs(B * T, T // stream.groups, any(needed[2:]))
     tables = [v.shape for v in (shift, scale, gate) if v is not None]
@@ -347,7 +355,7 @@ def _backward_plan(
     outputs += [(shape, wide)] * 3
     needed_outputs = tuple([m if w else None for m, w in zip(outputs, needed, strict=True)])
     residual = x if y is None else x._replace(stride=(T * D, D, 1))
-    launch = backward_launch(
+    launch = prepare_backward(
         (*of_grads, residual, y if want.gate else None, gate, scale),
         weight,
         stream.stats,
@@ -361,8 +369,8 @@ def _backward_plan(
 class _Plan(NamedTuple):
     """The prepared work of a call, for operands of one layout that are valid and need no copies."""
 
-    out: tuple[int, ...]
-    stats: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    stats_shape: tuple[int, ...]
     wide: torch.dtype
     lengths: list[int]
     streams: tuple[_StreamPlan, ...]
@@ -370,12 +378,12 @@ class _Plan(NamedTuple):
     def run(
         self, weight: Tensor | None, bias: Tensor | None, flat: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Compute `out` and each stream's x', and the tensors that `_AdaNorm` saves; `needs`: fields that need a
-        gradient.
+        """Compute `output_shape` and each stream's x', and the tensors that `_AdaNorm` saves; `needs`: fields that
+        need a gradient.
         """
         first_operand = flat[0]
-        out = first_operand.new_empty(self.out)
-        stats = first_operand.new_empty(self.stats, dtype=self.wide)
+        out = first_operand.new_empty(self.output_shape)
+        stats = first_operand.new_empty(self.stats_shape, dtype=self.wide)
         outputs, saved = [out], [weight, bias, stats]
         rows: Sequence[Tensor] = (out,)
         statistics: Sequence[Tensor] = (stats,)
@@ -392,49 +400,50 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(8192)
-def _plan(norm: str, eps: float, given: tuple[PlainLayout | None, ...]) -> _Plan | None:
+def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) -> _Plan | None:
     """The plan for weight, bias and the fields of every Stream in turn.
 
     None if an operand is invalid, needs a copy or is on another device, or if tables differ in their number of rows.
     """
-    operands = tuple([None if v is None else Layout._make(v) for v in given])
-    tensors = [None if v is None else _without_values(v) for v in operands]
-    streams = _streams(tensors[2:])
+    operands = tuple([None if v is None else Layout._make(v) for v in layouts])
+    tensors = [None if v is None else _make_meta_tensor(v) for v in operands]
+    streams = _group_fields(tensors[2:])
     try:
         check_streams(streams, norm, {"weight": tensors[0], "bias": tensors[1]})
-        wide = [grouped(stream, i) for i, stream in enumerate(streams)]
+        wide = [expand_tables(stream, i) for i, stream in enumerate(streams)]
     except ValueError:
         return None  # the path without a plan raises the error
     if len({v.device for v in operands if v is not None}) > 1:
         return None
-    if any(readable_rows(tensor) is not tensor for tensor in tensors):
+    if any(make_rows_contiguous(tensor) is not tensor for tensor in tensors):
         return None
     if any(
-        s.x.numel() == 0 or not _have_one_shape(s, w) for s, w in zip(streams, wide, strict=True)
+        s.x.numel() == 0 or not _has_equal_table_shapes(s, w)
+        for s, w in zip(streams, wide, strict=True)
     ):
         return None
     B, _, D = streams[0].x.shape
     lengths = [stream.x.shape[1] for stream in streams]
-    dtype = wide_dtype(streams[0].x.dtype)
+    dtype = accumulation_dtype(streams[0].x.dtype)
     stats = torch.empty((1 + (norm == "layer"), B, sum(lengths)), dtype=dtype, device="meta")
     plans = []
     for i, (stream, part) in enumerate(zip(wide, stats.split(lengths, 2), strict=True)):
         fields = operands[2 + 5 * i : 7 + 5 * i]
         x, shift, scale, y, gate = fields
-        of_stats, groups = layout_of(part), stream.groups()
+        of_stats, groups = get_layout(part), stream.groups()
         rows = (x, y, gate, shift, scale)
-        launch = forward_launch(rows, operands[:2], of_stats, groups, eps)
+        launch = prepare_forward(rows, operands[:2], of_stats, groups, eps)
         plans.append(_StreamPlan(launch, fields, operands[:2], of_stats, groups))
     return _Plan((B, sum(lengths), D), tuple(stats.shape), dtype, lengths, tuple(plans))
 
 
-def _without_values(layout: Layout) -> Tensor:
+def _make_meta_tensor(layout: Layout) -> Tensor:
     """A tensor of this layout without memory."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-def _have_one_shape(stream: Stream, wide: Stream) -> bool:
-    """True if a stream's tables have one shape: as returned by `grouped`, or (B,D)."""
+def _has_equal_table_shapes(stream: Stream, wide: Stream) -> bool:
+    """True if a stream's tables have one shape: as returned by `expand_tables`, or (B,D)."""
     tables = [v for v in (stream.shift, stream.scale, stream.gate) if v is not None]
     if len({table.shape for table in tables}) > 1:
         return False
@@ -467,7 +476,7 @@ class _AdaNorm(torch.autograd.Function):
             return tuple(outputs)
         out, stats, *updates = ada_norm_forward(list(flat), weight, bias, layer, eps)
         updated = list(updates)  # torch 2.11's Dynamo makes a tuple of starred names
-        streams, wants = _streams(flat), _streams(ctx.needs_input_grad[5:])
+        streams, wants = _group_fields(flat), _group_fields(ctx.needs_input_grad[5:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
         ctx.groups = [s.groups() for s in streams]
         ctx.dtypes = [None if v is None else v.dtype for v in flat]
@@ -497,16 +506,18 @@ class _AdaNorm(torch.autograd.Function):
                 of_outputs = (rows[i], grad_residuals[i])
                 grads += plan.backward(tensors, of_outputs, needs[5 * i : 5 * i + 5])
             return (None, None, None, None, None, *grads)
-        affine, wants = ctx.needs_input_grad[3:5], _streams(ctx.needs_input_grad[5:])
+        affine, wants = ctx.needs_input_grad[3:5], _group_fields(ctx.needs_input_grad[5:])
         shares: list[tuple[Any, Any]] = []
-        by_stream = _by_stream(grad, stats, [Stream(residual) for residual in saved[::4]])
+        by_stream = _split_by_stream(grad, stats, [Stream(residual) for residual in saved[::4]])
         for i, want in enumerate(wants):
             residual, y, gate, scale = saved[4 * i : 4 * i + 4]
             operands = BackwardOperands(
                 by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
             dtypes = Stream._make(ctx.dtypes[5 * i : 5 * i + 5])
-            stream_grads, share = _gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
+            stream_grads, share = _compute_gradients(
+                operands, bias, ctx.groups[i], dtypes, want, affine
+            )
             grads += stream_grads
             shares.append(share)
         dweight = dbias = None
@@ -552,7 +563,7 @@ def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor
             raise ValueError(f"{name} must be ({first_x.shape[2]},), got {_describe(vector)}")
 
 
-def grouped(stream: Stream, position: int) -> Stream:
+def expand_tables(stream: Stream, position: int) -> Stream:
     """The stream with every table as (B,G,D), with one G.
 
     Raises ValueError for a table of another shape, or a G that does not divide T.
@@ -590,17 +601,17 @@ def joint_ada_norm(
     """
     flat = [field for stream in streams for field in stream]
     layer = norm == "layer"
-    plan = None if torch.compiler.is_compiling() else _plan_of(norm, eps, weight, bias, flat)
+    plan = None if torch.compiler.is_compiling() else _find_plan(norm, eps, weight, bias, flat)
     if plan is None:
         check_streams(streams, norm, {"weight": weight, "bias": bias})
-        flat = [field for i, stream in enumerate(streams) for field in grouped(stream, i)]
+        flat = [field for i, stream in enumerate(streams) for field in expand_tables(stream, i)]
         out, *residuals = _AdaNorm.apply(layer, eps, None, weight, bias, *flat)
     else:
         out, *residuals = apply_plainly(_AdaNorm, layer, eps, plan, weight, bias, *flat)
     return out, tuple(residuals)
 
 
-def _plan_of(
+def _find_plan(
     norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
 ) -> _Plan | None:
     """The plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
@@ -608,8 +619,8 @@ def _plan_of(
         return None
     if (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad):
         return None
-    layouts = plain_layouts((weight, bias, *flat))
-    return None if layouts is None else _plan(norm, eps, layouts)
+    layouts = get_plain_layouts((weight, bias, *flat))
+    return None if layouts is None else _build_plan(norm, eps, layouts)
 
 
 @overload

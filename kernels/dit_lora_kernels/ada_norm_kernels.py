@@ -13,12 +13,12 @@ from torch import Tensor
 from dit_lora_kernels.support import (
     Layout,
     Prepared,
-    accumulator,
-    layout_of,
-    packed,
-    pipelined_row_block,
-    readable_rows,
-    row_block,
+    accumulation_triton_dtype,
+    get_layout,
+    get_pipelined_row_block,
+    get_row_block,
+    make_contiguous,
+    make_rows_contiguous,
     tl,
     triton,
 )
@@ -209,7 +209,7 @@ def _backward_kernel(
     _store_sums(ones_ptr, hats_ptr, dgate_ptr, ones, hats, dgate, program, D, columns, channel)
 
 
-def _strides(layouts: Layouts) -> list[int]:
+def _list_strides(layouts: Layouts) -> list[int]:
     """The strides between samples and between rows of each layout; zeros for a missing one, which nothing reads."""
     strides: list[int] = []
     for layout in layouts:
@@ -219,7 +219,7 @@ def _strides(layouts: Layouts) -> list[int]:
 
 
 @functools.lru_cache(8192)
-def forward_launch(
+def prepare_forward(
     rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float
 ) -> Prepared:
     """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
@@ -231,17 +231,17 @@ def forward_launch(
     assert x is not None
     del affine  # only part of the cache key: their dtypes select the launch
     B, T, D = x.shape
-    numbers = (*_strides(rows), T, T // groups, stats.stride[1], D, stats.stride[0])
+    numbers = (*_list_strides(rows), T, T // groups, stats.stride[1], D, stats.stride[0])
     constants = {
         "LAYER": stats.shape[0] == 2,
         "EPS": eps,
-        "ACC": accumulator(x.dtype),
-        **row_block(D),
+        "ACC": accumulation_triton_dtype(x.dtype),
+        **get_row_block(D),
     }
     return Prepared(_forward_kernel, (B * T,), numbers, constants)
 
 
-def rows_per_program(rows: int, length: int) -> int:
+def compute_rows_per_program(rows: int, length: int) -> int:
     """How many of `rows`, in groups of `length`, one program sums: as many as still keep the GPU busy."""
     # A power of two, because each number compiles another kernel.
     max_count = max(min(MAX_ROWS, length, rows // MIN_PROGRAMS), 1)
@@ -249,18 +249,18 @@ def rows_per_program(rows: int, length: int) -> int:
 
 
 @functools.lru_cache(8192)
-def backward_launch(
+def prepare_backward(
     rows: Layouts,
     weight: Layout | None,
     stats: Layout,
     groups: int,
     count: int,
-    made: tuple[torch.dtype | None, ...],
+    output_dtypes: tuple[torch.dtype | None, ...],
 ) -> Prepared:
     """Prepare the backward launch for `rows` (grad, grad_residual, x', y, gate, scale), with `count` rows per program.
 
-    Call it with grad, grad_residual, x', `stats`, y, gate, scale, weight and its outputs, of the dtypes `made`: dx, dy
-    (B,T,D), and the sums of `_store_sums`, one row of D for each program of a group.
+    Call it with grad, grad_residual, x', `stats`, y, gate, scale, weight and its outputs, of the dtypes
+    `output_dtypes`: dx, dy (B,T,D), and the sums of `_store_sums`, one row of D for each program of a group.
     """
     residual = rows[2]
     assert residual is not None
@@ -268,19 +268,19 @@ def backward_launch(
     length = T // groups
     chunks = -(-length // count)  # programs per group; the last one may have unused rows
     strides = (stats.stride[1], D, chunks, stats.stride[0])
-    numbers = (*_strides(rows), T, groups, length, *strides)
+    numbers = (*_list_strides(rows), T, groups, length, *strides)
     constants: dict[str, Any] = {
         "LAYER": stats.shape[0] == 2,
         "ROWS": count,
-        "ACC": accumulator(residual.dtype),
-        **pipelined_row_block(D, residual.dtype, any(made[2:])),
+        "ACC": accumulation_triton_dtype(residual.dtype),
+        **get_pipelined_row_block(D, residual.dtype, any(output_dtypes[2:])),
     }
     return Prepared(_backward_kernel, (B * groups * chunks,), numbers, constants)
 
 
-def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+def _get_layouts(tensors: Sequence[Tensor | None]) -> Layouts:
     """The tensors' layouts; None for a missing one."""
-    return tuple([None if tensor is None else layout_of(tensor) for tensor in tensors])
+    return tuple([None if tensor is None else get_layout(tensor) for tensor in tensors])
 
 
 def launch_forward(
@@ -299,35 +299,41 @@ def launch_forward(
         return
     # In the order of the kernel's arguments.
     ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
-    rows = [readable_rows(tensor) for tensor in ordered]
-    affine = [packed(weight), packed(bias)]
-    launch = forward_launch(
-        _layouts(rows), _layouts(affine), layout_of(stats), stream.groups(), eps
+    rows = [make_rows_contiguous(tensor) for tensor in ordered]
+    affine = [make_contiguous(weight), make_contiguous(bias)]
+    launch = prepare_forward(
+        _get_layouts(rows), _get_layouts(affine), get_layout(stats), stream.groups(), eps
     )
     launch(*rows, *affine, residual, out, stats)
 
 
 def launch_backward(
-    operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, wanted: Sequence[bool]
+    operands: BackwardOperands,
+    rows: Sequence[Tensor | None],
+    groups: int,
+    needed_sums: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Fill `rows` (dx and dy) and return the sums over each group's tokens that `wanted` selects, (B,G,D) or None.
+    """Fill `rows` (dx and dy) and return the sums over each group's tokens that `needed_sums` selects, (B,G,D) or
+    None.
 
     The sums are of grad, of grad times the normalised row, and of dx' times y.
     """
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     B, T, D = residual.shape
-    count, chunks = programs(B * T, T // groups, any(wanted))
+    count, chunks = programs(B * T, T // groups, any(needed_sums))
     shape = (B, groups, chunks, D)
     partials = [
         torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
-        for want in wanted
+        for want in needed_sums
     ]
     if residual.numel() > 0:
-        read = [readable_rows(v) for v in (grad, grad_residual, residual, y, gate, scale)]
-        factor, outputs = packed(weight), (*rows, *partials)
+        read = [make_rows_contiguous(v) for v in (grad, grad_residual, residual, y, gate, scale)]
+        factor, outputs = make_contiguous(weight), (*rows, *partials)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in outputs])
-        of_weight = None if factor is None else layout_of(factor)
-        launch = backward_launch(_layouts(read), of_weight, layout_of(stats), groups, count, dtypes)
+        of_weight = None if factor is None else get_layout(factor)
+        launch = prepare_backward(
+            _get_layouts(read), of_weight, get_layout(stats), groups, count, dtypes
+        )
         launch(*read[:3], stats, *read[3:], factor, *outputs)
     return [None if p is None else total(p, chunks) for p in partials]
 
@@ -335,7 +341,7 @@ def launch_backward(
 def programs(rows: int, length: int, sums: bool) -> tuple[int, int]:
     """Rows per program, and programs per group of `length`; the last one may have fewer rows."""
     # Without sums rows share nothing, and one program per row keeps the GPU fullest.
-    count = rows_per_program(rows, length) if sums else 1
+    count = compute_rows_per_program(rows, length) if sums else 1
     return count, -(-length // count)
 
 

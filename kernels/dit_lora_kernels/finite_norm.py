@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dit_lora_kernels.support import (
-    accumulator,
+    accumulation_triton_dtype,
     cdiv,
     launch,
     launches,
@@ -77,7 +77,7 @@ def _chunk_kernel(
 # 3. launcher
 
 
-def _element(dtype: torch.dtype) -> Any:
+def _get_triton_dtype(dtype: torch.dtype) -> Any:
     """Triton's dtype for the elements at a loaded address."""
     return {
         torch.float16: tl.float16,
@@ -87,11 +87,11 @@ def _element(dtype: torch.dtype) -> Any:
     }[dtype]
 
 
-Flat = tuple[int, int, torch.dtype]
+FlatTensor = tuple[int, int, torch.dtype]
 """Address, number of elements and dtype of a contiguous tensor."""
 
 
-def _table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
+def _build_chunk_table(rows: Sequence[tuple[int, int, int]], element_size: int) -> Tensor:
     """Build a (chunks,3) int64 table on the host: each chunk's address, elements and index of its norm.
 
     `rows` has each tensor's address, elements and its first chunk's index; those of its other chunks follow.
@@ -118,8 +118,8 @@ class _Tables(NamedTuple):
     chunks: list[tuple[torch.dtype, bool, Tensor]]
 
 
-def _tables(
-    device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[Flat, ...]
+def _build_tables(
+    device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]
 ) -> _Tables:
     """Build the tables on the device, for contiguous tensors at these addresses; see `_launch`."""
     # One row per group, padded with zeros; a chunk's index does not depend on its launch.
@@ -136,7 +136,7 @@ def _tables(
             launched[dtype, aligned].append((address, elements, group * longest + start))
     chunks = []
     for (dtype, aligned), rows in launched.items():
-        table = _table(rows, dtype.itemsize)
+        table = _build_chunk_table(rows, dtype.itemsize)
         if device.type == "cuda":  # pinned, so that the host does not wait for the copy
             table = table.pin_memory().to(device, non_blocking=True)
         chunks.append((dtype, aligned, table))
@@ -144,21 +144,23 @@ def _tables(
 
 
 @functools.lru_cache(maxsize=4)
-def _kept_tables(_stream: int, *args: Any) -> _Tables:
+def _get_cached_tables(_stream: int, *args: Any) -> _Tables:
     """`_tables(*args)`, cached for equal arguments."""
     # Never stale: a table contains only these numbers, whatever tensors are at the addresses now. A table copied on
     # another stream might not have arrived yet, so the stream is part of the key.
-    return _tables(*args)
+    return _build_tables(*args)
 
 
 def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
     """Compute the groups' norms (count,) in fp64, with one launch per dtype and alignment."""
     # The current stream is asked for below: it must be that of the tensors' GPU.
     with torch.cuda.device_of(tensors[0]):
-        return _launch_here(tensors, groups, count)
+        return _launch_on_current_device(tensors, groups, count)
 
 
-def _launch_here(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
+def _launch_on_current_device(
+    tensors: Sequence[Tensor], groups: Sequence[int], count: int
+) -> Tensor:
     """`_launch` on the current device."""
     device = tensors[0].device
     # Held until everything is launched: the memory of a freed copy could be reused before.
@@ -167,14 +169,14 @@ def _launch_here(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
     on_gpu = device.type == "cuda"
     # During graph capture memory belongs to the graph, and copies exist only when it is replayed.
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        tables = _tables(*key)
+        tables = _build_tables(*key)
     else:
-        tables = _kept_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *key)
+        tables = _get_cached_tables(torch.cuda.current_stream().cuda_stream if on_gpu else 0, *key)
     norms = torch.zeros((count, tables.longest), dtype=torch.float64, device=device)
     for dtype, aligned, table in tables.chunks:
         launch(
-            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=_element(dtype), ALIGNED=aligned,
-            ACC=accumulator(dtype), num_warps=4,
+            _chunk_kernel, (len(table),), table, norms, CHUNK=CHUNK, ELEMENT=_get_triton_dtype(dtype), ALIGNED=aligned,
+            ACC=accumulation_triton_dtype(dtype), num_warps=4,
         )  # fmt: skip
     # In fp64, where the squares of all norms of fp32 elements are in range.
     return norms.square().sum(1).sqrt()

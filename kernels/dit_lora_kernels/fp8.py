@@ -26,7 +26,7 @@ FLOOR = 2.0**-10 * (1 + 2.0**-4) + 2.0**-16
 """Additional error bound for values far below their row's largest, in scales of the rows (docs/kernels.md)."""
 _LARGEST = torch.finfo(E4M3).max
 _SMALLEST = torch.finfo(torch.float32).tiny  # scale of a row of zeros, which it leaves zeros
-_TYPICAL = 0.08  # of a product's norm: twice what rounding random values makes
+_MAX_RELATIVE_ERROR = 0.08  # of a product's norm: twice what rounding random values makes
 _MULTIPLE = 16  # of O and I, which torch._scaled_mm asks for
 
 
@@ -44,7 +44,7 @@ class Fp8Weight(NamedTuple):
     backward: Fp8Matrix
 
 
-def fits(weight: Tensor) -> bool:
+def is_supported(weight: Tensor) -> bool:
     """True if products with this weight (O, I) can use fp8: it is bf16, and its sizes are multiples of 16."""
     return weight.dtype is torch.bfloat16 and all(size % _MULTIPLE == 0 for size in weight.shape)
 
@@ -63,7 +63,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     return Fp8Weight(quantize_rows(weight), quantize_rows(weight.t().contiguous()))
 
 
-def product(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
+def multiply(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """Rows (N, K) times the transpose of weight (M, K), plus bias (M,), as bf16 (N, M).
 
     Without a GPU the same codes are multiplied in fp32.
@@ -84,7 +84,7 @@ def product(rows: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None = None) -> T
     return (y if bias is None else y + bias.float()).to(torch.bfloat16)
 
 
-def why_unavailable() -> str | None:
+def find_unavailable_reason() -> str | None:
     """Reason why this machine has no fp8 products; None if it has. Runs one small product on the current GPU."""
     if not torch.cuda.is_available():
         return "fp8 products need a GPU of compute capability 8.9 or more, and there is no GPU"
@@ -96,10 +96,10 @@ def why_unavailable() -> str | None:
     shapes = ((37, 64), (32, 64), (32,))  # any number of rows
     x, w, bias = (torch.randn(s, generator=generator).bfloat16().cuda() for s in shapes)
     try:
-        y = product(quantize_rows(x), quantize_rows(w), bias)
+        y = multiply(quantize_rows(x), quantize_rows(w), bias)
     except RuntimeError as error:  # torch has no such product for every GPU with fp8
         return f"torch._scaled_mm with a scale a row: {str(error).partition(chr(10))[0]}"
     exact = x.double() @ w.double().t() + bias.double()
-    if bool((y.double() - exact).norm() <= _TYPICAL * exact.norm()):
+    if bool((y.double() - exact).norm() <= _MAX_RELATIVE_ERROR * exact.norm()):
         return None
     return "torch._scaled_mm with a scale a row is off by more than fp8's rounding on this GPU"

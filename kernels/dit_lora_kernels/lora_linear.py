@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from dit_lora_kernels import fp8
 from dit_lora_kernels.fp8 import Fp8Matrix, Fp8Weight
-from dit_lora_kernels.support import apply_plainly, is_plain_python, wide_dtype
+from dit_lora_kernels.support import accumulation_dtype, apply_plainly, is_plain_python
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -212,15 +212,15 @@ class _LoraProjections(torch.autograd.Function):
         narrow = [operands[i::size] for i in range(6, size)]
         outputs = []
         with _no_autocast(x):
-            rows = _rows(x)
-            products, masks = _inner_products(rows, lows_a, settings.dropout)
+            rows = _view_as_rows(x)
+            products, masks = _compute_inner_products(rows, lows_a, settings.dropout)
             # Once for all of them: they share x.
             rounded = fp8.quantize_rows(rows) if narrow else None
             for i, quantized in enumerate(settings.quantized):
                 bias = operands[size * i + 1]
                 if rounded is not None and narrow[0][i] is not None:
                     base = Fp8Matrix(narrow[0][i], narrow[1][i])
-                    y = fp8.product(rounded, base, None if bias is None else _as(bias, rows.dtype))
+                    y = fp8.multiply(rounded, base, None if bias is None else _as(bias, rows.dtype))
                     weights[i] = None  # not saved either
                 else:
                     y = _base_product(rows, weights[i], bias, quantized)
@@ -250,7 +250,7 @@ class _LoraProjections(torch.autograd.Function):
         needs_b = ctx.needs_input_grad[5 :: settings.size]
         d_b: list[Tensor | None] = [None] * n
         with _no_autocast(gradients[0]):
-            dys = [_rows(dy) for dy in gradients]
+            dys = [_view_as_rows(dy) for dy in gradients]
             for i in range(n):
                 if needs_b[i]:
                     d_b[i] = _weight_gradient(dys[i].t(), products[i])
@@ -263,7 +263,7 @@ class _LoraProjections(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 bases = zip(weights, settings.quantized, narrow[:n], narrow[n:], strict=True)
                 dx = _base_backward(dys, bases)
-            rows = None if x is None else _rows(x)
+            rows = None if x is None else _view_as_rows(x)
             if masks:
                 d_a = _masked_backward(rows, dx, inner, lows_a, masks, settings.dropout)
             else:
@@ -280,15 +280,19 @@ def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast inside the context on the tensor's kind of device; does nothing if it is off already."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
-        return _NOTHING
+        return _NULL_CONTEXT
     # Dynamo supports only the first; the second skips its checks, which take longer than a product.
-    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
+    return (
+        torch.autocast(kind, enabled=False)
+        if torch.compiler.is_compiling()
+        else _AutocastDisabled(kind)
+    )
 
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-class _Off:
+class _AutocastDisabled:
     """Disables autocast inside the context; requires that it is on."""
 
     def __init__(self, kind: str) -> None:
@@ -301,7 +305,7 @@ class _Off:
         torch.set_autocast_enabled(self._kind, True)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _view_as_rows(tensor: Tensor) -> Tensor:
     """View as (N, last) for a GEMM: rows may be apart, but must neither overlap nor be strided inside; else a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1, tensor.shape[-1])
@@ -311,7 +315,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return rows.contiguous()
 
 
-def _inner_products(
+def _compute_inner_products(
     rows: Tensor, lows_a: Sequence[Tensor], dropout: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Compute x A^T (N, R) of every projection and, with dropout, the mask (N, I) of each."""
@@ -353,7 +357,7 @@ def _base_backward(dys: list[Tensor], bases: Iterable[_Base]) -> Tensor:
     for dy, (weight, quantized, codes, scale) in zip(dys, bases, strict=True):
         # The first product makes the buffer, the others and the adapters' are added by their GEMMs.
         if codes is not None and scale is not None:
-            part = fp8.product(fp8.quantize_rows(dy), Fp8Matrix(codes, scale))
+            part = fp8.multiply(fp8.quantize_rows(dy), Fp8Matrix(codes, scale))
             dx = part if dx is None else dx.add_(part)
         elif dx is None:
             dx = dy @ _base_weight(weight, quantized, dy.dtype)
@@ -409,10 +413,10 @@ def _stacked(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+def _split(stacked: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     """Undo `_stacked`, as views."""
     # Past the Python of `Tensor.split`.
-    return [whole] if len(sizes) == 1 else list(whole.split_with_sizes(sizes, dim))
+    return [stacked] if len(sizes) == 1 else list(stacked.split_with_sizes(sizes, dim))
 
 
 def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
@@ -420,7 +424,7 @@ def _weight_gradient(left: Tensor, right: Tensor) -> Tensor:
     # A sum over all N rows, which 16 bits would round: cuBLAS stores its fp32 sum, and a CPU has no such GEMM.
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return _as(torch.mm(left, right), wide_dtype(left.dtype))
+    return _as(torch.mm(left, right), accumulation_dtype(left.dtype))
 
 
 def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

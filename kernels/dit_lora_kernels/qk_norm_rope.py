@@ -28,12 +28,12 @@ from dit_lora_kernels.qk_norm_rope_kernels import (
     launch_backward,
     launch_forward,
 )
-from dit_lora_kernels.support import launches, op, wide_dtype
+from dit_lora_kernels.support import accumulation_dtype, launches, op
 
 # 1. reference
 
 
-def _turned(y: Tensor, rotation: str) -> Tensor:
+def _rotate_pairs(y: Tensor, rotation: str) -> Tensor:
     """(-b, a) for every pair (a, b) of the last dimension, at the pairs' positions."""
     if rotation == "half":
         a, b = y.chunk(2, dim=-1)
@@ -41,12 +41,12 @@ def _turned(y: Tensor, rotation: str) -> Tensor:
     return torch.stack([-y[..., 1::2], y[..., 0::2]], dim=-1).flatten(-2)
 
 
-def _rows(table: Tensor) -> int:
+def _count_rotated_tokens(table: Tensor) -> int:
     """Number of tokens that a table rotates."""
     return table.shape[1 if table.ndim == 4 else -2]
 
 
-def _twice(table: Tensor, width: int, rotation: str) -> Tensor:
+def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
     """Expand a table to (..., R, 1 or H, D), with each angle at both elements of its pair."""
     if table.ndim < 4:
         return table.unflatten(-1, (-1, width))
@@ -55,24 +55,24 @@ def _twice(table: Tensor, width: int, rotation: str) -> Tensor:
     return table.repeat_interleave(2, dim=-1)
 
 
-def _rotated(
+def _apply_rotation(
     y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
 ) -> Tensor:
     """Apply R to the tokens of y (B,S,H,D) that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
     # The inverse is the transpose, in which each sine goes with the element that it is in a row with: before the turn.
-    stop = options.first + _rows(cos)
-    c, s = (_twice(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
+    stop = options.first + _count_rotated_tokens(cos)
+    c, s = (_expand_table(table.to(y.dtype), y.shape[-1], options.rotation) for table in (cos, sin))
     part = y[:, options.first : stop]
     if sign > 0:
-        part = part * c + _turned(part, options.rotation) * s
+        part = part * c + _rotate_pairs(part, options.rotation) * s
     else:
-        part = part * c - _turned(part * s, options.rotation)
+        part = part * c - _rotate_pairs(part * s, options.rotation)
     return torch.cat([y[:, : options.first], part, y[:, stop:]], dim=1)
 
 
-def _normalized(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Compute x_hat (B,S,H,D) and rstd (B,S,H or 1,1) of x (B,S,H,D)."""
     dims = (-2, -1) if options.across_heads else (-1,)
     if options.norm == "layer":
@@ -103,26 +103,26 @@ def qk_norm_rope_reference(
 ) -> Tensor:
     """Reference of `qk_norm_rope`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
     options = Options(norm, eps, across_heads, rotation, first)
-    y = x.to(wide_dtype(x.dtype))
+    y = x.to(accumulation_dtype(x.dtype))
     if norm != "none":
-        y = _normalized(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
-    return _rotated(y, cos, sin, options).to(x.dtype)
+        y = _normalize(y, options)[0] * _by_head(weight, y, 1.0) + _by_head(bias, y, 0.0)
+    return _apply_rotation(y, cos, sin, options).to(x.dtype)
 
 
-def _reference_gradients(
+def _compute_reference_gradients(
     operands: BackwardOperands, options: Options, needs: Sequence[bool]
 ) -> Gradients:
     """`launch_backward` in plain torch: fp32 inside (fp64 for fp64)."""
     grad, source, rstd, weight, bias, cos, sin = operands
-    wide = wide_dtype(grad.dtype)
-    dy = _rotated(grad.to(wide), cos, sin, options, sign=-1)
+    wide = accumulation_dtype(grad.dtype)
+    dy = _apply_rotation(grad.to(wide), cos, sin, options, sign=-1)
     if source is None:
         return dy.to(grad.dtype), None, None
     w = _by_head(weight, dy, 1.0)
     if rstd is None:
-        x_hat, rstd = _normalized(source.to(wide), options)
+        x_hat, rstd = _normalize(source.to(wide), options)
     else:
-        y = _rotated(source.to(wide), cos, sin, options, sign=-1)
+        y = _apply_rotation(source.to(wide), cos, sin, options, sign=-1)
         x_hat, rstd = (y - _by_head(bias, y, 0.0)) / w, rstd[..., None]
     dims = (-2, -1) if options.across_heads else (-1,)
     g = dy * w
@@ -158,18 +158,18 @@ def _op(
     """The forward op: the output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
     rstd = torch.empty(
-        _rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype), device=x.device
+        _get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device
     )
     if launches(x):
         out = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
         return out, rstd
     if from_output:
-        rstd = _normalized(x.to(rstd.dtype), options)[1].squeeze(-1)
+        rstd = _normalize(x.to(rstd.dtype), options)[1].squeeze(-1)
     out = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
     return out.contiguous(), rstd
 
 
-def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
+def _get_rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
     """Shape of rstd: (B,S,H), (B,S,1) across heads, or (0,) if it is not saved."""
     if not from_output:
         return (0,)
@@ -180,7 +180,7 @@ def _rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ..
 def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *_parameters, norm, eps, across_heads, rotation, first, from_output = others
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = x.new_empty(_rstd_shape(x, options, from_output), dtype=wide_dtype(x.dtype))
+    rstd = x.new_empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype))
     return x.new_empty(x.shape), rstd
 
 
@@ -203,7 +203,7 @@ def _backward_op(
     """The backward op: gradients of x, weight and bias; an empty tensor for one that is not needed."""
     options = Options(norm, eps, across_heads, rotation, first)
     operands = BackwardOperands(grad, source, rstd, weight, bias, cos, sin)
-    compute = launch_backward if launches(grad) else _reference_gradients
+    compute = launch_backward if launches(grad) else _compute_reference_gradients
     gradients = compute(operands, options, needs)
     # An op's schema has no optional results: an empty tensor stands for a gradient that is not needed.
     dx, dweight, dbias = (grad.new_empty(0) if g is None else g for g in gradients)
@@ -315,7 +315,7 @@ def _check(
             "cos and sin are (R, D), (1 or B, R, D), (1 or B, R, H*D) or (1 or B, R, 1 or H, D/2) for x "
             f"{tuple(x.shape)}; got {tuple(cos.shape)}"
         )
-    stop = options.first + _rows(cos)
+    stop = options.first + _count_rotated_tokens(cos)
     if options.first < 0 or stop > tokens:
         raise ValueError(f"the tables rotate tokens {options.first} to {stop}, but x has {tokens}")
 
@@ -341,8 +341,8 @@ def qk_norm_rope(
     B, R, 1 or H, D/2), which holds the angle of a pair once. Returns (B, S, H, D) contiguous, in x's dtype; fp32
     inside, fp64 for fp64.
 
-    `from_output`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed once. If
-    False, or if weight or bias is trained, x is saved instead. Source: see the module.
+    `has_recoverable_norms`: the backward computes x_hat from the output; pass `recoverable(weight, bias)`, computed
+    once. If False, or if weight or bias is trained, x is saved instead. Source: see the module.
 
     Raises:
         ValueError: a shape, `norm` or `rotation` other than these; a weight or bias without a norm.

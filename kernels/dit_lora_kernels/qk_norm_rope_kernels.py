@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from dit_lora_kernels.support import (
-    accumulator,
+    accumulation_dtype,
+    accumulation_triton_dtype,
     cdiv,
     launch,
+    make_contiguous,
+    make_rows_contiguous,
     next_power_of_2,
-    packed,
-    readable_rows,
     tl,
     triton,
-    wide_dtype,
 )
 
 # Rows of partial sums, at most, when the weight's or the bias's gradient is asked for.
-PARTIALS = 512
+MAX_PARTIALS = 512
 
 
 class Options(NamedTuple):
@@ -300,7 +300,7 @@ def _backward_kernel(
         _store_partial(dbias_ptr, db1, db2, H, D, BLOCK_H, BLOCK, ACROSS, HALVES)
 
 
-def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
+def _get_constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any]:
     """The kernels' compile-time arguments, and `num_warps`."""
     heads, width = x.shape[2:]
     block_h = next_power_of_2(heads)
@@ -319,15 +319,15 @@ def _constants(x: Tensor, cos: Tensor | None, options: Options) -> dict[str, Any
         "TABLES": 0 if cos is None else cos.shape[0],
         "PER_HEAD": not shared,
         "ONCE": once,
-        "ACC": accumulator(x.dtype),
+        "ACC": accumulation_triton_dtype(x.dtype),
         # 16 elements of a token to a thread: 8 pairs, of which a warp of 32 threads has 256.
         "num_warps": min(max(block_h * block // 256, 1), 16),
     }
 
 
-def _table(table: Tensor | None) -> Tensor | None:
+def _add_batch_dimension(table: Tensor | None) -> Tensor | None:
     """A contiguous table (1, R, C) of one with two dimensions (R, C), or the contiguous table itself."""
-    return packed(table[None] if table is not None and table.ndim == 2 else table)
+    return make_contiguous(table[None] if table is not None and table.ndim == 2 else table)
 
 
 def launch_forward(
@@ -344,11 +344,11 @@ def launch_forward(
     out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    x, cos, sin = readable_rows(x), _table(cos), _table(sin)
+    x, cos, sin = make_rows_contiguous(x), _add_batch_dimension(cos), _add_batch_dimension(sin)
     rows = 0 if cos is None else cos.shape[1]
     launch(
-        _forward_kernel, (batch * tokens,), x, packed(weight), packed(bias), cos, sin, out, rstd,
-        tokens, rows, options.first, *x.stride()[:3], **_constants(x, cos, options),
+        _forward_kernel, (batch * tokens,), x, make_contiguous(weight), make_contiguous(bias), cos, sin, out, rstd,
+        tokens, rows, options.first, *x.stride()[:3], **_get_constants(x, cos, options),
     )  # fmt: skip
     return out
 
@@ -360,14 +360,18 @@ def launch_backward(
     grad, source, rstd, weight, bias, cos, sin = operands
     batch, tokens, heads, width = grad.shape
     total, size = batch * tokens, heads * width if options.across_heads else width
-    grad, cos, sin = readable_rows(grad), _table(cos), _table(sin)
-    source = readable_rows(source)
+    grad, cos, sin = (
+        make_rows_contiguous(grad),
+        _add_batch_dimension(cos),
+        _add_batch_dimension(sin),
+    )
+    source = make_rows_contiguous(source)
     # Several tokens per program only if their sums are needed; a power of two, to compile few kernels.
-    tokens_per_program = next_power_of_2(max(cdiv(total, PARTIALS), 1)) if any(needs[1:]) else 1
+    tokens_per_program = next_power_of_2(max(cdiv(total, MAX_PARTIALS), 1)) if any(needs[1:]) else 1
     programs = cdiv(total, tokens_per_program)
-    constants = _constants(grad, cos, options)
+    constants = _get_constants(grad, cos, options)
     shapes = ((batch, tokens, heads, width), (programs, size), (programs, size))
-    wide = wide_dtype(grad.dtype)
+    wide = accumulation_dtype(grad.dtype)
     dx, dweight, dbias = (
         torch.empty(shape, dtype=dtype, device=grad.device) if need else None
         for shape, dtype, need in zip(shapes, (grad.dtype, wide, wide), needs, strict=True)
@@ -375,8 +379,8 @@ def launch_backward(
     if grad.numel() > 0:
         strides = (0, 0, 0) if source is None else source.stride()[:3]
         launch(
-            _backward_kernel, (programs,), grad, source, rstd, packed(weight), packed(bias), cos, sin, dx, dweight,
-            dbias, total, tokens, 0 if cos is None else cos.shape[1], options.first,
+            _backward_kernel, (programs,), grad, source, rstd, make_contiguous(weight), make_contiguous(bias),
+            cos, sin, dx, dweight, dbias, total, tokens, 0 if cos is None else cos.shape[1], options.first,
             *grad.stride()[:3], *strides, EACH=tokens_per_program, **constants,
         )  # fmt: skip
     return (

@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 
 from dit_lora_kernels.support import (
-    accumulator,
+    accumulation_dtype,
+    accumulation_triton_dtype,
     cdiv,
     launch,
     launches,
+    make_rows_contiguous,
     next_power_of_2,
     op,
-    readable_rows,
     tl,
     triton,
-    wide_dtype,
 )
 
 MAX_D = 128  # a program holds the whole state in registers, then 64 a thread
@@ -58,22 +58,22 @@ class BackwardOperands(NamedTuple):
 # 1. reference
 
 
-def _table(table: Tensor) -> Tensor:
+def _add_batch_dimension(table: Tensor) -> Tensor:
     """View a table (S,D) or (1|B,S,D) as (1|B,S,D)."""
     return table if table.ndim == 3 else table[None]
 
 
-def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (B,S,H,D) by cos[2i] and sin[2i+1]; x itself without tables."""
     if cos is None or sin is None:
         return x
-    c = _table(cos)[:, :, None, 0::2].to(x.dtype)
-    s = _table(sin)[:, :, None, 1::2].to(x.dtype)
+    c = _add_batch_dimension(cos)[:, :, None, 0::2].to(x.dtype)
+    s = _add_batch_dimension(sin)[:, :, None, 1::2].to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
 
 
-def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
+def _compute_reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
     """1 / (p . z) of each row (B,S,H,1), 0 for a dead row, for p (B,S,H,D) and z (B,H,D)."""
     z = z[:, None]
     den = (p * z).sum(-1, keepdim=True)
@@ -85,20 +85,22 @@ def _reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
     return torch.where(dead, 0, 1 / torch.where(dead, 1, den))
 
 
-def _reference(
+def _compute_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
     # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
         p, c, v = (
-            q.to(wide_dtype(q.dtype)).relu(),
-            k.to(wide_dtype(q.dtype)).relu(),
-            v.to(wide_dtype(q.dtype)),
+            q.to(accumulation_dtype(q.dtype)).relu(),
+            k.to(accumulation_dtype(q.dtype)).relu(),
+            v.to(accumulation_dtype(q.dtype)),
         )
         z = c.sum(1)
-        state = torch.einsum("bshd,bshe->bhde", _rotated(c, cos, sin), v)
-        out = torch.einsum("bshd,bhde->bshe", _rotated(p, cos, sin), state) * _reciprocal(p, z, eps)
+        state = torch.einsum("bshd,bshe->bhde", _apply_rotation(c, cos, sin), v)
+        out = torch.einsum(
+            "bshd,bhde->bshe", _apply_rotation(p, cos, sin), state
+        ) * _compute_reciprocal(p, z, eps)
         return out.to(q.dtype), state, z
 
 
@@ -112,7 +114,7 @@ def relu_linear_attention_reference(
     eps: float = 1e-6,
 ) -> Tensor:
     """Reference of `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
-    return _reference(q, k, v, cos, sin, eps)[0]
+    return _compute_reference(q, k, v, cos, sin, eps)[0]
 
 
 def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,17 +124,17 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
     back = None if sin is None else -sin  # the inverse rotation, which is its transpose
     with torch.autocast(q.device.type, enabled=False):
         p, c = q.to(state.dtype).relu(), k.to(state.dtype).relu()
-        inverse = _reciprocal(p, z, eps)
+        inverse = _compute_reciprocal(p, z, eps)
         g = grad.to(state.dtype) * inverse
-        turned = _rotated(p, cos, sin)
+        turned = _apply_rotation(p, cos, sin)
         u = torch.einsum("bshe,bhde->bshd", g, state)
         dden = -inverse * (turned * u).sum(-1, keepdim=True)
-        dp = _rotated(u, cos, back) + dden * z[:, None]
+        dp = _apply_rotation(u, cos, back) + dden * z[:, None]
         dstate = torch.einsum("bshd,bshe->bhde", turned, g)
         dz = (p * dden).sum(1)
         dc = torch.einsum("bshe,bhde->bshd", v.to(state.dtype), dstate)
-        dc = _rotated(dc, cos, back) + dz[:, None]
-        dv = torch.einsum("bshd,bhde->bshe", _rotated(c, cos, sin), dstate)
+        dc = _apply_rotation(dc, cos, back) + dz[:, None]
+        dv = torch.einsum("bshd,bhde->bshe", _apply_rotation(c, cos, sin), dstate)
         return torch.where(p <= 0, 0, dp), torch.where(c <= 0, 0, dc), dv
 
 
@@ -473,15 +475,17 @@ _BF16_BLOCKS = {
 }
 
 
-def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
+def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     """The kernel's compile-time arguments, from operands (B,S,H,D); the first one gives the dtype."""
     _, s, _, d = operands[0].shape
     tokens, block_d = tokens_per_program(s, d), max(16, next_power_of_2(d))  # tl.dot's least
     block_k, num_warps = (block_d, 4) if block_d <= 32 else (16, 8)
     dtypes = {x.dtype for x in operands}
-    acc = operand = accumulator(operands[0].dtype)
+    acc = operand = accumulation_triton_dtype(operands[0].dtype)
     precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
-    block_s = 16 if wide_dtype(operands[0].dtype) is torch.float64 else 32  # what fits at D = 128
+    block_s = (
+        16 if accumulation_dtype(operands[0].dtype) is torch.float64 else 32
+    )  # what fits at D = 128
     more: dict[str, Any] = {"num_warps": num_warps}
     if dtypes == {torch.bfloat16}:
         precision = "bf16"
@@ -503,7 +507,9 @@ def _options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     }
 
 
-def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+def _prepare_tables(
+    cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, int]:
     """The contiguous tables, and the elements from one sample's table to the next: 0 if samples share it."""
     if cos is None or sin is None:
         return None, None, 0
@@ -511,11 +517,11 @@ def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tens
     return cos.contiguous(), sin.contiguous(), 0 if shared else cos.shape[1] * cos.shape[2]
 
 
-def _partials(q: Tensor) -> tuple[Tensor, Tensor]:
+def _allocate_partials(q: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate a (D,D) and a (D,) for every program, in the order of the programs."""
     b, s, h, d = q.shape
     chunks = cdiv(s, tokens_per_program(s, d))
-    dtype = wide_dtype(q.dtype)
+    dtype = accumulation_dtype(q.dtype)
     square = torch.empty((b, chunks, h, d, d), dtype=dtype, device=q.device)
     return square, torch.empty((b, chunks, h, d), dtype=dtype, device=q.device)
 
@@ -529,22 +535,22 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
-    q, k, v = readable_rows(q), readable_rows(k), readable_rows(v)
-    cos, sin, table_b = _tables(cos, sin)
+    q, k, v = make_rows_contiguous(q), make_rows_contiguous(k), make_rows_contiguous(v)
+    cos, sin, table_b = _prepare_tables(cos, sin)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    state, z = _partials(q)
+    state, z = _allocate_partials(q)
     chunks, h = z.shape[1:3]
     grid = (z.shape[0] * chunks * h,)
     if out.numel():
         launch(
             state_kernel, grid, k, v, cos, sin, state, z, q.shape[1], h, chunks,
-            *k.stride()[:3], *v.stride()[:3], table_b, **_options(state_kernel, q, k, v),
+            *k.stride()[:3], *v.stride()[:3], table_b, **_get_launch_options(state_kernel, q, k, v),
         )  # fmt: skip
     state, z = _total(state), _total(z)
     if out.numel():
         launch(
             output_kernel, grid, q, cos, sin, state, z, out, q.shape[1], h, chunks,
-            *q.stride()[:3], table_b, EPS=eps, **_options(output_kernel, q, k, v),
+            *q.stride()[:3], table_b, EPS=eps, **_get_launch_options(output_kernel, q, k, v),
         )  # fmt: skip
     return out, state, z
 
@@ -554,22 +560,22 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
     if not operands.q.numel():
         return
     dq, dk, dv = grads
-    grad, q, k, v = (readable_rows(x) for x in operands[:4])
-    (cos, sin, table_b), state, z = _tables(*operands[4:6]), operands.state, operands.z
-    dstate, dz = _partials(q)
+    grad, q, k, v = (make_rows_contiguous(x) for x in operands[:4])
+    (cos, sin, table_b), state, z = _prepare_tables(*operands[4:6]), operands.state, operands.z
+    dstate, dz = _allocate_partials(q)
     chunks, h = dz.shape[1:3]
     grid = (dz.shape[0] * chunks * h,)
     keys = dk is not None or dv is not None
     launch(
         query_grad_kernel, grid, grad, q, cos, sin, state, z, dq, dstate if keys else None, dz if keys else None,
         q.shape[1], h, chunks, *grad.stride()[:3], *q.stride()[:3], table_b,
-        EPS=eps, **_options(query_grad_kernel, q, k, v),
+        EPS=eps, **_get_launch_options(query_grad_kernel, q, k, v),
     )  # fmt: skip
     if keys:
         launch(
             key_grad_kernel, grid, k, v, cos, sin, _total(dstate), _total(dz), dk, dv,
             q.shape[1], h, chunks, *k.stride()[:3], *v.stride()[:3], table_b,
-            **_options(key_grad_kernel, q, k, v),
+            **_get_launch_options(key_grad_kernel, q, k, v),
         )  # fmt: skip
 
 
@@ -583,14 +589,14 @@ def relu_linear_attention_forward(
     """The forward op: `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous; operands are checked."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
-    out, state, z = _reference(q, k, v, cos, sin, eps)
+    out, state, z = _compute_reference(q, k, v, cos, sin, eps)
     return out.contiguous(), state.contiguous(), z
 
 
 @relu_linear_attention_forward.register_fake
 def _(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, _, h, d = q.shape
-    state = q.new_empty((b, h, d, d), dtype=wide_dtype(q.dtype))
+    state = q.new_empty((b, h, d, d), dtype=accumulation_dtype(q.dtype))
     return q.new_empty(q.shape), state, state.new_empty((b, h, d))
 
 
@@ -605,11 +611,11 @@ def relu_linear_attention_backward(
     state: Tensor,
     z: Tensor,
     eps: float,
-    wanted: list[bool],
+    needed_gradients: list[bool],
 ) -> list[Tensor]:
-    """The backward op: those of dq, dk and dv that `wanted` selects, in that order."""
+    """The backward op: those of dq, dk and dv that `needed_gradients` selects, in that order."""
     operands = BackwardOperands(grad, q, k, v, cos, sin, state, z)
-    grads = _empty_gradients(q, k, v, wanted)
+    grads = _allocate_gradients(q, k, v, needed_gradients)
     if launches(q):
         launch_backward(operands, eps, grads)
     else:
@@ -620,19 +626,19 @@ def relu_linear_attention_backward(
     return [gradient for gradient in grads if gradient is not None]
 
 
-def _empty_gradients(
-    q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]
+def _allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, needed_gradients: Sequence[bool]
 ) -> list[Tensor | None]:
     """Allocate dq, dk and dv, contiguous and in the inputs' dtypes; None for a gradient that is not needed."""
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
-        for x, want in zip((q, k, v), wanted, strict=True)
+        for x, want in zip((q, k, v), needed_gradients, strict=True)
     ]
 
 
 @relu_linear_attention_backward.register_fake
 def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    grads = _empty_gradients(q, k, v, others[-1])
+    grads = _allocate_gradients(q, k, v, others[-1])
     return [gradient for gradient in grads if gradient is not None]
 
 

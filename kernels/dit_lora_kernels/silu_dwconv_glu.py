@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from dit_lora_kernels.support import (
-    accumulator,
+    accumulation_dtype,
+    accumulation_triton_dtype,
     cdiv,
     launch,
     launches,
+    make_contiguous,
+    make_rows_contiguous,
     next_power_of_2,
     op,
-    packed,
-    readable_rows,
     tl,
     triton,
-    wide_dtype,
 )
 
 # A program owns PAIRS pairs of neighbouring columns and ROWS rows. It reads a row once, four columns a pair, and
@@ -46,39 +46,39 @@ MAX_ROWS = 16
 
 def silu_dwconv_glu_reference(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Reference of the op: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once, to h's dtype."""
-    a, g = _halves(functional.silu(_wide(h)), weight, bias)
+    a, g = _compute_halves(functional.silu(_to_compute_dtype(h)), weight, bias)
     return (a * functional.silu(g)).to(h.dtype)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_compute_dtype(tensor: Tensor) -> Tensor:
     """The tensor in the dtype that the op computes in."""
-    return tensor.to(wide_dtype(tensor.dtype))
+    return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def _shifted(x: Tensor) -> list[Tensor]:
+def _get_shifted_views(x: Tensor) -> list[Tensor]:
     """Nine views of x (B,H,W,2C), at the pixel that each tap of the filter reads; zero beyond the edges."""
     H, W = x.shape[1:3]
     padded = functional.pad(x, (0, 0, 1, 1, 1, 1))
     return [padded[:, i : i + H, j : j + W] for i in range(3) for j in range(3)]
 
 
-def _convolved(x: Tensor, filters: Tensor) -> Tensor:
+def _convolve(x: Tensor, filters: Tensor) -> Tensor:
     """Depthwise 3x3 convolution of x (B,H,W,2C) with filters (2C,9), in x's dtype and shape."""
     # A sum of products, not conv2d: autocast would round its operands, cuDNN use TF32.
     total = torch.zeros_like(x)
-    for tap, neighbour in zip(filters.unbind(1), _shifted(x), strict=True):
+    for tap, neighbour in zip(filters.unbind(1), _get_shifted_views(x), strict=True):
         total = total + tap * neighbour
     return total
 
 
-def _halves(s: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute_halves(s: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute a and g (B,H,W,C) from s = silu(h) (B,H,W,2C)."""
-    c = _convolved(s, _wide(weight).flatten(1))
-    a, g = (c if bias is None else c + _wide(bias)).chunk(2, dim=-1)
+    c = _convolve(s, _to_compute_dtype(weight).flatten(1))
+    a, g = (c if bias is None else c + _to_compute_dtype(bias)).chunk(2, dim=-1)
     return a, g
 
 
-def _silu_gradient(x: Tensor) -> Tensor:
+def _compute_silu_gradient(x: Tensor) -> Tensor:
     """Derivative of SiLU at each element of x."""
     gate = torch.sigmoid(x)
     return gate * (1 + x * (1 - gate))
@@ -88,16 +88,16 @@ def _backward_reference(
     dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, taps: slice
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute dh (B,H,W,2C), and gradients (2C,) of `taps` (tap 9 is the bias); fp32 (fp64 for fp64)."""
-    wide, dout = _wide(h), _wide(dout)
+    wide, dout = _to_compute_dtype(h), _to_compute_dtype(dout)
     s = functional.silu(wide)
-    a, g = _halves(s, weight, bias)
-    dc = torch.cat([dout * functional.silu(g), dout * a * _silu_gradient(g)], dim=-1)
+    a, g = _compute_halves(s, weight, bias)
+    dc = torch.cat([dout * functional.silu(g), dout * a * _compute_silu_gradient(g)], dim=-1)
     # The transpose of a convolution is one with the filter turned round: nine taps in reverse.
-    ds = _convolved(dc, _wide(weight).flatten(1).flip(1))
+    ds = _convolve(dc, _to_compute_dtype(weight).flatten(1).flip(1))
     # What each tap, and the bias as a tenth, is multiplied with in the forward.
-    factors = [*_shifted(s), torch.ones_like(s)]
+    factors = [*_get_shifted_views(s), torch.ones_like(s)]
     sums = [(dc * factor).sum((0, 1, 2)) for factor in factors[taps]]
-    return ds * _silu_gradient(wide), sums
+    return ds * _compute_silu_gradient(wide), sums
 
 
 # 2. kernels
@@ -275,12 +275,12 @@ def _filter_kernel(
 # 3. launchers
 
 
-def _by_tap(weight: Tensor) -> Tensor:
+def _reorder_by_tap(weight: Tensor) -> Tensor:
     """Reorder weights (2C,1,3,3) to (9,2C): neighbouring channels are adjacent, as threads read them."""
     return weight.flatten(1).t().contiguous()
 
 
-def _tiles(
+def _compute_tiles(
     shape: tuple[int, int, int], channels: int, block: int
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid over samples' tiles and blocks of channels, and a tile's size."""
@@ -303,14 +303,15 @@ def launch_convolution(
     if out.numel() == 0:
         return out
     gradient = (
-        h if dout is None else readable_rows(dout)
+        h if dout is None else make_rows_contiguous(dout)
     )  # h stands in for a pointer that is not read
     # Two channels a thread, whole lines a warp: the 18 weights and 8 sums of eight channels would spill.
-    grid, tile = _tiles((B, H, W), C, 128)
+    grid, tile = _compute_tiles((B, H, W), C, 128)
     launch(
-        _convolution_kernel, grid, h, _by_tap(weight), h if bias is None else packed(bias), gradient, out, H, W, C,
+        _convolution_kernel, grid, h, _reorder_by_tap(weight), h if bias is None else make_contiguous(bias),
+        gradient, out, H, W, C,
         *h.stride()[:3], *gradient.stride()[:3], **tile,
-        BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulator(h.dtype), num_warps=8,
+        BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulation_triton_dtype(h.dtype), num_warps=8,
     )  # fmt: skip
     return out
 
@@ -321,10 +322,10 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     if dh.numel() == 0:
         return dh
-    grid, tile = _tiles((B, H, W), C2, 512 // h.element_size())  # 16 bytes a thread
+    grid, tile = _compute_tiles((B, H, W), C2, 512 // h.element_size())  # 16 bytes a thread
     launch(
-        _input_kernel, grid, dc, _by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
-        ACC=accumulator(h.dtype), num_warps=4,
+        _input_kernel, grid, dc, _reorder_by_tap(weight), h, dh, H, W, C2, *h.stride()[:3], **tile,
+        ACC=accumulation_triton_dtype(h.dtype), num_warps=4,
     )  # fmt: skip
     return dh
 
@@ -336,13 +337,13 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
     steps = min(16, max(1, cdiv(pixels, 16)))
     chunks = cdiv(pixels, steps * 16)
-    partial = torch.empty((chunks, taps, C2), dtype=wide_dtype(h.dtype), device=h.device)
+    partial = torch.empty((chunks, taps, C2), dtype=accumulation_dtype(h.dtype), device=h.device)
     if partial.numel() > 0:
         block = min(64, next_power_of_2(C2))
         launch(
             _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels,
             *h.stride()[:3],
-            STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulator(h.dtype), num_warps=4,
+            STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulation_triton_dtype(h.dtype), num_warps=4,
         )  # fmt: skip
     return partial.sum(0)
 
@@ -354,7 +355,7 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
 def silu_dwconv_glu_forward(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The forward op of `silu_dwconv_glu` (B,H,W,C); operands are checked."""
     if launches(h):
-        return launch_convolution(readable_rows(h), weight, bias, None)
+        return launch_convolution(make_rows_contiguous(h), weight, bias, None)
     return silu_dwconv_glu_reference(h, weight, bias).contiguous()
 
 
@@ -365,17 +366,17 @@ def _(h: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
 
 @op("silu_dwconv_glu_backward")
 def silu_dwconv_glu_backward(
-    dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
+    dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, needed_gradients: list[bool]
 ) -> list[Tensor]:
-    """The backward op: those of the gradients of h, weight and bias that `wanted` selects, each in its operand's
-    dtype.
+    """The backward op: those of the gradients of h, weight and bias that `needed_gradients` selects, each in its
+    operand's dtype.
     """
-    of_h, of_weight, of_bias = wanted
+    of_h, of_weight, of_bias = needed_gradients
     # Taps 0 to 8 are the weight's and 9 is the bias's, which comes without them if it alone is wanted.
     taps = slice(0 if of_weight else 9, 10 if of_bias else 9)
     dh, sums = None, []
     if launches(h):
-        h = readable_rows(h)
+        h = make_rows_contiguous(h)
         dc = launch_convolution(h, weight, bias, dout)
         if of_h:
             dh = launch_input(dc, h, weight)

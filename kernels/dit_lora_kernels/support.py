@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def _installed(module: str) -> Any:
+def _import_if_installed(module: str) -> Any:
     """Import a module; None if it is not installed."""
     try:
         return import_module(module)
@@ -23,8 +23,8 @@ def _installed(module: str) -> Any:
 
 # Without Triton the kernels below are never launched, but the modules that define them must still import: `jit`
 # leaves a function as it is, and `constexpr` need only be something that an annotation can name.
-triton: Any = _installed("triton") or SimpleNamespace(jit=lambda kernel: kernel)
-tl: Any = _installed("triton.language") or SimpleNamespace(constexpr=object)
+triton: Any = _import_if_installed("triton") or SimpleNamespace(jit=lambda kernel: kernel)
+tl: Any = _import_if_installed("triton.language") or SimpleNamespace(constexpr=object)
 
 
 class Support(NamedTuple):
@@ -53,15 +53,15 @@ def launches(tensor: Tensor) -> bool:
     return tensor.is_cuda or bool(triton.knobs.runtime.interpret)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that an op computes and sums in: fp64 for fp64 inputs, else fp32."""
     # fp64 is there for gradcheck, whose finite differences drown in fp32's rounding.
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def accumulator(dtype: torch.dtype) -> Any:
-    """`wide_dtype(dtype)` as a kernel's compile-time argument, a Triton dtype."""
-    return tl.float64 if wide_dtype(dtype) is torch.float64 else tl.float32
+def accumulation_triton_dtype(dtype: torch.dtype) -> Any:
+    """`accumulation_dtype(dtype)` as a kernel's compile-time argument, a Triton dtype."""
+    return tl.float64 if accumulation_dtype(dtype) is torch.float64 else tl.float32
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -79,7 +79,7 @@ def next_power_of_2(number: int) -> int:
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
-def readable_rows(tensor: MaybeTensor) -> MaybeTensor:
+def make_rows_contiguous(tensor: MaybeTensor) -> MaybeTensor:
     """The tensor itself if its last dimension is contiguous, else a contiguous copy; any shape, any dtype.
 
     Kernels take every stride but the last, which they assume to be 1.
@@ -90,7 +90,7 @@ def readable_rows(tensor: MaybeTensor) -> MaybeTensor:
     return tensor.contiguous()
 
 
-def packed(tensor: MaybeTensor) -> MaybeTensor:
+def make_contiguous(tensor: MaybeTensor) -> MaybeTensor:
     """The tensor itself if it is contiguous, else a contiguous copy; any shape, any dtype."""
     return None if tensor is None else tensor.contiguous()
 
@@ -99,7 +99,7 @@ def packed(tensor: MaybeTensor) -> MaybeTensor:
 PlainLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]
 
 
-def plain_layout(tensor: Tensor) -> PlainLayout:
+def get_plain_layout(tensor: Tensor) -> PlainLayout:
     """A tensor's `Layout` as a plain tuple."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
@@ -113,20 +113,20 @@ class Layout(NamedTuple):
     device: torch.device
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def get_layout(tensor: Tensor) -> Layout:
     """A tensor's layout."""
-    return Layout._make(plain_layout(tensor))
+    return Layout._make(get_plain_layout(tensor))
 
 
 # Versions whose compiled kernels were seen to take all of a kernel's arguments, the compile-time ones in their places.
-_TRITON = ((3, 6), (3, 9))
+_TESTED_TRITON_VERSIONS = ((3, 6), (3, 9))
 
 
 @functools.cache
-def _keeps_compiled() -> bool:
+def _can_reuse_compiled() -> bool:
     """True if a compiled kernel may be called without Triton's own lookup: in the versions that were tested."""
     version = tuple(int(part) for part in getattr(triton, "__version__", "0.0").split(".")[:2])
-    return _TRITON[0] <= version <= _TRITON[1]
+    return _TESTED_TRITON_VERSIONS[0] <= version <= _TESTED_TRITON_VERSIONS[1]
 
 
 class Prepared:
@@ -165,7 +165,7 @@ class Prepared:
         numbers, constants = self._numbers, self._constants
         compiled = self._kernel[self._grid](*tensors, *numbers, **constants)
         # The interpreter compiles nothing, and returns None.
-        if compiled is None or not _keeps_compiled():
+        if compiled is None or not _can_reuse_compiled():
             return
         names = self._kernel.arg_names[len(tensors) + len(numbers) :]
         other_arguments = (*numbers, *(constants[name] for name in names))
@@ -178,7 +178,7 @@ class Prepared:
 # Launches by everything except the tensors, with the number of tensor arguments. Bounded, because each new shape adds
 # an entry.
 _LAUNCHES: dict[tuple[Any, ...], tuple[Prepared, int]] = {}
-_MOST_LAUNCHES = 8192
+_MAX_CACHED_LAUNCHES = 8192
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -191,7 +191,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     cached = _LAUNCHES.get(key)
     if cached is None:
         count = next((i for i, arg in enumerate(args) if type(arg) is int), len(args))
-        if len(_LAUNCHES) >= _MOST_LAUNCHES:
+        if len(_LAUNCHES) >= _MAX_CACHED_LAUNCHES:
             _LAUNCHES.clear()
         prepared = Prepared(kernel, grid, args[count:], constants)
         cached = _LAUNCHES[key] = prepared, count
@@ -264,7 +264,7 @@ def op(name: str) -> Callable[[Callable[..., Any]], Op]:
 
 
 # Exactly these: a subclass (fake, DTensor, a trace's) says itself what a call of an op means.
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
@@ -275,7 +275,7 @@ def _is_watched(args: tuple[Any, ...]) -> bool:
         return True
     for arg in args:
         for leaf in arg if type(arg) is list else (arg,):
-            if type(leaf) in _PLAIN:
+            if type(leaf) in _PLAIN_TYPES:
                 # A negated view has other values in its memory; elsewhere (meta, other devices) nothing is registered.
                 if not (leaf.is_cuda or leaf.is_cpu) or leaf.is_neg():
                     return True
@@ -296,7 +296,7 @@ def _is_traced() -> bool:
     )
 
 
-def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None, ...] | None:
+def get_plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None, ...] | None:
     """The tensors' layouts; None if a call with them must go through the op (see `Op`)."""
     if _is_traced():
         return None
@@ -304,7 +304,11 @@ def plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | None,
     for tensor in tensors:
         if tensor is None:
             layouts.append(None)
-        elif type(tensor) in _PLAIN and (tensor.is_cuda or tensor.is_cpu) and not tensor.is_neg():
+        elif (
+            type(tensor) in _PLAIN_TYPES
+            and (tensor.is_cuda or tensor.is_cpu)
+            and not tensor.is_neg()
+        ):
             layouts.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
         else:
             return None
@@ -321,7 +325,7 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 
 @functools.cache
-def row_block(channels: int) -> dict[str, int]:
+def get_row_block(channels: int) -> dict[str, int]:
     """A row's block size and number of warps."""
     # 16 values a thread are two 16-byte loads of bf16.
     block = next_power_of_2(channels)
@@ -329,9 +333,9 @@ def row_block(channels: int) -> dict[str, int]:
 
 
 @functools.cache
-def pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
+def get_pipelined_row_block(channels: int, dtype: torch.dtype, sums: bool) -> dict[str, int]:
     """A row's block size, its number of warps, and the number of rows that are loaded or summed at a time."""
-    block = row_block(channels)
+    block = get_row_block(channels)
     if not sums:
         return block | {"STAGES": 1}
     # 8 values per thread, as three sums are in registers too. Shared memory has at most four rows, and as many again.

@@ -20,7 +20,7 @@ from benchmarks.verdicts.judge import Judgement, Tally
 from benchmarks.verdicts.places import PLACES
 from benchmarks.verdicts.sweep import Sweep
 from benchmarks.verdicts.table import failures, table
-from dit_lora.data.loading.quarantine import LeftOut
+from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.errors import DitLoraError
 
 EVERY = list(FAULT_TARGETS)
@@ -57,8 +57,8 @@ def seen(folder: Path, cause: str = "data", error: DitLoraError | None = None) -
     return Observation([event], error, None, folder, folder, "")
 
 
-def left(sample: str, to_epoch: int | None = None) -> LeftOut:
-    return LeftOut(sample, 0, to_epoch, 3, "data", "1 NaN")
+def left(sample: str, to_epoch: int | None = None) -> QuarantineRecord:
+    return QuarantineRecord(sample, 0, to_epoch, 3, "data", "1 NaN")
 
 
 def test_only_the_target_may_be_lost() -> None:

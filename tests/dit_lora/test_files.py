@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 from dit_lora.config.data import DataConfig
-from dit_lora.data.sources.scan import scan
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 from dit_lora.files import (
     append_line,
-    files_below,
+    list_files,
     open_regular,
     read_inside,
-    read_lines,
+    read_json_lines,
     replace_contents,
     require_regular,
-    share_weights,
-    write_whole,
+    set_shared_permissions,
+    write_atomically,
 )
 
 
 def test_it_replaces_and_makes_folders(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.txt"
-    write_whole(path, "naïve")
-    write_whole(path, b"second")
+    write_atomically(path, "naïve")
+    write_atomically(path, b"second")
     assert path.read_bytes() == b"second"
     assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
 
@@ -36,7 +36,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "b.txt"
-    write_whole(path, "old")
+    write_atomically(path, "old")
 
     def fill(self: Path, data: bytes) -> int:
         with self.open("wb") as file:
@@ -45,7 +45,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(Path, "write_bytes", fill)
     with pytest.raises(OSError, match="No space left") as error:
-        write_whole(path, "something longer")
+        write_atomically(path, "something longer")
     assert error.value.filename == str(path)
     monkeypatch.undo()
     assert path.read_text() == "old"
@@ -59,13 +59,13 @@ def test_a_pipe_and_a_descriptor_are_written_to_and_stay(tmp_path: Path) -> None
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    write_whole(pipe, "through")
+    write_atomically(pipe, "through")
     reader.join(10)
     assert read == [b"through"]
     with (tmp_path / "out.txt").open("w+b") as file:
         (tmp_path / "stdout").symlink_to(f"/proc/self/fd/{file.fileno()}")
-        write_whole(tmp_path / "stdout", "whole")
-        write_whole(Path(f"/proc/self/fd/{file.fileno()}"), ", twice")
+        write_atomically(tmp_path / "stdout", "whole")
+        write_atomically(Path(f"/proc/self/fd/{file.fileno()}"), ", twice")
         assert (tmp_path / "out.txt").read_text() == "whole, twice"
     assert (tmp_path / "stdout").is_symlink()
 
@@ -77,8 +77,8 @@ def test_a_line_is_never_joined_to_one_that_a_killed_process_tore(tmp_path: Path
         file.write(b'{"step": 2, "words": "na\xc3')  # in the middle of a letter too
     append_line(path, '{"step": 3}')
     append_line(path, '{"step": 4}')
-    assert read_lines(path) == ([{"step": 1}, {"step": 3}, {"step": 4}], 1)
-    assert read_lines(tmp_path / "nowhere.jsonl") == ([], 0)
+    assert read_json_lines(path) == ([{"step": 1}, {"step": 3}, {"step": 4}], 1)
+    assert read_json_lines(tmp_path / "nowhere.jsonl") == ([], 0)
 
 
 def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_users_file_keeps_its_permissions_and_a_new_one_has_those_of_the_umask
             (tmp_path / f"{name}.safetensors").touch()
         (tmp_path / "private.safetensors").chmod(0o600)
         (tmp_path / "shared.safetensors").chmod(0o604)
-        share_weights(tmp_path)
+        set_shared_permissions(tmp_path)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
@@ -151,11 +151,11 @@ def test_a_file_is_not_written_through_a_link_that_waits_for_it(tmp_path: Path) 
     outside.write_text("theirs")
     path = tmp_path / "report.html"
     path.with_name(f".{path.name}.{os.getpid()}.partial").symlink_to(outside)
-    write_whole(path, "ours")
+    write_atomically(path, "ours")
     assert (outside.read_text(), path.read_text()) == ("theirs", "ours")
     path.unlink()
     os.mkfifo(path)
-    write_whole(path, "ours", allow_stream=False)
+    write_atomically(path, "ours", allow_stream=False)
     assert path.read_text() == "ours"
 
 
@@ -167,9 +167,9 @@ def test_folders_nested_without_end_are_one_line(tmp_path: Path) -> None:
     (folder / "a.png").touch()
     (tmp_path / "b.png").touch()
     for read in (
-        lambda: files_below(tmp_path),
-        lambda: scan(DataConfig(path=str(tmp_path), height=32, width=32)),
+        lambda: list_files(tmp_path),
+        lambda: scan_sources(DataConfig(path=str(tmp_path), height=32, width=32)),
     ):
         with pytest.raises(DitLoraError, match="more than 32 folders within one another"):
             read()
-    assert [path.name for path in files_below(folder.parent)] == ["a.png"]
+    assert [path.name for path in list_files(folder.parent)] == ["a.png"]

@@ -122,7 +122,7 @@ def test_a_value_within_a_text_is_found_with_its_end_or_its_fault() -> None:
     assert parse_json_at(" [1, 2], 3", 1) == ([1, 2], 7)
     with pytest.raises(ParseError) as error:
         parse_json_at("[1, x]", 0)
-    assert error.value.at == 4
+    assert error.value.position == 4
     with pytest.raises(ParseError, match="nested deeper than 100 levels"):
         parse_json_at(f"  {levels(5000)}", 2)
 

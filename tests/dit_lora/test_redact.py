@@ -6,7 +6,7 @@ from time import perf_counter
 import pytest
 from seeded_secrets import PATHS, REVISION, TOKENS, found_in
 
-from dit_lora.redact import KINDS, redacted, redacted_words, without_tokens
+from dit_lora.redact import TOKEN_PATTERNS, redact_model_text, redact_value, remove_tokens
 
 DIGEST = "0123456789abcdef" * 4
 CUT: list[tuple[str, str]] = [
@@ -53,23 +53,26 @@ KEPT = [
 
 @pytest.mark.parametrize(("text", "public"), CUT)
 def test_paths_are_cut_to_their_last_part_and_tokens_blanked(text: str, public: str) -> None:
-    assert redacted(text) == public
-    nested = redacted({"a": [text, (text, 3)], "b": {"c": {"d": text}}, "e": None, "f": 0.5})
+    assert redact_value(text) == public
+    nested = redact_value({"a": [text, (text, 3)], "b": {"c": {"d": text}}, "e": None, "f": 0.5})
     assert nested == {"a": [public, [public, 3]], "b": {"c": {"d": public}}, "e": None, "f": 0.5}
 
 
 @pytest.mark.parametrize("text", KEPT)
 def test_words_names_and_commits_stay(text: str) -> None:
-    assert redacted(text) == text
-    assert redacted_words(text) == text
-    assert redacted({"words": text, "revision": REVISION}) == {"words": text, "revision": REVISION}
+    assert redact_value(text) == text
+    assert redact_model_text(text) == text
+    assert redact_value({"words": text, "revision": REVISION}) == {
+        "words": text,
+        "revision": REVISION,
+    }
 
 
 def test_words_for_a_model_lose_paths_that_are_certain_and_no_others() -> None:
     words = "/imagine/art a cat of /home/erika/cat.mp4"
-    assert redacted_words(words) == "/imagine/art a cat of cat.mp4"
+    assert redact_model_text(words) == "/imagine/art a cat of cat.mp4"
     told = {"prompts": [words], "id2label": {"0": "/m/01g317"}, "words": "/m/01g317"}
-    assert redacted(told) == {
+    assert redact_value(told) == {
         "prompts": ["/imagine/art a cat of cat.mp4"],
         "id2label": {"0": "/m/01g317"},
         "words": "01g317",
@@ -80,7 +83,7 @@ def test_words_for_a_model_lose_paths_that_are_certain_and_no_others() -> None:
 def test_every_kind_of_token_goes_wherever_it_stands(kind: str, token: str) -> None:
     assert found_in(token.encode())
     for text in (token, f"a cat, {token}", f"({token}) <{token}>", f"x_{token}", f"cat: {token}\n"):
-        for public in (redacted(text), redacted_words(text), without_tokens(text)):
+        for public in (redact_value(text), redact_model_text(text), remove_tokens(text)):
             assert found_in(public.encode()) == []
 
 
@@ -93,15 +96,15 @@ def test_no_form_of_a_path_tells_a_name(form: str, path: str) -> None:
         f'{{"a": "{path}"}}',
         f"猫{path[:0]} {path}",
     ):
-        assert "erika" not in redacted(text).lower(), text
-    assert "erika" not in json.dumps(redacted({path: [path]})).lower()
+        assert "erika" not in redact_value(text).lower(), text
+    assert "erika" not in json.dumps(redact_value({path: [path]})).lower()
     for text in (path, f"a cat in {path}"):
-        assert "erika" not in redacted_words(text).lower(), text
+        assert "erika" not in redact_model_text(text).lower(), text
 
 
 def test_a_secret_goes_by_its_name_alone() -> None:
     given = {"wandb_api_key": REVISION, "password": "x", "hf_token": "abcdef123456", "token": "<s>"}
-    assert redacted(given) == {
+    assert redact_value(given) == {
         "wandb_api_key": "[token]",
         "password": "[token]",
         "hf_token": "[token]",
@@ -116,11 +119,11 @@ def test_what_the_environment_holds_as_a_secret_goes_whatever_it_looks_like(
     monkeypatch.setenv("OTHER_TOKEN", "kitten")
     monkeypatch.setenv("KEYBOARD", "a-b-c-d-e-f-1-2-3")
     text = f"a kitten {REVISION[:-1]} at {REVISION}: a-b-c-d-e-f-1-2-3"
-    assert redacted(text) == f"a kitten {REVISION[:-1]} at [token]: a-b-c-d-e-f-1-2-3"
+    assert redact_value(text) == f"a kitten {REVISION[:-1]} at [token]: a-b-c-d-e-f-1-2-3"
 
 
 def test_there_are_many_kinds() -> None:
-    assert len(KINDS) >= 30
+    assert len(TOKEN_PATTERNS) >= 30
     assert len(TOKENS) >= 30
 
 
@@ -145,5 +148,5 @@ def test_there_are_many_kinds() -> None:
 )
 def test_long_texts_take_no_long_time(text: str) -> None:
     started = perf_counter()
-    redacted(text * (40_000 // len(text)))
+    redact_value(text * (40_000 // len(text)))
     assert perf_counter() - started < 5

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dit_lora import terminal
-from dit_lora.errors import DitLoraError, listed, show
-from dit_lora.terminal import echo, one_line, printable
+from dit_lora.errors import DitLoraError, format_list, print_error
+from dit_lora.terminal import echo, make_one_line, make_printable
 
 LIBRARY = Path(terminal.__file__).parent
 EVIL = {
@@ -33,27 +33,27 @@ def test_what_a_terminal_obeys_is_written_out(
     evil: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not is_tame(evil)
-    assert is_tame(printable(evil))
-    assert printable(printable(evil)) == printable(evil)
+    assert is_tame(make_printable(evil))
+    assert make_printable(make_printable(evil)) == make_printable(evil)
     echo(f"clip {evil}.mp4")
     echo(evil, err=True)
-    error = DitLoraError(listed(f"cannot read {evil}", [f"{evil}: missing", "b.mp4: missing"]))
-    show(error)
+    error = DitLoraError(format_list(f"cannot read {evil}", [f"{evil}: missing", "b.mp4: missing"]))
+    print_error(error)
     said = capsys.readouterr()
     assert is_tame(said.out)
     assert is_tame(said.err)
     assert said.err.count("\n") == 4
-    assert json.loads(printable(json.dumps({"a": evil}, indent=2))) == {"a": evil}
+    assert json.loads(make_printable(json.dumps({"a": evil}, indent=2))) == {"a": evil}
 
 
 def test_text_of_every_script_stays_as_it_is() -> None:
     text = "Füchse, 狐, ثعلب, 🦊\n\tहिन्दी, क्‍ष, 👨‍👩‍👧, e\u0301"
-    assert printable(text) == text
-    assert one_line("a\nok\tb") == "a\\nok\\tb"
+    assert make_printable(text) == text
+    assert make_one_line("a\nok\tb") == "a\\nok\\tb"
 
 
 def test_an_error_cannot_look_like_two(capsys: pytest.CaptureFixture[str]) -> None:
-    show(DitLoraError(listed("refused: a\nerror: b\r\nwarning: c", ["d\nerror: e"])))
+    print_error(DitLoraError(format_list("refused: a\nerror: b\r\nwarning: c", ["d\nerror: e"])))
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "error: refused: a",
@@ -65,7 +65,7 @@ def test_an_error_cannot_look_like_two(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_everything_that_is_printed_is_printable() -> None:
-    """By the calls of the library: each writes a literal, or what `printable` gave."""
+    """By the calls of the library: each writes a literal, or what `make_printable` gave."""
     writers = (
         "sys.stdout.write",
         "sys.stderr.write",

@@ -43,6 +43,6 @@ def sm90() -> Callable[[str], list[dict[str, Any]]]:
 def several_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let a program of `ada_norm`'s backward take several rows; so few as tests have would have a program each."""
     monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", 1)
-    ada_norm._backward_plan.cache_clear()
+    ada_norm._build_backward_plan.cache_clear()
     yield
-    ada_norm._backward_plan.cache_clear()
+    ada_norm._build_backward_plan.cache_clear()

@@ -146,22 +146,22 @@ def test_a_plan_comes_to_the_same_bits(
 ) -> None:
     """Once by the ops, twice by a plan: made, and found again."""
     monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", programs)
-    op._backward_plan.cache_clear()
+    op._build_backward_plan.cache_clear()
     case, changes = PLANNED[name]
     tensors = {k: v.detach() for k, v in make(case).items()}
     tensors |= {k: change(tensors[k]) for k, change in changes.items()}
     for key in tensors.keys() - {"weight", "bias"}:
         tensors[key].requires_grad_()
     planned: list[object] = []
-    plan_of = op._plan_of
+    plan_of = op._find_plan
 
     def noted(*args: Any) -> Any:
         planned.append(plan_of(*args))
         return planned[-1]
 
-    monkeypatch.setattr(op, "_plan_of", noted)
+    monkeypatch.setattr(op, "_find_plan", noted)
     first_run, mismatched = (results(ours, case.norm, tensors) for _ in range(2))
-    monkeypatch.setattr(op, "_plan_of", lambda *_: None)
+    monkeypatch.setattr(op, "_find_plan", lambda *_: None)
     assert_same(first_run, results(ours, case.norm, tensors))
     assert_same(mismatched, first_run)
     assert planned[0] is not None
@@ -182,8 +182,8 @@ def test_a_joint_plan_comes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     leaves = {k: v for k, v in video.items() if k not in affine}
     leaves |= {f"text {k}": v for k, v in text.items()}
     results_by_plan = []
-    for plan in (op._plan_of, lambda *_: None):
-        monkeypatch.setattr(op, "_plan_of", plan)
+    for plan in (op._find_plan, lambda *_: None):
+        monkeypatch.setattr(op, "_find_plan", plan)
         outputs = run("", **leaves)
         grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents(outputs))
         results_by_plan.append(dict(enumerate((*outputs, *grads))))
@@ -194,8 +194,8 @@ def test_a_joint_plan_comes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_where_one_output_is_not_used(used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make(Case("layer", (2, 5, 72), without="weight bias"))
     outputs = []
-    for plan in (op._plan_of, lambda *_: None):
-        monkeypatch.setattr(op, "_plan_of", plan)
+    for plan in (op._find_plan, lambda *_: None):
+        monkeypatch.setattr(op, "_find_plan", plan)
         output = ours("layer", **tensors)[used == "residual"]
         inputs = [tensors[k] for k in ("x", "y", "gate")]
         grads = torch.autograd.grad(output, inputs, cotangents((output,)))
@@ -207,7 +207,7 @@ def no_plan(norm: str = "layer", **changes: torch.Tensor) -> bool:
     """Whether the operands, some of them changed, have no plan."""
     tensors = {k: v.detach() for k, v in make(CASE).items()} | changes
     x = Stream(**{k: tensors[k] for k in Stream._fields})
-    return op._plan_of(norm, EPS, tensors["weight"], tensors["bias"], list(x)) is None
+    return op._find_plan(norm, EPS, tensors["weight"], tensors["bias"], list(x)) is None
 
 
 def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
@@ -233,11 +233,11 @@ def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
 def test_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", 512)
     assert [
-        ada_norm_kernels.rows_per_program(*v)
+        ada_norm_kernels.compute_rows_per_program(*v)
         for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
     ] == [32, 1, 1, 1]
-    assert ada_norm_kernels.rows_per_program(17_550, 13) == 8
-    assert ada_norm_kernels.rows_per_program(0, 0) == 1
+    assert ada_norm_kernels.compute_rows_per_program(17_550, 13) == 8
+    assert ada_norm_kernels.compute_rows_per_program(0, 0) == 1
 
 
 @pytest.mark.parametrize("kernel", [True, False])

@@ -186,11 +186,11 @@ def test_not_differentiable_and_the_same_under_autocast(kernel: bool) -> None:
 def test_tables_are_made_once_and_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Address, size, dtype, group and count are all compared, and values are read again."""
     tables_built: list[Any] = []
-    build_table = module._table
+    build_table = module._build_chunk_table
     monkeypatch.setattr(
-        module, "_table", lambda *args: tables_built.append(args) or build_table(*args)
+        module, "_build_chunk_table", lambda *args: tables_built.append(args) or build_table(*args)
     )
-    module._kept_tables.cache_clear()
+    module._get_cached_tables.cache_clear()
     inputs = tensors([torch.float32])
     finite_norms(inputs, GROUPS, COUNT)
     before = len(tables_built)
@@ -234,7 +234,7 @@ def test_addresses_beyond_two_to_the_31() -> None:
     """Of memory that nothing touches: 2^31 elements and a few, 4 GiB."""
     tensor = torch.empty(2**31 + 5, dtype=torch.bfloat16)
     rows = [(tensor.data_ptr(), 9, 3), (tensor.data_ptr(), tensor.numel(), 5)]
-    address, elements, output_index = module._table(rows, 2).unbind(1)
+    address, elements, output_index = module._build_chunk_table(rows, 2).unbind(1)
     chunks = 2**31 // CHUNK + 1
     assert [len(address), elements[0], output_index[0]] == [chunks + 1, 9, 3]
     assert torch.equal(output_index[1:], 5 + torch.arange(chunks))

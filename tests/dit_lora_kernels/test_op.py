@@ -247,9 +247,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(support, "_LAUNCHES", {})
     monkeypatch.setattr(support, "triton", SimpleNamespace(__version__="3.9.0"))
-    support._keeps_compiled.cache_clear()
+    support._can_reuse_compiled.cache_clear()
     yield Kernel()
-    support._keeps_compiled.cache_clear()
+    support._can_reuse_compiled.cache_clear()
 
 
 def test_a_second_launch_of_the_same_shape_calls_the_compiled_kernel(kernel: Any) -> None:
@@ -287,7 +287,7 @@ def test_versions_that_were_not_tried_look_up_each_time(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "triton", SimpleNamespace(__version__="3.10.1"))
-    support._keeps_compiled.cache_clear()
+    support._can_reuse_compiled.cache_clear()
     for _ in range(2):
         support.launch(kernel, (5,), torch.zeros(8), None, 1, 1, SIZE=1, FLAG=False)
     assert [len(kernel.compiled), len(kernel.called)] == [2, 0]

@@ -44,7 +44,7 @@ def test_gradients_of_weight_and_bias(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # several tokens to a program, and a last one with fewer
-    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     check(LAYERS[name], dtype, train=True)
 
 
@@ -116,7 +116,7 @@ def test_gradient_from_a_bf16_output(smallest: float, allowed: float) -> None:
     options = qk_norm_rope_kernels.Options(**layer.options)
     x, weight, bias, cos, sin = inputs.inputs()
     output = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
-    rstd = module._normalized(x.detach(), options)[1].squeeze(-1)
+    rstd = module._normalize(x.detach(), options)[1].squeeze(-1)
     saved = qk_norm_rope_kernels.BackwardOperands(
         inputs.grad, output.bfloat16(), rstd, weight, bias, cos, sin
     )
@@ -145,7 +145,7 @@ def test_recoverable() -> None:
 )
 def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
-    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     inputs = operands(layer).to(torch.float32, train)
     clean = results(lambda *t: ours(layer, *t), inputs)
     with poisoned_memory(monkeypatch):
@@ -167,7 +167,7 @@ def test_nothing_is_read_outside_the_operands(
     name: str, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = LAYERS[name]
-    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     inputs = operands(layer).to(torch.float32, train)
     clean = results(lambda *t: ours(layer, *t), inputs)
 
@@ -239,7 +239,7 @@ def test_offsets_beyond_32_bits(far: int) -> None:
 
 
 def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qk_norm_rope_kernels, "PARTIALS", 4)
+    monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     inputs = operands(COGVIDEOX).to(torch.bfloat16, train=True)
     first_run, second = (results(lambda *t: ours(COGVIDEOX, *t), inputs) for _ in range(2))
     alike(first_run, second)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import dit_lora_kernels
-from dit_lora_kernels.support import Prepared, accumulator, launches, tl, triton_support
+from dit_lora_kernels.support import (
+    Prepared,
+    accumulation_triton_dtype,
+    launches,
+    tl,
+    triton_support,
+)
 
 OPS = (
     "ada_norm",
@@ -64,8 +70,8 @@ def test_in_the_interpreter_kernels_run_on_a_cpu() -> None:
 
 def test_kernels_compute_in_fp32_and_in_fp64_for_fp64() -> None:
     halves = (torch.bfloat16, torch.float16, torch.float32)
-    assert {accumulator(dtype) for dtype in halves} == {tl.float32}
-    assert accumulator(torch.float64) is tl.float64
+    assert {accumulation_triton_dtype(dtype) for dtype in halves} == {tl.float32}
+    assert accumulation_triton_dtype(torch.float64) is tl.float64
 
 
 def test_a_launch_is_on_its_tensors_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

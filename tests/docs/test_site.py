@@ -22,7 +22,7 @@ from mkdocs.exceptions import Abort
 
 import dit_lora
 from dit_lora.cli.app import app
-from dit_lora.config.load import recipe_schema
+from dit_lora.config.load import build_recipe_schema
 
 DOCS = ROOT / "docs"
 _FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
@@ -167,7 +167,7 @@ def test_the_site_shows_what_commonmark_means(page: Path, site: Path) -> None:
 
 
 def test_the_references_have_every_key_verb_option_and_name(site: Path) -> None:
-    schema = recipe_schema()
+    schema = build_recipe_schema()
     recipe = (site / "reference" / "recipe.html").read_text()
     sections = [schema, *schema["$defs"].values()]
     keys = {key for section in sections for key in section.get("properties", {})}

@@ -13,13 +13,13 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.config.recipe import LoraConfig, ModelConfig
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.tensors import to_tensors
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing
+from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.families.family import ChatFamily
-from dit_lora.training.tasks.chat.task import default_targets
+from dit_lora.training.tasks.chat.task import select_default_targets
 
 FAMILY_OF = {variant: name for name in CHAT_FAMILIES for variant in get_family(name).tiny_variants}
 """Every tiny variant."""
@@ -43,7 +43,7 @@ TURNS = (
 
 
 class Sample(NamedTuple):
-    rendered: Rendered
+    rendered: RenderedConversation
     media: dict[str, torch.Tensor]
     """`pixels` (F, 3, H, W), and of a video `seconds` (F,)."""
 
@@ -56,7 +56,7 @@ class ChatSubject(NamedTuple):
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         return self.checkpoint.load_model(dtype)
 
-    def samples(self, kind: Kind = "video", *, answered: bool = True) -> list[Sample]:
+    def samples(self, kind: ConversationKind = "video", *, answered: bool = True) -> list[Sample]:
         """Three that differ in text, pixels and length."""
         generator, found = torch.Generator().manual_seed(3), []
         shape = self.checkpoint.shape(kind, 90, 151)
@@ -73,7 +73,7 @@ class ChatSubject(NamedTuple):
                 )
                 media["seconds"] = torch.tensor(seconds)
             about = Conversation(str(number), kind, None, turns)
-            rendered = self.checkpoint.render(about, shape, seconds, answered=answered)
+            rendered = self.checkpoint.render(about, shape, seconds, include_answer=answered)
             found.append(Sample(rendered, media))
         return found
 
@@ -83,7 +83,7 @@ def open_chat(variant: str, path: Path) -> ChatSubject:
     family, side = get_family(FAMILY_OF[variant]), SIDES[variant]
     opened = family.open(ModelConfig(family=family.name, path=str(path)))
     tiles = 4 if variant == "videochat2-hd" else None
-    return ChatSubject(variant, family, opened.viewing(Viewing(3, side, side, tiles)))
+    return ChatSubject(variant, family, opened.viewing(VisionSettings(3, side, side, tiles)))
 
 
 def padded(
@@ -100,9 +100,9 @@ def padded(
             **to_tensors(
                 one.rendered,
                 length=length,
-                answers=answers,
-                instruction=told if reads else None,
-                pad=pad,
+                num_answers=answers,
+                instruction_length=told if reads else None,
+                pad_token_id=pad,
             ),
             **one.media,
         }
@@ -114,8 +114,10 @@ def padded(
 def adapted(subject: ChatSubject, *, trained: bool = True, base: bool = True) -> Any:
     """The model with LoRA and, with `base`, connector and backbone training; `trained`: all of it moved a little."""
     model, family = subject.model(), subject.family
-    targets = default_targets(family, model)
-    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, within=family.lora_within)
+    targets = select_default_targets(family, model)
+    attach_lora(
+        model, LoraConfig(rank=4, alpha=7), targets, seed=0, submodules=family.lora_parent_modules
+    )
     if base:
         patterns = family.group_patterns
         parameter_groups(model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=patterns)

@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
-    opened = opened.with_header({"reference_resolution": case.reference_resolution})
+    opened = opened.with_training_metadata({"reference_resolution": case.reference_resolution})
     return Subject(case, family, opened, path)
 
 
@@ -67,7 +67,7 @@ def encoded_text(
 ) -> dict[str, torch.Tensor]:
     """One caption's tensors without the batch, encoded with its references where the model does so."""
     takes = subject.checkpoint.references
-    if takes is not None and takes.in_text:
+    if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
         made = encode.with_references(caption, references, shape)
     else:
@@ -95,7 +95,7 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     if takes is not None:
-        encoded = tuple(takes.shape(one.height, one.width, shape) for one in sizes)
+        encoded = tuple(takes.encoded_shape(one.height, one.width, shape) for one in sizes)
         shape = replace(shape, references=encoded)
     rows = []
     for caption in subject.case.captions[:size]:
@@ -104,7 +104,7 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
             references=tuple(pixels_of(one, generator) for one in sizes),
         )
         text = encoded_text(subject, encode_text, caption, sample.references, shape)
-        rows.append({**sample.encoded(encode_video, shape), **text})
+        rows.append({**sample.encode(encode_video, shape), **text})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -120,9 +120,9 @@ def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch
     whole.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: batches.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    words = checkpoint.generate(whole, checkpoint.conditions("a cat"), how)
+    words = checkpoint.generate(whole, checkpoint.prompt_kwargs("a cat"), how)
     seen = list(batches)
-    conditions = checkpoint.conditions(encode(["a cat"]), encode([""]))
+    conditions = checkpoint.prompt_kwargs(encode(["a cat"]), encode([""]))
     return words, checkpoint.generate(cached, conditions, how), seen
 
 

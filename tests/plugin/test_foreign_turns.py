@@ -86,7 +86,7 @@ def test_optimizers_whose_closures_do_nothing_share_one_step_and_its_schedules(
     found = [(event["step"], event["sample_ids"]) for event in guard.events]
     assert found == [(2, ["row 2 of micro-batch 0"])]
     assert guard.step == 5
-    assert guard.closing_line() == "1 of 4 optimizer steps were not taken"
+    assert guard.format_summary() == "1 of 4 optimizer steps were not taken"
     assert pair.rates() == pytest.approx([0.1 * 0.5**3] * 2)
 
 
@@ -141,7 +141,7 @@ def test_a_call_under_autocast_is_replayed_under_it(scales: bool, tmp_path: Path
     bad[3] = 6e4
     step(bad)
     step(rows(3))
-    assert guard._recovery.budget.taken == 2
+    assert guard._recovery.budget.num_taken == 2
     (event,) = guard.events
     assert event["sample_ids"] == ["row 3 of micro-batch 0"]
     assert event["verdict"]["cause"] == "precision"

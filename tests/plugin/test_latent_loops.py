@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from dit_lora.config.ladder import LadderConfig
-from dit_lora.guard.attach.run_script import Overseer
+from dit_lora.guard.attach.run_script import ScriptGuard
 
 
 class Pictures(Dataset[torch.Tensor]):
@@ -29,8 +29,8 @@ class Pictures(Dataset[torch.Tensor]):
 
 def guarded_loop(folder: Path, bad: int, *, cached: bool) -> Events:
     """Train three epochs under the command's overseer; `cached` encodes all before the first step."""
-    overseer = Overseer(LadderConfig(max_skips=50), folder, lambda words: None)
-    with overseer.overseeing():
+    overseer = ScriptGuard(LadderConfig(max_skips=50), folder, lambda words: None)
+    with overseer.watch_script():
         accelerator = fresh_accelerator()
         torch.manual_seed(bad)
         model = nn.Linear(4, 4)

@@ -16,7 +16,7 @@ from dit_lora.guard import Guard, LadderConfig, LoopConfig
 from dit_lora.guard.attach import monitoring
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attention_backends import AttentionCall, BackendParity
-from dit_lora.guard.switches import kept_attention
+from dit_lora.guard.switches import preserve_attention_backends
 
 
 class Attending(nn.Module):
@@ -77,7 +77,7 @@ def trained(config: LoopConfig | None, folder: Path, steps: int = 5) -> tuple[nn
 
 def test_statistics_are_those_of_the_whole_step(tmp_path: Path) -> None:
     _, kept = trained(LoopConfig(monitor_every=2), tmp_path)
-    second, fourth = lines(tmp_path / monitoring.STATISTICS)
+    second, fourth = lines(tmp_path / monitoring.STATISTICS_FILE)
     assert (second["step"], fourth["step"]) == (2, 4)
     first_layer, last_layer = fourth["modules"]["0"], fourth["modules"]["2"]
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in kept["grads"]))
@@ -96,7 +96,7 @@ def test_a_loop_that_is_looked_at_trains_bit_for_bit_the_same(tmp_path: Path) ->
     alone, _ = trained(None, tmp_path)
     for one, other in zip(looked.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(lines(tmp_path / monitoring.STATISTICS)) == 5
+    assert len(lines(tmp_path / monitoring.STATISTICS_FILE)) == 5
     assert not lines(tmp_path / "events.jsonl")
 
 
@@ -148,7 +148,7 @@ def wrong_flash(monkeypatch: pytest.MonkeyPatch) -> None:
             return BackendParity(call, name, False, "no GPU", {})
         return BackendParity(call, name, True, "", {"out": error})
 
-    monkeypatch.setattr("dit_lora.guard.checks.parity", parity)
+    monkeypatch.setattr("dit_lora.guard.checks.measure_backend_parity", parity)
 
 
 def test_the_preflight_switches_off_a_wrong_backend_and_names_what_never_learns(
@@ -159,7 +159,7 @@ def test_the_preflight_switches_off_a_wrong_backend_and_names_what_never_learns(
     model = Attending()
     model.register_parameter("stale", nn.Parameter(torch.full((2, 2), math.nan), False))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    with kept_attention(), caplog.at_level("WARNING", "dit_lora"):
+    with preserve_attention_backends(), caplog.at_level("WARNING", "dit_lora"):
         guard = Guard.watch(model, optimizer, folder=tmp_path, config=LoopConfig(preflight=True))
         for step in range(1, 4):
             optimizer.zero_grad()
@@ -225,18 +225,18 @@ def test_what_a_loop_is_not_able_to_look_at_is_refused(monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(DitLoraError, match="give folder="):
         Guard.watch(model, optimizer, config=LoopConfig(monitor_every=5))
-    monkeypatch.setattr(Host, "under_deepspeed", property(lambda host: True))
+    monkeypatch.setattr(Host, "uses_deepspeed", property(lambda host: True))
     with pytest.raises(DitLoraError, match="no preflight, spike_threshold under it"):
         Guard.watch(model, optimizer, config=LoopConfig(preflight=True, spike_threshold=8))
 
 
 def test_answers_alone_are_settings_too() -> None:
-    config = LoopConfig.of(LadderConfig(max_skips=3))
+    config = LoopConfig.from_ladder(LadderConfig(max_skips=3))
     assert config == LoopConfig(max_skips=3, on_nonfinite=LadderConfig().on_nonfinite)
 
 
 def test_a_ladder_ends_in_a_stop_and_that_of_a_loop_has_none() -> None:
     assert LadderConfig().on_nonfinite[-1] == "stop"
     assert LoopConfig().on_nonfinite == LadderConfig().on_nonfinite[:-1]
-    assert LoopConfig.for_script(None) == LoopConfig()
-    assert LoopConfig.for_script(0) == LoopConfig.of(LadderConfig(max_skips=0))
+    assert LoopConfig.from_script_options(None) == LoopConfig()
+    assert LoopConfig.from_script_options(0) == LoopConfig.from_ladder(LadderConfig(max_skips=0))

@@ -13,7 +13,7 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.errors import DitLoraError
 from dit_lora.guard import Guard, LadderConfig
 from dit_lora.guard.attach import bundles as plugin_bundles
-from dit_lora.guard.attach.bundles import packed_call, unpacked_call
+from dit_lora.guard.attach.bundles import pack_call, unpack_call
 from dit_lora.guard.attach.calls.call_tree import CallWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.run_script import run_script
@@ -79,13 +79,13 @@ def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(
 ) -> None:
     before = (bundle.parent.parent / "guard.json").read_bytes()
     replayed = replay_bundle(bundle, script=str(script), arguments=["--steps", "3"])
-    assert replayed.verdict is not None
+    assert replayed.diagnosis is not None
     # The loader has shown that it is item 9; its bundle holds the call, whose rows have no other names.
-    assert replayed.recorded["verdict"]["cause"] == "data"
-    assert replayed.recorded["sample_ids"] == ["dataset index 9"]
-    assert replayed.verdict.cause == "inputs"
-    assert replayed.verdict.sample_ids == ("row 1 of micro-batch 0",)
-    assert replayed.ids == tuple(f"row {row} of micro-batch 0" for row in range(4))
+    assert replayed.recorded_event["verdict"]["cause"] == "data"
+    assert replayed.recorded_event["sample_ids"] == ["dataset index 9"]
+    assert replayed.diagnosis.cause == "inputs"
+    assert replayed.diagnosis.sample_ids == ("row 1 of micro-batch 0",)
+    assert replayed.sample_ids == tuple(f"row {row} of micro-batch 0" for row in range(4))
     assert not replayed.notes
     assert not (script.parent / "done").exists()
     assert (bundle.parent.parent / "guard.json").read_bytes() == before
@@ -142,7 +142,7 @@ def test_a_script_that_catches_errors_is_left_all_the_same(script: Path, bundle:
     script.write_text(catching)
     with pytest.raises(DitLoraError, match="nothing is called 'attention:none'"):
         replay_bundle(bundle, script=str(script), without=["attention:none"])
-    assert replay_bundle(bundle, script=str(script), fp32=True).verdict is not None
+    assert replay_bundle(bundle, script=str(script), fp32=True).diagnosis is not None
     assert not (script.parent / "done").exists()
 
 
@@ -167,22 +167,22 @@ encoder = nn""",
     )
     script.write_text(wrapped)
     replayed = replay_bundle(bundle, script=str(script))
-    assert replayed.verdict is not None
-    assert replayed.verdict.cause == "inputs"
-    assert replayed.verdict.sample_ids == ("row 1 of micro-batch 0",)
+    assert replayed.diagnosis is not None
+    assert replayed.diagnosis.cause == "inputs"
+    assert replayed.diagnosis.sample_ids == ("row 1 of micro-batch 0",)
 
 
 def in_a_bundle(call: CapturedCall, tmp_path: Path) -> Bundle:
     writer = CallWriter(call.generator)
     ids = {"ids": list(call.ids), "micro_step": call.micro_step}
     facts = {
-        "call": packed_call(call, writer),
+        "call": pack_call(call, writer),
         "replay": {**ids, "step": 1, "rank": 0},
         "event": {"kind": "non_finite_loss"},
         **{"packages": {}, "switched_off": [], "start_peak": 0.0},
     }
-    left_out = writer.left_out
-    write_bundle(tmp_path / "b", facts, writer.tensors, {}, limit_mib=1, lacks=left_out)
+    left_out = writer.omitted_values
+    write_bundle(tmp_path / "b", facts, writer.tensors, {}, limit_mib=1, missing_parts=left_out)
     return read_bundle(tmp_path / "b")
 
 
@@ -219,7 +219,7 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
         on=torch.device("cpu"),
     )
     call.kwargs["draws"] = call.generator[0]  # type: ignore[index]
-    back = unpacked_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
+    back = unpack_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
     (same, (strided, again), size), nothing = back.args
     assert torch.equal(same, x)
     assert torch.equal(strided, x[:, ::2])
@@ -237,7 +237,7 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
     (gradient,) = back.output_gradients
     assert gradient is not None
     assert gradient.isnan().tolist() == [True, False]
-    assert (back.ids, back.micro_step, back.output_is_finite) == (("a", "b"), 3, True)
+    assert (back.ids, back.micro_step, back.has_finite_output) == (("a", "b"), 3, True)
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_gradients_that_are_lost_are_reported_and_end_a_run_only_if_the_ladder_h
     assert len(guard.events) == 20
     guard = cut_loop(60, lambda number: number > 5)
     assert [event["step"] for event in guard.events] == [7, 16]  # the first in a row and the tenth
-    assert guard._recovery.budget.taken == 60
+    assert guard._recovery.budget.num_taken == 60
     with pytest.raises(NonFiniteError, match="no gradient reached a trained weight in 11 steps"):
         cut_loop(60, lambda number: number > 5, folder=tmp_path, config=LadderConfig())
 
@@ -251,7 +251,7 @@ def test_a_bad_loss_with_finite_gradients_is_reported_unless_its_check_is_left_o
     assert not same(everything([model], []), before)
     reported = [(event["kind"], event["action"]) for event in guard.events]
     assert reported == ([("non_finite_loss", "report")] if "loss" in checks else [])
-    assert guard.closing_line() is None
+    assert guard.format_summary() is None
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_loss_that_the_loop_itself_overflows_is_no_chance_and_no_samples() -> 
         optimizer.zero_grad()
         # Gradients are finite, so that the step is taken as without a guard.
         assert not same(everything([model], [optimizer]), before)
-        assert guard.closing_line() is None
+        assert guard.format_summary() is None
     (event,) = guard.events
     assert (event["step"], event["kind"], event["action"]) == (3, "non_finite_loss", "report")
     assert event["verdict"]["cause"] == "unknown"

@@ -133,7 +133,7 @@ def test_a_bad_weight_of_any_model_is_named_though_one_alone_is_given(
 def test_an_encoder_whose_output_has_no_gradient_is_not_watched(tmp_path: Path) -> None:
     pair = Pair()
     guard = guarded(pair, None, tmp_path, 2, lambda step, given: None)
-    watched = {type(suspects.model).__name__ for suspects in guard._watched.suspects.values()}
+    watched = {type(suspects.model).__name__ for suspects in guard._watched.contexts.values()}
     assert watched == {"Text", "Denoiser", "Sequential"}
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
     assert not guard.events
@@ -305,7 +305,7 @@ def test_a_part_that_is_asked_while_a_batch_is_made_is_no_model_of_the_step(tmp_
         optimizer.zero_grad()
         model(rows).square().mean().backward()
         optimizer.step()
-        assert [type(each.model) for each in guard._watched.suspects.values()] == [Embedded]
+        assert [type(each.model) for each in guard._watched.contexts.values()] == [Embedded]
     assert not guard.events
 
 

@@ -108,8 +108,8 @@ def test_it_trains_resumes_bit_for_bit_and_is_loaded_as_trained(
     whole = resumed(lora_main, [*arguments(name), *words_of(kind)], tmp_path)
     # By its own library, from disk, over the base from disk.
     verification = verify_adapter(whole)
-    assert verification.passed, "\n".join(verification.lines())
-    assert "as trained" in verification.checks["output"].words
+    assert verification.passed, "\n".join(verification.format_lines())
+    assert "as trained" in verification.checks["output"].message
     assert len(verification.modules) > 0
     assert all(0 < one.norm < torch.inf for one in verification.modules)
 
@@ -148,7 +148,7 @@ def test_it_goes_with_what_a_run_may_have(
         return
     whole = resumed(lora_main, args, tmp_path)
     verification = verify_adapter(whole)
-    assert verification.passed, "\n".join(verification.lines())
+    assert verification.passed, "\n".join(verification.format_lines())
 
 
 @pytest.mark.parametrize("name", ["flux2", pytest.param("z_image", marks=pytest.mark.thorough)])

@@ -16,7 +16,7 @@ from broken_clips import zero_the_last_packets
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
-from dit_lora.training.session.run_lock import LOCK, Holder
+from dit_lora.training.session.run_lock import LOCK_FILE, Holder
 
 Main = Callable[[list[str]], None]
 
@@ -212,15 +212,15 @@ def test_a_run_folder_that_another_process_trains_in(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    with (run / LOCK).open("w") as lock:
+    with (run / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        json.dump(asdict(replace(Holder.own(), host="node7", pid=4242)), lock)
+        json.dump(asdict(replace(Holder.from_this_process(), host="node7", pid=4242)), lock)
         lock.flush()
-        before = (run / LOCK).read_bytes()
+        before = (run / LOCK_FILE).read_bytes()
         message = refused("train.resume=auto")
     assert f"run.dir {run} is in use by process 4242 on node7" in message
-    assert (run / LOCK).read_bytes() == before
-    assert [path.name for path in run.iterdir()] == [LOCK]
+    assert (run / LOCK_FILE).read_bytes() == before
+    assert [path.name for path in run.iterdir()] == [LOCK_FILE]
     assert not (tmp_path / "cache").exists()
 
 

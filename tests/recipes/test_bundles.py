@@ -33,9 +33,9 @@ def test_a_bundle_comes_to_the_recorded_verdict_here_and_elsewhere(
     elsewhere = Path(shutil.copytree(bundle, tmp_path / "mail" / "attached"))
     there = replay_bundle(elsewhere, model=str(tiny_checkpoints["cogvideox-5b"]))
     for replayed in (here, there):
-        assert replayed.verdict is not None
-        assert replayed.verdict.cause == replayed.recorded["verdict"]["cause"] == "data"
-        assert replayed.verdict.sample_ids == (bad_clip,)
+        assert replayed.diagnosis is not None
+        assert replayed.diagnosis.cause == replayed.recorded_event["verdict"]["cause"] == "data"
+        assert replayed.diagnosis.sample_ids == (bad_clip,)
         assert not replayed.notes
     with pytest.raises(DitLoraError, match="cogvideox-5b"):
         replay_bundle(elsewhere)  # its base model is named without its folders

@@ -113,8 +113,10 @@ def _the_merged_checkpoint_is_the_trained_model(
     logits = []
     for target in (run, merged, base):
         found = load_answerer(target, frames=4)
-        found.checkpoint = found.checkpoint.viewing(load_answerer(run).checkpoint.how)
-        seen = found.look(MediaFile(clip))
+        found.checkpoint = found.checkpoint.with_vision_settings(
+            load_answerer(run).checkpoint.vision_settings
+        )
+        seen = found.read_media(MediaFile(clip))
         about = Conversation("", "video", None, (Turn("What shape is it?", "A disc.", "Look."),))
         rendered = found.checkpoint.render(about, seen.shape, seen.seconds)
         batch = {"input_ids": torch.tensor([rendered.ids]), "seconds": torch.tensor([seen.seconds])}
@@ -210,14 +212,14 @@ def test_a_clip_that_breaks_while_it_trains_is_left_out_and_named(
     lora_main: Main, videochat2: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps go on with other samples, as if it had never been there."""
-    run, read = tmp_path / "run", training_set.read_at
+    run, read = tmp_path / "run", training_set.read_frames_at
 
     def broken(media: Any, *rest: Any, **how: Any) -> torch.Tensor:
         if media.name.endswith(Path(CLIPS[2]).name):
             raise ClipError(f"{media.name}: cannot be decoded to its end: it broke")
         return read(media, *rest, **how)
 
-    monkeypatch.setattr(training_set, "read_at", broken)
+    monkeypatch.setattr(training_set, "read_frames_at", broken)
     args = [*videochat2, "train.steps=8", "guard.preflight=false", "train.batch_size=1"]
     lora_main([*args, f"run.dir={run}"])
     (event,) = lines(run, "events.jsonl")

@@ -13,7 +13,7 @@ import yaml
 from launching import ROOT
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.optim import GroupConfig, GroupsConfig
@@ -171,7 +171,7 @@ def connector_count(name: str, recipe: Recipe, model: Any) -> int:
     (line,) = [one for one in text.splitlines() if one.strip().startswith("# connector:")]
     group = yaml.safe_load(line.replace("# connector", "connector"))["connector"]
     groups = GroupsConfig(adapter=recipe.optim.groups.adapter, connector=GroupConfig(**group))
-    made = recipe_groups(model, groups, get_family("chat").group_patterns)
+    made = build_recipe_groups(model, groups, get_family("chat").group_patterns)
     (own,) = [one for one in made if one["name"] == "connector"]
     return sum(p.numel() for p in own["params"])
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 from verified import quick
 
-from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.diffusers_format import read_run_metadata
 from dit_lora.cli.app import app
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
@@ -98,7 +98,7 @@ def test_the_averages_of_a_checkpoint_are_exported_as_the_run_saves_them(
     assert done.exit_code == 0, done.output
     (saved,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
     (exported,) = out.glob("*.safetensors")
-    made = read_provenance(exported)
+    made = read_run_metadata(exported)
     assert (made["family"], made["steps"], made["video"]["height"]) == ("cogvideox", 3, 32)
     assert "output" not in made
     first, last = load_file(saved), load_file(exported)

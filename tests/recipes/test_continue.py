@@ -12,7 +12,7 @@ from runs import adapter, lines, same_adapter, trajectory
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
@@ -46,7 +46,7 @@ def relabelled(file: Path, out: Path, **changes: Any) -> Path:
     """Write the file with another provenance, and all else of its header."""
     with safe_open(file, framework="pt") as opened:
         header = opened.metadata()
-    made = {**read_provenance(file), **changes}
+    made = {**read_run_metadata(file), **changes}
     save_file(load_file(file), out, metadata={**header, "dit_lora": json.dumps(made)})
     return out
 
@@ -63,7 +63,7 @@ def test_a_run_starts_where_the_file_ended(
     lora_main([*args, "validation.held_out_draws=2"])
     # What the base's loss was before the first step is the trained adapter's.
     assert held_out(run)[0] == held_out(first)[4]
-    made = read_provenance(run / "adapter" / ADAPTER_FILE)
+    made = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert (made["rank"], made["alpha"]) == (3, 5)
     assert made["continued"] == {"name": "first", "sha256": made["continued"]["sha256"]}
     assert str(tmp_path) not in json.dumps(made)
@@ -156,7 +156,7 @@ def test_layers_of_several_ranks_are_trained_saved_and_verified(
     ranks = {name: len(t) for name, t in adapter(run).items() if "lora_A" in name}
     uneven = "transformer.transformer_blocks.1.attn1.to_q.lora_A.weight"
     assert {name for name, rank in ranks.items() if rank != 3} == {uneven}
-    made = read_provenance(run / "adapter" / ADAPTER_FILE)
+    made = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert (made["rank"], made["alpha"]) == (3, 5)
     assert list(made["rank_pattern"].values()) == [2]
     assert list(made["alpha_pattern"].values()) == [1.5]
@@ -167,7 +167,7 @@ def test_layers_of_several_ranks_are_trained_saved_and_verified(
     # A loader that takes the usual rank and alpha for every layer would not pass.
     file = run / "adapter" / ADAPTER_FILE
     flat = relabelled(file, file, rank_pattern={}, alpha_pattern={})
-    assert "0.75, and 1.66667 was trained" in str(verify_adapter(flat, model_of(run)).wrong)
+    assert "0.75, and 1.66667 was trained" in str(verify_adapter(flat, model_of(run)).failures)
 
 
 def model_of(run: Path) -> str:
@@ -225,7 +225,7 @@ def test_an_adapter_of_another_model_or_with_more_than_a_lora(
         f"transformer.x{number}.{name}": t
         for number, (name, t) in enumerate(load_file(other).items())
     }
-    header = {"dit_lora": json.dumps(read_provenance(other))}
+    header = {"dit_lora": json.dumps(read_run_metadata(other))}
     save_file(renamed, other, metadata=header)  # of which nothing fits
     said = refused(f"lora.init={other}")
     assert said == f"lora.init: {other} is an adapter of family sana, not of cogvideox"

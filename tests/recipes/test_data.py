@@ -71,7 +71,7 @@ def test_noise_has_the_same_bits_whoever_draws_it(
     runs = {"worker": ["data.workers=2"], "reader": [], "step": []}
     for name, how in runs.items():
         if name == "step":
-            monkeypatch.setattr(CachedClips, "loader", _without_draws(CachedClips.loader))
+            monkeypatch.setattr(CachedClips, "make_loader", _without_draws(CachedClips.make_loader))
         lora_main([*mixed, *how, f"run.dir={tmp_path / name}"])
     for name in runs:
         assert trajectory(tmp_path / name) == trajectory(tmp_path / "step")

@@ -51,7 +51,7 @@ def test_it_is_told_when_fifty_steps_waited_for_more_than_a_fifth(
 ) -> None:
     own = journal.Journal(tmp_path, start_step=0)
     line = {"data_seconds": 2 * waited, "seconds": 2.0}
-    said = {step: own.starving(line, workers=2) for step in range(1, 120)}
+    said = {step: own.check_dataloader_bottleneck(line, num_workers=2) for step in range(1, 120)}
     assert [step for step, words in said.items() if words] == ([told_at] if told_at else [])
     if told_at:
         assert "waited for data for 21% of their time: raise data.workers (2)" in str(said[told_at])
@@ -62,4 +62,4 @@ def test_a_slow_start_is_forgotten(tmp_path: Path) -> None:
     own = journal.Journal(tmp_path, start_step=0)
     slow, quick = ({"data_seconds": wait, "seconds": 2.0} for wait in (1.9, 0.1))
     lines_ = [slow] * 5 + [quick] * 200
-    assert not any(own.starving(line, workers=2) for line in lines_)
+    assert not any(own.check_dataloader_bottleneck(line, num_workers=2) for line in lines_)

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from samples import apart
 from typer.testing import CliRunner
 
-from dit_lora.adapters.diffusers_format import read_provenance
+from dit_lora.adapters.diffusers_format import read_run_metadata
 from dit_lora.adapters.load import load_adapter
 from dit_lora.cli.app import app
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.hub.push import prepare
-from dit_lora.results.experts import targets_of
+from dit_lora.hub.push import prepare_publication
+from dit_lora.results.experts import find_expert_results
 from dit_lora.training.tasks.diffusion import task as diffusion_task
 
 Main = Callable[[list[str]], None]
@@ -115,7 +115,7 @@ def test_two_files_each_change_what_their_own_expert_does(
 ) -> None:
     """With both, the video is the trained model's, bit for bit; with one, its own steps differ from the base's."""
     high, low = (run / "adapter" / name for name in PAIR)
-    assert [read_provenance(file)["part"] for file in (high, low)] == [
+    assert [read_run_metadata(file)["part"] for file in (high, low)] == [
         "transformer",
         "transformer_2",
     ]
@@ -248,8 +248,10 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     assert record["passed"]
     assert record["high_noise"]["passed"]
     assert record["low_noise"]["passed"]
-    made = sample(
-        SampleRequest(run, ("a red disc",), inference_steps=4, guidance_scale=1.0, out=tmp_path)
+    made = write_samples(
+        SampleRequest(
+            run, ("a red disc",), inference_steps=4, guidance_scale=1.0, output_folder=tmp_path
+        )
     )
     before, after = (
         run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)
@@ -261,7 +263,9 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     done = runner.invoke(app, ["report", str(run), "--serve"])
     assert isinstance(done.exception, DitLoraError)
     assert "--serve shows one run" in str(done.exception)
-    assert all(verify_adapter(one, str(base)).passed for one in targets_of(run / "adapter"))
+    assert all(
+        verify_adapter(one, str(base)).passed for one in find_expert_results(run / "adapter")
+    )
 
 
 @pytest.mark.parametrize("form", ["diffusers", "folded"])
@@ -308,7 +312,7 @@ def test_a_merged_pipeline_has_both_experts_merged(run: Path, base: Path, tmp_pa
 
 
 def test_a_push_has_both_files_and_its_code_makes_the_video(run: Path) -> None:
-    publication = prepare(run, "me/kitten")
+    publication = prepare_publication(run, "me/kitten")
     names = set(publication.files)
     assert {*PAIR, "high_noise/verification.json", "low_noise/verification.json"} <= names
     assert "pytorch_lora_weights.safetensors" not in names
@@ -316,7 +320,7 @@ def test_a_push_has_both_files_and_its_code_makes_the_video(run: Path) -> None:
     assert f'pipe.load_lora_weights("me/kitten", weight_name="{PAIR[0]}")' in card
     assert f'weight_name="{PAIR[1]}", load_into_transformer_2=True)' in card
     assert "steps of the expert for high noise" in card
-    alone = prepare(run / "low_noise", "me/kitten")
+    alone = prepare_publication(run / "low_noise", "me/kitten")
     assert PAIR[1] in alone.files
     assert PAIR[0] not in alone.files
     assert str(run.parent) not in card

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from smoke_recipes import OTHERS, RUNS, SMOKES, smoke_args
 
 from dit_lora.commands.replay import replay_bundle
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.load import load_recipe
 from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
@@ -95,14 +95,14 @@ def trains_resumes_and_samples(
     request = SampleRequest(
         whole, (smoke.prompt,), inference_steps=2, references=references, **given
     )
-    (made,) = sample(request)
+    (made,) = write_samples(request)
     assert made.stat().st_size > 0
     assert read_header(made).has_sound == recipe.data.sound
     shown = list((parts / "samples").rglob("prompt_00.*"))
     assert {read_header(path).has_sound for path in shown} == {recipe.data.sound}
     if trained.mode == "full":
         with pytest.raises(DitLoraError, match="--model does not apply"):
-            sample(replace(request, model="elsewhere"))
+            write_samples(replace(request, model="elsewhere"))
 
 
 def state(run: Path) -> dict[str, bytes]:
@@ -137,5 +137,5 @@ def test_a_bundle_of_a_model_with_classes_is_replayed_without_the_data(
     elsewhere = Path(shutil.copytree(run / event["bundle"], tmp_path / "elsewhere"))
     shutil.rmtree(data)
     replayed = replay_bundle(elsewhere, model=str(tiny_checkpoints[smoke.variant]))
-    assert replayed.verdict is not None
-    assert (replayed.verdict.cause, replayed.verdict.sample_ids) == ("data", (bad,))
+    assert replayed.diagnosis is not None
+    assert (replayed.diagnosis.cause, replayed.diagnosis.sample_ids) == ("data", (bad,))

@@ -16,7 +16,7 @@ from runs import lines, same_adapter, trajectory
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.training import fit as fitting
-from dit_lora.training.checkpoints.files import checkpoint_steps
+from dit_lora.training.checkpoints.files import list_checkpoints
 from dit_lora.training.guarding import preflight as checking
 from dit_lora.training.run import Run
 from dit_lora.training.tasks.diffusion.task import DiffusionTask
@@ -50,7 +50,7 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     lora_main([*args, f"run.dir={later}"])
     assert found == [(0, 1, True)]
     with monkeypatch.context() as patch:
-        patch.setattr("dit_lora.training.base_output.does_nothing", lambda model: False)
+        patch.setattr("dit_lora.training.base_output.has_only_idle_adapters", lambda model: False)
         lora_main([*args, f"run.dir={before}"])
     assert found[1:] == [(0, 0, True)]
     assert same_adapter(later, before)
@@ -91,11 +91,11 @@ def test_samples_that_fail_are_left_out_and_the_run_goes_on(
     def failing(*_: Any) -> None:
         raise DitLoraError("a validation prompt cannot be used")
 
-    monkeypatch.setattr(DiffusionTask, "show", failing)
+    monkeypatch.setattr(DiffusionTask, "write_samples", failing)
     lora_main([*args, "train.save_every=1", f"run.dir={tmp_path}/run"])
     printed = "".join(capfd.readouterr())
     assert "are left out this time: a validation prompt cannot be used" in printed
-    assert list(checkpoint_steps(tmp_path / "run"))
+    assert list(list_checkpoints(tmp_path / "run"))
 
 
 def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
@@ -110,10 +110,10 @@ def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     args = [*args, "validation.every=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "stop_signals", asked)
+        patch.setattr(fitting, "handle_stop_signals", asked)
         with pytest.raises(InterruptedRunError):
             lora_main([*args, f"run.dir={stopped}"])
-    assert list(checkpoint_steps(stopped)) == [1]
+    assert list(list_checkpoints(stopped)) == [1]
     assert not lines(stopped, "held_out.jsonl")
     assert not (stopped / "samples").exists()
     lora_main([*args, f"run.dir={stopped}", "train.resume=auto"])
@@ -129,7 +129,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
 ) -> None:
     """It is the run's own, with gradients: attention backends are judged at its calls, and precision by its peaks."""
     passes: list[bool] = []
-    losses, remembered = CogVideoXCheckpoint.losses, checking._remembered
+    losses, remembered = CogVideoXCheckpoint.losses, checking._check_with_cache
     findings: list[Any] = []
 
     def counted(*inputs: Any) -> Any:
@@ -145,7 +145,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
         return findings
 
     monkeypatch.setattr(CogVideoXCheckpoint, "losses", counted)
-    monkeypatch.setattr(checking, "_remembered", judged)
+    monkeypatch.setattr(checking, "_check_with_cache", judged)
     lora_main([*smoke, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
     words = {finding.check: finding.words for finding in findings}
     assert words["attention"].startswith("every one of 1 attention calls")

@@ -13,7 +13,7 @@ from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.numerics.streams import fold
+from dit_lora.numerics.streams import derive_seed
 
 Main = Callable[[list[str]], None]
 
@@ -46,7 +46,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     """An op that fails only in backward: no loss shows it; clipping would spread it to every weight (N16)."""
     from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 
-    predict, armed = CogVideoXCheckpoint.predict, [fold(42, "dropout", 3, 0, 0)]
+    predict, armed = CogVideoXCheckpoint.predict, [derive_seed(42, "dropout", 3, 0, 0)]
 
     def faulty(self: Any, *arguments: Any) -> torch.Tensor:
         prediction = predict(self, *arguments)
@@ -100,7 +100,7 @@ def test_a_run_whose_every_sample_is_bad_ends_with_one_message_that_says_so(
 ) -> None:
     args = [*smoke, "train.batch_size=1", f"data.workers={workers}"]
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
-    for entry in list(TensorCache(tmp_path / "cache" / "videos").entries()):
+    for entry in list(TensorCache(tmp_path / "cache" / "videos").iter_entries()):
         overwrite(entry, "latent_mean", 0, torch.tensor([torch.nan]))
     with pytest.raises(DitLoraError, match="no sample is left") as error:
         lora_main([*args, "train.steps=6", f"run.dir={tmp_path / 'run'}"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.data.media.video import read_frames
@@ -54,7 +54,7 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     size = {"height": 32, "width": 48}
     seen = 0
     videos = TensorCache(tmp_path / "cache" / "videos")
-    for entry in videos.entries():
+    for entry in videos.iter_entries():
         clip, found = entry.sample, videos.read(entry.key, {})[0]["image_latent_mean"]
         pixels = read_frames(tmp_path / "data" / clip, frames=9, fps=8, **size)
         own = tmp_path / "data" / f"{int(clip[:2])}.png"
@@ -81,4 +81,4 @@ def test_sampling_an_adapter_of_image_to_video_asks_for_the_image(
     lora_main(args)
     request = SampleRequest(tmp_path / "run", ("a",), inference_steps=1)
     with pytest.raises(DitLoraError, match="give the first image with --image"):
-        sample(request)
+        write_samples(request)

@@ -29,7 +29,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes everything."""
-    monkeypatch.setattr(api, "_why_off", lambda *_: None)
+    monkeypatch.setattr(api, "_find_off_reason", lambda *_: None)
 
 
 def test_a_run_says_what_it_replaced_and_what_it_did_not(
@@ -99,11 +99,11 @@ def test_a_kernel_that_was_switched_off_stays_off_wherever_the_run_goes_on(
     """Where the kernel is there again, and where it is not."""
     args = [*smoke, f"run.dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_why_off", lambda *_: None)
+        patch.setattr(api, "_find_off_reason", lambda *_: None)
         wrong_row(patch)
         lora_main([*args, "train.steps=1"])
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_why_off", lambda *_: None)
+        patch.setattr(api, "_find_off_reason", lambda *_: None)
         lora_main([*args, "train.steps=2", "train.resume=auto"])
     assert "guard: ada_norm stays off" in capsys.readouterr().err
     lora_main([*args, "train.steps=3", "train.resume=auto"])
@@ -140,8 +140,10 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
 
     from dit_lora.training.journal import Journal
 
-    step = Journal.step
-    monkeypatch.setattr(Journal, "step", lambda j, line, m: (noted(line), step(j, line, m))[1])
+    step = Journal.write_step
+    monkeypatch.setattr(
+        Journal, "write_step", lambda j, line, m: (noted(line), step(j, line, m))[1]
+    )
     monkeypatch.setattr(attention, "qk_norm_rope", overflows)
     run = tmp_path / "run"
     lora_main([*smoke, "train.steps=4", f"run.dir={run}"])
@@ -151,9 +153,9 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     assert len(lines(run, "metrics.jsonl")) == 4
     assert "qk_norm_rope" in json.dumps(event["verdict"])
     replayed = replay_bundle(run / event["bundle"])
-    assert replayed.verdict is not None
-    assert replayed.verdict.switch == "qk_norm_rope"
-    assert replay_bundle(run / event["bundle"], without=["qk_norm_rope"]).verdict is None
+    assert replayed.diagnosis is not None
+    assert replayed.diagnosis.switch == "qk_norm_rope"
+    assert replay_bundle(run / event["bundle"], without=["qk_norm_rope"]).diagnosis is None
 
 
 def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
@@ -166,13 +168,13 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
 ) -> None:
     """And what was found wrong is never taken for right."""
     compared: list[str] = []
-    differing = parity_watch.ParityWatch.differing
+    differing = parity_watch.ParityWatch.find_differing
 
     def noted(watch: Any, batches: Any) -> Any:
         compared.append("compared")
         return differing(watch, batches)
 
-    monkeypatch.setattr(parity_watch.ParityWatch, "differing", noted)
+    monkeypatch.setattr(parity_watch.ParityWatch, "find_differing", noted)
     args = [*smoke, "train.steps=1", "guard.parity_every=0", "guard.preflight=true"]
 
     def compares(name: str, *settings: str) -> bool:
@@ -194,7 +196,7 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     assert compares("other_kernels", "kernels.qk_norm_rope=off")
     assert not compares("third")
     with monkeypatch.context() as patch:
-        patch.setattr(parity_memory, "sources_digest", lambda: "other sources")
+        patch.setattr(parity_memory, "compute_sources_digest", lambda: "other sources")
         assert compares("other_sources")
     # Goes on from weights that no comparison has seen.
     assert compares("third", "train.steps=2", "train.resume=auto")

@@ -25,7 +25,7 @@ STALE = [name for name in FAULTS if "stale" in name]
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(quick_runs, "PASSES", block_parity.PASSES)
+    monkeypatch.setattr(quick_runs, "PASSES", block_parity.MIN_PASSES)
     with as_on_a_gpu(monkeypatch):
         yield
 
@@ -149,7 +149,7 @@ def test_what_no_comparison_reached_is_said_and_is_not_on_by_itself(
         raise torch.OutOfMemoryError
         yield
 
-    monkeypatch.setattr(block_parity, "in_fp32", too_large)
+    monkeypatch.setattr(block_parity, "convert_to_fp32", too_large)
     args = [*smoke, "model.dtype=bf16", "train.steps=1", f"kernels.ada_norm={mode}"]
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     events = {e["verdict"]["switch"]: e for e in lines(tmp_path / "run", "events.jsonl")}
@@ -201,8 +201,8 @@ def test_blocks_of_a_deep_model_are_compared_in_turn() -> None:
     names = ["embed", *(f"blocks.{number}" for number in range(20)), "out"]
     seen, turn = set(), 0
     for _ in range(3):
-        taken, turn = parity_watch.some_blocks(names, turn)
+        taken, turn = parity_watch.choose_blocks(names, turn)
         assert {"embed", "blocks.0", "blocks.19", "out"} <= taken
-        assert len(taken) == 2 + parity_watch._BLOCKS
+        assert len(taken) == 2 + parity_watch._MAX_BLOCKS
         seen |= taken
     assert seen == {*names}

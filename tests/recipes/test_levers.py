@@ -159,13 +159,13 @@ def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
     forward = CogVideoXBlock.forward
 
     def bring(group: Any, _device: torch.device) -> None:
-        group._home = [parameter.data for parameter in group.parameters]
+        group._host_tensors = [parameter.data for parameter in group.parameters]
         for parameter in group.parameters:
             parameter.data = parameter.data.clone()
             there.add(parameter.data_ptr())
 
     def send_away(group: Any) -> None:
-        for parameter, home in zip(group.parameters, group._home, strict=True):
+        for parameter, home in zip(group.parameters, group._host_tensors, strict=True):
             there.remove(parameter.data_ptr())
             parameter.data.fill_(torch.nan)  # for who holds it still
             parameter.data = home
@@ -182,8 +182,8 @@ def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
         finally:
             verifying.clear()
 
-    patch.setattr(offload._Group, "bring", bring)
-    patch.setattr(offload._Group, "send_away", send_away)
+    patch.setattr(offload._FrozenGroup, "load", bring)
+    patch.setattr(offload._FrozenGroup, "offload", send_away)
     patch.setattr(CogVideoXBlock, "forward", checked)
     patch.setattr(running, "verify_result", at_home)
     return computed

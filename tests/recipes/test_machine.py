@@ -129,8 +129,8 @@ def test_what_only_looks_at_a_run_never_ends_it(
 
         return fail
 
-    monkeypatch.setattr(validation, "_write", failing(host_memory))
-    monkeypatch.setattr(DiffusionTask, "held_out_loss", failing(disk))
+    monkeypatch.setattr(validation, "_write_samples", failing(host_memory))
+    monkeypatch.setattr(DiffusionTask, "compute_eval_loss", failing(disk))
     monkeypatch.setattr(TensorBoardTracker, "log", failing(ZeroDivisionError("theirs")))
     monkeypatch.setattr(background, "write_run_page", failing(MemoryError()))
     capsys.readouterr()

@@ -18,11 +18,11 @@ from dit_lora.config.optimizers import OPTIMIZERS, OptimizerRecord
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.versions import TESTED
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.gate import gates_on_device
-from dit_lora.guard.state import bad_state
-from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.gate import can_skip_on_device
+from dit_lora.guard.state import find_bad_state
+from dit_lora.guard.suspects import DiagnosisContext
 from dit_lora.training.optim.build import require_optimizer
-from dit_lora.training.session.launch import require_shared
+from dit_lora.training.session.launch import require_shardable
 
 CPU = torch.device("cpu")
 SMOKE = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
@@ -49,14 +49,14 @@ class Leaning(torch.optim.Optimizer):
 
 
 RECORD = OptimizerRecord(
-    about="steps by signs.",
-    target=f"{__name__}:Leaning",
+    description="steps by signs.",
+    class_path=f"{__name__}:Leaning",
     state_bytes=lambda parameters: sum(one.nbytes for one in parameters),
-    arguments={"bold": True},
-    narrower="adamw_8bit",
-    never_negative=("magnitude",),
+    class_kwargs={"bold": True},
+    smaller_variant="adamw_8bit",
+    nonnegative_state=("magnitude",),
     group_numbers=("lean",),
-    rate_factor="lean",
+    lr_factor="lean",
 )
 
 
@@ -92,16 +92,16 @@ def test_its_facts_are_those_of_its_record() -> None:
     require_optimizer(optim, CPU)
     for sharding in ("fsdp2", "zero2"):
         with pytest.raises(DitLoraError, match=r"optim\.name=leaning: set it to adamw"):
-            require_shared(recipe(), sharding)
+            require_shardable(recipe(), sharding)
 
 
 def test_its_state_is_checked_as_its_record_says() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = Leaning(model.parameters(), (0.9, 0.9), 1e-8, 0.0, bold=True)
-    assert not gates_on_device(optimizer)
+    assert not can_skip_on_device(optimizer)
     names = {"adapter/weight/magnitude": torch.tensor([1.0, -1.0])}
     batch: Any = SimpleNamespace(step=1, rank=0, micro_step=0)
-    verdict = bad_state(batch, Suspects(model, names.items))
+    verdict = find_bad_state(batch, DiagnosisContext(model, names.items))
     assert verdict is not None
     assert "adapter/weight/magnitude must not be negative" in verdict.words
 
@@ -111,12 +111,12 @@ def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itsel
     for name, record in OPTIMIZERS.items():
         assert record.package in TESTED
         assert record.extra is None or record.extra in extras
-        assert {record.narrower, record.unpaged} <= {None, *OPTIMIZERS}
-        assert set(record.squares) <= set(record.never_negative), name
+        assert {record.smaller_variant, record.unpaged_variant} <= {None, *OPTIMIZERS}
+        assert set(record.squared_state) <= set(record.nonnegative_state), name
         if (
-            "zero2" in record.sharding
+            "zero2" in record.supported_sharding
         ):  # its parts are flat: nothing of a group, no read by the host
-            assert record.skips_on_device
+            assert record.found_inf_class
             assert not record.group_numbers
-        if record.rate_factor is not None:
-            assert record.rate_factor in record.group_numbers
+        if record.lr_factor is not None:
+            assert record.lr_factor in record.group_numbers

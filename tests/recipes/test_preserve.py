@@ -38,7 +38,7 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
     run = tmp_path / "run"
     lora_main([*smoke, PRESERVE, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
     texts = TensorCache(tmp_path / "cache" / "texts")
-    entry = next(one for one in texts.entries() if "painted" in str(one.facts["caption"]))
+    entry = next(one for one in texts.iter_entries() if "painted" in str(one.facts["caption"]))
     overwrite(entry, "prompt_embeds", 5, torch.tensor([torch.nan]))
     lora_main([*smoke, PRESERVE, "train.steps=8", f"run.dir={run}"])
     events = [one for one in lines(run, "events.jsonl") if one["action"] != "report"]
@@ -47,9 +47,9 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
     assert all("prompt_embeds has 1 NaN" in one["verdict"]["words"] for one in events)
     assert lines(run, "metrics.jsonl")[-1]["step"] == 8
     replayed = replay_bundle(run / events[0]["bundle"])
-    assert replayed.verdict is not None
-    assert replayed.verdict.cause == "data"
-    assert replayed.verdict.sample_ids == tuple(events[0]["sample_ids"])
+    assert replayed.diagnosis is not None
+    assert replayed.diagnosis.cause == "data"
+    assert replayed.diagnosis.sample_ids == tuple(events[0]["sample_ids"])
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from smoke_recipes import RUNS, smoke_args
 
-from dit_lora.adapters.groups import base_members
-from dit_lora.adapters.quantize import quantized_bytes
+from dit_lora.adapters.groups import find_base_members
+from dit_lora.adapters.quantize import count_quantized_bytes
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.numerics.quantized_linear import Kind
+from dit_lora.numerics.quantized_linear import Quantization
 
 Main = Callable[[list[str]], None]
 # Of some families other tiny checkpoints than their smoke recipes'.
@@ -85,20 +85,20 @@ def stock_lora(run: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
 
 
-def computed_bytes(run: Path, kind: Kind | None) -> int:
+def computed_bytes(run: Path, kind: Quantization | None) -> int:
     recipe = load_recipe(run / "config.yaml")
     family = get_family(recipe.model.family)
     checkpoint = family.open(recipe.model)
     is_chat = recipe.model.family in CHAT_FAMILIES
     model = (checkpoint.load_model if is_chat else checkpoint.load_transformer)(torch.float32)
-    trained = base_members(model, recipe.optim.groups, family.group_patterns)
-    return quantized_bytes(model.to("meta"), kind, trained)
+    trained = find_base_members(model, recipe.optim.groups, family.group_patterns)
+    return count_quantized_bytes(model.to("meta"), kind, trained)
 
 
 @pytest.mark.parametrize(("name", "kind"), COMBINATIONS)
 def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_model(
     name: str,
-    kind: Kind,
+    kind: Quantization,
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],
     shape_clips: Path,

@@ -15,7 +15,7 @@ from dit_lora.commands.replay import replay_bundle
 from dit_lora.data.cache.cache import TensorCache
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.guard.switches import kept_attention
+from dit_lora.guard.switches import preserve_attention_backends
 from dit_lora.numerics.objectives import LossOutput
 from dit_lora.training.guarding.watch import StepWatcher
 
@@ -28,7 +28,7 @@ class WeightFault:
 
     def __init__(self, patch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:
         self.left = list(steps)
-        forward, losses = StepWatcher.forward, CogVideoXCheckpoint.losses
+        forward, losses = StepWatcher.watch_forward, CogVideoXCheckpoint.losses
         due: list[int] = []
 
         def begin(watcher: StepWatcher, step: int) -> Any:
@@ -42,7 +42,7 @@ class WeightFault:
                 transformer.get_parameter(WEIGHT).data[0, 0] = torch.nan
             return losses(checkpoint, transformer, *arguments)
 
-        patch.setattr(StepWatcher, "forward", begin)
+        patch.setattr(StepWatcher, "watch_forward", begin)
         patch.setattr(CogVideoXCheckpoint, "losses", faulty)
 
 
@@ -124,7 +124,7 @@ def test_the_skips_of_a_run_count_on_after_a_resume(
     lora_main([*run, "train.steps=4"])
     state = tmp_path / "run" / "checkpoints" / "step_000004" / "state.json"
     assert json.loads(state.read_text())["guard"]["policy"]["skips"] == 1
-    for entry in list(TensorCache(tmp_path / "cache" / "videos").entries()):
+    for entry in list(TensorCache(tmp_path / "cache" / "videos").iter_entries()):
         overwrite(entry, "latent_mean", 0, torch.zeros(2))  # what is left of it is not what was
     with pytest.raises(NonFiniteError) as error:
         lora_main([*run, "train.resume=auto"])
@@ -226,11 +226,11 @@ def test_a_backend_that_was_switched_off_stays_off_after_a_resume(
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     broken_flash(monkeypatch)
-    with kept_attention():
+    with preserve_attention_backends():
         lora_main([*args, f"run.dir={whole}"])
-    with kept_attention():
+    with preserve_attention_backends():
         lora_main([*args, f"run.dir={parts}", "train.steps=4"])
-    with kept_attention():
+    with preserve_attention_backends():
         lora_main([*args, f"run.dir={parts}", "train.resume=auto"])
         assert not torch.backends.cuda.flash_sdp_enabled()
     for event in lines(parts, "events.jsonl"):
@@ -247,8 +247,8 @@ def test_a_bundle_of_bad_weights_holds_them(
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     event = lines(tmp_path / "run", "events.jsonl")[0]
     replayed = replay_bundle(tmp_path / "run" / event["bundle"])
-    assert replayed.verdict is not None
-    assert replayed.verdict.cause == event["verdict"]["cause"] == "weights"
+    assert replayed.diagnosis is not None
+    assert replayed.diagnosis.cause == event["verdict"]["cause"] == "weights"
 
 
 @pytest.mark.slow

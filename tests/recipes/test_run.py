@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.faults.media.cache import overwrite
 from dit_lora.data.cache.cache import TensorCache
-from dit_lora.data.loading.batch import draw_number
+from dit_lora.data.loading.batch import make_sample_seed
 from dit_lora.errors import DitLoraError
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams, fold
+from dit_lora.numerics.streams import RandomStreams, derive_seed
 from dit_lora.results.verify.output import SEED
 
 Main = Callable[[list[str]], None]
@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     losses = CogVideoXCheckpoint.losses
 
-    def spy(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
+    def spy(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         counted = isinstance(batch["prompt_embeds"], FakeTensor)  # memory is, nothing computed
         if counted or streams.seed == SEED:  # or the result is noted, with made-up inputs
             return losses(self, transformer, batch, streams)
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             {
                 "training": transformer.training,
                 "grad": torch.is_grad_enabled(),
-                "streams": (streams.seed, streams.draws),
+                "streams": (streams.seed, streams.sample_seeds),
                 "text": batch["prompt_embeds"].clone(),
                 "checkpointing": transformer.is_gradient_checkpointing,
                 "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
@@ -86,8 +86,8 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
     streams = [call["streams"] for call in before]
     assert streams == [call["streams"] for call in after]
     assert len(set(streams)) == 15
-    assert {seed for seed, _ in streams} == {fold(42, "held_out")}
-    first_epoch = {(42, (draw_number(path.name, 0),)) for path in shape_clips.glob("*.mp4")}
+    assert {seed for seed, _ in streams} == {derive_seed(42, "held_out")}
+    first_epoch = {(42, (make_sample_seed(path.name, 0),)) for path in shape_clips.glob("*.mp4")}
     drawn = [call["streams"] for call in training]
     assert len(set(drawn) & first_epoch) == 2
 
@@ -130,7 +130,7 @@ def test_an_op_without_a_deterministic_way_ends_the_run_by_its_name(
 ) -> None:
     stock = CogVideoXCheckpoint.losses
 
-    def losses(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
+    def losses(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
         return stock(self, transformer, batch, streams)
 
@@ -237,7 +237,7 @@ def test_a_bad_clip_is_left_out_of_the_held_out_loss_and_said(
 ) -> None:
     args = [*smoke, "train.batch_size=1", "validation.held_out_draws=1"]
     lora_main([*args, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
-    victim = min(TensorCache(tmp_path / "cache" / "videos").entries(), key=lambda one: one.key)
+    victim = min(TensorCache(tmp_path / "cache" / "videos").iter_entries(), key=lambda one: one.key)
     overwrite(victim, "latent_mean", 0, torch.tensor([torch.nan]))
     stop = "guard.on_nonfinite=[stop]"
     with pytest.raises(DitLoraError, match="non finite loss"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import lines, same_adapter
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.video import write_sample
@@ -61,12 +61,12 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(turbo)))
     how = Sampling(VideoShape(9, 32, 48), 2, guidance, 3)
     pipeline = checkpoint.pipeline(torch.float32)
-    expected = checkpoint.generate(pipeline, checkpoint.conditions("a red square"), how)
+    expected = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), how)
     assert made[0].read_bytes() == write_sample(tmp_path / "base", expected, 8).read_bytes()
     asked = {"inference_steps": 2, "guidance_scale": guidance, "seed": 3, "out": tmp_path / "out"}
-    (file,) = sample(SampleRequest(run, ("a red square",), model=str(turbo), **asked))
+    (file,) = write_samples(SampleRequest(run, ("a red square",), model=str(turbo), **asked))
     assert made[2].read_bytes() == file.read_bytes() != made[0].read_bytes()
-    header = read_provenance(run / "adapter" / ADAPTER_FILE)
+    header = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert header["samples_from"] == "tiny-turbo"
     assert str(tmp_path) not in json.dumps(header)
 
@@ -77,14 +77,14 @@ def test_it_is_held_while_samples_are_made_and_no_longer(
     import weakref
 
     held: list[Any] = []
-    write = validation._write
+    write = validation._write_samples
 
     def noting(*args: Any) -> None:
         assert not any(one() is not None for one in held)
         write(*args)
         held.append(weakref.ref(args[-1]))
 
-    monkeypatch.setattr(validation, "_write", noting)
+    monkeypatch.setattr(validation, "_write_samples", noting)
     args = [*smoke, *SHOWN, f"validation.model={turbo}", "train.steps=2", "validation.every=1"]
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     assert len(held) == 3

@@ -18,7 +18,7 @@ from benchmarks.faults.fault import Expected, between_steps
 from benchmarks.faults.target_table import targets_for
 from benchmarks.faults.triggers import Element
 from benchmarks.faults.world import World
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.video import write_sample
@@ -71,7 +71,7 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     assert first[0]["held_out_loss"] != pytest.approx(first[1]["held_out_loss"], rel=1e-4)
     trained = run / "adapter" / ADAPTER_FILE
     assert not any("under" in name or "feed_forward" in name for name in adapter(run))
-    assert read_provenance(trained)["under"][0]["name"] == under.name
+    assert read_run_metadata(trained)["under"][0]["name"] == under.name
     assert json.loads((run / "verification.json").read_text())["passed"]
     # Samples are the stock pipeline's, with what trained and nothing else.
     checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(base)))
@@ -80,7 +80,7 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     for step in (0, 3):
         if step:
             pipeline.load_lora_weights(trained.parent, weight_name=trained.name)
-        made = checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), how)
+        made = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), how)
         shown = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
         assert shown.read_bytes() == write_sample(tmp_path / f"{step}", made, 8).read_bytes()
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from samples import apart
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.media.video import write_sample
@@ -66,7 +66,7 @@ def sampled(model: str, out: Path, **adapters: Path) -> Path:
     if adapters:
         pipeline.set_adapters([*adapters])
     how = Sampling(VideoShape(9, 32, 48), 2, 6.0, 0)
-    frames = checkpoint.generate(pipeline, checkpoint.conditions("a red square"), how)
+    frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), how)
     return write_sample(out, frames, 8)
 
 
@@ -102,7 +102,7 @@ def test_it_is_in_training_in_no_file_and_in_samples_as_said(
     verified = json.loads((run / "verification.json").read_text())
     assert verified["passed"]
     assert verified["checks"]["output"]["words"].startswith("as trained")
-    made = read_provenance(file)
+    made = read_run_metadata(file)
     (told,) = made["under"]
     assert (told["name"], told["scale"], told["in_samples"]) == ("under.safetensors", 1.0, on)
     assert len(told["sha256"]) == 64

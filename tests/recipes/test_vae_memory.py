@@ -61,8 +61,8 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     assert beside == {"encoding": [], "training": [], "sampling": ["AutoencoderKLCogVideoX"]}
     assert alive(known) == []
     videos = TensorCache(tmp_path / "cache" / "videos")
-    entries = len(list(videos.entries()))
+    entries = len(list(videos.iter_entries()))
     both = ["data.vae_tiling=true", "data.vae_slicing=true"]
     lora_main([*args, *both, f"run.dir={tmp_path / 'tiled'}"])
-    assert len(list(videos.entries())) == 2 * entries
+    assert len(list(videos.iter_entries())) == 2 * entries
     assert settings == 2 * [(False, False)] + 2 * [(True, True)]

@@ -19,7 +19,7 @@ from dit_lora.config.ladder import LadderConfig
 from dit_lora.data.loading.batch import collate
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.guard.attach.guard import Guard
-from dit_lora.training.tasks.chat.samples import find_conversations, training_set
+from dit_lora.training.tasks.chat.samples import build_training_set, find_conversations
 
 Change = Callable[[Any], None]
 _UPDATES = 2
@@ -33,8 +33,8 @@ class Stock:
         family: Any = world.family
         self.checkpoint = family.open(recipe.model, recipe)
         conversations = find_conversations(recipe, self.checkpoint, recipe.data, quiet=True)
-        clips = training_set(conversations.entries, self.checkpoint, recipe)
-        self.batch = collate([clips.sample(entry, 0) for entry in clips.entries[:2]])
+        clips = build_training_set(conversations.entries, self.checkpoint, recipe)
+        self.batch = collate([clips.read_sample(entry, 0) for entry in clips.entries[:2]])
         self.model: Any = self.checkpoint.load_model(torch.float16)
         torch.manual_seed(3)
         change(self.model)

@@ -18,7 +18,7 @@ from benchmarks.faults.world import Arm, Observation, Stage, World
 from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import CheckFailedError
 from dit_lora.fuse import lora
-from dit_lora.numerics.labels import IGNORE
+from dit_lora.numerics.labels import IGNORE_INDEX
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 
 
@@ -29,7 +29,7 @@ def _no_labels(stage: Stage) -> None:
         batch = read(clips, entry, *args)
         if entry.id != stage.target_clip:
             return batch
-        labels = torch.full_like(batch.tensors["labels"], IGNORE)
+        labels = torch.full_like(batch.tensors["labels"], IGNORE_INDEX)
         return replace(batch, tensors={**batch.tensors, "labels": labels})
 
     stage.wrap(ChatSet, "_read", cut)

@@ -50,7 +50,7 @@ def damaged(folder: str, aim: str, do: Callable[[StoredEntry], None]) -> Callabl
     """Return what damages a cache's entries of samples whose id or caption has `aim` in it."""
 
     def change(cache: Path) -> None:
-        for entry in TensorCache(cache / folder).entries():
+        for entry in TensorCache(cache / folder).iter_entries():
             if aim in entry.sample:
                 do(entry)
 

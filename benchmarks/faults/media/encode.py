@@ -14,8 +14,8 @@ from zlib import crc32
 import av
 import numpy as np
 
-from dit_lora.data.media.sound import sound_packets
-from dit_lora.data.synthetic.tones import tone
+from dit_lora.data.media.sound import encode_sound
+from dit_lora.data.synthetic.tones import make_tone
 
 FPS = 8
 FRAMES = 16
@@ -89,7 +89,7 @@ def encode(
             setattr(stream.codec_context, name, value)
         display(stream)
         if _TONE.get() and len(video) > 1:
-            container.mux(sound_packets(container, tone("disc", True, len(video) / fps)))
+            container.mux(encode_sound(container, make_tone("disc", True, len(video) / fps)))
         for number, picture in enumerate(video):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format=layout)
             if times is not None:

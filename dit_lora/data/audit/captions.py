@@ -6,21 +6,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.sources.caption_text import caption_fault, short
+from dit_lora.data.sources.caption_text import find_caption_fault, quote_start
 from dit_lora.data.sources.clips import Clip
-from dit_lora.data.sources.folders import class_name
+from dit_lora.data.sources.folders import format_class_name
 
 # Special tokens of T5, BERT, CLIP, Llama and Gemma, which captioning models leave behind.
-WELL_KNOWN = re.compile(
+SPECIAL_TOKEN_PATTERN = re.compile(
     r"</?s>|<(?:pad|unk|bos|eos|mask|image|video)>|<extra_id_\d+>|<\|\w{2,40}\|>"
     r"|<(?:start|end)_of_turn>|\[(?:PAD|CLS|SEP|UNK|MASK|INST)\]|\[/INST\]"
 )
 # Control characters other than tab, new line and return, and U+FFFD, which replaces bytes that are not valid text.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
-LONGEST = 512
+_CONTROL_CHARS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]")
+MAX_ENCODER_TOKENS = 512
 """Longest input of any supported text encoder, in tokens (FLUX.1's T5)."""
 # Captions per tokenizer call: enough to keep its threads busy, few enough that its output stays small.
-_BATCH = 1000
+_BATCH_SIZE = 1000
 _REMEDIES = {
     "caption_empty": "write a caption, or remove the clip",
     "caption_not_text": "write the caption anew as UTF-8",
@@ -35,7 +35,7 @@ def check_captions(
     max_tokens: int | None,
     *,
     lengths: Mapping[str, int] | None = None,
-    shared: Collection[str] = (),
+    shared_captions: Collection[str] = (),
 ) -> dict[str, list[Finding]]:
     """Check all captions. Samples without a finding are absent from the result.
 
@@ -43,26 +43,29 @@ def check_captions(
         clips: The samples with their captions.
         tokenizer: Tokenizer of the text encoder; None counts words instead, and a word is at least one token.
         max_tokens: Tokens that the text encoder reads, including special tokens; None if the model has no limit.
-        lengths: Result of `token_lengths`, if the caller has it already.
-        shared: Captions that may repeat. A class name may also repeat on the clips of its folder.
+        lengths: Result of `count_caption_tokens`, if the caller has it already.
+        shared_captions: Captions that may repeat. A class name may also repeat on the clips of its folder.
 
     Returns:
         Findings by sample id.
     """
-    reserved = _reserved_tokens(tokenizer)
+    reserved = _build_reserved_pattern(tokenizer)
     if lengths is None:
-        lengths = token_lengths(clips, tokenizer)
+        lengths = count_caption_tokens(clips, tokenizer)
     # Both look-ups run over the whole set: the first one tokenises in batches, the second one counts repeats.
-    long = _cut_off(clips, lengths, tokenizer, max_tokens)
-    repeated = _repeated(clips, shared)
+    long = _find_truncated_captions(clips, lengths, tokenizer, max_tokens)
+    repeated = _find_repeated_captions(clips, shared_captions)
     by_id: dict[str, list[Finding]] = {}
     for clip in clips:
         # A caption that cannot be trained on gets only this finding; the others would be noise.
-        fault = caption_fault(clip.caption)
+        fault = find_caption_fault(clip.caption)
         if fault is not None:
             findings = [Finding(*fault, "reject", _REMEDIES[fault[0]])]
         else:
-            findings = [*_text(clip.caption), *_holding(clip.caption, reserved)]
+            findings = [
+                *_check_characters(clip.caption),
+                *_check_special_tokens(clip.caption, reserved),
+            ]
             findings += long.get(clip.caption, ())
             findings += repeated.get(clip.id, ())
         if findings:
@@ -70,7 +73,7 @@ def check_captions(
     return by_id
 
 
-def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int]:
+def count_caption_tokens(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int]:
     """Number of tokens of each caption, including the tokenizer's special tokens; {} without a tokenizer."""
     if tokenizer is None:
         return {}
@@ -86,8 +89,8 @@ def token_lengths(clips: Sequence[Clip], tokenizer: Any | None) -> dict[str, int
 
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     """Yield the token ids of each caption, without special tokens and without truncation."""
-    for start in range(0, len(captions), _BATCH):
-        batch = captions[start : start + _BATCH]
+    for start in range(0, len(captions), _BATCH_SIZE):
+        batch = captions[start : start + _BATCH_SIZE]
         # Tokenizers raise on a lone surrogate, so it is replaced first.
         texts = [text.encode("utf-8", "replace").decode() for text in batch]
         yield from tokenizer(
@@ -95,7 +98,7 @@ def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
         )["input_ids"]
 
 
-def _cut_off(
+def _find_truncated_captions(
     clips: Sequence[Clip],
     lengths: Mapping[str, int],
     tokenizer: Any | None,
@@ -106,13 +109,15 @@ def _cut_off(
     if tokenizer is None:
         # Without a tokenizer, count words: each word is at least one token, so a caption above the limit is certainly
         # too long.
-        limit = max_tokens or LONGEST
+        limit = max_tokens or MAX_ENCODER_TOKENS
         findings: dict[str, list[Finding]] = {}
         for caption in captions:
             caption_words = caption.split()
             if len(caption_words) > limit:
                 cut_text = " ".join(caption_words[limit:])
-                findings[caption] = [_too_long(f"{len(caption_words):,} words", limit, cut_text)]
+                findings[caption] = [
+                    _report_truncation(f"{len(caption_words):,} words", limit, cut_text)
+                ]
         return findings
     if max_tokens is None:
         return {}
@@ -122,7 +127,7 @@ def _cut_off(
     num_text_tokens = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
     return {
         caption: [
-            _too_long(
+            _report_truncation(
                 f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:])
             )
         ]
@@ -130,26 +135,30 @@ def _cut_off(
     }
 
 
-def _too_long(length: str, limit: int, lost: str) -> Finding:
+def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
     message = (
         f"its caption has {length} and the text encoder reads {limit} tokens at most; "
-        f"cut off is {short(lost)}"
+        f"cut off is {quote_start(cut_text)}"
     )
     remedy = "shorten it, or put what matters first"
     return Finding("caption_long", message, "warn", remedy)
 
 
-def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[Finding]]:
+def _find_repeated_captions(
+    clips: Sequence[Clip], shared_captions: Collection[str]
+) -> dict[str, list[Finding]]:
     """Findings by sample id that say how many other clips have the same caption."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
         # Captions that differ only in white space count as equal.
         groups.setdefault(" ".join(clip.caption.split()), []).append(clip)
-    shared_texts = {" ".join(caption.split()) for caption in shared}
+    shared_texts = {" ".join(caption.split()) for caption in shared_captions}
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
         # One instruction for an edit may apply to many pictures, so samples with references are not counted.
-        repeats = [clip for clip in group if not (clip.references or _is_class_of(clip, caption))]
+        repeats = [
+            clip for clip in group if not (clip.references or _is_class_name_of(clip, caption))
+        ]
         # Two samples of one file, for example from two sources, count as one clip.
         count = len({clip.media for clip in repeats})
         # Class names and the captions of the recipe may repeat.
@@ -159,18 +168,18 @@ def _repeated(clips: Sequence[Clip], shared: Collection[str]) -> dict[str, list[
             message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "say what sets this clip apart"
             by_id[clip.id] = [
-                Finding("caption_duplicate", f"{message}: {short(caption)}", "warn", remedy)
+                Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)
             ]
     return by_id
 
 
-def _is_class_of(clip: Clip, caption: str) -> bool:
+def _is_class_name_of(clip: Clip, caption: str) -> bool:
     """Whether the caption is the name of a folder that contains the clip."""
     # The last part of the id is the file's name, so it is not a folder.
-    return any(class_name(folder) == caption for folder in clip.id.split("/")[:-1])
+    return any(format_class_name(folder) == caption for folder in clip.id.split("/")[:-1])
 
 
-def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
+def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
     """Pattern that matches text which the tokenizer would read as one of its special tokens; None without any.
 
     It matches only tokens that look special, such as `<pad>` or `[CLS]`. Gemma's table also has runs of new
@@ -191,9 +200,11 @@ def _reserved_tokens(tokenizer: Any | None) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, marked))) if marked else None
 
 
-def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding]:
+def _check_special_tokens(
+    caption: str, reserved_pattern: re.Pattern[str] | None
+) -> Iterator[Finding]:
     """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
-    matches = list(dict.fromkeys(reserved.findall(caption))) if reserved else []
+    matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:
         message = (
@@ -202,16 +213,16 @@ def _holding(caption: str, reserved: re.Pattern[str] | None) -> Iterator[Finding
         yield Finding("caption_reserved_token", message, "warn", remedy)
         return
     # Special tokens of other models show that a captioning model's output was not cleaned.
-    foreign = list(dict.fromkeys(WELL_KNOWN.findall(caption)))
+    foreign = list(dict.fromkeys(SPECIAL_TOKEN_PATTERN.findall(caption)))
     if foreign:
         message = f"its caption holds {', '.join(foreign)}: a special token of text models"
         yield Finding("caption_reserved_token", message, "warn", remedy)
 
 
-def _text(caption: str) -> Iterator[Finding]:
+def _check_characters(caption: str) -> Iterator[Finding]:
     """Yield findings about control characters, and about captions with few letters or digits."""
     code = "caption_not_text"
-    control_chars = list(dict.fromkeys(_CONTROL.findall(caption)))
+    control_chars = list(dict.fromkeys(_CONTROL_CHARS.findall(caption)))
     if control_chars:
         names = ", ".join(f"U+{ord(char):04X}" for char in control_chars[:5])
         message = f"its caption holds control or replacement characters ({names})"
@@ -219,11 +230,11 @@ def _text(caption: str) -> Iterator[Finding]:
     visible = sum(not char.isspace() for char in caption)
     # `str.isalnum` is fast but ignores combining marks, so the exact check runs only for suspicious captions.
     if 2 * sum(map(str.isalnum, caption)) < visible and not _is_mostly_text(caption, visible):
-        message = f"most of its caption is neither letter nor digit: {short(caption)}"
+        message = f"most of its caption is neither letter nor digit: {quote_start(caption)}"
         yield Finding(code, message, "warn", "describe the clip in words")
 
 
-def _is_mostly_text(caption: str, visible: int) -> bool:
+def _is_mostly_text(caption: str, num_visible: int) -> bool:
     """Whether letters, digits and combining marks (which many scripts need) make up at least half of the caption."""
     text = sum(unicodedata.category(char)[0] in "LMN" for char in caption)
-    return 2 * text >= visible
+    return 2 * text >= num_visible

@@ -14,12 +14,12 @@ from dit_lora.data.audit.signature import Signature
 # means are equal. Seven real clips encoded at crf 35, at half the size or frame rate, or a sixth brighter: up to
 # 4 bits and 27 levels; smooth waves at crf 30 to 40: up to 9 and 20. A disc and a square: 8 and 18 or more; other
 # clips: 27 and 75 or more.
-_ALIKE = ((6, 28), (10, 14))
+_DUPLICATE_LIMITS = ((6, 28), (10, 14))
 # Number of clips that are compared with all others at a time; it bounds the memory.
-_ROWS = 1024
+_CHUNK_ROWS = 1024
 
 
-def exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Finding]:
+def find_exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Finding]:
     """Findings about clips with the same bytes as an earlier clip, by id.
 
     `digests` are those of a clip and of its references, in order: the same target with other references is a
@@ -37,7 +37,7 @@ def exact_duplicates(digests: Mapping[str, tuple[str, ...]]) -> dict[str, Findin
     return findings
 
 
-def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
+def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
     """Findings about clips that look like an earlier clip, by id, in the order of `signatures`."""
     groups: dict[int, list[str]] = {}
     # Clips have five moments and images have one; only signatures of equal length can be compared.
@@ -46,7 +46,9 @@ def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
     findings = {}
     for files in groups.values():
         # Only later files get a finding, so one clip of each group of duplicates remains.
-        for file, before in _alike(files, [signatures[file] for file in files]).items():
+        for file, before in _match_earlier_files(
+            files, [signatures[file] for file in files]
+        ).items():
             remedy = "remove the worse of the two"
             findings[file] = Finding(
                 "near_duplicate_clip", f"it looks like {before}", "warn", remedy
@@ -54,7 +56,7 @@ def near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Finding]:
     return findings
 
 
-def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
+def _match_earlier_files(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, str]:
     """For each file that looks like an earlier one, the first such file."""
     # (N, M), one hash for each moment.
     hashes = np.stack([signature.hashes for signature in signatures])
@@ -64,22 +66,23 @@ def _alike(files: Sequence[str], signatures: Sequence[Signature]) -> dict[str, s
     # Subtract each clip's mean colour, so that a brighter or darker copy still matches.
     colours -= colours.mean((2, 3, 4), keepdims=True)
     originals: dict[str, str] = {}
-    for start in range(0, len(files), _ROWS):
-        rows = hashes[start : start + _ROWS]
+    for start in range(0, len(files), _CHUNK_ROWS):
+        rows = hashes[start : start + _CHUNK_ROWS]
         # One moment at a time, so that memory stays at rows x N instead of rows x N x M.
-        differing = np.zeros((len(rows), min(start + _ROWS, len(files))), np.int32)
+        differing = np.zeros((len(rows), min(start + _CHUNK_ROWS, len(files))), np.int32)
         for moment in range(moments):
             bits = rows[:, None, moment] ^ hashes[None, : differing.shape[1], moment]
             differing += np.bitwise_count(bits)
         # The hashes rule out most pairs cheaply; colours are compared only for the rest.
-        max_bits = max(bits for bits, _ in _ALIKE)
+        max_bits = max(bits for bits, _ in _DUPLICATE_LIMITS)
         for row, is_candidate in enumerate(differing <= max_bits * moments):
             later = start + row
             for earlier in np.flatnonzero(is_candidate[:later]).tolist():
                 bits = differing[row, earlier] / moments
                 levels = np.abs(colours[later] - colours[earlier]).max()
                 if any(
-                    bits <= bit_limit and levels <= level_limit for bit_limit, level_limit in _ALIKE
+                    bits <= bit_limit and levels <= level_limit
+                    for bit_limit, level_limit in _DUPLICATE_LIMITS
                 ):
                     originals[files[later]] = files[earlier]
                     break

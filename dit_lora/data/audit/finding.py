@@ -22,7 +22,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class JudgedSample:
+class AuditedSample:
     """One sample with its findings, measurements and thumbnails."""
 
     file: str

@@ -8,15 +8,21 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media, open_bytes
-from dit_lora.data.media.opened import HEIC_REASON, MOST_PIXELS, message_of, open_picture
-from dit_lora.data.media.pictures import DAMAGED, ORIENTATION, cover, image_size, open_image
+from dit_lora.data.media.opened import HEIC_REASON, MAX_PIXELS, get_error_message, open_picture
+from dit_lora.data.media.pictures import (
+    DECODE_ERRORS,
+    ORIENTATION_TAG,
+    open_image,
+    read_image_size,
+    scale_to_cover,
+)
 
-THUMBNAIL = 320
+THUMBNAIL_WIDTH = 320
 """Width of a thumbnail in pixels."""
-EDGE = 160
+MAX_THUMBNAIL_SIDE = 160
 """Longer side of a thumbnail that shows a single image, in pixels."""
 
 Failures = list[tuple[str, str]]
@@ -24,35 +30,40 @@ Failures = list[tuple[str, str]]
 
 
 def measure_image(
-    media: Media, alive: Callable[[], None]
+    media: Media, heartbeat: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make an image unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
 
     def read() -> Image.Image:
-        facts.update(_header(media))
-        return Image.fromarray(cover(open_image(media), 1.0, facts["height"], facts["width"]))
+        facts.update(_read_header(media))
+        return Image.fromarray(
+            scale_to_cover(open_image(media), 1.0, facts["height"], facts["width"])
+        )
 
-    picture = decoded(media, read)
+    picture = decode_or_fault(media, read)
     if isinstance(picture, tuple):
         return [picture], facts, None
     # Decoding a large image takes long, so report progress before measuring it.
-    alive()
+    heartbeat()
     # BOX averages each area, so that the measures describe all pixels.
-    pictures, small = PictureMeasures(), picture.resize((SIDE, SIDE), Image.Resampling.BOX)
+    pictures, small = (
+        PictureMeasures(),
+        picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX),
+    )
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image is one frame at 0 s that lasts 0 s.
     facts |= {
         "frames": 1,
-        **pictures.facts([0.0, 0.0]),
-        "outlines": [Outline.of(np.asarray(small)).text],
+        **pictures.compute_facts([0.0, 0.0]),
+        "outlines": [Outline.from_picture(np.asarray(small)).text],
     }
-    picture.thumbnail((EDGE, EDGE))
-    return [], facts, jpeg([np.asarray(picture)])
+    picture.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
+    return [], facts, encode_jpeg([np.asarray(picture)])
 
 
-def decoded(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
+def decode_or_fault(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tuple[str, str]:
     """The image that `read` decodes, or the code and message of the fault in the file."""
     with warnings.catch_warnings():
         # Pillow warns about odd metadata and large images, which are not faults.
@@ -61,15 +72,15 @@ def decoded(media: Media, read: Callable[[], Image.Image]) -> Image.Image | tupl
             # Opened once without decoding, to tell an unreadable header from damaged pixels.
             with open_picture(media):
                 pass
-        except DAMAGED as error:
-            return _unopened(error)
+        except DECODE_ERRORS as error:
+            return _describe_open_error(error)
         try:
             return read()
-        except DAMAGED as error:
-            return _undecoded(error)
+        except DECODE_ERRORS as error:
+            return _describe_decode_error(error)
 
 
-def odd_mode(mode: str, bits: int) -> str | None:
+def describe_odd_mode(mode: str, bits: int) -> str | None:
     """Unusual property of a Pillow mode with this many bits per level; None for plain RGB or grey of 8 bits."""
     if bits > 8 or mode.startswith("I"):
         return "more than 8 bits a level"
@@ -79,33 +90,33 @@ def odd_mode(mode: str, bits: int) -> str | None:
     return {"P": "a palette", "PA": "a palette", "1": "black and white only"}.get(mode, mode)
 
 
-def jpeg(pictures: list[np.ndarray]) -> bytes:
+def encode_jpeg(pictures: list[np.ndarray]) -> bytes:
     """Encode uint8 (H, W, 3) of equal heights, side by side, as JPEG."""
     stream = io.BytesIO()
     Image.fromarray(np.concatenate(pictures, axis=1)).save(stream, "JPEG", quality=70)
     return stream.getvalue()
 
 
-def _header(media: Media) -> dict[str, Any]:
+def _read_header(media: Media) -> dict[str, Any]:
     """Facts that Pillow reads without decoding the pixels."""
     # The size is that of the upright image, while the mode is the stored one.
-    height, width = image_size(media)
+    height, width = read_image_size(media)
     with open_picture(media) as image:
         facts = {
             "container": (image.format or "").lower(),
             "height": height,
             "width": width,
             "pixel_format": image.mode,
-            "bits": _bits(media, image.mode),
+            "bits": _read_bit_depth(media, image.mode),
             "pictures": int(getattr(image, "n_frames", 1)),
-            "orientation": image.getexif().get(ORIENTATION, 1),
+            "orientation": image.getexif().get(ORIENTATION_TAG, 1),
             "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
             or "transparency" in image.info,
         }
     return facts
 
 
-def _bits(media: Media, mode: str) -> int:
+def _read_bit_depth(media: Media, mode: str) -> int:
     """Bits per level in the file. Pillow reads a PNG's 16-bit colours as 8 (PNG, 11.2.1), so its header is read."""
     if mode.startswith("I") or mode == "F":
         return 16
@@ -115,21 +126,21 @@ def _bits(media: Media, mode: str) -> int:
     return head[24] if head.startswith(b"\x89PNG") else 8
 
 
-def _unopened(error: Exception) -> tuple[str, str]:
+def _describe_open_error(error: Exception) -> tuple[str, str]:
     """Code and message for an error while the header was read."""
     if isinstance(error, Image.DecompressionBombError):
-        return "corrupt", f"its header promises more than {MOST_PIXELS} pixels, as a bomb does"
+        return "corrupt", f"its header promises more than {MAX_PIXELS} pixels, as a bomb does"
     if isinstance(error, UnidentifiedImageError):
         # `open_picture` raises this message for phone pictures, for which the user needs another remedy.
         if str(error) == HEIC_REASON:
             return "unreadable", HEIC_REASON
         return "unreadable", "its header is damaged, or of an image format that is not known here"
-    return "unreadable", f"its header cannot be read: {message_of(error)}"
+    return "unreadable", f"its header cannot be read: {get_error_message(error)}"
 
 
-def _undecoded(error: Exception) -> tuple[str, str]:
+def _describe_decode_error(error: Exception) -> tuple[str, str]:
     """Code and message for an error while the pixels were decoded."""
-    reason = message_of(error)
+    reason = get_error_message(error)
     # Pillow has no exception class of its own for truncated files, only this word in its messages.
     if "truncated" in reason.lower():
         return "truncated", f"the image ends early: {reason}"

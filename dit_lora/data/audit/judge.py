@@ -9,46 +9,46 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.audit.container import is_other_kind
+from dit_lora.data.audit.container import is_different_format
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.audit.image_probe import odd_mode
-from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.image_probe import describe_odd_mode
+from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.probe import ProbedFile
-from dit_lora.data.audit.sound import judge_sound
-from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place
+from dit_lora.data.audit.sound import check_sound
+from dit_lora.data.buckets.buckets import DroppedClip, Placement, choose_bucket, list_buckets
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, suffix
+from dit_lora.data.media.media import Media, get_suffix
 from dit_lora.data.media.video_header import VideoHeader
 
 if TYPE_CHECKING:
     import torch
 
 # Maximum level of a black clip, ignoring 1 pixel in 2,000: limited-range black that is read as full range is 16.
-_BLACK_MOST = 32
+_MAX_BLACK_LEVEL = 32
 # A single colour encoded by x264 at crf 1 to 45 stays within 1 level; noise of +-2 levels spans 5 at crf 18.
-_CONSTANT_LEVELS = 2
+_MAX_CONSTANT_RANGE = 2
 # Standard deviation of a picture's levels; the lowest of seven real clips is 43, noise of +-4 levels has 1.6.
-_FAINT_CONTRAST = 4.0
+_MIN_CONTRAST = 4.0
 # Range from the darkest to the brightest level, in luma and in each colour; the smallest of seven real clips is 198.
-_NARROW_RANGE = 96
-_FROZEN_SECONDS = 1.0
-_FROZEN_SHARE = 0.5
+_MIN_RANGE = 96
+_MIN_FROZEN_S = 1.0
+_MIN_FROZEN_SHARE = 0.5
 # Fewer frames may just be two that are shown for a long time.
-_FROZEN_FRAMES = 3
+_MIN_FROZEN_FRAMES = 3
 # Most models' sides are multiples of 16 pixels.
 _SIDE_STEP = 16
 # Size of one token in pixels, for an 8x VAE and 2x2 patches.
-_SMALLEST = 16
-_MOST_CROPPED = 0.25
-MOST_ENLARGED = 1.05
+_MIN_SIDE = 16
+_MAX_CROP = 0.25
+MAX_UPSCALE = 1.05
 """Enlargement factor up to which nothing is reported: cameras and editors round sizes to multiples of 16."""
 # Re-encoding leaves pixel aspect ratios such as 639:640.
-_SQUARE = 0.02
+_ASPECT_TOLERANCE = 0.02
 _COUNT_SLACK, _DURATION_SLACK = 0.02, 0.05
 # 23.976 fps counts as 24.
-_FPS_SLACK = 0.05
+_FPS_TOLERANCE = 0.05
 # Share of irregular intervals that is accepted; an occasional dropped frame is normal.
-_IRREGULAR_SHARE = 0.02
+_MAX_IRREGULAR_SHARE = 0.02
 
 ReferenceShape = Callable[[int, int, VideoShape], VideoShape]
 """Function of a reference's height and width and the sample's shape; returns the shape in which it is encoded."""
@@ -63,7 +63,7 @@ class Requirements:
     reference_shape: ReferenceShape | None = None
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         data: DataConfig,
         shapes: Sequence[VideoShape] = (),
@@ -71,42 +71,44 @@ class Requirements:
     ) -> "Requirements":
         """Requirements of a recipe. `shapes` are those that its model can train; by default all buckets."""
         # Without the shapes of a model, every shape on a grid of 16 pixels counts as trainable.
-        buckets = tuple(shapes) or buckets_of(data, _SIDE_STEP, lambda _: None)
+        buckets = tuple(shapes) or list_buckets(data, _SIDE_STEP, lambda _: None)
         return cls(data, buckets, reference_shape)
 
     @property
-    def frames(self) -> int:
+    def min_frames(self) -> int:
         """Smallest number of frames of any bucket."""
         return min(shape.frames for shape in self.shapes)
 
 
-def judge(media: Media, probed: ProbedFile, wanted: Requirements | None) -> list[Finding]:
-    """All findings about a file; without `wanted` (None), only those that hold for any recipe."""
-    facts = probed.facts
-    findings = [*probed.faults, *_name(media, facts)]
+def collect_findings(
+    media: Media, probed_file: ProbedFile, requirements: Requirements | None
+) -> list[Finding]:
+    """All findings about a file; without `requirements` (None), only those that hold for any recipe."""
+    facts = probed_file.facts
+    findings = [*probed_file.faults, *_check_name(media, facts)]
     # A file that could not be decoded has no measurements of pictures.
-    if probed.faults or "frames" not in facts:
+    if probed_file.faults or "frames" not in facts:
         return findings
     # Below one token nothing else matters: the other checks would only add noise.
-    small = _too_small(facts)
+    small = _check_size(facts)
     if small:
         return [*findings, small]
     if is_image(media):
-        findings += _image_format(facts)
+        findings += _check_image_format(facts)
     else:
-        findings += [*_video_format(facts), *_header(facts), *_timing(facts)]
-    findings += _pictures(facts, facts.get("seconds"))
-    if wanted is None and not is_image(media) and facts["frames"] == 1:
+        findings += [*_check_video_format(facts), *_check_header(facts), *_check_timing(facts)]
+    findings += _check_pictures(facts, facts.get("seconds"))
+    if requirements is None and not is_image(media) and facts["frames"] == 1:
         message = "it is a video of one frame, in which nothing moves"
-        findings.append(_warn("too_short", message, "give it as an image, or remove it"))
-    if wanted is not None:
-        findings += [*_length(media, facts, wanted), *_shape(facts, wanted)]
-        if wanted.data.sound and wanted.data.fps is not None:
-            findings += judge_sound(facts, wanted.frames, wanted.data.fps)
+        findings.append(_make_warning("too_short", message, "give it as an image, or remove it"))
+    if requirements is not None:
+        findings += [*_check_length(media, facts, requirements), *_check_shape(facts, requirements)]
+        if requirements.data.sound and requirements.data.fps is not None:
+            findings += check_sound(facts, requirements.min_frames, requirements.data.fps)
     return findings
 
 
-def judge_frames(frames: "torch.Tensor") -> list[Finding]:
+def collect_frame_findings(frames: "torch.Tensor") -> list[Finding]:
     """Findings about the pictures of a decoded sample, uint8 (F, 3, H, W), with the same measures as for files.
 
     An image is one frame. The file and the times are unknown here.
@@ -115,7 +117,7 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
 
     pictures = PictureMeasures()
     for frame in frames:
-        small = adaptive_avg_pool2d(frame.float(), SIDE).round().byte()
+        small = adaptive_avg_pool2d(frame.float(), SMALL_SIDE).round().byte()
         # (3, 48, 48) to (48, 48, 3), as the measures expect.
         pictures.add(small.permute(1, 2, 0).numpy())
     # Four frames at half resolution are enough to measure contrast and range.
@@ -124,49 +126,51 @@ def judge_frames(frames: "torch.Tensor") -> list[Finding]:
         # ITU-R BT.601, the same weights as Pillow's mode L.
         luma = 0.299 * red + 0.587 * green + 0.114 * blue
         pictures.add_levels(luma.round().byte().numpy())
-    return list(_pictures(pictures.facts(range(len(frames) + 1)), None))
+    return list(_check_pictures(pictures.compute_facts(range(len(frames) + 1)), None))
 
 
-def _name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_name(media: Media, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if the suffix of the name does not match the content."""
-    end, content = suffix(media), facts.get("content")
+    end, content = get_suffix(media), facts.get("content")
     # The file could be decoded, although its first bytes are of no format that is listed here.
     if content is None and "frames" in facts:
         message = f"its content is {facts['container'].split(',')[0]}, and its name ends in {end}"
-        yield _warn("wrong_extension", message, "rename it, or convert it")
-    elif content is not None and is_other_kind(end, content):
+        yield _make_warning("wrong_extension", message, "rename it, or convert it")
+    elif content is not None and is_different_format(end, content):
         message = f"its content is {content}, and its name ends in {end}"
-        yield _warn("wrong_extension", message, f"rename it to {content}")
+        yield _make_warning("wrong_extension", message, f"rename it to {content}")
 
 
-def _too_small(facts: Mapping[str, Any]) -> Finding | None:
+def _check_size(facts: Mapping[str, Any]) -> Finding | None:
     """Rejection of a picture that is smaller than one token; None if it is large enough."""
-    height, width = shown_size(facts)
-    if min(height, width) >= _SMALLEST:
+    height, width = display_size(facts)
+    if min(height, width) >= _MIN_SIDE:
         return None
-    message = f"{width:g} x {height:g} pixels; no side may be below {_SMALLEST}"
+    message = f"{width:g} x {height:g} pixels; no side may be below {_MIN_SIDE}"
     return Finding("too_small", message, "reject", "remove it")
 
 
-def _image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about an image's pixel format, transparency, orientation and number of pictures."""
-    oddity = odd_mode(facts["pixel_format"], facts["bits"])
+    oddity = describe_odd_mode(facts["pixel_format"], facts["bits"])
     if oddity:
-        yield _warn(
+        yield _make_warning(
             "odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours"
         )
     if facts["alpha"]:
-        yield _warn("alpha", "its transparent parts become white", "put it before a background")
+        yield _make_warning(
+            "alpha", "its transparent parts become white", "put it before a background"
+        )
     # 1 is upright; 0 is not defined by EXIF but occurs, and changes nothing.
     if facts["orientation"] not in (0, 1):
         message = f"turned as its EXIF orientation {facts['orientation']} says"
-        yield _warn("rotated", message, "check that it is upright")
+        yield _make_warning("rotated", message, "check that it is upright")
     if facts["pictures"] > 1:
         message = f"it holds {facts['pictures']} pictures, of which the first is used"
-        yield _warn("frame_count", message, "convert it to a video to train on all of them")
+        yield _make_warning("frame_count", message, "convert it to a video to train on all of them")
 
 
-def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about a video's orientation, colours, pixel format, fields, pixel shape and streams."""
     name = facts["pixel_format"]
     changes = ["mirrors it"] if facts["mirrored"] else []
@@ -174,15 +178,17 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         changes.append(f"turns it by {facts['rotation']} degrees")
     if changes:
         message = f"a flag {' and '.join(changes)}"
-        yield _warn("rotated", message, "check that it is upright")
+        yield _make_warning("rotated", message, "check that it is upright")
     if facts["bits"] > 8:
         message = f"{facts['bits']} bits ({name}) are read as 8"
-        yield _warn("ten_bit", message, "none, unless its gradients show bands")
+        yield _make_warning("ten_bit", message, "none, unless its gradients show bands")
     if facts["hdr"]:
         message = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
-        yield _warn("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
+        yield _make_warning(
+            "hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,..."
+        )
     if facts["alpha"]:
-        yield _warn("alpha", "its transparency is dropped", "put it before a background")
+        yield _make_warning("alpha", "its transparency is dropped", "put it before a background")
     oddities = [
         ("a palette", facts["palette"]),
         ("chroma in full resolution", facts["full_chroma"]),
@@ -191,26 +197,28 @@ def _video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     ]
     description = ", ".join(message for message, is_so in oddities if is_so)
     if description:
-        yield _warn("odd_pixel_format", f"{name}: {description}", "check its colours")
+        yield _make_warning("odd_pixel_format", f"{name}: {description}", "check its colours")
     if facts["interlaced"]:
         message = "two fields a frame: what moves looks like a comb"
-        yield _warn("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
-    if abs(facts["pixel_aspect"] - 1) > _SQUARE:
+        yield _make_warning("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
+    if abs(facts["pixel_aspect"] - 1) > _ASPECT_TOLERANCE:
         message = (
             f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
         )
-        yield _warn("non_square_pixels", message, "none, if a player shows it in the same shape")
+        yield _make_warning(
+            "non_square_pixels", message, "none, if a player shows it in the same shape"
+        )
     if facts["streams"] > 1:
         message = f"{facts['streams']} video streams, of which the first is used"
-        yield _warn("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
+        yield _make_warning("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
 
 
-def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings where the header disagrees with the decoded frames."""
     count, header_value = facts["frames"], facts["header_frames"]
     if header_value and abs(header_value - count) > max(1, _COUNT_SLACK * header_value):
         message = f"its header counts {header_value} frames, and {count} come out"
-        yield _warn("frame_count", message, "ffmpeg -i IN OUT writes a new header")
+        yield _make_warning("frame_count", message, "ffmpeg -i IN OUT writes a new header")
     seconds, header_value = facts["seconds"], facts["header_seconds"]
     # Matroska counts the duration from 0, even if the first frame is shown later.
     deviation = (
@@ -220,34 +228,34 @@ def _header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     )
     if deviation > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
         message = f"its header says {header_value:.2f} s, and its frames last {seconds:.2f} s"
-        yield _warn("duration", message, "ffmpeg -i IN OUT writes a new header")
+        yield _make_warning("duration", message, "ffmpeg -i IN OUT writes a new header")
 
 
-def _timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_timing(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if the time stamps run backwards or the frame rate varies."""
     remedy = "none: frames are chosen by their time; ffmpeg -i IN -r FPS OUT makes them even"
     # Time stamps that run backwards make the frame rate meaningless, so it is not checked then.
     if facts["backwards"]:
         message = f"its time stamps run backwards {facts['backwards']} times"
-        yield _warn("variable_frame_rate", message, "encode it anew")
-    elif facts["irregular"] > _IRREGULAR_SHARE:
+        yield _make_warning("variable_frame_rate", message, "encode it anew")
+    elif facts["irregular"] > _MAX_IRREGULAR_SHARE:
         low, high = facts["shortest_interval"], facts["longest_interval"]
         message = (
             f"{facts['irregular']:.0%} of its frames last longer or shorter than is usual in it: "
             f"from {1000 * low:.0f} to {1000 * high:.0f} ms"
         )
-        yield _warn("variable_frame_rate", message, remedy)
+        yield _make_warning("variable_frame_rate", message, remedy)
 
 
-def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
+def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Finding]:
     """Yield findings about what the pictures show; without `seconds` (None), times are counted in frames."""
     unit = "frames" if seconds is None else "s"
     # For black pictures, contrast, colour and motion mean nothing, so one finding is enough.
-    if facts["black_share"] == 1 and facts["luma_max"] <= _BLACK_MOST:
+    if facts["black_share"] == 1 and facts["luma_max"] <= _MAX_BLACK_LEVEL:
         yield Finding("black", "every picture is black", "reject", "remove it")
         return
     # One colour: hardly any difference in any channel and in luma.
-    if facts["levels"] <= _CONSTANT_LEVELS >= facts["luma_max"] - facts["luma_min"]:
+    if facts["levels"] <= _MAX_CONSTANT_RANGE >= facts["luma_max"] - facts["luma_min"]:
         message = f"one colour in every pixel (luma {facts['luma_mean']:.0f})"
         yield Finding("constant", message, "reject", "remove it")
         return
@@ -256,80 +264,84 @@ def _pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator[Findi
         message = (
             f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
         )
-        yield _warn("black_frames", message, "cut them off")
-    if facts["contrast"] < _FAINT_CONTRAST:
+        yield _make_warning("black_frames", message, "cut them off")
+    if facts["contrast"] < _MIN_CONTRAST:
         message = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
-        yield _warn("near_constant", message, "remove it, unless it is meant")
+        yield _make_warning("near_constant", message, "remove it, unless it is meant")
     low, high = facts["luma_min"], facts["luma_max"]
-    if max(high - low, facts["levels"]) < _NARROW_RANGE:
+    if max(high - low, facts["levels"]) < _MIN_RANGE:
         message = f"its luma goes from {low} to {high} of 0 to 255, and no colour further"
-        yield _warn("low_range", message, "stretch its levels, unless it is meant")
-    yield from _motion(facts, seconds, unit)
+        yield _make_warning("low_range", message, "stretch its levels, unless it is meant")
+    yield from _check_motion(facts, seconds, unit)
 
 
-def _motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Iterator[Finding]:
+def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) -> Iterator[Finding]:
     """Yield findings about a picture that stands still for long, and about hard cuts."""
     still = facts["still"]
     # The small tolerance keeps a standstill of exactly one second from being missed through rounding.
-    is_long = seconds is not None and still["seconds"] >= _FROZEN_SECONDS - 1e-3
-    is_mostly_still = still["share"] >= _FROZEN_SHARE
-    if still["frames"] >= _FROZEN_FRAMES and (is_long or is_mostly_still):
+    is_long = seconds is not None and still["seconds"] >= _MIN_FROZEN_S - 1e-3
+    is_mostly_still = still["share"] >= _MIN_FROZEN_SHARE
+    if still["frames"] >= _MIN_FROZEN_FRAMES and (is_long or is_mostly_still):
         message = (
             f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
         )
-        yield _warn("frozen", message, "cut it off, or train on it as an image")
+        yield _make_warning("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:
         positions = ", ".join(f"{cut:g}" for cut in cuts[:5]) + (" ..." if len(cuts) > 5 else "")
         message = f"it cuts to another shot at {positions} {unit}"
-        yield _warn("hard_cut", message, "split it there, and caption each part")
+        yield _make_warning("hard_cut", message, "split it there, and caption each part")
 
 
-def _length(media: Media, facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
+def _check_length(
+    media: Media, facts: Mapping[str, Any], requirements: Requirements
+) -> Iterator[Finding]:
     """Yield findings about the length, counted as in training: each time gets the nearest frame."""
-    fps = wanted.data.fps or 1.0
+    fps = requirements.data.fps or 1.0
     if is_image(media):
         num_available = 1
     else:
         end = facts["last_at"] + facts["last_interval"] / 2
-        # The same count as in `decode.WantedTimes.until`, from the frames' real times.
+        # The same count as in `decode.RegularTimes.until`, from the frames' real times.
         num_available = math.floor(end * fps + 1e-6) + 1
-    if num_available < wanted.frames:
-        message = (
-            f"{wanted.frames} frames at {fps:g} fps are asked for, and it gives {num_available}"
-        )
+    if num_available < requirements.min_frames:
+        message = f"{requirements.min_frames} frames at {fps:g} fps are asked for, and it gives {num_available}"
         remedy = "lower data.frames, raise data.fps or remove it"
         yield Finding("too_short", message, "reject", remedy)
     # At a lower frame rate than requested, some frames are used twice and the motion stutters.
-    if not is_image(media) and wanted.frames > 1 and facts["fps"] < (1 - _FPS_SLACK) * fps:
+    if (
+        not is_image(media)
+        and requirements.min_frames > 1
+        and facts["fps"] < (1 - _FPS_TOLERANCE) * fps
+    ):
         message = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
-        yield _warn("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
+        yield _make_warning("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
 
-def _shape(facts: Mapping[str, Any], wanted: Requirements) -> Iterator[Finding]:
+def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
     """Yield findings about the bucket of the clip: none fits, enlarged, or cropped."""
-    height, width = shown_size(facts)
-    placement = placed_in(facts, wanted)
-    if isinstance(placement, Dropped):
-        # `_length` reports clips that are too short.
+    height, width = display_size(facts)
+    placement = find_bucket(facts, requirements)
+    if isinstance(placement, DroppedClip):
+        # `_check_length` reports clips that are too short.
         if placement.code != "too_short":
-            yield _warn(
+            yield _make_warning(
                 placement.code, f"it is left out: {placement.words}", "add a bucket of its shape"
             )
         return
     # The clip has a bucket, but may still be enlarged or cropped, which costs quality.
     size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"
-    if placement.upscale > MOST_ENLARGED:
+    if placement.upscale > MAX_UPSCALE:
         message = f"{size}: it is enlarged {placement.upscale:.2f} times"
-        yield _warn("upscaled", message, "lower data.height and data.width, or remove it")
-    if placement.crop > _MOST_CROPPED:
+        yield _make_warning("upscaled", message, "lower data.height and data.width, or remove it")
+    if placement.crop > _MAX_CROP:
         message = f"{size}: {placement.crop:.0%} of the picture is cropped away"
-        yield _warn("cropped", message, "add a bucket of its shape, or remove it")
+        yield _make_warning("cropped", message, "add a bucket of its shape, or remove it")
 
 
-def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Dropped:
+def find_bucket(facts: Mapping[str, Any], requirements: Requirements) -> Placement | DroppedClip:
     """Bucket of a clip according to its measurements, or the reason why it has none."""
-    height, width = shown_size(facts)
+    height, width = display_size(facts)
     header = VideoHeader(
         fps=facts.get("fps"),
         seconds=facts.get("seconds"),
@@ -339,10 +351,10 @@ def placed_in(facts: Mapping[str, Any], wanted: Requirements) -> Placed | Droppe
         # Only videos have a duration among their facts.
         is_image="seconds" not in facts,
     )
-    return place(header, wanted.shapes, wanted.data)
+    return choose_bucket(header, requirements.shapes, requirements.data)
 
 
-def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
+def display_size(facts: Mapping[str, Any]) -> tuple[float, float]:
     """Height and width in square pixels, upright."""
     height, width = facts["height"], facts["width"] * facts.get("pixel_aspect", 1.0)
     # A quarter turn swaps height and width; images are measured upright and have no rotation here.
@@ -351,5 +363,5 @@ def shown_size(facts: Mapping[str, Any]) -> tuple[float, float]:
     return round(height, 1), round(width, 1)
 
 
-def _warn(code: str, message: str, remedy: str) -> Finding:
+def _make_warning(code: str, message: str, remedy: str) -> Finding:
     return Finding(code, message, "warn", remedy)

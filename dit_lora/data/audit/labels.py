@@ -7,25 +7,26 @@ from difflib import get_close_matches
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.sources.clips import Clip
 
-IMBALANCE = 10
+MAX_IMBALANCE = 10
 """Maximum ratio of a class's size to the median class, in either direction.
 
 Up to about this ratio, long-tailed sets can be trained on without special care. Beyond it a small class is mostly
 forgotten, and a large one dominates.
 """
-_LISTED = 20
+_MAX_LISTED = 20
 # Number of unknown labels for which the nearest name is searched: each search takes milliseconds.
-_NEAREST = 200
+_MAX_NEAREST_SEARCHES = 200
 
 
 def check_labels(
-    clips: Sequence[Clip], table: Sequence[str] | None
+    clips: Sequence[Clip], class_table: Sequence[str] | None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
     """Check class labels against the class table and for balance. A clip's caption is its class.
 
     Args:
         clips: The samples. Each counts as often as it comes in an epoch.
-        table: Class names that the model knows, with synonyms separated by commas as in ImageNet's table. None if
+        class_table: Class names that the model knows, with synonyms separated by commas as in ImageNet's table. None
+        if
             the data defines the classes.
 
     Returns:
@@ -34,10 +35,12 @@ def check_labels(
     """
     labels = dict.fromkeys(clip.caption for clip in clips)
     # Without a table, the labels of the data make it.
-    names = {label: label for label in labels} if table is None else _names(table)
+    names = {label: label for label in labels} if class_table is None else _map_names(class_table)
     unknown = [label for label in labels if label not in names or not label.strip()]
     outside = {
-        label: _unknown(label, names, len(table or ()), near=rank < _NEAREST)
+        label: _reject_unknown_label(
+            label, names, len(class_table or ()), should_suggest=rank < _MAX_NEAREST_SEARCHES
+        )
         for rank, label in enumerate(unknown)
     }
     findings = {clip.id: [outside[clip.caption]] for clip in clips if clip.caption in outside}
@@ -47,9 +50,9 @@ def check_labels(
         if clip.caption not in outside:
             name = names[clip.caption]
             # A sample that comes several times in an epoch counts as often.
-            counts[name] = counts.get(name, 0) + clip.times
+            counts[name] = counts.get(name, 0) + clip.times_per_epoch
             first_ids.setdefault(name, clip.id)
-    imbalanced = _out_of_balance(counts)
+    imbalanced = _find_imbalanced_classes(counts)
     for label, message in imbalanced.items():
         remedy = "add samples to the small classes, or thin out or weigh down the large ones"
         finding = Finding("label_imbalance", message, "warn", remedy)
@@ -59,50 +62,56 @@ def check_labels(
         class_counts = [f"{label!r} ({counts[label]:,.5g})" for label in imbalanced]
         notes.append(
             f"{len(imbalanced):,} of {len(counts):,} classes have less than a tenth or more than ten times the "
-            f"median class's {_median(counts):,.5g} samples: {_some(class_counts)}."
+            f"median class's {_median(counts):,.5g} samples: {_shorten_list(class_counts)}."
         )
     # Classes without samples are not an error: the table may belong to a larger set.
-    unused = [label for label in dict.fromkeys(table or ()) if label not in counts]
+    unused = [label for label in dict.fromkeys(class_table or ()) if label not in counts]
     if unused:
         notes.append(
-            f"{len(unused):,} of {len(set(table or ())):,} classes of the table have no sample: "
-            f"{_some(unused)}."
+            f"{len(unused):,} of {len(set(class_table or ())):,} classes of the table have no sample: "
+            f"{_shorten_list(unused)}."
         )
     return findings, notes
 
 
-def _names(table: Sequence[str]) -> dict[str, str]:
+def _map_names(class_table: Sequence[str]) -> dict[str, str]:
     """Map each name and synonym to its entry in the table; a whole entry takes precedence over a synonym."""
     # ImageNet's entries list synonyms, such as `tench, Tinca tinca`.
-    parts = {part.strip(): entry for entry in table for part in entry.split(",")}
-    return parts | {entry: entry for entry in table}
+    parts = {part.strip(): entry for entry in class_table for part in entry.split(",")}
+    return parts | {entry: entry for entry in class_table}
 
 
-def _unknown(label: str, names: Mapping[str, str], count: int, *, near: bool) -> Finding:
-    """Rejection of a label that is not in the table; with `near`, the message names the most similar class."""
+def _reject_unknown_label(
+    label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool
+) -> Finding:
+    """Rejection of a label that is not in the table; with `should_suggest`, the message names the
+    most similar class.
+    """
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.
-    by_plain_name = {_plain(name): name for name in reversed(list(names))} if near else {}
+    by_plain_name = (
+        {_normalise_name(name): name for name in reversed(list(names))} if should_suggest else {}
+    )
     # Below a similarity of 0.6, a suggestion would be misleading.
-    close = get_close_matches(_plain(label), by_plain_name, n=1, cutoff=0.6)
+    close = get_close_matches(_normalise_name(label), by_plain_name, n=1, cutoff=0.6)
     nearest = f"; the nearest is {by_plain_name[close[0]]!r}" if close else ""
-    message = f"class {label!r} is not among the {count:,} of the table{nearest}"
+    message = f"class {label!r} is not among the {num_classes:,} of the table{nearest}"
     remedy = "rename the class, remove the sample, or add the class to data.classes"
     return Finding("label_unknown", message, "reject", remedy)
 
 
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     """The name in lower case, with underscores and hyphens as spaces."""
     return " ".join(name.replace("_", " ").replace("-", " ").lower().split())
 
 
-def _out_of_balance(counts: Mapping[str, float]) -> dict[str, str]:
+def _find_imbalanced_classes(counts: Mapping[str, float]) -> dict[str, str]:
     """Message for each label with far fewer or more samples than the median class, smallest class first."""
     median, messages = _median(counts), {}
     for label, count in sorted(counts.items(), key=lambda item: item[1]):
         # The median is robust: one huge class does not make all others look small.
-        if IMBALANCE * count < median or count > IMBALANCE * median:
+        if MAX_IMBALANCE * count < median or count > MAX_IMBALANCE * median:
             side = "less than a tenth" if count < median else "more than ten times"
             samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"
             messages[label] = (
@@ -115,7 +124,7 @@ def _median(counts: Mapping[str, float]) -> float:
     return statistics.median(counts.values()) if counts else 0.0
 
 
-def _some(names: Sequence[str]) -> str:
+def _shorten_list(names: Sequence[str]) -> str:
     """The first names of a list, and the number of the others."""
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

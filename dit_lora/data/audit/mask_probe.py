@@ -5,23 +5,28 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.data.audit.image_probe import EDGE, Failures, decoded, jpeg
+from dit_lora.data.audit.image_probe import (
+    MAX_THUMBNAIL_SIDE,
+    Failures,
+    decode_or_fault,
+    encode_jpeg,
+)
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.pictures import open_mask
 from dit_lora.data.sources.clips import LossMask
 
 
 def measure_mask(
-    mask: LossMask, alive: Callable[[], None]
+    mask: LossMask, heartbeat: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
     # A mask is a still picture, also for a video.
     if not is_image(mask.media):
         return [("not_media", "a mask is a picture, and it is not named as one")], {}, None
-    grey = decoded(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
+    grey = decode_or_fault(mask.media, lambda: open_mask(mask.media, alpha=mask.alpha))
     if isinstance(grey, tuple):
         return [grey], {}, None
-    alive()
+    heartbeat()
     # "learned" is the mean of the mask: the share of the picture that counts in the loss.
     darkest, brightest = grey.getextrema()
     facts = {
@@ -32,5 +37,5 @@ def measure_mask(
         "most": brightest,
         "learned": round(float(np.asarray(grey, np.float32).mean()) / 255, 4),
     }
-    grey.thumbnail((EDGE, EDGE))
-    return [], facts, jpeg([np.asarray(grey)])
+    grey.thumbnail((MAX_THUMBNAIL_SIDE, MAX_THUMBNAIL_SIDE))
+    return [], facts, encode_jpeg([np.asarray(grey)])

@@ -9,47 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.data.audit.cuts import cut_positions
-from dit_lora.data.audit.signature import GRID, Signature
+from dit_lora.data.audit.cuts import find_cuts
+from dit_lora.data.audit.signature import GRID_SIDE, Signature
 
-SIDE = 48
+SMALL_SIDE = 48
 """Side of the small pictures, in pixels."""
 
 # Weights of red, green and blue (ITU-R BT.601).
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
+_LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
 # Number of pictures that are measured at once.
-_BATCH = 64
+_BATCH_SIZE = 64
 
 # A picture is black if at least 98% of its areas are no brighter than this level; FFmpeg's blackdetect has 10% of
 # the range and 98% of the pixels. In the darkest of seven real clips (a kitchen) at most 57% are that dark; with 200
 # bright dots on black, fewer than 98%.
 _BLACK_LEVEL = 20
-_BLACK_SHARE = 0.98
+_MIN_BLACK_SHARE = 0.98
 # Maximum difference of a still picture from the first one of its run, in any of 48 x 48 areas and on average: a still
 # picture that x264 encodes at crf 30 differs by 8 levels and 1.2 from one key frame to the next.
 _STILL_MOST, _STILL_MEAN = 8, 1.2
 # Share of the darkest and of the brightest pixels that is ignored.
-_TAIL = 0.0005
+_TAIL_SHARE = 0.0005
 
 
 class PictureMeasures:
     """Collects measures of the pictures of a clip, one after another; needs 0.7 KiB per picture."""
 
     def __init__(self) -> None:
-        self._waiting: list[np.ndarray] = []
-        self._last: np.ndarray | None = None
-        self._run: np.ndarray | None = None
-        self._still: list[bool] = []
+        self._pending: list[np.ndarray] = []
+        self._last_picture: np.ndarray | None = None
+        self._run_start: np.ndarray | None = None
+        self._still_flags: list[bool] = []
         self._batches: list[dict[str, np.ndarray]] = []
-        """Measures of up to `_BATCH` pictures each, by name."""
-        self._levels = np.zeros(256, np.int64)
+        """Measures of up to `_BATCH_SIZE` pictures each, by name."""
+        self._level_counts = np.zeros(256, np.int64)
         self._contrasts: list[float] = []
 
     def add(self, small: np.ndarray) -> None:
         """Add the next picture, uint8 (48, 48, 3)."""
-        self._waiting.append(small)
-        if len(self._waiting) == _BATCH:
-            self._measure()
+        self._pending.append(small)
+        if len(self._pending) == _BATCH_SIZE:
+            self._measure_pending()
 
     def add_levels(self, luma: np.ndarray) -> None:
         """Add the luma levels of a full-size picture, uint8 (H, W); a few pictures of a clip are enough."""
@@ -58,22 +58,22 @@ class PictureMeasures:
         shares = counts / counts.sum()
         mean = (shares * np.arange(256)).sum()
         self._contrasts.append(float(np.sqrt((shares * (np.arange(256) - mean) ** 2).sum())))
-        self._levels += counts
+        self._level_counts += counts
 
-    def _measure(self) -> None:
+    def _measure_pending(self) -> None:
         """Measure the pictures that were added since the last call."""
-        if not self._waiting:
+        if not self._pending:
             return
-        rgb = np.stack(self._waiting)
-        self._waiting.clear()
+        rgb = np.stack(self._pending)
+        self._pending.clear()
         count = len(rgb)
         # (N, 48, 48, 3) to (N, 48, 48).
-        luma = rgb.astype(np.float32) @ _LUMA
-        half, cell = SIDE // 2, SIDE // GRID
+        luma = rgb.astype(np.float32) @ _LUMA_WEIGHTS
+        half, cell = SMALL_SIDE // 2, SMALL_SIDE // GRID_SIDE
         # (N, 48, 48, 3) to mean colours of GRID x GRID areas, (N, GRID, GRID, 3).
-        blocks = rgb.reshape(count, GRID, cell, GRID, cell, 3).mean((2, 4))
+        blocks = rgb.reshape(count, GRID_SIDE, cell, GRID_SIDE, cell, 3).mean((2, 4))
         # The first picture of the clip is compared with itself, so its change is 0.
-        before = rgb[:1] if self._last is None else self._last
+        before = rgb[:1] if self._last_picture is None else self._last_picture
         # int16, because differences of uint8 would wrap around.
         pairs = np.concatenate([before, rgb]).astype(np.int16)
         self._batches.append(
@@ -88,35 +88,35 @@ class PictureMeasures:
                 "change": np.abs(np.diff(pairs, axis=0)).mean((1, 2, 3)),
             }
         )
-        self._last = rgb[-1:]
-        self._still += [self._stands_still(picture) for picture in rgb.astype(np.int16)]
+        self._last_picture = rgb[-1:]
+        self._still_flags += [self._matches_run_start(picture) for picture in rgb.astype(np.int16)]
 
-    def _stands_still(self, picture: np.ndarray) -> bool:
+    def _matches_run_start(self, picture: np.ndarray) -> bool:
         """Whether a picture still shows the picture that began the current run.
 
         It is not compared with the previous one, because slow motion would then count as standing still.
         """
-        if self._run is not None:
-            difference = np.abs(picture - self._run)
+        if self._run_start is not None:
+            difference = np.abs(picture - self._run_start)
             if difference.max() <= _STILL_MOST and difference.mean() <= _STILL_MEAN:
                 return True
         # The picture changed, so it begins a new run.
-        self._run = picture
+        self._run_start = picture
         return False
 
-    def facts(self, times: Sequence[float]) -> dict[str, Any]:
+    def compute_facts(self, times: Sequence[float]) -> dict[str, Any]:
         """The measures by name. `times` are the start of each picture in seconds, and the end of the last one."""
-        self._measure()
+        self._measure_pending()
         measured = {
             name: np.concatenate([batch[name] for batch in self._batches])
             for name in self._batches[0]
         }
         change, grey = measured["change"], measured["grey"]
         # True for each picture in which at least 98% of the areas are dark, (N,).
-        black = 1 - measured["lit"] >= _BLACK_SHARE
-        still = np.array(self._still)
-        low, high = self._range()
-        signature = Signature.of(grey, measured["colours"], times)
+        black = 1 - measured["lit"] >= _MIN_BLACK_SHARE
+        still = np.array(self._still_flags)
+        low, high = self._find_level_range()
+        signature = Signature.from_pictures(grey, measured["colours"], times)
         return {
             "luma_mean": round(float(measured["mean"].mean()), 1),
             "luma_min": low,
@@ -126,21 +126,21 @@ class PictureMeasures:
             # The change of the first picture is 0 by definition and would lower the mean.
             "motion": round(float(change[1:].mean()), 2) if len(change) > 1 else 0.0,
             "black_share": round(float(black.mean()), 4),
-            "black": _runs(black, times),
-            "still": _longest(still, times),
-            "cuts": [round(float(times[k]), 3) for k in cut_positions(grey, change, still)],
+            "black": _find_runs(black, times),
+            "still": _find_longest_still(still, times),
+            "cuts": [round(float(times[k]), 3) for k in find_cuts(grey, change, still)],
             "hash": signature.text,
         }
 
-    def _range(self) -> tuple[int, int]:
+    def _find_level_range(self) -> tuple[int, int]:
         """Darkest and brightest level, ignoring a small share of the pixels at either end."""
         # Share of the pixels at or below each level, (256,).
-        reached = np.cumsum(self._levels) / self._levels.sum()
-        low, high = np.searchsorted(reached, [_TAIL, 1 - _TAIL])
+        reached = np.cumsum(self._level_counts) / self._level_counts.sum()
+        low, high = np.searchsorted(reached, [_TAIL_SHARE, 1 - _TAIL_SHARE])
         return int(low), int(high)
 
 
-def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
+def _find_runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
     """Start and length, in seconds, of each stretch in which the flags are set."""
     # Edges come in pairs: the first picture of a stretch, and the picture after its last.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(np.int8), [0]])))
@@ -150,7 +150,7 @@ def _runs(flags: np.ndarray, times: Sequence[float]) -> list[list[float]]:
     ]
 
 
-def _longest(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
+def _find_longest_still(still: np.ndarray, times: Sequence[float]) -> dict[str, Any]:
     """Longest stretch of still pictures: start, seconds, share of the clip, and frames."""
     # Each picture that is not a repeat begins a stretch; the end of the clip closes the last one.
     starts = np.append(np.flatnonzero(~still[1:]) + 1, len(still))

@@ -13,11 +13,11 @@ from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import LossMask
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 from dit_lora.parsing import parse_json
 
 # Seconds between two saves: the work that a killed audit loses at most.
-_SAVED_EVERY = 20.0
+_SAVE_INTERVAL_S = 20.0
 AUDIT_VERSION = 5
 """Version of the probes; raised when the same bytes would give other findings or measurements."""
 
@@ -28,12 +28,12 @@ class AuditMemo:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, str] = {}
-        self._changed = False
-        self._saved_at = time.monotonic()
+        self._has_changes = False
+        self._last_saved_s = time.monotonic()
         if path.is_file():
             # Skip a line that is incomplete (a killed process) or of another version.
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                key = _key_of(line)
+                key = _parse_key(line)
                 if key is not None:
                     self._lines[key] = line
 
@@ -42,27 +42,29 @@ class AuditMemo:
 
     def get(self, media: Media | LossMask, digest: str) -> ProbedFile | None:
         """The probe of a file with this digest, read as this kind of media; None if it is not in the memo."""
-        line = self._lines.get(_key(media, digest))
-        return _probe(parse_json(line)) if line else None
+        line = self._lines.get(_make_key(media, digest))
+        return _parse_probe(parse_json(line)) if line else None
 
-    def put(self, media: Media | LossMask, digest: str, probed: ProbedFile) -> None:
-        """Store a probe; the memo is saved every `_SAVED_EVERY` seconds."""
-        key = _key(media, digest)
+    def store(self, media: Media | LossMask, digest: str, probed_file: ProbedFile) -> None:
+        """Store a probe; the memo is saved every `_SAVE_INTERVAL_S` seconds."""
+        key = _make_key(media, digest)
         # JSON cannot hold bytes, so the thumbnail is stored as base64.
-        thumbnail = base64.b64encode(probed.thumbnail).decode() if probed.thumbnail else None
-        self._lines[key] = json.dumps({"key": key, **asdict(probed), "thumbnail": thumbnail})
-        self._changed = True
-        if time.monotonic() - self._saved_at > _SAVED_EVERY:
+        thumbnail = (
+            base64.b64encode(probed_file.thumbnail).decode() if probed_file.thumbnail else None
+        )
+        self._lines[key] = json.dumps({"key": key, **asdict(probed_file), "thumbnail": thumbnail})
+        self._has_changes = True
+        if time.monotonic() - self._last_saved_s > _SAVE_INTERVAL_S:
             self.save()
 
     def save(self) -> None:
         """Write the memo for the next run."""
-        if self._changed:
-            write_whole(self._path, "".join(f"{line}\n" for line in self._lines.values()))
-            self._changed, self._saved_at = False, time.monotonic()
+        if self._has_changes:
+            write_atomically(self._path, "".join(f"{line}\n" for line in self._lines.values()))
+            self._has_changes, self._last_saved_s = False, time.monotonic()
 
 
-def _key(media: Media | LossMask, digest: str) -> str:
+def _make_key(media: Media | LossMask, digest: str) -> str:
     """Key of a file's bytes. Its kind (image, video, mask) is part of it, because the kind decides how it is read."""
     if isinstance(media, LossMask):
         # An alpha mask is read from the same bytes as its picture, but measured differently.
@@ -72,7 +74,7 @@ def _key(media: Media | LossMask, digest: str) -> str:
     return f"{AUDIT_VERSION}/{kind}/{digest}"
 
 
-def _key_of(line: str) -> str | None:
+def _parse_key(line: str) -> str | None:
     """The key at the beginning of a line; None if the line is of another version or incomplete."""
     # The rest of a line is parsed only when it is asked for, since most of a large memo is not needed.
     start = f'{{"key": "{AUDIT_VERSION}/'
@@ -81,7 +83,7 @@ def _key_of(line: str) -> str | None:
     return line[len('{"key": "') : line.index('"', len(start))]
 
 
-def _probe(record: Mapping[str, Any]) -> ProbedFile:
+def _parse_probe(record: Mapping[str, Any]) -> ProbedFile:
     thumbnail = record["thumbnail"]
     return ProbedFile(
         tuple(Finding(**fault) for fault in record["faults"]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from dit_lora.data.media.opened import own_jpeg
+from dit_lora.data.media.opened import decode_jpeg
 
 ALIKE, UNLIKE = 0.2, 0.07
 """Likeness from which on a picture is certainly an edit of another, and below which it hardly is.
@@ -21,17 +21,17 @@ the second: edits of colours or light, drawings, edges, mosaics, an object moved
 
 _SIDE, _CELLS, _ANGLES, _AREAS = 48, 8, 8, 4
 # Weights of red, green and blue (ITU-R BT.601).
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
+_LUMA_WEIGHTS = np.array([0.299, 0.587, 0.114], np.float32)
 # Standard deviation of a picture's levels below which its edges are only noise.
-_FAINT = 3.0
+_MIN_CONTRAST = 3.0
 # Maximum difference, in levels, of two areas of the same colour.
-_SAME = 4
+_MAX_COLOUR_DIFFERENCE = 4
 # Maximum luma difference of a copy in any cell of a thumbnail, and the cell's side in pixels. Of copies as JPEG at 85,
 # at half or twice the size, 182 of 195 are found. Of 260 pictures with an object of a twentieth of the side added, or
 # at 1.03 to 1.08 of their brightness, 3 are taken for copies.
 _COPIED, _CELL = 4.0, 4
 # Relative difference of aspect ratios that rounding may cause in small pictures.
-_ROUNDED = 0.03
+_ASPECT_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Outline:
     """Mean colours of the areas, uint8 (G, G, 3)."""
 
     @classmethod
-    def of(cls, picture: np.ndarray) -> "Outline":
+    def from_picture(cls, picture: np.ndarray) -> "Outline":
         """Outline of a picture, uint8 (H, W, 3)."""
         small = Image.fromarray(picture).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
         levels, area = np.asarray(small, np.float32), _SIDE // _AREAS
         # (48, 48, 3) to the mean of 4 x 4 areas, (4, 4, 3).
         colours = levels.reshape(_AREAS, area, _AREAS, area, 3).mean((1, 3)).round()
-        return cls(_edges(levels @ _LUMA), colours.astype(np.uint8))
+        return cls(_compute_edges(levels @ _LUMA_WEIGHTS), colours.astype(np.uint8))
 
     @property
     def text(self) -> str:
@@ -58,22 +58,22 @@ class Outline:
         return (self.edges.tobytes() + self.colours.tobytes()).hex()
 
     @classmethod
-    def parse(cls, text: str) -> "Outline":
+    def from_text(cls, text: str) -> "Outline":
         """Read an outline from its `text`."""
         # The edges come first, one byte for each cell and angle; the colours follow.
         data, length = bytes.fromhex(text), _CELLS * _CELLS * _ANGLES
         edges = np.frombuffer(data[:length], np.int8).reshape(_CELLS, _CELLS, _ANGLES)
         return cls(edges, np.frombuffer(data[length:], np.uint8).reshape(_AREAS, _AREAS, 3))
 
-    def likeness(self, other: "Outline") -> float | None:
+    def compute_likeness(self, reference: "Outline") -> float | None:
         """Correlation of the edges, or the share of areas with the same colour if that is larger.
 
         None if a picture is faint and no area has the same colour.
         """
-        difference = np.abs(self.colours.astype(int) - other.colours).max(-1)
+        difference = np.abs(self.colours.astype(int) - reference.colours).max(-1)
         # Share of areas whose colour is nearly the same, for edits that redraw the edges.
-        stayed = float((difference <= _SAME).mean())
-        edges, other_edges = self.edges.astype(float).ravel(), other.edges.astype(float).ravel()
+        stayed = float((difference <= _MAX_COLOUR_DIFFERENCE).mean())
+        edges, other_edges = self.edges.astype(float).ravel(), reference.edges.astype(float).ravel()
         # 0 if a picture is faint: then only its colours can be compared.
         size = np.sqrt((edges @ edges) * (other_edges @ other_edges))
         if not size:
@@ -81,33 +81,37 @@ class Outline:
         return max(stayed, float(edges @ other_edges / size))
 
 
-def likeness(target: Sequence[str], reference: Sequence[str]) -> float | None:
+def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]) -> float | None:
     """Likeness of a sample and its reference, from the texts of their outlines; videos have several, pictures one.
 
     About 0 for unrelated pictures and 1 for equal ones; None if it cannot be determined.
     """
     targets, references = (
-        [Outline.parse(text) for text in target],
-        [Outline.parse(text) for text in reference],
+        [Outline.from_text(text) for text in target_texts],
+        [Outline.from_text(text) for text in reference_texts],
     )
     if len(targets) > 1 < len(references):
-        values = [a.likeness(b) for a, b in zip(targets, references, strict=False)]
+        values = [a.compute_likeness(b) for a, b in zip(targets, references, strict=False)]
         comparable = [value for value in values if value is not None]
         return sum(comparable) / len(comparable) if comparable else None
     # A clip may show its reference picture at any time, so the best frame counts. A picture is compared with the first
     # frame of a reference video.
     return max(
-        (value for outline in targets if (value := outline.likeness(references[0])) is not None),
+        (
+            value
+            for outline in targets
+            if (value := outline.compute_likeness(references[0])) is not None
+        ),
         default=None,
     )
 
 
-def looks_copied(picture: bytes, other: bytes) -> bool:
+def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     """Whether two JPEG thumbnails show the same picture, stored twice."""
-    pictures = [own_jpeg(data) for data in (picture, other)]
+    pictures = [decode_jpeg(data) for data in (thumbnail, other_thumbnail)]
     small, large = sorted(pictures, key=lambda image: image.size)
     # Thumbnails are never enlarged, so the smaller one may come from a smaller picture: compare at its size.
-    if abs(large.width * small.height / (large.height * small.width) - 1) > _ROUNDED:
+    if abs(large.width * small.height / (large.height * small.width) - 1) > _ASPECT_TOLERANCE:
         return False
     small_pixels, large_pixels = (
         np.asarray(small),
@@ -116,17 +120,19 @@ def looks_copied(picture: bytes, other: bytes) -> bool:
     rows, columns = (length // _CELL * _CELL for length in small_pixels.shape[:2])
     difference = (small_pixels.astype(np.float32) - large_pixels)[:rows, :columns]
     # (rows, columns, 3) to the mean luma difference of each 4 x 4 cell.
-    cells = (difference @ _LUMA).reshape(rows // _CELL, _CELL, -1, _CELL).mean((1, 3))
+    cells = (difference @ _LUMA_WEIGHTS).reshape(rows // _CELL, _CELL, -1, _CELL).mean((1, 3))
     if np.abs(cells).max(initial=0) > _COPIED:
         return False
     # JPEG stores colours at low resolution, so they are compared over large areas.
-    colours = [Outline.of(levels).colours.astype(int) for levels in (small_pixels, large_pixels)]
+    colours = [
+        Outline.from_picture(levels).colours.astype(int) for levels in (small_pixels, large_pixels)
+    ]
     return bool(np.abs(colours[0] - colours[1]).max() <= _COPIED / 2)
 
 
-def _edges(luma: np.ndarray) -> np.ndarray:
+def _compute_edges(luma: np.ndarray) -> np.ndarray:
     """Histogram of edge angles in each cell, int8 (C, C, A); 0 for a faint picture."""
-    if luma.std() < _FAINT:
+    if luma.std() < _MIN_CONTRAST:
         return np.zeros((_CELLS, _CELLS, _ANGLES), np.int8)
     down, right = np.gradient(luma)
     strength = np.hypot(right, down)

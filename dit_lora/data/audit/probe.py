@@ -9,18 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.data.audit.container import HEAD, foreign_kind, has_end, is_known, missing_bytes
+from dit_lora.data.audit.container import (
+    HEAD_BYTES,
+    count_missing_bytes,
+    find_foreign_format,
+    has_end_marker,
+    is_media_head,
+)
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.audit.image_probe import measure_image
 from dit_lora.data.audit.mask_probe import measure_mask
 from dit_lora.data.audit.video_probe import measure_video
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, open_bytes, sniffed_suffix
+from dit_lora.data.media.media import Media, detect_suffix, open_bytes
 from dit_lora.data.sources.clips import LossMask
 
-_NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
-_GONE = ("there is no such file", "correct its name, or remove the entry")
-ANEW = "fetch it again, or remove it"
+_MISSING_ERRNOS = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+_MISSING_FAULT = ("there is no such file", "correct its name, or remove the entry")
+REFETCH_REMEDY = "fetch it again, or remove it"
 
 
 @dataclass(frozen=True)
@@ -37,56 +43,61 @@ class ProbedFile:
     """True if the decoder crashed or stopped making progress."""
 
 
-def probe(probed: Media | LossMask, alive: Callable[[], None] = lambda: None) -> ProbedFile:
-    """Measure a file; `alive` is called after every packet. A bad file never raises."""
-    media = file_of(probed)
+def probe_file(
+    medium: Media | LossMask, heartbeat: Callable[[], None] = lambda: None
+) -> ProbedFile:
+    """Measure a file; `heartbeat` is called after every packet. A bad file never raises."""
+    media = get_media(medium)
     try:
         if not media.exists():
-            return _rejected("missing", *_GONE)
+            return _make_rejection("missing", *_MISSING_FAULT)
         with open_bytes(media) as stream:
             # Seeking to the end returns the size, also for bytes in memory and members of a tar.
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
-            head = stream.read(HEAD)
-            num_missing, is_terminated = missing_bytes(stream, size), has_end(stream, size)
+            head = stream.read(HEAD_BYTES)
+            num_missing, is_terminated = (
+                count_missing_bytes(stream, size),
+                has_end_marker(stream, size),
+            )
     except OSError as error:
-        if error.errno in _NOT_THERE:
-            return _rejected("missing", *_GONE)
-        return _rejected("unreadable", f"it cannot be read: {error.strerror or error}")
+        if error.errno in _MISSING_ERRNOS:
+            return _make_rejection("missing", *_MISSING_FAULT)
+        return _make_rejection("unreadable", f"it cannot be read: {error.strerror or error}")
     if size == 0:
-        return _rejected("empty_file", "the file has no bytes")
+        return _make_rejection("empty_file", "the file has no bytes")
     # A file that is not media must not reach a decoder, which might open other files that it names.
-    foreign = foreign_kind(head)
+    foreign = find_foreign_format(head)
     if foreign:
-        return _rejected("not_media", f"its content is {foreign}")
-    if isinstance(probed, LossMask):
-        failures, facts, thumbnail = measure_mask(probed, alive)
+        return _make_rejection("not_media", f"its content is {foreign}")
+    if isinstance(medium, LossMask):
+        failures, facts, thumbnail = measure_mask(medium, heartbeat)
     else:
         measure = measure_image if is_image(media) else measure_video
-        failures, facts, thumbnail = measure(media, alive)
-    facts = {"bytes": size, "content": sniffed_suffix(head[:64]), **facts}
-    faults = [Finding(code, message, "reject", ANEW) for code, message in failures]
+        failures, facts, thumbnail = measure(media, heartbeat)
+    facts = {"bytes": size, "content": detect_suffix(head[:64]), **facts}
+    faults = [Finding(code, message, "reject", REFETCH_REMEDY) for code, message in failures]
     has_no_video = any(code == "no_video_stream" for code, _ in failures)
     # Decoding failed and the first bytes are of no known format: the file is not a damaged video, but no media at all.
-    if "frames" not in facts and not has_no_video and not is_known(head):
-        return _rejected("not_media", "its bytes are of no video or image format known here")
+    if "frames" not in facts and not has_no_video and not is_media_head(head):
+        return _make_rejection("not_media", "its bytes are of no video or image format known here")
     # A file that ends early explains all decoding errors; only faults of another kind are kept.
     if num_missing > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
         message = (
             f"the file ends early: {num_missing} bytes of its {size + num_missing} are missing"
         )
-        faults.append(Finding("truncated", message, "reject", ANEW))
+        faults.append(Finding("truncated", message, "reject", REFETCH_REMEDY))
     elif faults and not is_terminated:
         message = f"the image ends early, after {size} bytes"
-        faults = [Finding("truncated", message, "reject", ANEW)]
+        faults = [Finding("truncated", message, "reject", REFETCH_REMEDY)]
     return ProbedFile(tuple(faults), facts, thumbnail)
 
 
-def file_of(probed: Media | LossMask) -> Media:
+def get_media(medium: Media | LossMask) -> Media:
     """The media file of a clip or of a mask."""
-    return probed.media if isinstance(probed, LossMask) else probed
+    return medium.media if isinstance(medium, LossMask) else medium
 
 
-def _rejected(code: str, message: str, remedy: str = ANEW) -> ProbedFile:
+def _make_rejection(code: str, message: str, remedy: str = REFETCH_REMEDY) -> ProbedFile:
     return ProbedFile((Finding(code, message, "reject", remedy),))

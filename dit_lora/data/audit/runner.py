@@ -10,20 +10,24 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.audit.duplicates import exact_duplicates, near_duplicates
-from dit_lora.data.audit.finding import Finding, JudgedSample
-from dit_lora.data.audit.judge import ReferenceShape, Requirements, judge
+from dit_lora.data.audit.duplicates import find_exact_duplicates, find_near_duplicates
+from dit_lora.data.audit.finding import AuditedSample, Finding
+from dit_lora.data.audit.judge import ReferenceShape, Requirements, collect_findings
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.pairs import facts_beside, judge_beside, unlike_references
-from dit_lora.data.audit.probe import ProbedFile, file_of
+from dit_lora.data.audit.pairs import (
+    check_references_and_mask,
+    compute_pair_facts,
+    find_unlike_references,
+)
+from dit_lora.data.audit.probe import ProbedFile, get_media
 from dit_lora.data.audit.signature import Signature
 from dit_lora.data.audit.workers import probe_all
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip, LossMask
 
-Probed = Media | LossMask
-_Known = dict[Probed, ProbedFile]
+MediaOrMask = Media | LossMask
+_Probes = dict[MediaOrMask, ProbedFile]
 
 
 def audit_media(
@@ -35,8 +39,8 @@ def audit_media(
     workers: int | None = None,
     memo: AuditMemo | None = None,
     digests: Digests | None = None,
-    progress: bool = False,
-) -> list[JudgedSample]:
+    show_progress: bool = False,
+) -> list[AuditedSample]:
     """Audit the media of every clip, in order. A file that crashes the decoder affects only its own sample.
 
     Args:
@@ -48,21 +52,25 @@ def audit_media(
         memo: Measurements of earlier audits, which are not decoded again. It is saved from time to time, and on
             an interrupt.
         digests: Content digests of the files; by default computed without a memo.
-        progress: Whether to show a progress bar.
+        show_progress: Whether to show a progress bar.
     """
     digests = digests or Digests(Path(os.devnull))
     # A file that several clips use is decoded once.
-    media = list(dict.fromkeys(medium for clip in clips for medium in _media_of(clip)))
-    hashed: dict[Probed, str] = {}
-    probes: _Known = {}
+    media = list(dict.fromkeys(medium for clip in clips for medium in _list_media(clip)))
+    hashed: dict[MediaOrMask, str] = {}
+    probes: _Probes = {}
     bar = tqdm(
-        total=len(media), desc="auditing", unit="file", disable=not progress, dynamic_ncols=True
+        total=len(media),
+        desc="auditing",
+        unit="file",
+        disable=not show_progress,
+        dynamic_ncols=True,
     )
     try:
-        with bar, closing(_probed(media, probes, hashed, memo, digests, workers)) as probed:
+        with bar, closing(_probe_missing(media, probes, hashed, memo, digests, workers)) as probed:
             for medium, probe in probed:
                 if memo is not None and medium in hashed:
-                    memo.put(medium, hashed[medium], probe)
+                    memo.store(medium, hashed[medium], probe)
                 probes[medium] = probe
                 # Probes from the memo are added to `probes` without being yielded, so the bar counts `probes`.
                 bar.update(len(probes) - bar.n)
@@ -70,151 +78,165 @@ def audit_media(
     finally:
         if memo is not None:
             memo.save()
-    requirements = Requirements.of(data, shapes, reference_shape) if data else None
-    return _judged(clips, probes, hashed, requirements)
+    requirements = Requirements.from_config(data, shapes, reference_shape) if data else None
+    return _audit_clips(clips, probes, hashed, requirements)
 
 
-def remembered(
+def audit_from_memo(
     clips: Sequence[Clip],
     data: DataConfig | None,
     *,
     memo: AuditMemo,
     digests: Digests,
     shapes: Sequence[VideoShape] = (),
-) -> list[JudgedSample]:
+) -> list[AuditedSample]:
     """The result of `audit_media` for those clips whose files are all in the memo; decodes nothing."""
-    hashed: dict[Probed, str] = {}
-    probes: _Known = {}
-    for medium in dict.fromkeys(medium for clip in clips for medium in _media_of(clip)):
-        probe = _look_up(medium, hashed, memo, digests)
+    hashed: dict[MediaOrMask, str] = {}
+    probes: _Probes = {}
+    for medium in dict.fromkeys(medium for clip in clips for medium in _list_media(clip)):
+        probe = _look_up_probe(medium, hashed, memo, digests)
         if probe is not None:
             probes[medium] = probe
-    probed_clips = [clip for clip in clips if all(medium in probes for medium in _media_of(clip))]
-    return _judged(probed_clips, probes, hashed, Requirements.of(data, shapes) if data else None)
+    probed_clips = [clip for clip in clips if all(medium in probes for medium in _list_media(clip))]
+    return _audit_clips(
+        probed_clips, probes, hashed, Requirements.from_config(data, shapes) if data else None
+    )
 
 
-def _probed(
-    media: Sequence[Probed],
-    known: _Known,
-    hashed: dict[Probed, str],
+def _probe_missing(
+    media: Sequence[MediaOrMask],
+    known_probes: _Probes,
+    media_digests: dict[MediaOrMask, str],
     memo: AuditMemo | None,
     digests: Digests,
     workers: int | None,
-) -> Generator[tuple[Probed, ProbedFile]]:
-    """Yield each medium that is not in the memo with its new probe; add the others to `known` on the way."""
+) -> Generator[tuple[MediaOrMask, ProbedFile]]:
+    """Yield each medium that is not in the memo with its new probe; add the others to `known_probes` on the way."""
 
-    def jobs() -> Iterator[tuple[int, Probed]]:
+    def iter_jobs() -> Iterator[tuple[int, MediaOrMask]]:
         for number, medium in enumerate(media):
-            probe = _look_up(medium, hashed, memo, digests)
+            probe = _look_up_probe(medium, media_digests, memo, digests)
             # Try a file that crashed the decoder again: the reason may have been lack of memory, or the disk.
             if probe is None or probe.broke:
                 yield number, medium
             else:
-                known[medium] = probe
+                known_probes[medium] = probe
 
-    with closing(probe_all(jobs(), workers or _cores())) as probes:
+    with closing(probe_all(iter_jobs(), workers or _count_cores())) as probes:
         for number, probe in probes:
             yield media[number], probe
 
 
-def _look_up(
-    media: Probed, hashed: dict[Probed, str], memo: AuditMemo | None, digests: Digests
+def _look_up_probe(
+    medium: MediaOrMask,
+    media_digests: dict[MediaOrMask, str],
+    memo: AuditMemo | None,
+    digests: Digests,
 ) -> ProbedFile | None:
-    """The memo's probe of a medium, whose digest is added to `hashed`; None if it has none or cannot be read."""
+    """The memo's probe of a medium, whose digest is added to `media_digests`; None if it has none or
+    cannot be read.
+    """
     try:
         # Opening a named pipe would block until somebody writes to it; `exists` is False for it.
-        if not file_of(media).exists():
+        if not get_media(medium).exists():
             return None
-        hashed[media] = digests.media(file_of(media))
+        media_digests[medium] = digests.hash_media(get_media(medium))
     except OSError:
         # The probe will report the reason.
         return None
     # The digest is needed without a memo too, to find exact duplicates.
-    return memo.get(media, hashed[media]) if memo else None
+    return memo.get(medium, media_digests[medium]) if memo else None
 
 
-def _judged(
-    clips: Sequence[Clip], probes: _Known, hashed: dict[Probed, str], wanted: Requirements | None
-) -> list[JudgedSample]:
-    """Findings of each clip, including those from comparing clips with each other."""
-    by_id = {clip.id: _judge_clip(clip, probes, hashed, wanted) for clip in clips}
-    for file, findings in _compared(clips, by_id, probes, hashed).items():
-        by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
-    return [_shown(clip, by_id[clip.id], probes) for clip in clips]
-
-
-def _compared(
+def _audit_clips(
     clips: Sequence[Clip],
-    judged: Mapping[str, JudgedSample],
-    probes: _Known,
-    hashed: Mapping[Probed, str],
+    probes: _Probes,
+    media_digests: dict[MediaOrMask, str],
+    requirements: Requirements | None,
+) -> list[AuditedSample]:
+    """Findings of each clip, including those from comparing clips with each other."""
+    by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
+    for file, findings in _compare_samples(clips, by_id, probes, media_digests).items():
+        by_id[file] = replace(by_id[file], findings=(*by_id[file].findings, *findings))
+    return [_add_thumbnails(clip, by_id[clip.id], probes) for clip in clips]
+
+
+def _compare_samples(
+    clips: Sequence[Clip],
+    samples: Mapping[str, AuditedSample],
+    probes: _Probes,
+    media_digests: Mapping[MediaOrMask, str],
 ) -> dict[str, list[Finding]]:
     """Findings, by sample id, from comparing samples with each other."""
     # Rejected files may have no pictures to compare.
-    usable_clips = [clip for clip in clips if judged[clip.id].verdict != "reject"]
+    usable_clips = [clip for clip in clips if samples[clip.id].verdict != "reject"]
     # A mask and a first image do not make a sample different, so only the media and the references count.
     contents = {
-        clip.id: tuple(hashed[medium] for medium in _made_from(clip)) for clip in usable_clips
+        clip.id: tuple(media_digests[medium] for medium in _list_inputs(clip))
+        for clip in usable_clips
     }
-    exact = exact_duplicates(contents)
+    exact = find_exact_duplicates(contents)
     signatures = {
-        clip.id: Signature.parse(probes[clip.media].facts["hash"])
+        clip.id: Signature.from_text(probes[clip.media].facts["hash"])
         for clip in usable_clips
         # Edits of one picture look alike, so samples with references are not compared.
         if clip.id not in exact and not clip.references
     }
-    findings = unlike_references([judged[clip.id] for clip in usable_clips])
-    for file, finding in {**exact, **near_duplicates(signatures)}.items():
+    findings = find_unlike_references([samples[clip.id] for clip in usable_clips])
+    for file, finding in {**exact, **find_near_duplicates(signatures)}.items():
         findings.setdefault(file, []).append(finding)
     return findings
 
 
-def _made_from(clip: Clip) -> list[Media]:
+def _list_inputs(clip: Clip) -> list[Media]:
     return [clip.media, *clip.references]
 
 
-def _shown(clip: Clip, judged: JudgedSample, probes: _Known) -> JudgedSample:
+def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> AuditedSample:
     """Add thumbnails to a sample that has a finding, references or a mask."""
-    if judged.verdict == "ok" and not clip.references and clip.mask is None:
-        return judged
+    if sample.verdict == "ok" and not clip.references and clip.mask is None:
+        return sample
     # Thumbnails are kept only where the report shows them: a large set would fill the memory.
     return replace(
-        judged,
+        sample,
         thumbnail=probes[clip.media].thumbnail,
         references=tuple(probes[reference].thumbnail for reference in clip.references),
         mask=probes[clip.mask].thumbnail if clip.mask else None,
     )
 
 
-def _judge_clip(
-    clip: Clip, probes: _Known, hashed: Mapping[Probed, str], wanted: Requirements | None
-) -> JudgedSample:
+def _audit_clip(
+    clip: Clip,
+    probes: _Probes,
+    media_digests: Mapping[MediaOrMask, str],
+    requirements: Requirements | None,
+) -> AuditedSample:
     """All findings about one clip by itself, its first image, references and mask."""
-    findings = judge(clip.media, probes[clip.media], wanted)
+    findings = collect_findings(clip.media, probes[clip.media], requirements)
     if clip.mask is not None and clip.mask.alpha:
         # The transparency is used as the mask here, so it is not reported as lost.
         findings = [finding for finding in findings if finding.code != "alpha"]
     if clip.image is not None:
         findings += [
             replace(finding, words=f"its first image: {finding.words}")
-            for finding in judge(clip.image, probes[clip.image], None)
+            for finding in collect_findings(clip.image, probes[clip.image], None)
         ]
-    findings += judge_beside(clip, probes, hashed, wanted)
-    facts = probes[clip.media].facts | facts_beside(clip, probes)
-    if clip.media in hashed:
-        facts["digest"] = hashed[clip.media]
+    findings += check_references_and_mask(clip, probes, media_digests, requirements)
+    facts = probes[clip.media].facts | compute_pair_facts(clip, probes)
+    if clip.media in media_digests:
+        facts["digest"] = media_digests[clip.media]
     # Outlines are long, and needed only to compare pictures.
     facts.pop("outlines", None)
-    return JudgedSample(clip.id, tuple(findings), facts)
+    return AuditedSample(clip.id, tuple(findings), facts)
 
 
-def _media_of(clip: Clip) -> list[Probed]:
+def _list_media(clip: Clip) -> list[MediaOrMask]:
     """All files of a clip: its media, first image, references and mask."""
     image, mask = clip.image, clip.mask
     return [clip.media, *([image] if image else []), *clip.references, *([mask] if mask else [])]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """Number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GRID = 4
+GRID_SIDE = 4
 """Number of areas along a side whose mean colours are compared."""
 
 # Shares of a clip's length.
 _MOMENTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # Side of the picture that is hashed, in pixels.
-_HASHED = 24
-_BITS = 64
+_HASH_SIDE = 24
+_NUM_BITS = 64
 
 
 # Rows 0 to 7 of a DCT-II, (8, 24).
-_DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASHED) + 1) / (2 * _HASHED))
+_DCT = np.cos(np.pi * np.arange(8)[:, None] * (2 * np.arange(_HASH_SIDE) + 1) / (2 * _HASH_SIDE))
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,16 @@ class Signature:
     """Mean colours of the areas, uint8 (moments, 4, 4, 3)."""
 
     @classmethod
-    def of(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
+    def from_pictures(
+        cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]
+    ) -> "Signature":
         """Signature of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3); `times` are N starts and the end, in seconds."""
         # Time of each picture's beginning; the last element of `times` is the end of the clip.
         starts = np.asarray(times[:-1])
         target_times = times[-1] * np.array(_MOMENTS) if len(grey) > 1 else np.zeros(1)
         # The last picture that began at or before each moment.
         chosen = np.clip(np.searchsorted(starts, target_times, side="right") - 1, 0, len(grey) - 1)
-        return cls(np.array([_hash(grey[k]) for k in chosen], np.uint64), colours[chosen])
+        return cls(np.array([_compute_phash(grey[k]) for k in chosen], np.uint64), colours[chosen])
 
     @property
     def text(self) -> str:
@@ -48,20 +50,20 @@ class Signature:
         return f"{self.hashes.astype('>u8').tobytes().hex()}:{self.colours.tobytes().hex()}"
 
     @classmethod
-    def parse(cls, text: str) -> "Signature":
+    def from_text(cls, text: str) -> "Signature":
         """Read a signature from its `text`."""
         hashes, colours = (bytes.fromhex(part) for part in text.split(":"))
         return cls(
             np.frombuffer(hashes, ">u8").astype(np.uint64),
-            np.frombuffer(colours, np.uint8).reshape(-1, GRID, GRID, 3),
+            np.frombuffer(colours, np.uint8).reshape(-1, GRID_SIDE, GRID_SIDE, 3),
         )
 
 
-def _hash(grey: np.ndarray) -> int:
+def _compute_phash(grey: np.ndarray) -> int:
     """The pHash of one grey picture, (24, 24), as an integer of 64 bits."""
     # A two-dimensional DCT, (24, 24) to (8, 8), flattened to (64,).
     frequencies = (_DCT @ grey.astype(np.float64) @ _DCT.T).ravel()
     # The lowest frequency is the brightness, in which copies may differ.
     frequencies[0] = 0.0
     bits = frequencies > np.median(frequencies)
-    return int(sum(1 << bit for bit in range(_BITS) if bits[bit]))
+    return int(sum(1 << bit for bit in range(_NUM_BITS) if bits[bit]))

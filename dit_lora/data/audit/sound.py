@@ -9,35 +9,43 @@ from typing import Any
 import av
 import numpy as np
 
-from dit_lora.data.audit.finding import Finding, JudgedSample
+from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import message_of, open_media
-from dit_lora.data.media.sound_stream import no_sound, sound_frames, sound_too_short
+from dit_lora.data.media.opened import get_error_message, open_media
+from dit_lora.data.media.sound_stream import (
+    explain_no_sound,
+    explain_short_sound,
+    iter_sound_frames,
+)
 
 # Maximum level of silence. One step of 16 bits is 3e-5; dithered silence, and silence encoded as AAC, is below this.
-_SILENT = 1e-4
+_MAX_SILENCE = 1e-4
 # A clipped wave stays at full level; an unclipped one of 100 Hz at 44.1 kHz is there for less than three samples.
 _FULL, _RUN = 0.9999, 3
-_CLIPPED_SHARE = 1e-3
+_MAX_CLIPPED_SHARE = 1e-3
 
 
-def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """Measurements of a video's sound; None if it has none. `origin` is the time of its first frame in seconds."""
+def measure_sound(
+    media: Media, first_frame_s: float, heartbeat: Callable[[], None]
+) -> dict[str, Any] | None:
+    """Measurements of a video's sound; None if it has none. `first_frame_s` is the time of its first
+    frame in seconds.
+    """
     facts: dict[str, Any] = {}
     samples = clipped = 0
     peak = 0.0
     try:
         with open_media(media) as container:
             to_floats = av.AudioResampler(format="fltp")
-            for frame in sound_frames(container):
-                alive()
+            for frame in iter_sound_frames(container):
+                heartbeat()
                 if not facts:
-                    start_s = (frame.time or 0.0) - origin
+                    start_s = (frame.time or 0.0) - first_frame_s
                     rate, channels = frame.sample_rate, frame.layout.nb_channels
                     facts |= {"rate": rate, "channels": channels, "begins": round(start_s, 3)}
                     end_s = start_s
                 # A frame without a time stamp follows the previous one.
-                frame_start_s = end_s if frame.time is None else frame.time - origin
+                frame_start_s = end_s if frame.time is None else frame.time - first_frame_s
                 end_s = frame_start_s + frame.samples / frame.sample_rate
                 # Written in every iteration, so that a file that fails later still has the part that was decoded.
                 facts["ends"] = round(end_s, 3)
@@ -45,52 +53,54 @@ def measure_sound(media: Media, origin: float, alive: Callable[[], None]) -> dic
                 for converted in to_floats.resample(frame):
                     levels = np.abs(converted.to_ndarray()).max(axis=0)
                     peak, samples = max(peak, float(levels.max())), samples + len(levels)
-                    clipped += _clipped(levels)
+                    clipped += _count_clipped(levels)
     except (av.error.FFmpegError, OSError, ValueError) as error:
-        facts["fault"] = message_of(error)
+        facts["fault"] = get_error_message(error)
     if not facts:
         return None
     return {**facts, "peak": round(peak, 5), "clipped": round(clipped / max(1, samples), 5)}
 
 
-def _clipped(loud: np.ndarray) -> int:
+def _count_clipped(levels: np.ndarray) -> int:
     """Count the samples that begin a run of `_RUN` samples at full level."""
     # The padding gives one window for each sample; the windows that reach into it are never full.
-    flat = np.concatenate([loud >= _FULL, np.zeros(_RUN - 1, bool)])
+    flat = np.concatenate([levels >= _FULL, np.zeros(_RUN - 1, bool)])
     return int(np.lib.stride_tricks.sliding_window_view(flat, _RUN).all(axis=1).sum())
 
 
-def judge_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[Finding]:
+def check_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[Finding]:
     """Yield findings about the sound of `frames` frames at `fps`, for a recipe that trains sound."""
     sound = facts.get("sound")
     if not sound:
-        yield _reject(no_sound("seconds" not in facts), "remove it, or add its sound")
+        yield _make_rejection(
+            explain_no_sound("seconds" not in facts), "remove it, or add its sound"
+        )
         return
     if "fault" in sound:
         message = f"sound_corrupt: its sound cannot be decoded: {sound['fault']}"
-        yield _reject(message, "encode it anew, or remove it")
+        yield _make_rejection(message, "encode it anew, or remove it")
         return
     # The message begins with the code of the finding and a colon.
-    short = sound_too_short(sound["ends"], frames, fps)
+    short = explain_short_sound(sound["ends"], frames, fps)
     if short:
-        yield _reject(short, "lower data.frames, or remove it")
-    if sound["peak"] < _SILENT:
+        yield _make_rejection(short, "lower data.frames, or remove it")
+    if sound["peak"] < _MAX_SILENCE:
         message = "its sound is silence from beginning to end, and silence is learned"
         yield Finding("sound_silent", message, "warn", "remove it, unless it is meant")
-    if sound["clipped"] > _CLIPPED_SHARE:
+    if sound["clipped"] > _MAX_CLIPPED_SHARE:
         message = f"its sound is cut off at the full level for {sound['clipped']:.1%} of its time"
         yield Finding("sound_clipped", message, "warn", "fetch a quieter copy, or remove it")
 
 
-def _reject(words: str, remedy: str) -> Finding:
+def _make_rejection(text: str, remedy: str) -> Finding:
     """Rejection from a message that begins with its code and a colon."""
-    code, _, message = words.partition(": ")
+    code, _, message = text.partition(": ")
     return Finding(code, message, "reject", remedy)
 
 
-def sound_note(judged: Sequence[JudgedSample]) -> list[str]:
+def summarise_sound(samples: Sequence[AuditedSample]) -> list[str]:
     """A line that says how many clips of a set have sound; empty without clips."""
     # Images have no duration, and no sound.
-    clips = [sample for sample in judged if "seconds" in sample.facts]
+    clips = [sample for sample in samples if "seconds" in sample.facts]
     heard = sum(1 for sample in clips if sample.facts.get("sound"))
     return [f"sound: {heard:,} of {len(clips):,} clips have some"] if clips else []

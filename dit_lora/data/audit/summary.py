@@ -11,28 +11,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample
-from dit_lora.files import write_whole
+from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Finding
+from dit_lora.files import write_atomically
 
 _COLUMNS = ("verdict", "file", "reason", "what to do")
 # Control characters and those that change the writing direction: a terminal that shows the list would obey them.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def merge(
-    judged: Iterable[JudgedSample],
+def merge_audits(
+    samples: Iterable[AuditedSample],
     *parts: Mapping[str, Sequence[Finding]],
     facts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> list[JudgedSample]:
+) -> list[AuditedSample]:
     """Merge audits: each sample once, in order, with the facts and findings of all parts, worst findings first.
 
     A sample that appears only in `parts` is added at the end. Equal findings of two parts are kept once.
     """
-    merged: dict[str, JudgedSample] = {}
-    for sample in judged:
+    merged: dict[str, AuditedSample] = {}
+    for sample in samples:
         # A sample may be audited in several parts, such as its media and its caption.
-        earlier = merged.get(sample.file, JudgedSample(sample.file))
-        merged[sample.file] = JudgedSample(
+        earlier = merged.get(sample.file, AuditedSample(sample.file))
+        merged[sample.file] = AuditedSample(
             sample.file,
             (*earlier.findings, *sample.findings),
             {**earlier.facts, **sample.facts},
@@ -42,34 +42,36 @@ def merge(
         )
     for part in parts:
         for file, new in part.items():
-            sample = merged.get(file, JudgedSample(file))
+            sample = merged.get(file, AuditedSample(file))
             merged[file] = replace(sample, findings=(*sample.findings, *new))
     for file in merged.keys() & facts.keys():
         merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
-    return [replace(sample, findings=_worst_first(sample.findings)) for sample in merged.values()]
+    return [
+        replace(sample, findings=_sort_by_verdict(sample.findings)) for sample in merged.values()
+    ]
 
 
-def totals(judged: Sequence[JudgedSample]) -> dict[str, Any]:
+def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
     """Numbers of samples: in all, by verdict, and by code with the most frequent first."""
-    verdicts = Counter(sample.verdict for sample in judged)
+    verdicts = Counter(sample.verdict for sample in samples)
     # A set per sample: a code that occurs twice in one sample counts once.
-    codes = Counter(code for sample in judged for code in {f.code for f in sample.findings})
+    codes = Counter(code for sample in samples for code in {f.code for f in sample.findings})
     sorted_codes = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
     return {
-        "samples": len(judged),
+        "samples": len(samples),
         **{verdict: verdicts[verdict] for verdict in VERDICTS},
         "codes": dict(sorted_codes),
     }
 
 
-def as_json(
-    judged: Sequence[JudgedSample],
+def build_audit_json(
+    audited_samples: Sequence[AuditedSample],
     *,
     notes: Sequence[str] = (),
     buckets: Mapping[str, Any] | None = None,
     encoded: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The whole audit as plain values: `samples`, `totals`, and `notes`, `buckets`, `encoded` if not empty.
+    """The whole audit as plain values: `samples`, `compute_totals`, and `notes`, `buckets`, `encoded` if not empty.
 
     A number that is not finite becomes null, and a value of another type, such as a path, becomes text.
     """
@@ -81,25 +83,27 @@ def as_json(
             "codes": list(dict.fromkeys(finding.code for finding in sample.findings)),
             "facts": sample.facts,
         }
-        for sample in judged
+        for sample in audited_samples
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     filled = {name: value for name, value in optional.items() if value}
-    result: dict[str, Any] = _plain({"samples": samples, "totals": totals(judged), **filled})
+    result: dict[str, Any] = _to_plain(
+        {"samples": samples, "totals": compute_totals(audited_samples), **filled}
+    )
     return result
 
 
 def write_json(path: Path, audit: Mapping[str, Any]) -> None:
-    """Write the result of `as_json` atomically, one sample per line."""
+    """Write the result of `build_audit_json` atomically, one sample per line."""
     # One line per sample keeps the file readable and easy to compare with a line-based diff.
     samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
     other_parts = "".join(
         f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
     )
-    write_whole(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
+    write_atomically(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
 
 
-def write_fix_list(path: Path, judged: Sequence[JudgedSample]) -> None:
+def write_fix_list(path: Path, samples: Sequence[AuditedSample]) -> None:
     """Write one line per sample that is not ok, rejects first: verdict, file, reason, what to do.
 
     Columns are separated by tabs; a tab, a line end or a backslash in a column is escaped with a backslash.
@@ -113,30 +117,30 @@ def write_fix_list(path: Path, judged: Sequence[JudgedSample]) -> None:
                 "; ".join(sample.reasons),
                 "; ".join(dict.fromkeys(f.remedy for f in sample.findings if f.remedy)),
             )
-            for sample in judged
+            for sample in samples
             if sample.verdict == verdict
         ]
-    write_whole(path, "".join("\t".join(map(_cell, line)) + "\n" for line in lines))
+    write_atomically(path, "".join("\t".join(map(_escape_cell, line)) + "\n" for line in lines))
 
 
-def _worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def _sort_by_verdict(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The distinct findings, sorted by verdict."""
     unique = dict.fromkeys(findings)
     # The sort is stable: findings of the same verdict keep their order.
     return tuple(sorted(unique, key=lambda finding: -VERDICTS.index(finding.verdict)))
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """The text with control characters and backslashes escaped."""
     text = text.replace("\\", "\\\\")
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _CONTROL_CHARS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """The value as one that strict JSON can hold."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -147,7 +151,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
+        return [_to_plain(inner) for inner in value]
     return str(value)

@@ -9,26 +9,26 @@ import numpy as np
 from av.stream import Disposition
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from dit_lora.data.audit.image_probe import THUMBNAIL, Failures, jpeg
-from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.image_probe import THUMBNAIL_WIDTH, Failures, encode_jpeg
+from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
 from dit_lora.data.audit.sound import measure_sound
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.opened import FrameLimit, message_of, open_media, oversize
-from dit_lora.data.media.video_header import num_shown_frames, read_container
+from dit_lora.data.media.opened import FrameLimit, find_size_problem, get_error_message, open_media
+from dit_lora.data.media.video_header import count_visible_frames, read_container_header
 
-_SAMPLES = 8
+_MAX_SAMPLES = 8
 """Number of sampled frames at which every other one is dropped and the sampling stride doubles."""
 # Number of frames in a thumbnail.
-_SHOWN = 4
+_THUMBNAIL_FRAMES = 4
 # Maximum height of a thumbnail in pixels: a 9:16 picture at a quarter of the thumbnail's width.
-_HIGHEST = 142
+_MAX_THUMBNAIL_HEIGHT = 142
 # Number of errors after which decoding stops.
-_MOST_ERRORS = 20
+_MAX_ERRORS = 20
 # Tolerance as a share of the usual interval; larger than any container's rounding at 24 to 60 fps.
-_DEVIATION = 0.25
-_ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
+_INTERVAL_TOLERANCE = 0.25
+_DECODE_ERRORS = (av.error.FFmpegError, OSError, ValueError, MemoryError)
 # Transfer characteristics and colour primaries of ITU-T H.273.
 _HDR_CURVES = {16: "PQ", 18: "HLG"}
 _BT2020 = 9
@@ -37,7 +37,7 @@ _FULL_RANGE = 2
 
 
 def measure_video(
-    media: Media, alive: Callable[[], None]
+    media: Media, heartbeat: Callable[[], None]
 ) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make a video unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def measure_video(
         with open_media(media) as container:
             facts["container"] = container.format.name
             # A sound file may contain its cover as a video stream; only other streams are videos.
-            streams = _video_streams(container)
+            streams = _list_video_streams(container)
             if not streams:
                 cover = bool(container.streams.video)
                 message = "its only picture is the sound's cover" if cover else "it has sound only"
@@ -54,38 +54,42 @@ def measure_video(
             stream = streams[0]
             if stream.codec_context is None:
                 return [("unreadable", "FFmpeg has no decoder for its video")], facts, None
-            facts |= _header(container, stream)
-            too_large = oversize(facts["height"], facts["width"])
+            facts |= _read_header(container, stream)
+            too_large = find_size_problem(facts["height"], facts["width"])
             if too_large:
                 return [("corrupt", too_large)], facts, None
-            frames = _Frames(
+            frames = _FrameMeasures(
                 float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1)
             )
-            frames.decode(container, stream, alive)
-    except _ERRORS as error:
-        return [("unreadable", f"it cannot be opened as a video: {message_of(error)}")], facts, None
+            frames.decode(container, stream, heartbeat)
+    except _DECODE_ERRORS as error:
+        return (
+            [("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")],
+            facts,
+            None,
+        )
     if not frames.times:
         # A stream without frames may end without any error.
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
         return failures, facts, None
-    # Training opens files with `read_container`, so a file that it refuses is refused here too.
+    # Training opens files with `read_container_header`, so a file that it refuses is refused here too.
     try:
         with open_media(media) as container:
-            read_container(container)
-    except _ERRORS as error:
+            read_container_header(container)
+    except _DECODE_ERRORS as error:
         if not frames.failures:
-            frames.failures.append(("unreadable", f"its first frame: {message_of(error)}"))
-    facts |= frames.facts()
-    facts["sound"] = measure_sound(media, frames.times[0], alive)
-    return frames.failures, facts, frames.thumbnail()
+            frames.failures.append(("unreadable", f"its first frame: {get_error_message(error)}"))
+    facts |= frames.compute_facts()
+    facts["sound"] = measure_sound(media, frames.times[0], heartbeat)
+    return frames.failures, facts, frames.encode_thumbnail()
 
 
-def _video_streams(container: av.container.InputContainer) -> list[av.VideoStream]:
+def _list_video_streams(container: av.container.InputContainer) -> list[av.VideoStream]:
     """The video streams other than cover pictures."""
     return [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
 
 
-def _header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
+def _read_header(container: av.container.InputContainer, stream: av.VideoStream) -> dict[str, Any]:
     """Facts from the headers of the container and of the stream."""
     seconds: float | None = None
     if stream.duration and stream.time_base:
@@ -97,18 +101,18 @@ def _header(container: av.container.InputContainer, stream: av.VideoStream) -> d
         "codec": stream.codec_context.name,
         "height": stream.height,
         "width": stream.width,
-        "header_frames": num_shown_frames(stream),
+        "header_frames": count_visible_frames(stream),
         "header_seconds": seconds,
         "header_start": max(0.0, (container.start_time or 0) / av.time_base),
         "header_fps": float(stream.average_rate) if stream.average_rate else None,
-        "streams": len(_video_streams(container)),
+        "streams": len(_list_video_streams(container)),
         "pixel_aspect": float(stream.sample_aspect_ratio or 1),
         # Only this tag tells that a VP8 or VP9 stream in WebM has transparency.
         "alpha": stream.metadata.get("alpha_mode") == "1",
     }
 
 
-class _Frames:
+class _FrameMeasures:
     """Collects measures of one video's frames while they are decoded."""
 
     def __init__(self, rate: float, pixel_aspect: float) -> None:
@@ -116,9 +120,9 @@ class _Frames:
         self.failures: Failures = []
         self._rate = rate if math.isfinite(rate) and rate > 0 else 25.0
         self._pixel_aspect = pixel_aspect
-        self._untimed = self._interlaced = 0
+        self._num_untimed = self._num_interlaced = 0
         self._errors: list[tuple[int, str]] = []
-        self._damaged: list[float] = []
+        self._damaged_times: list[float] = []
         self._format: dict[str, Any] = {}
         self._orientation = Orientation()
         self._pictures = PictureMeasures()
@@ -130,90 +134,94 @@ class _Frames:
         self,
         container: av.container.InputContainer,
         stream: av.VideoStream,
-        alive: Callable[[], None],
+        heartbeat: Callable[[], None],
     ) -> None:
         """Decode to the end of the file, continuing after errors, and collect measures and failures."""
         # One thread, because the audit runs one process per core.
         stream.thread_type, stream.thread_count = "NONE", 1
         limit = FrameLimit()
-        for frame in self._decoded(container, stream, alive):
+        for frame in self._iter_frames(container, stream, heartbeat):
             try:
                 # The limit stops small files that claim a huge number of frames.
-                limit.take()
+                limit.count_frame()
             except ValueError as error:
                 self.failures.append(("corrupt", str(error)))
                 break
-            self._take(frame)
-        self._judge_errors()
+            self._measure_frame(frame)
+        self._report_errors()
 
-    def _decoded(
+    def _iter_frames(
         self,
         container: av.container.InputContainer,
         stream: av.VideoStream,
-        alive: Callable[[], None],
+        heartbeat: Callable[[], None],
     ) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames; errors are collected with the number of frames before them."""
         packets = container.demux(stream)
-        while len(self._errors) < _MOST_ERRORS:
+        while len(self._errors) < _MAX_ERRORS:
             try:
                 # After an error of the container there are no more packets; a decoder can continue after one.
                 packet = next(packets, None)
-            except _ERRORS as error:
-                self._errors.append((len(self.times), message_of(error)))
+            except _DECODE_ERRORS as error:
+                self._errors.append((len(self.times), get_error_message(error)))
                 return
-            alive()
+            heartbeat()
             if packet is None:
                 return
             try:
                 yield from packet.decode()
-            except _ERRORS as error:
-                self._errors.append((len(self.times), message_of(error)))
+            except _DECODE_ERRORS as error:
+                self._errors.append((len(self.times), get_error_message(error)))
 
-    def _take(self, frame: av.VideoFrame) -> None:
+    def _measure_frame(self, frame: av.VideoFrame) -> None:
         """Measure one frame."""
         number = len(self.times)
         # Without a time stamp, assume the average rate of the stream.
-        self._untimed += frame.time is None
+        self._num_untimed += frame.time is None
         self.times.append(number / self._rate if frame.time is None else frame.time)
         if frame.is_corrupt:
-            self._damaged.append(self.times[-1] - self.times[0])
-        self._interlaced += frame.interlaced_frame
+            self._damaged_times.append(self.times[-1] - self.times[0])
+        self._num_interlaced += frame.interlaced_frame
         if number == 0:
             # Assume the same display matrix and pixel format for the rest of the video.
             self._orientation = Orientation.from_frame(frame)
-            self._format = _format(frame)
-        self._pictures.add(self._scaled(self._to_small, frame, SIDE, SIDE))
+            self._format = _describe_format(frame)
+        self._pictures.add(self._scale(self._to_small, frame, SMALL_SIDE, SMALL_SIDE))
         if number % self._stride:
             return
         luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
         # Every other pixel of a large frame is enough to measure its levels.
-        self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SIDE**2 else luma)
-        self._thumbnails.append(self._scaled(self._to_thumbnail, frame, *self._shown_size(frame)))
+        self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SMALL_SIDE**2 else luma)
+        self._thumbnails.append(
+            self._scale(self._to_thumbnail, frame, *self._compute_thumbnail_size(frame))
+        )
         # Keep every other sample and double the stride: the samples still cover the video evenly.
-        if len(self._thumbnails) == _SAMPLES:
+        if len(self._thumbnails) == _MAX_SAMPLES:
             self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
 
     @staticmethod
-    def _scaled(to: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+    def _scale(
+        reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int
+    ) -> np.ndarray:
         """The frame as RGB, uint8 (height, width, 3), each pixel the mean of its area."""
-        scaled = to.reformat(
+        scaled = reformatter.reformat(
             frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
         )
         return scaled.to_ndarray()
 
-    def _shown_size(self, frame: av.VideoFrame) -> tuple[int, int]:
+    def _compute_thumbnail_size(self, frame: av.VideoFrame) -> tuple[int, int]:
         """Height and width of a thumbnail in pixels, before it is rotated upright."""
         height, width = frame.height, frame.width * self._pixel_aspect
         # Width and height as shown, after the rotation.
-        across, down = (height, width) if self._orientation.is_on_its_side else (width, height)
+        across, down = (height, width) if self._orientation.is_sideways else (width, height)
         # Both sides must fit: four frames share the width, and tall frames are limited by the height.
-        scale = min(THUMBNAIL / _SHOWN / across, _HIGHEST / down)
+        scale = min(THUMBNAIL_WIDTH / _THUMBNAIL_FRAMES / across, _MAX_THUMBNAIL_HEIGHT / down)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
-    def _judge_errors(self) -> None:
+    def _report_errors(self) -> None:
         """Turn the errors of decoding into failures."""
-        if self._damaged:
-            message = f"{len(self._damaged)} damaged frames, the first at {self._damaged[0]:.2f} s"
+        if self._damaged_times:
+            message = f"{len(self._damaged_times)} damaged frames, the first at {self._damaged_times[0]:.2f} s"
             self.failures.append(("corrupt", message))
         elif self._errors:
             frame, reason = self._errors[0]
@@ -224,18 +232,18 @@ class _Frames:
                 self.failures.append(("truncated", message))
             else:
                 self.failures.append(("corrupt", f"decoding fails after {frame} frames: {reason}"))
-        if self._untimed:
-            message = f"{self._untimed} of {len(self.times)} frames have no time stamp"
+        if self._num_untimed:
+            message = f"{self._num_untimed} of {len(self.times)} frames have no time stamp"
             self.failures.append(("no_time_stamps", message))
 
-    def facts(self) -> dict[str, Any]:
+    def compute_facts(self) -> dict[str, Any]:
         """The measures of the decoded frames, by name."""
         seconds = np.array(self.times) - self.times[0]
         intervals = np.diff(seconds)
         final_interval = float(intervals[-1]) if len(intervals) else 0.0
         usual_interval = float(np.median(intervals)) if len(intervals) else 1 / self._rate
         # Compare each interval with the median one; containers round time stamps.
-        irregular = np.abs(intervals - usual_interval) > _DEVIATION * usual_interval
+        irregular = np.abs(intervals - usual_interval) > _INTERVAL_TOLERANCE * usual_interval
         # Lengths of stretches need times that do not run backwards; the count of those that do is a fact of its own.
         forward = np.maximum.accumulate(seconds)
         boundaries = [*forward.tolist(), float(forward[-1] + max(0.0, usual_interval))]
@@ -257,26 +265,28 @@ class _Frames:
             "backwards": int((intervals < 0).sum()),
             "rotation": 90 * self._orientation.quarter_turns,
             "mirrored": self._orientation.is_mirrored,
-            "interlaced": self._interlaced > len(seconds) / 2,
-            **self._pictures.facts(boundaries),
-            "outlines": [Outline.of(picture).text for picture in self._shown()],
+            "interlaced": self._num_interlaced > len(seconds) / 2,
+            **self._pictures.compute_facts(boundaries),
+            "outlines": [
+                Outline.from_picture(picture).text for picture in self._select_thumbnails()
+            ],
         }
 
-    def _shown(self) -> list[np.ndarray]:
-        """Small upright pictures of up to `_SHOWN` frames, evenly spaced over the video."""
-        count = min(_SHOWN, len(self._thumbnails))
+    def _select_thumbnails(self) -> list[np.ndarray]:
+        """Small upright pictures of up to `_THUMBNAIL_FRAMES` frames, evenly spaced over the video."""
+        count = min(_THUMBNAIL_FRAMES, len(self._thumbnails))
         chosen = np.linspace(0, len(self._thumbnails) - 1, count).round().astype(int)
         return [self._orientation.apply(self._thumbnails[k]) for k in chosen]
 
-    def thumbnail(self) -> bytes:
+    def encode_thumbnail(self) -> bytes:
         """A JPEG of a few frames side by side."""
-        pictures = self._shown()
+        pictures = self._select_thumbnails()
         # Pictures can be joined only at equal heights; rounding may differ by a pixel.
         height = min(picture.shape[0] for picture in pictures)
-        return jpeg([picture[:height] for picture in pictures])
+        return encode_jpeg([picture[:height] for picture in pictures])
 
 
-def _format(frame: av.VideoFrame) -> dict[str, Any]:
+def _describe_format(frame: av.VideoFrame) -> dict[str, Any]:
     """Facts about the pixel format and colours of a frame."""
     pixels = frame.format
     name, primaries = pixels.name, int(frame.color_primaries)

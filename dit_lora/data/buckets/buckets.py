@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.media.decode import WantedTimes
+from dit_lora.data.media.decode import RegularTimes
 from dit_lora.data.media.video_header import VideoHeader
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 # Sides are multiples of a step, so areas and ratios are met within this tolerance. The budget may be exceeded by it.
 TOLERANCE = 0.05
 # Rounding a side may enlarge a picture by up to this factor, which does not count as enlargement.
-ENLARGEMENT = 1 + TOLERANCE / 2
+MAX_ENLARGEMENT = 1 + TOLERANCE / 2
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """The bucket of a clip, with the crop and the enlargement that it needs."""
 
     shape: VideoShape
@@ -30,39 +30,39 @@ class Placed:
     """Share of the picture that is cropped away."""
     upscale: float
     """Factor by which the picture is enlarged; 1 if it is not."""
-    source: VideoHeader
+    header: VideoHeader
 
 
 @dataclass(frozen=True)
-class Dropped:
+class DroppedClip:
     """Why a clip has no bucket: code `too_short`, `cropped` or `upscaled`, and a message."""
 
     code: str
     words: str
 
 
-def window_id(clip_id: str, start: float) -> str:
+def make_window_id(clip_id: str, start: float) -> str:
     """Id of the sample that begins at `start` seconds of a clip; at 0 s it is the clip's id."""
     return f"{clip_id}@{round(start, 3):.12g}s" if start else clip_id
 
 
-def buckets_of(
+def list_buckets(
     data: DataConfig,
     side_step: int,
-    fits: Callable[[VideoShape], str | None],
+    unsupported_reason: Callable[[VideoShape], str | None],
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[VideoShape, ...]:
     """The shapes of a recipe, smallest first: those of `data.buckets`, or a single one without buckets.
 
     There is one for each aspect ratio, resolution and number of frames within the budget of data.frames x
-    data.height x data.width. Sides are multiples of `side_step`, chosen among all near ones to fit the
+    data.height x data.width. Sides are multiples of `size_multiple`, chosen among all near ones to fit the
     requested area and ratio; they may exceed the budget by `TOLERANCE`. The recipe's own height and width, in
     either orientation, are used for their aspect ratio.
 
     Args:
         data: The recipe's data section.
-        side_step: Step of the model's height and width, in pixels.
-        fits: Returns why the model cannot train a shape; None if it can.
+        size_multiple: Step of the model's height and width, in pixels.
+        unsupported_reason: Returns why the model cannot train a shape; None if it can.
         say: Receives a message about the shapes that are left out.
 
     Raises:
@@ -70,34 +70,36 @@ def buckets_of(
     """
     # Without buckets, the recipe has exactly one shape.
     if data.buckets is None:
-        shapes = {VideoShape.of(data)}
+        shapes = {VideoShape.from_data(data)}
     else:
         shapes = {
             VideoShape(frames, *sides)
             for frames in data.buckets.frames or (data.frames,)
-            for resolution in _resolutions(data)
+            for resolution in _list_resolutions(data)
             for ratio in data.buckets.aspect_ratios
-            if (sides := _sides(data, frames, resolution, ratio, side_step))
+            if (sides := _choose_sides(data, frames, resolution, ratio, side_step))
         }
     if not shapes:
         raise DitLoraError(
-            f"data.buckets: no shape is within the budget of {VideoShape.of(data)}; lower "
+            f"data.buckets: no shape is within the budget of {VideoShape.from_data(data)}; lower "
             "data.buckets.resolutions or data.buckets.frames, or raise data.height and data.width"
         )
     # The model may not support a shape, for example because of its VAE stride or patch size.
-    refused = {shape: reason for shape in sorted(shapes) if (reason := fits(shape))}
+    refused = {shape: reason for shape in sorted(shapes) if (reason := unsupported_reason(shape))}
     lines = [f"{shape}: {reason}" for shape, reason in refused.items()]
     if len(refused) == len(shapes):
         raise DitLoraError(
-            listed("no shape of data can be trained (frames x height x width)", lines)
+            format_list("no shape of data can be trained (frames x height x width)", lines)
         )
     if refused:
         # Some shapes remain, so leave out the others with a message.
-        say(listed("buckets that cannot be trained are left out", lines))
+        say(format_list("buckets that cannot be trained are left out", lines))
     return tuple(sorted(shapes - refused.keys()))
 
 
-def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
+def choose_bucket(
+    header: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig
+) -> Placement | DroppedClip:
     """Choose the bucket of a clip, and the windows in it.
 
     The clip gets the largest number of frames that it certainly has at `data.fps`. Of those buckets, the
@@ -106,30 +108,30 @@ def place(source: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) 
     exceeds the allowed crop or enlargement is dropped.
     """
     # The number of frames comes first: it decides how much of the clip is used.
-    frames = _frames(source, buckets, data.fps)
+    frames = _choose_num_frames(header, buckets, data.fps)
     if frames is None:
-        return Dropped("too_short", _shortage(source, buckets, data.fps))
-    return _best(source, [shape for shape in buckets if shape.frames == frames], data)
+        return DroppedClip("too_short", _describe_shortage(header, buckets, data.fps))
+    return _choose_best_shape(header, [shape for shape in buckets if shape.frames == frames], data)
 
 
-def _resolutions(data: DataConfig) -> tuple[float, ...]:
+def _list_resolutions(data: DataConfig) -> tuple[float, ...]:
     """Side of a square with the area of each resolution, in pixels, ascending."""
     # Without resolutions, there is one: that of the recipe's own height and width.
     resolutions = data.buckets.resolutions if data.buckets else None
     return tuple(sorted({*resolutions})) if resolutions else (math.sqrt(data.height * data.width),)
 
 
-def _sides(
-    data: DataConfig, frames: int, resolution: float, ratio: str, step: int
+def _choose_sides(
+    data: DataConfig, frames: int, resolution: float, ratio: str, side_step: int
 ) -> tuple[int, int] | None:
     """Height and width nearest to a resolution and a ratio; None if none is within the budget."""
-    budget = VideoShape.of(data).volume * (1 + TOLERANCE)
+    budget = VideoShape.from_data(data).volume * (1 + TOLERANCE)
     # A ratio is written width to height, such as 16:9.
     aspect = Fraction(ratio.replace(":", "/"))
     if resolution**2 * frames > budget:
         return None
 
-    def error(sides: tuple[int, int]) -> float:
+    def compute_error(sides: tuple[int, int]) -> float:
         height, width = sides
         # Both errors are logarithms, so that twice and half the value count the same.
         area = math.log(height * width / resolution**2)
@@ -138,123 +140,138 @@ def _sides(
     # If the recipe's own height and width are near enough, use exactly these.
     as_configured = [(data.height, data.width), (data.width, data.height)]
     for sides in as_configured:
-        if error(sides) < TOLERANCE and data.height % step == data.width % step == 0:
+        if (
+            compute_error(sides) < TOLERANCE
+            and data.height % side_step == data.width % side_step == 0
+        ):
             return sides
     # Exact sides of the requested area and ratio; sides on the grid around them are tried below.
     height = math.sqrt(resolution**2 / aspect)
     candidates = [
         (high, wide)
-        for high in _multiples(height, step)
-        for wide in _multiples(height * aspect, step)
+        for high in _list_multiples(height, side_step)
+        for wide in _list_multiples(height * aspect, side_step)
         if high * wide * frames <= budget
     ]
     # Compare the sides too, so that equal errors give the same choice on every machine.
-    return min(candidates, key=lambda sides: (error(sides), sides), default=None)
+    return min(candidates, key=lambda sides: (compute_error(sides), sides), default=None)
 
 
-def _multiples(side: float, step: int) -> list[int]:
-    """The multiples of `step` around a side."""
+def _list_multiples(side: float, step: int) -> list[int]:
+    """The multiples of `size_multiple` around a side."""
     middle = round(side / step)
     # Two steps to either side: the best pair need not be the nearest in each side.
     return [step * count for count in range(max(1, middle - 2), middle + 3)]
 
 
-def _frames(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> int | None:
+def _choose_num_frames(
+    header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None
+) -> int | None:
     """The largest number of frames of any bucket that the clip can give; None if there is none."""
     lengths = sorted({shape.frames for shape in buckets}, reverse=True)
-    if source.is_image:
+    if header.is_image:
         return 1 if 1 in lengths else None
     certain = next(
-        (frames for frames in lengths if _count(source, 0.0, frames, fps) == frames), None
+        (frames for frames in lengths if _count_frames(header, 0.0, frames, fps) == frames), None
     )
     if certain is not None:
         return certain
     # Some files do not count the last frame's duration, so they may have one frame more than stated;
     # only decoding shows whether they do.
     shortest = lengths[-1]
-    return shortest if _count(source, 0.0, shortest, fps, spare=1) == shortest else None
+    return (
+        shortest if _count_frames(header, 0.0, shortest, fps, extra_frames=1) == shortest else None
+    )
 
 
-def _count(
-    source: VideoHeader, start: float, frames: int, fps: float | None, spare: float = 0
+def _count_frames(
+    header: VideoHeader, start: float, frames: int, fps: float | None, extra_frames: float = 0
 ) -> int:
-    """How many of `frames` the clip has from `start` on, if it is `spare` frames longer than its header says."""
-    if source.seconds is None or source.fps is None:
+    """How many of `frames` the clip has from `start` on, if it is `extra_frames` frames longer than
+    its header says.
+    """
+    if header.seconds is None or header.fps is None:
         return frames
     # Each time gets the nearest frame, so the last frame is used for times up to half its duration after it.
-    end = source.seconds + (spare - 0.5) / source.fps
-    return WantedTimes(frames, fps or 1.0, start).until(end)
+    end = header.seconds + (extra_frames - 0.5) / header.fps
+    return RegularTimes(frames, fps or 1.0, start).count_until(end)
 
 
-def _shortage(source: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:
+def _describe_shortage(
+    header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None
+) -> str:
     """Message about a clip with fewer frames than the smallest bucket."""
     min_frames = min(shape.frames for shape in buckets)
-    if source.is_image:
+    if header.is_image:
         return f"too short: an image is one frame; the smallest bucket asks for {min_frames}"
-    num_available = _count(source, 0.0, min_frames, fps, spare=1)
+    num_available = _count_frames(header, 0.0, min_frames, fps, extra_frames=1)
     return (
         f"too short: it gives at most {num_available} frames at {fps or 1.0:g} fps, the smallest bucket asks for "
         f"{min_frames}; lower data.frames, raise data.fps or remove it"
     )
 
 
-def _cost(source: VideoHeader, shape: VideoShape) -> tuple[float, float]:
+def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]:
     """Share cropped away, and enlargement, of a picture that is scaled to cover a shape and cropped at the centre."""
-    scale = max(shape.height / source.height, shape.width / source.width)
+    scale = max(shape.height / header.height, shape.width / header.width)
     # Share of the scaled picture's area that is inside the shape.
-    remaining = shape.height * shape.width / (source.height * source.width * scale**2)
+    remaining = shape.height * shape.width / (header.height * header.width * scale**2)
     return max(0.0, 1 - remaining), max(1.0, scale)
 
 
-def _best(source: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placed | Dropped:
+def _choose_best_shape(
+    header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig
+) -> Placement | DroppedClip:
     """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
     max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
     max_upscale = limits.max_upscale if limits and limits.max_upscale is not None else math.inf
     # (crop, enlargement, shape) of each candidate.
-    costs = [(*_cost(source, shape), shape) for shape in shapes]
+    costs = [(*_compute_cost(header, shape), shape) for shape in shapes]
     allowed = [cost for cost in costs if cost[0] <= max_crop and cost[1] <= max_upscale]
-    resolutions = _resolutions(data)
+    resolutions = _list_resolutions(data)
     levels: dict[float, list[tuple[float, float, VideoShape]]] = {}
     # If no shape is allowed, continue with all of them, to name the best one in the message.
     for cost in allowed or costs:
-        levels.setdefault(_level(cost[2], resolutions), []).append(cost)
+        levels.setdefault(_find_resolution(cost[2], resolutions), []).append(cost)
     # For each resolution, take the shape that crops least, which is the one nearest to the clip's aspect ratio.
     best_by_level = {level: min(level_costs) for level, level_costs in levels.items()}
-    unenlarged = [level for level, cost in best_by_level.items() if cost[1] <= ENLARGEMENT]
+    unenlarged = [level for level, cost in best_by_level.items() if cost[1] <= MAX_ENLARGEMENT]
     # Choose the highest resolution without enlargement, or else the one that enlarges least.
     level = max(unenlarged, default=None) or min(
         best_by_level, key=lambda candidate: (best_by_level[candidate][1], candidate)
     )
     crop, upscale, best = best_by_level[level]
     if allowed:
-        return Placed(best, _starts(source, best.frames, data), crop, upscale, source)
+        return Placement(
+            best, _list_window_starts(header, best.frames, data), crop, upscale, header
+        )
     # Nothing is allowed: say which limit the best shape exceeds.
-    size = f"its picture of {source.width}x{source.height}"
+    size = f"its picture of {header.width}x{header.height}"
     if crop > max_crop:
         limit = f"data.buckets.max_crop is {max_crop:g}"
-        return Dropped("cropped", f"{best} would lose {crop:.0%} of {size}; {limit}")
+        return DroppedClip("cropped", f"{best} would lose {crop:.0%} of {size}; {limit}")
     limit = f"data.buckets.max_upscale is {max_upscale:g}"
-    return Dropped("upscaled", f"{best} would enlarge {size} {upscale:.2f} times; {limit}")
+    return DroppedClip("upscaled", f"{best} would enlarge {size} {upscale:.2f} times; {limit}")
 
 
-def _level(shape: VideoShape, resolutions: Sequence[float]) -> float:
+def _find_resolution(shape: VideoShape, resolutions: Sequence[float]) -> float:
     """The resolution that a shape was made for: the nearest on a logarithmic scale."""
     side = math.sqrt(shape.height * shape.width)
     return min(resolutions, key=lambda resolution: abs(math.log(side / resolution)))
 
 
-def _starts(source: VideoHeader, frames: int, data: DataConfig) -> tuple[float, ...]:
+def _list_window_starts(header: VideoHeader, frames: int, data: DataConfig) -> tuple[float, ...]:
     """Start of each window of a clip, in seconds."""
     # Without length or frame rate in the header, or fps in the recipe, the start of a second window is unknown.
-    if data.fps is None or None in (source.seconds, source.fps):
+    if data.fps is None or None in (header.seconds, header.fps):
         return (0.0,)
     # By default, windows follow one another without overlap.
     stride = data.window_stride or frames / data.fps
     starts = [0.0]
     while data.windows == "all" or len(starts) < data.windows:
         start = len(starts) * stride
-        if _count(source, start, frames, data.fps) < frames:
+        if _count_frames(header, start, frames, data.fps) < frames:
             break
         starts.append(start)
     return tuple(starts)

@@ -7,13 +7,13 @@ from fractions import Fraction
 from typing import Any
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.buckets.buckets import ENLARGEMENT, Dropped, Placed
+from dit_lora.data.buckets.buckets import MAX_ENLARGEMENT, DroppedClip, Placement
 from dit_lora.data.media.video_header import VideoHeader
 
 # Share of the clips from which on advice is given, and share of a picture from which on a crop counts as heavy.
-MANY = 0.25
+MIN_ADVICE_SHARE = 0.25
 HEAVY_CROP = 0.25
-_SHOWN = 6
+_MAX_LISTED = 6
 
 
 _SIZES = ("frames", "height", "width")
@@ -42,32 +42,34 @@ class BucketReport:
 
     rows: tuple[BucketRow, ...]
     """One row for each bucket, used or not."""
-    dropped: tuple[tuple[str, Dropped], ...]
+    dropped: tuple[tuple[str, DroppedClip], ...]
     """Names of clips that are left out, with the reason."""
     advice: tuple[str, ...]
 
     @classmethod
-    def of(
+    def from_clips(
         cls,
-        clips: Sequence[tuple[str, Placed | Dropped]],
+        clips: Sequence[tuple[str, Placement | DroppedClip]],
         buckets: Sequence[VideoShape],
         data: DataConfig,
-        group: int,
+        samples_per_step: int,
     ) -> "BucketReport":
-        """Report on named clips; `group` is the number of samples of one optimizer step."""
-        placed_clips = [clip for _, clip in clips if isinstance(clip, Placed)]
-        dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, Dropped))
+        """Report on named clips; `samples_per_step` is the number of samples of one optimizer step."""
+        placed_clips = [clip for _, clip in clips if isinstance(clip, Placement)]
+        dropped = tuple((name, clip) for name, clip in clips if isinstance(clip, DroppedClip))
         samples = sum(len(clip.starts) for clip in placed_clips)
         # Buckets without clips get a row too, for the advice to remove them.
-        by_shape: dict[VideoShape, list[Placed]] = {shape: [] for shape in sorted(buckets)}
+        by_shape: dict[VideoShape, list[Placement]] = {shape: [] for shape in sorted(buckets)}
         for clip in placed_clips:
             by_shape[clip.shape].append(clip)
-        rows = tuple(_row(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
+        rows = tuple(
+            _summarise_bucket(shape, in_bucket, samples) for shape, in_bucket in by_shape.items()
+        )
         advice = [
-            *_advice_on_dropped(dropped, len(clips)),
-            *_advice_on_sizes(rows, group),
-            *_advice_on_pictures(placed_clips, buckets),
-            *_advice_on_lengths(placed_clips, data),
+            *_advise_on_dropped(dropped, len(clips)),
+            *_advise_on_sizes(rows, samples_per_step),
+            *_advise_on_pictures(placed_clips, buckets),
+            *_advise_on_lengths(placed_clips, data),
         ]
         return cls(rows, dropped, tuple(advice))
 
@@ -83,7 +85,7 @@ class BucketReport:
             "advice": list(self.advice),
         }
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Lines for a terminal: a table of the buckets in use, the clips that are left out, and the advice."""
         table = [("bucket", "clips", "samples", "share", "crop mean/worst", "enlarged")]
         table += [
@@ -110,47 +112,53 @@ class BucketReport:
         return lines + [f"advice: {advice}" for advice in self.advice]
 
 
-def advice_on_references(shapes: Sequence[VideoShape], group: int) -> list[str]:
+def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) -> list[str]:
     """Advice if references split samples into shapes with fewer samples than a step takes.
 
-    `shapes` has one shape per sample; `group` is the number of samples of a step.
+    `shapes` has one shape per sample; `samples_per_step` is the number of samples of a step.
     """
     counts = Counter(shapes)
     # The same shapes with references removed: as many as there are buckets in use.
     without_references = {replace(shape, references=()) for shape in counts}
-    rare = sorted((shape for shape in counts if counts[shape] < group), key=counts.__getitem__)
+    rare = sorted(
+        (shape for shape in counts if counts[shape] < samples_per_step), key=counts.__getitem__
+    )
     # If references do not split the samples further, the advice about buckets covers it.
     if not rare or len(counts) == len(without_references):
         return []
     descriptions = [
-        f"{shape} ({_counted(counts[shape], 'sample')}, every {_epochs(group / counts[shape])})"
+        f"{shape} ({_format_count(counts[shape], 'sample')}, every {_format_epochs(samples_per_step / counts[shape])})"
         for shape in rare
     ]
     return [
-        f"with their references, samples have {len(counts)} shapes, and a step takes {group} samples of one; these "
-        f"do not come in every epoch: {_few(descriptions)}; give references fewer sizes, or lower train.batch_size "
+        f"with their references, samples have {len(counts)} shapes, and a step takes "
+        f"{samples_per_step} samples of one; these "
+        f"do not come in every epoch: {_shorten_list(descriptions)}; give references fewer "
+        "sizes, or lower train.batch_size "
         "or accumulate"
     ]
 
 
-def _row(shape: VideoShape, clips: Sequence[Placed], samples: int) -> BucketRow:
-    """Summary of the clips of one bucket; `samples` is the number in all buckets."""
+def _summarise_bucket(
+    shape: VideoShape, clips: Sequence[Placement], total_samples: int
+) -> BucketRow:
+    """Summary of the clips of one bucket; `total_samples` is the number in all buckets."""
     crops = [clip.crop for clip in clips]
     count = sum(len(clip.starts) for clip in clips)
     return BucketRow(
         shape,
         clips=len(clips),
         samples=count,
-        share=count / samples if samples else 0.0,
+        share=count / total_samples if total_samples else 0.0,
         mean_crop=sum(crops) / len(crops) if crops else 0.0,
         worst_crop=max(crops, default=0.0),
-        upscaled=sum(clip.upscale > ENLARGEMENT for clip in clips),
+        upscaled=sum(clip.upscale > MAX_ENLARGEMENT for clip in clips),
         pixels=shape.volume,
     )
 
 
-def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> list[str]:
-    if len(dropped) < MANY * clips or not dropped:
+def _advise_on_dropped(dropped: Sequence[tuple[str, DroppedClip]], num_clips: int) -> list[str]:
+    if len(dropped) < MIN_ADVICE_SHARE * num_clips or not dropped:
         return []
     remedies = {
         "too_short": "fewer data.frames, or shorter buckets.frames beside them, would keep those too short",
@@ -160,92 +168,93 @@ def _advice_on_dropped(dropped: Sequence[tuple[str, Dropped]], clips: int) -> li
     counts = Counter(clip.code for _, clip in dropped)
     # The advice is for the most frequent reason; sorting makes ties reproducible.
     worst = max(sorted(counts), key=lambda code: counts[code])
-    return [f"{_part(len(dropped), clips)} are left out: {remedies[worst]}"]
+    return [f"{_format_share(len(dropped), num_clips)} are left out: {remedies[worst]}"]
 
 
-def _advice_on_sizes(rows: Sequence[BucketRow], group: int) -> list[str]:
+def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[str]:
     used = [row for row in rows if row.samples]
     # Such a bucket collects samples over several epochs until it fills a step.
-    small = [row for row in used if row.samples < group]
+    small = [row for row in used if row.samples < samples_per_step]
     advice = []
     # With a single bucket in use, there is nothing to even out.
     if small and len(used) > 1:
         descriptions = [
-            f"{row.shape} ({_counted(row.samples, 'sample')}, every {_epochs(group / row.samples)})"
+            f"{row.shape} ({_format_count(row.samples, 'sample')}, every "
+            f"{_format_epochs(samples_per_step / row.samples)})"
             for row in small
         ]
         advice.append(
-            f"buckets with fewer samples than a step takes ({group}) do not come in every epoch: "
-            f"{_few(descriptions)}; a smaller train.accumulate or fewer buckets make them more even"
+            f"buckets with fewer samples than a step takes ({samples_per_step}) do not come in every epoch: "
+            f"{_shorten_list(descriptions)}; a smaller train.accumulate or fewer buckets make them more even"
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
         advice.append(
-            f"buckets that no clip goes to: {_few(unused)}; leaving them out changes nothing"
+            f"buckets that no clip goes to: {_shorten_list(unused)}; leaving them out changes nothing"
         )
     return advice
 
 
-def _advice_on_pictures(placed: Sequence[Placed], buckets: Sequence[VideoShape]) -> list[str]:
+def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShape]) -> list[str]:
     total, advice = len(placed), []
-    enlarged = sum(clip.upscale > ENLARGEMENT for clip in placed)
-    if enlarged and enlarged >= MANY * total:
+    enlarged = sum(clip.upscale > MAX_ENLARGEMENT for clip in placed)
+    if enlarged and enlarged >= MIN_ADVICE_SHARE * total:
         worst = max(clip.upscale for clip in placed)
         advice.append(
-            f"{_part(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
+            f"{_format_share(enlarged, total)} are enlarged, up to {worst:.1f} times: lower "
             "data.height and data.width, or add a lower one to buckets.resolutions"
         )
     # Rotated clips would lose most of their picture in buckets of the other orientation.
-    portrait = sum(clip.source.height > clip.source.width for clip in placed)
-    landscape = sum(clip.source.height < clip.source.width for clip in placed)
+    portrait = sum(clip.header.height > clip.header.width for clip in placed)
+    landscape = sum(clip.header.height < clip.header.width for clip in placed)
     for count, word, missing in (
         (portrait, "portrait", all(shape.height <= shape.width for shape in buckets)),
         (landscape, "landscape", all(shape.height >= shape.width for shape in buckets)),
     ):
-        if missing and count and count >= MANY * total:
+        if missing and count and count >= MIN_ADVICE_SHARE * total:
             advice.append(
-                f"{_part(count, total)} are {word} and no bucket is: add {word} "
+                f"{_format_share(count, total)} are {word} and no bucket is: add {word} "
                 "buckets.aspect_ratios"
             )
     cropped_clips = [clip for clip in placed if clip.crop > HEAVY_CROP]
-    if cropped_clips and len(cropped_clips) >= MANY * total:
-        common = Counter(_ratio(clip.source) for clip in cropped_clips)
+    if cropped_clips and len(cropped_clips) >= MIN_ADVICE_SHARE * total:
+        common = Counter(_format_ratio(clip.header) for clip in cropped_clips)
         # The most frequent aspect ratio among the heavily cropped clips.
         (ratio, count), *_ = sorted(common.items(), key=lambda item: (-item[1], item[0]))
         advice.append(
-            f"{_part(len(cropped_clips), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
+            f"{_format_share(len(cropped_clips), total)} lose more than {HEAVY_CROP:.0%} of their picture; "
             f"{count} of them are about {ratio}: add such a ratio to buckets.aspect_ratios"
         )
     return advice
 
 
-def _advice_on_lengths(placed: Sequence[Placed], data: DataConfig) -> list[str]:
+def _advise_on_lengths(placed: Sequence[Placement], data: DataConfig) -> list[str]:
     """Advice if many clips are so long that less than half of them is ever used."""
     if data.fps is None:
         return []
     available = used = num_long = 0
     for clip in placed:
-        if clip.source.seconds is None or clip.shape.frames == 1:
+        if clip.header.seconds is None or clip.shape.frames == 1:
             continue
         # The small addend keeps rounding errors from losing a window.
-        num_windows = int(clip.source.seconds * data.fps / clip.shape.frames + 1e-6)
+        num_windows = int(clip.header.seconds * data.fps / clip.shape.frames + 1e-6)
         # Long: at least twice as many windows would fit as are used.
         num_long += num_windows >= 2 * len(clip.starts)
         available, used = available + max(num_windows, len(clip.starts)), used + len(clip.starts)
-    if not num_long or num_long < MANY * len(placed):
+    if not num_long or num_long < MIN_ADVICE_SHARE * len(placed):
         return []
     return [
-        f"{_part(num_long, len(placed))} are more than twice as long as what is used of them: "
+        f"{_format_share(num_long, len(placed))} are more than twice as long as what is used of them: "
         f"data.windows: all makes about {available} samples of them in place of {used}"
     ]
 
 
-def _ratio(source: VideoHeader) -> str:
+def _format_ratio(header: VideoHeader) -> str:
     """The nearest ratio of width to height in small numbers, such as 16:9."""
-    short, long = sorted((source.width, source.height))
+    short, long = sorted((header.width, header.height))
     # Common ratios have denominators up to 9, as in 16:9.
     nearest = Fraction(long, short).limit_denominator(9)
-    is_wide = source.width == long
+    is_wide = header.width == long
     return (
         f"{nearest.numerator}:{nearest.denominator}"
         if is_wide
@@ -253,18 +262,18 @@ def _ratio(source: VideoHeader) -> str:
     )
 
 
-def _part(count: int, total: int) -> str:
+def _format_share(count: int, total: int) -> str:
     return f"{count} of {total} clips ({count / total:.0%})"
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def _epochs(number: float) -> str:
+def _format_epochs(number: float) -> str:
     return f"{number:.1f} epochs" if number < 10 else f"{number:.0f} epochs"
 
 
-def _few(texts: Sequence[str]) -> str:
-    more = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _shorten_list(texts: Sequence[str]) -> str:
+    more = len(texts) - _MAX_LISTED
+    return ", ".join(texts[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

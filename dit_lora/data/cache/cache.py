@@ -20,45 +20,45 @@ from dit_lora.data.cache.index import Index
 from dit_lora.data.cache.shards import (
     DTYPE_NAMES,
     SUFFIX,
-    Encoded,
+    EncodedEntry,
     EntryLayout,
     OpenShard,
     ShardError,
     Spec,
     StoredEntry,
-    digest,
-    in_range,
-    tombstone,
+    compute_digest,
+    get_bad_mark_path,
+    is_in_range,
     write_shard,
 )
-from dit_lora.data.storage import read_stored
+from dit_lora.data.storage import read_with_retry
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.finite import describe_all
+from dit_lora.numerics.finite import describe_bad_tensors
 
-__all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encoded", "entry_key"]
+__all__ = ["MAX_ABS", "CacheError", "Spec", "TensorCache", "encode_entry", "make_entry_key"]
 
 # Far above the values of a VAE posterior or a normalised text embedding, and below the maximum of fp16 (65504).
 MAX_ABS = 1e4
 
 # Limits of the shards that a process keeps mapped: each takes two file descriptors, and the pages
 # that were read stay resident until the system reclaims them.
-_OPEN = 64
-_OPEN_BYTES = 2**31
+_MAX_OPEN_SHARDS = 64
+_MAX_OPEN_BYTES = 2**31
 
 
 class CacheError(DitLoraError):
     """An encoder's output must not be cached; the message names the sample and the tensor."""
 
 
-def entry_key(facts: Mapping[str, Any]) -> str:
+def make_entry_key(facts: Mapping[str, Any]) -> str:
     """SHA-256 hex digest of JSON-serializable facts; equal facts have equal keys."""
     # Sorted keys make the digest independent of the order in which facts are collected.
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def encoded(
+def encode_entry(
     key: str, tensors: Mapping[str, torch.Tensor], *, sample: str, facts: Mapping[str, Any]
-) -> Encoded:
+) -> EncodedEntry:
     """Prepare an entry for writing: copy its tensors to the host and check their values.
 
     Raises:
@@ -68,15 +68,15 @@ def encoded(
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     # Contiguous tensors in host memory, whose bytes can be written directly.
     host = {name: tensors[name].detach().cpu().contiguous() for name in names}
-    if not all(in_range(tensor, MAX_ABS) for tensor in host.values()):
-        bad = describe_all(host, MAX_ABS)
+    if not all(is_in_range(tensor, MAX_ABS) for tensor in host.values()):
+        bad = describe_bad_tensors(host, MAX_ABS)
         raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
     layout = EntryLayout(
         tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items())
     )
     # View the bytes without a copy.
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
-    return Encoded(key, sample, facts, layout, parts, digest(layout, parts))
+    return EncodedEntry(key, sample, facts, layout, parts, compute_digest(layout, parts))
 
 
 class TensorCache:
@@ -89,7 +89,7 @@ class TensorCache:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: OrderedDict[Path, OpenShard] = OrderedDict()
-        self._checked: set[StoredEntry] = set()
+        self._verified_entries: set[StoredEntry] = set()
         """Entries whose digest was verified; when a shard is read again, its entries are new objects."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,42 +110,42 @@ class TensorCache:
         """Load changes that other processes made: entries written, marked bad or removed."""
         self._index.refresh()
 
-    def path(self, key: str) -> Path:
+    def find_shard_path(self, key: str) -> Path:
         """Path of the shard that holds the entry; without an entry, a path at which no file exists."""
-        entry = self._entry(key)
+        entry = self._find_entry(key)
         return entry.path if entry else self.root / f"{key}{SUFFIX}"
 
-    def is_whole(self, key: str) -> bool:
+    def is_complete(self, key: str) -> bool:
         """Whether the entry exists with all its bytes. Their values are verified only by `read`."""
-        return self._current_entry(key) is not None
+        return self._find_current_entry(key) is not None
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
+    def find_missing(self, keys: Sequence[str]) -> list[str]:
         """The keys that have no entry, after a `refresh`."""
         self.refresh()
         return [key for key in keys if key not in self._index.entries]
 
-    def spec(self, key: str) -> Spec:
+    def get_spec(self, key: str) -> Spec:
         """Shapes and dtypes of an entry's tensors, from its header; raises `DitLoraError` without an entry."""
-        entry = self._entry(key)
+        entry = self._find_entry(key)
         if entry is None:
             raise DitLoraError(f"no entry {key} of the cache in {self.root} can be read")
         return dict(entry.layout.spec)
 
-    def first_spec(self, keys: Sequence[str]) -> Spec:
+    def get_first_spec(self, keys: Sequence[str]) -> Spec:
         """Spec of the first of these entries that can be read; raises `DitLoraError` if all are damaged."""
 
         def read() -> Spec:
             for key in keys:
-                if self.is_whole(key):
-                    return self.spec(key)
+                if self.is_complete(key):
+                    return self.get_spec(key)
             # An unreachable folder may come back: this raises `OSError` for it. Damaged entries end the run at once.
             for key in keys[:1]:
-                self._index.require_lost(key)
+                self._index.raise_if_unreachable(key)
             raise DitLoraError(f"no entry of the cache in {self.root} can be read; start again")
 
-        return read_stored(read, self.root)
+        return read_with_retry(read, self.root)
 
-    def write_all(self, entries: Sequence[Encoded]) -> None:
+    def write_entries(self, entries: Sequence[EncodedEntry]) -> None:
         """Write entries as one shard; raises `DitLoraError` if the disk cannot be written."""
         try:
             path = write_shard(self.root, entries)
@@ -167,7 +167,7 @@ class TensorCache:
         file.
 
         A bad entry does not raise: in a distributed run only one rank reads it, and all ranks must stop
-        together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `spec`. If a
+        together, which the gate ensures. A damaged entry is returned as NaN with the shapes of `get_spec`. If a
         shard cannot be reached, this waits for it.
 
         Returns:
@@ -177,49 +177,52 @@ class TensorCache:
             UnreadableError: The storage did not come back.
         """
         try:
-            tensors, is_as_written = read_stored(lambda: self._load(key), self.root)
+            tensors, is_as_written = read_with_retry(lambda: self._load(key), self.root)
         except ShardError as error:
             # Integers have no NaN, so they are zero.
             placeholder = {
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return placeholder, f"its cache entry {self._place(key)} cannot be read: {error}"
+            return (
+                placeholder,
+                f"its cache entry {self._describe_location(key)} cannot be read: {error}",
+            )
         if is_as_written:
             return tensors, None
         # The digest differs. Name bad values if there are some, since they say more than the digest.
-        bad = describe_all(tensors, MAX_ABS)
+        bad = describe_bad_tensors(tensors, MAX_ABS)
         if bad:
-            return tensors, f"in its cache entry {self._place(key)}, {bad}"
+            return tensors, f"in its cache entry {self._describe_location(key)}, {bad}"
         return (
             tensors,
-            f"its cache entry {self._place(key)} is not what was written (digest differs)",
+            f"its cache entry {self._describe_location(key)} is not what was written (digest differs)",
         )
 
-    def set_aside(self, key: str) -> Path:
+    def mark_bad(self, key: str) -> Path:
         """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
 
         The shard stays unchanged, because other processes may be reading it.
         """
-        path = self.path(key)
-        mark_path = tombstone(path, key)
+        path = self.find_shard_path(key)
+        mark_path = get_bad_mark_path(path, key)
         # Without a shard there is nothing to mark: the entry is missing anyway.
         if path.exists():
             mark_path.touch()
             self.refresh()
         return mark_path
 
-    def entries(self) -> Iterator[StoredEntry]:
+    def iter_entries(self) -> Iterator[StoredEntry]:
         """Yield every usable entry with its sample and facts, in the order of the shards' names."""
         self.refresh()
         yield from sorted(self._index.entries.values(), key=lambda entry: (entry.path, entry.start))
 
-    def _place(self, key: str) -> str:
+    def _describe_location(self, key: str) -> str:
         """Description of an entry's location for messages."""
-        entry = self._entry(key)
+        entry = self._find_entry(key)
         return f"{key[:16]} of {entry.path}" if entry else f"{key} in {self.root}"
 
-    def _entry(self, key: str) -> StoredEntry | None:
+    def _find_entry(self, key: str) -> StoredEntry | None:
         """The entry from the index, which is refreshed first if the folder may have changed."""
         entry = self._index.entries.get(key)
         # Another process may have written the entry since the last refresh.
@@ -228,12 +231,12 @@ class TensorCache:
             entry = self._index.entries.get(key)
         return entry
 
-    def _current_entry(self, key: str) -> StoredEntry | None:
+    def _find_current_entry(self, key: str) -> StoredEntry | None:
         """The entry, after checking that its shard's file was not replaced or removed."""
-        entry = self._entry(key)
-        if entry is not None and not self._index.is_as_read(entry.path):
+        entry = self._find_entry(key)
+        if entry is not None and not self._index.is_unchanged(entry.path):
             self._index.refresh([entry.path.name])
-            entry = self._entry(key)
+            entry = self._find_entry(key)
         return entry
 
     def _load(self, key: str) -> tuple[dict[str, torch.Tensor], bool]:
@@ -242,9 +245,9 @@ class TensorCache:
         Raises `ShardError` if the entry is damaged, `OSError` if its shard cannot be reached or read.
         """
         # Three ways to look the entry up, each more expensive: another process may have replaced or removed the shard.
-        for look in (self._entry, self._current_entry, self._refreshed_entry):
+        for look in (self._find_entry, self._find_current_entry, self._refresh_and_find_entry):
             entry = look(key)
-            source = self._opened(entry.path) if entry else None
+            source = self._get_open_shard(entry.path) if entry else None
             if entry is None or source is None:
                 continue
             try:
@@ -254,17 +257,17 @@ class TensorCache:
                 del self._open[entry.path]
                 raise
             # Verify digests only once per process: entries are read in every epoch.
-            if entry not in self._checked and entry.is_as_written(data):
-                self._checked.add(entry)
-            return entry.layout.split(data), entry in self._checked
-        self._index.require_lost(key)
+            if entry not in self._verified_entries and entry.matches_digest(data):
+                self._verified_entries.add(entry)
+            return entry.layout.split_tensors(data), entry in self._verified_entries
+        self._index.raise_if_unreachable(key)
         raise ShardError("not all of it is there, or it was marked bad")
 
-    def _refreshed_entry(self, key: str) -> StoredEntry | None:
+    def _refresh_and_find_entry(self, key: str) -> StoredEntry | None:
         self.refresh()
         return self._index.entries.get(key)
 
-    def _opened(self, shard: Path) -> OpenShard | None:
+    def _get_open_shard(self, shard: Path) -> OpenShard | None:
         """The open shard; None if the file differs from the one whose header is in the index."""
         # Removed and inserted again below, so that the dictionary is ordered by last use.
         opened = self._open.pop(shard, None)
@@ -274,12 +277,13 @@ class TensorCache:
             except (FileNotFoundError, ShardError):
                 return None
         # The file was replaced after its header was read: the offsets in the index may be wrong.
-        if opened.stamp() != self._index.stamp(shard):
+        if opened.get_stamp() != self._index.get_stamp(shard):
             return None
         self._open[shard] = opened
         # Close the shards that were used longest ago, but never the one just opened.
         while len(self._open) > 1 and (
-            len(self._open) > _OPEN or sum(map(len, self._open.values())) > _OPEN_BYTES
+            len(self._open) > _MAX_OPEN_SHARDS
+            or sum(map(len, self._open.values())) > _MAX_OPEN_BYTES
         ):
             self._open.popitem(last=False)
         return opened

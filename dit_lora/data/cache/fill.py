@@ -18,21 +18,21 @@ import torch
 import xxhash
 from filelock import FileLock, Timeout
 
-from dit_lora.data.cache.cache import CacheError, TensorCache, encoded
-from dit_lora.data.cache.shards import Encoded
+from dit_lora.data.cache.cache import CacheError, TensorCache, encode_entry
+from dit_lora.data.cache.shards import EncodedEntry
 from dit_lora.data.media.video import ClipError
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 
-PER_UNIT = 16
+MAX_JOBS_PER_UNIT = 16
 """Maximum number of jobs in a unit, and so of entries in a shard."""
-_UNITS = 64
+_MIN_UNITS = 64
 """Number of units into which smaller sets are divided, so that every process has work."""
-UNIT_BYTES = 2**28
+MAX_UNIT_BYTES = 2**28
 """Bytes of encoded entries that are kept in memory before they are written."""
 
 LOCKS, FAILED = ".locks", ".failed"
-_POLL_SECONDS = 0.5
-_GATE = "gate"
+_POLL_INTERVAL_S = 0.5
+_GATE_NAME = "gate"
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Job:
     sample: str
     key: str
     facts: Mapping[str, Any]
-    make: Callable[[Any], Mapping[str, torch.Tensor]]
+    encode: Callable[[Any], Mapping[str, torch.Tensor]]
     """Encodes the sample with the encoder; may raise `ClipError`."""
 
 
 @dataclass
-class Filled:
-    """Result of `fill`."""
+class BuildResult:
+    """Result of `fill_cache`."""
 
-    made: int = 0
+    num_written: int = 0
     """Number of entries that this process wrote."""
     failed: dict[str, str] = field(default_factory=dict)
     """Messages about samples that cannot be encoded, by key, from all processes of the launch."""
 
 
-def fill(
+def fill_cache(
     cache: TensorCache,
     jobs: Sequence[Job],
     load_encoder: Callable[[], Any],
     *,
-    launch: str,
+    launch_id: str,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Filled:
+) -> BuildResult:
     """Create the entry of every job, together with other processes; returns when each is in the cache or has failed.
 
     Every process must pass the same jobs in the same order. Jobs with equal keys are done once.
@@ -72,7 +72,7 @@ def fill(
         cache: The cache to fill.
         jobs: Entries that must exist.
         load_encoder: Loads the encoder. Called once, and only if this process has something to encode.
-        launch: Name shared by the processes of one launch and no others: a sample that one process failed to
+        launch_id: Name shared by the processes of one launch and no others: a sample that one process failed to
             encode is not tried by the others.
         on_progress: Called with the number of entries that exist or failed, in all processes, and of all jobs.
 
@@ -84,27 +84,27 @@ def fill(
         # Equal captions and equal files have equal keys.
         by_key.setdefault(job.key, job)
     # A launch's name may contain characters that a file name cannot.
-    name = xxhash.xxh3_64_hexdigest(launch.encode())
-    return _Filling(cache, by_key, functools.cache(load_encoder), name, on_progress).run()
+    name = xxhash.xxh3_64_hexdigest(launch_id.encode())
+    return _FillState(cache, by_key, functools.cache(load_encoder), name, on_progress).run()
 
 
 @contextmanager
-def gate(cache: TensorCache, *, seconds: float = -1) -> Iterator[None]:
+def hold_gate(cache: TensorCache, *, timeout_s: float = -1) -> Iterator[None]:
     """Prevent other processes from claiming or releasing a unit inside the context; raises `filelock.Timeout`."""
     folder = cache.root / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
     # A negative timeout waits without limit.
-    with FileLock(folder / f"{_GATE}.lock", timeout=seconds):
+    with FileLock(folder / f"{_GATE_NAME}.lock", timeout=timeout_s):
         yield
 
 
-def unit_locks(cache: TensorCache) -> list[Path]:
+def list_unit_locks(cache: TensorCache) -> list[Path]:
     """Lock files of units: of processes that are working, and of some that were killed."""
-    return sorted(p for p in (cache.root / LOCKS).glob("*.lock") if p.stem != _GATE)
+    return sorted(p for p in (cache.root / LOCKS).glob("*.lock") if p.stem != _GATE_NAME)
 
 
-def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock. Call it inside `gate`."""
+def is_locked(lock: Path) -> bool:
+    """Whether a process holds the lock. Call it inside `hold_gate`."""
     try:
         # Taking the lock succeeds only if no living process has it.
         with FileLock(lock, blocking=False):
@@ -114,12 +114,12 @@ def is_held(lock: Path) -> bool:
 
 
 @contextmanager
-def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
+def _claim_unit(cache: TensorCache, name: str) -> Iterator[bool]:
     """Claim a unit until the end of the context; yields False if another process has it."""
     path = cache.root / LOCKS / f"{name}.lock"
     lock = FileLock(path, blocking=False)
     # Claim inside the gate: otherwise the file could be deleted between opening and locking it.
-    with gate(cache), suppress(Timeout):
+    with hold_gate(cache), suppress(Timeout):
         lock.acquire()
     try:
         yield lock.is_locked
@@ -127,105 +127,107 @@ def _claimed(cache: TensorCache, name: str) -> Iterator[bool]:
         if lock.is_locked:
             # Hold the gate: a process that opens the file between release and unlink would lock a
             # deleted file, which keeps nobody out.
-            with gate(cache):
+            with hold_gate(cache):
                 lock.release()
                 path.unlink(missing_ok=True)
 
 
 @dataclass
-class _Filling:
-    """State of one call of `fill`."""
+class _FillState:
+    """State of one call of `fill_cache`."""
 
     cache: TensorCache
     jobs: Mapping[str, Job]
     """Jobs by key."""
     load_encoder: Callable[[], Any]
     """Loads the encoder at the first call, and returns the same one later."""
-    launch: str
+    launch_id: str
     on_progress: Callable[[int, int], None]
-    filled: Filled = field(default_factory=Filled)
+    result: BuildResult = field(default_factory=BuildResult)
 
     def __post_init__(self) -> None:
-        self.lost = set(self.jobs)
+        self.missing_keys = set(self.jobs)
         """Keys of entries that do not exist yet and have not failed."""
 
-    def run(self) -> Filled:
+    def run(self) -> BuildResult:
         """Work on units until every entry exists or has failed."""
-        self._look()
+        self._update_missing()
         keys = list(self.jobs)
         # Small sets get smaller units, so that each process has some.
-        size = max(1, min(PER_UNIT, len(keys) // _UNITS))
+        size = max(1, min(MAX_JOBS_PER_UNIT, len(keys) // _MIN_UNITS))
         units = [keys[begin : begin + size] for begin in range(0, len(keys), size)]
-        while self.lost:
-            units = [unit for unit in units if not self.lost.isdisjoint(unit)]
-            if not sum(self._work_at(unit) for unit in units):
+        while self.missing_keys:
+            units = [unit for unit in units if not self.missing_keys.isdisjoint(unit)]
+            if not sum(self._fill_unit(unit) for unit in units):
                 # Other processes hold all remaining units. If one is killed, its unit can be claimed next time.
-                time.sleep(_POLL_SECONDS)
-                self._look()
-        failed = self.filled.failed
+                time.sleep(_POLL_INTERVAL_S)
+                self._update_missing()
+        failed = self.result.failed
         # Sort the failures by job, since other processes added some of them.
-        self.filled.failed = {key: failed[key] for key in keys if key in failed}
-        return self.filled
+        self.result.failed = {key: failed[key] for key in keys if key in failed}
+        return self.result
 
-    def _work_at(self, unit: Sequence[str]) -> bool:
+    def _fill_unit(self, unit: Sequence[str]) -> bool:
         """Create the missing entries of a unit; returns False if another process has it."""
-        if self.lost.isdisjoint(unit):
+        if self.missing_keys.isdisjoint(unit):
             return True
         # The name depends on the entries, so that other launches with the same jobs claim the same unit.
         name = xxhash.xxh3_64_hexdigest("".join(unit).encode())
-        with _claimed(self.cache, name) as is_ours:
+        with _claim_unit(self.cache, name) as is_ours:
             if is_ours:
                 # Another process may have finished the unit before this one got its lock.
-                self._look()
-                self._make([self.jobs[key] for key in unit if key in self.lost])
+                self._update_missing()
+                self._encode_jobs([self.jobs[key] for key in unit if key in self.missing_keys])
             return is_ours
 
-    def _look(self) -> None:
+    def _update_missing(self) -> None:
         """Update which entries exist, and which failed in other processes."""
-        self.lost = set(self.cache.missing(list(self.lost)))
-        for note in (self.cache.root / LOCKS).glob(f"{self.launch}.*{FAILED}"):
+        self.missing_keys = set(self.cache.find_missing(list(self.missing_keys)))
+        for note in (self.cache.root / LOCKS).glob(f"{self.launch_id}.*{FAILED}"):
             # The note's name is `<launch>.<key>.failed`.
             key = note.name.split(".")[1]
-            if key in self.lost:
-                self._fail(key, note.read_text(encoding="utf-8"))
-        self._tell()
+            if key in self.missing_keys:
+                self._record_failure(key, note.read_text(encoding="utf-8"))
+        self._report_progress()
 
-    def _make(self, jobs: Sequence[Job]) -> None:
+    def _encode_jobs(self, jobs: Sequence[Job]) -> None:
         """Encode the jobs, and write the entries as shards."""
-        entries: list[Encoded] = []
+        entries: list[EncodedEntry] = []
         try:
             for job in jobs:
                 try:
-                    tensors = job.make(self.load_encoder())
-                    entries.append(encoded(job.key, tensors, sample=job.sample, facts=job.facts))
+                    tensors = job.encode(self.load_encoder())
+                    entries.append(
+                        encode_entry(job.key, tensors, sample=job.sample, facts=job.facts)
+                    )
                 except (ClipError, CacheError) as error:
                     # The launch's other processes read this file and do not try the sample again.
-                    note = self.cache.root / LOCKS / f"{self.launch}.{job.key}{FAILED}"
-                    write_whole(note, str(error))
-                    self._fail(job.key, str(error))
+                    note = self.cache.root / LOCKS / f"{self.launch_id}.{job.key}{FAILED}"
+                    write_atomically(note, str(error))
+                    self._record_failure(job.key, str(error))
                 # Large entries are written early, to bound the memory.
-                if sum(entry.layout.nbytes for entry in entries) >= UNIT_BYTES:
-                    self._write(entries)
-                self._tell(len(entries))
+                if sum(entry.layout.nbytes for entry in entries) >= MAX_UNIT_BYTES:
+                    self._write_entries(entries)
+                self._report_progress(len(entries))
         # Also write what is finished on an interrupt.
         finally:
-            self._write(entries)
-            self._tell()
+            self._write_entries(entries)
+            self._report_progress()
 
-    def _write(self, entries: list[Encoded]) -> None:
+    def _write_entries(self, entries: list[EncodedEntry]) -> None:
         """Write the entries as a shard and clear the list, also if the disk refuses."""
         batch = entries.copy()
         entries.clear()
         if batch:
-            self.cache.write_all(batch)
+            self.cache.write_entries(batch)
             # Only now do these entries exist for other processes.
-            self.lost.difference_update(entry.key for entry in batch)
-            self.filled.made += len(batch)
+            self.missing_keys.difference_update(entry.key for entry in batch)
+            self.result.num_written += len(batch)
 
-    def _fail(self, key: str, message: str) -> None:
-        self.filled.failed[key] = message
-        self.lost.discard(key)
+    def _record_failure(self, key: str, message: str) -> None:
+        self.result.failed[key] = message
+        self.missing_keys.discard(key)
 
-    def _tell(self, unwritten: int = 0) -> None:
-        """Report progress; `unwritten` entries are encoded but not written yet."""
-        self.on_progress(len(self.jobs) - len(self.lost) + unwritten, len(self.jobs))
+    def _report_progress(self, num_unwritten: int = 0) -> None:
+        """Report progress; `num_unwritten` entries are encoded but not written yet."""
+        self.on_progress(len(self.jobs) - len(self.missing_keys) + num_unwritten, len(self.jobs))

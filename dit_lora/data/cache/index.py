@@ -9,16 +9,16 @@ from dit_lora.data.cache.shards import (
     DEAD,
     SUFFIX,
     EntryLayout,
-    Header,
     ShardError,
+    ShardHeader,
     StoredEntry,
     read_header,
 )
-from dit_lora.data.storage import missing_file
+from dit_lora.data.storage import make_missing_file_error
 
 # The resolution of a folder's modification time may be this coarse, so two changes can have the same time.
-_SAME_TIME_NS = 2_000_000_000
-_NO_FILE = (-1, -1)
+_MTIME_RESOLUTION_NS = 2_000_000_000
+_NO_FILE_STAMP = (-1, -1)
 
 
 class Index:
@@ -32,116 +32,116 @@ class Index:
         self.root = root
         self.entries: dict[str, StoredEntry] = {}
         """The entries by key; of several copies, the one in the shard that was read first."""
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, ShardHeader] = {}
         """Headers by the shard's file name, in the order in which they were read."""
-        self._former: dict[str, Header] = {}
+        self._removed_headers: dict[str, ShardHeader] = {}
         """Last known headers of shards that were removed or can no longer be read."""
-        self._torn: set[str] = set()
+        self._incomplete: set[str] = set()
         # File names of the marks of bad entries.
-        self._dead: set[str] = set()
+        self._bad_marks: set[str] = set()
         self._layouts: dict[object, EntryLayout] = {}
         # The folder's time of change, and when it was listed; both in nanoseconds.
-        self._folder = _NO_FILE
+        self._folder_state = _NO_FILE_STAMP
 
-    def stamp(self, shard: Path) -> tuple[int, int]:
+    def get_stamp(self, shard: Path) -> tuple[int, int]:
         """Size and modification time of a shard when its header was read."""
         header = self._headers.get(shard.name)
-        return header.stamp if header else _NO_FILE
+        return header.stamp if header else _NO_FILE_STAMP
 
-    def is_as_read(self, shard: Path) -> bool:
+    def is_unchanged(self, shard: Path) -> bool:
         """Whether the shard's file is still the one whose header was read."""
-        return _stamp(shard) == self.stamp(shard) != _NO_FILE
+        return _read_stamp(shard) == self.get_stamp(shard) != _NO_FILE_STAMP
 
     def may_have_changed(self) -> bool:
         """Whether files may have been added or removed since the last `refresh`."""
-        changed_ns, listed_ns = self._folder
-        current_ns = _stamp(self.root)[1]
+        changed_ns, listed_ns = self._folder_state
+        current_ns = _read_stamp(self.root)[1]
         # A change soon after the listing may have left the same time, so a recent folder counts as changed.
         return current_ns != changed_ns or (
-            current_ns != -1 and listed_ns - current_ns < _SAME_TIME_NS
+            current_ns != -1 and listed_ns - current_ns < _MTIME_RESOLUTION_NS
         )
 
-    def refresh(self, reread: Iterable[str] = ()) -> None:
-        """List the folder again, and read new shards and those named in `reread`."""
+    def refresh(self, shards_to_reread: Iterable[str] = ()) -> None:
+        """List the folder again, and read new shards and those named in `shards_to_reread`."""
         # Take the time before listing, so that a change in between is noticed next time.
-        listed_ns, changed_ns = time.time_ns(), _stamp(self.root)[1]
+        listed_ns, changed_ns = time.time_ns(), _read_stamp(self.root)[1]
         files = os.listdir(self.root) if changed_ns != -1 else []
         names = {name for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
         to_reread = {
-            *reread,
-            *(name for name in self._torn if not self.is_as_read(self.root / name)),
+            *shards_to_reread,
+            *(name for name in self._incomplete if not self.is_unchanged(self.root / name)),
         }
         removed = {name for name in self._headers if name not in names or name in to_reread}
         for name in removed:
             header = self._headers.pop(name)
             if header.entries:
                 # Remember what the shard held: this tells damaged entries from unreachable ones later.
-                self._former[name] = header
-        self._torn -= removed
+                self._removed_headers[name] = header
+        self._incomplete -= removed
         new = sorted(names - self._headers.keys())
         for name in new:
-            self._headers[name] = self._read(name)
+            self._headers[name] = self._read_header(name)
         bad_marks = {name for name in files if name.endswith(DEAD)}
-        if removed or bad_marks != self._dead:
+        if removed or bad_marks != self._bad_marks:
             # Another shard may hold a copy of an entry that went away, so choose again among all shards.
-            self._dead, new = bad_marks, list(self._headers)
+            self._bad_marks, new = bad_marks, list(self._headers)
             self.entries.clear()
-        self._choose(new)
-        self._folder = changed_ns, listed_ns
+        self._add_entries(new)
+        self._folder_state = changed_ns, listed_ns
 
-    def require_lost(self, key: str) -> None:
+    def raise_if_unreachable(self, key: str) -> None:
         """Raise `OSError` unless an unusable entry is certainly damaged or marked bad in its shard.
 
         Call it after a `refresh`. The storage is at fault if the entry's shard is missing or cannot be opened.
         It is also at fault if no shard is known to have held the entry and no shard has a damaged header, which
         might have named it.
         """
-        if any(_holds(header, key) for header in self._headers.values()):
+        if any(_has_entry(header, key) for header in self._headers.values()):
             return
-        former = [name for name, header in self._former.items() if _holds(header, key)]
-        shards = former or sorted(self._torn)
+        former = [name for name, header in self._removed_headers.items() if _has_entry(header, key)]
+        shards = former or sorted(self._incomplete)
         # Opening and reading raise the `OSError` if the storage is at fault.
         for name in shards:
             with open(self.root / name, "rb") as file:
                 file.read(1)
         if not shards:
-            raise missing_file(self.root / f"{key}{SUFFIX}")
+            raise make_missing_file_error(self.root / f"{key}{SUFFIX}")
 
-    def _read(self, name: str) -> Header:
+    def _read_header(self, name: str) -> ShardHeader:
         """Read a shard's header; a shard that cannot be read has no entries."""
         path = self.root / name
         try:
             header = read_header(path, self._layouts)
         except ShardError:
-            header = Header([], _stamp(path), is_named=False)
+            header = ShardHeader([], _read_stamp(path), has_valid_name=False)
         except OSError:
             # No file has this stamp, so the shard is read again at the next `refresh`.
-            header = Header([], _NO_FILE, is_named=False)
-        if not header.entries or not all(entry.is_whole for entry in header.entries):
-            self._torn.add(name)
+            header = ShardHeader([], _NO_FILE_STAMP, has_valid_name=False)
+        if not header.entries or not all(entry.is_complete for entry in header.entries):
+            self._incomplete.add(name)
         return header
 
-    def _choose(self, names: Iterable[str]) -> None:
+    def _add_entries(self, names: Iterable[str]) -> None:
         """Add the complete entries of these shards that are not marked bad, unless the key has an entry already."""
         for name in names:
             header, stem = self._headers[name], name.removesuffix(SUFFIX)
             for entry in header.entries:
                 # A mark applies only to the copy in that shard; other copies of the key stay usable.
-                is_dead = self._dead and f"{stem}.{entry.key}{DEAD}" in self._dead
-                if entry.is_whole and not is_dead:
+                is_dead = self._bad_marks and f"{stem}.{entry.key}{DEAD}" in self._bad_marks
+                if entry.is_complete and not is_dead:
                     # The first copy of a key wins.
                     self.entries.setdefault(entry.key, entry)
 
 
-def _holds(header: Header, key: str) -> bool:
+def _has_entry(header: ShardHeader, key: str) -> bool:
     """Whether a shard has an entry with this key, complete or not."""
     return any(entry.key == key for entry in header.entries)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _read_stamp(path: Path) -> tuple[int, int]:
     """Size and modification time in nanoseconds; both are -1 if there is no such file."""
     try:
         state = os.stat(path)
     except OSError:
-        return _NO_FILE
+        return _NO_FILE_STAMP
     return state.st_size, state.st_mtime_ns

@@ -9,29 +9,37 @@ import torch
 from filelock import Timeout
 
 from dit_lora.data.cache.cache import MAX_ABS, TensorCache
-from dit_lora.data.cache.fill import FAILED, LOCKS, PER_UNIT, UNIT_BYTES, gate, is_held, unit_locks
+from dit_lora.data.cache.fill import (
+    FAILED,
+    LOCKS,
+    MAX_JOBS_PER_UNIT,
+    MAX_UNIT_BYTES,
+    hold_gate,
+    is_locked,
+    list_unit_locks,
+)
 from dit_lora.data.cache.shards import (
     DEAD,
     PARTIAL,
     SUFFIX,
-    Encoded,
-    Header,
+    EncodedEntry,
     OpenShard,
     ShardError,
+    ShardHeader,
     StoredEntry,
-    in_range,
+    is_in_range,
+    list_shards,
     read_header,
-    shards_in,
     write_shard,
 )
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.finite import describe_all, is_finite
+from dit_lora.numerics.finite import describe_bad_tensors, is_finite
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of finished shards, and of all shards."""
 
-_GATE_SECONDS = 10.0
-_BAD = ("damaged", "non_finite", "out_of_range")
+_GATE_TIMEOUT_S = 10.0
+_MARKABLE_KINDS = ("damaged", "non_finite", "out_of_range")
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class CacheProblem:
 
 @dataclass
 class VerifiedCache:
-    """Result of `verify`."""
+    """Result of `verify_cache`."""
 
     entries: int = 0
     """Number of good entries, copies included."""
@@ -64,7 +72,7 @@ class VerifiedCache:
     set_aside: int = 0
     """Number of entries marked bad by this call, so that the next start encodes them again."""
     leftovers: list[Path] = field(default_factory=list)
-    """Files of killed processes; `prune` removes them."""
+    """Files of killed processes; `prune_cache` removes them."""
 
 
 @dataclass
@@ -91,8 +99,8 @@ class CacheStats:
 
 
 @dataclass
-class Pruned:
-    """Result of `prune`."""
+class PruneResult:
+    """Result of `prune_cache`."""
 
     unwanted: int = 0
     """Number of entries removed because they are not in `keep`."""
@@ -110,32 +118,32 @@ class Pruned:
     """Bytes removed minus bytes written."""
 
 
-def verify(
+def verify_cache(
     cache: TensorCache,
     *,
-    set_aside: bool = False,
+    mark_bad: bool = False,
     on_progress: OnProgress = lambda done, shards: None,
 ) -> VerifiedCache:
-    """Read every entry and check its digest, finiteness and range; with `set_aside`, mark bad entries."""
-    verified = VerifiedCache(leftovers=_leftovers(cache))
-    paths = list(shards_in(cache.root))
-    for number, (path, header) in enumerate(_headers(paths, verified.problems)):
+    """Read every entry and check its digest, finiteness and range; with `mark_bad`, mark bad entries."""
+    verified = VerifiedCache(leftovers=_find_leftovers(cache))
+    paths = list(list_shards(cache.root))
+    for number, (path, header) in enumerate(_iter_headers(paths, verified.problems)):
         on_progress(number, len(paths))
         for entry in header.entries:
-            if entry.tombstone.exists():
+            if entry.bad_mark_path.exists():
                 verified.dead += 1
                 continue
-            _, problem = _read(entry)
+            _, problem = _read_entry(entry)
             verified.bytes += entry.layout.nbytes
             if problem is None:
                 verified.entries += 1
                 continue
             verified.problems.append(problem)
             # An incomplete entry counts as missing anyway, so it needs no mark.
-            if set_aside and problem.kind in _BAD:
-                entry.tombstone.touch()
+            if mark_bad and problem.kind in _MARKABLE_KINDS:
+                entry.bad_mark_path.touch()
                 verified.set_aside += 1
-        if not header.is_named:
+        if not header.has_valid_name:
             message = "its header is not what was written; entries may be missing from it"
             verified.problems.append(CacheProblem("damaged", path, None, None, message))
     on_progress(len(paths), len(paths))
@@ -144,26 +152,26 @@ def verify(
     return verified
 
 
-def stats(cache: TensorCache) -> CacheStats:
+def compute_stats(cache: TensorCache) -> CacheStats:
     """Count the contents of a cache from the headers of its shards."""
     # The first usable copy of a key counts as its entry, and the others as duplicates.
-    total, keys = CacheStats(leftovers=len(_leftovers(cache))), set[str]()
+    total, keys = CacheStats(leftovers=len(_find_leftovers(cache))), set[str]()
     kinds: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    shards, problems = list(shards_in(cache.root)), list[CacheProblem]()
+    shards, problems = list(list_shards(cache.root)), list[CacheProblem]()
     total.shards, total.file_bytes = len(shards), sum(path.stat().st_size for path in shards)
-    for _, header in _headers(shards, problems):
+    for _, header in _iter_headers(shards, problems):
         for entry in header.entries:
-            if entry.tombstone.exists():
+            if entry.bad_mark_path.exists():
                 total.dead += 1
-            elif not entry.is_whole:
+            elif not entry.is_complete:
                 total.torn += 1
             elif entry.key in keys:
                 total.duplicates += 1
             else:
                 keys.add(entry.key)
                 # Entries with the same names, dtypes and shapes are counted together.
-                kind = _kind(entry)
+                kind = _describe_tensors(entry)
                 kinds[kind] += 1
                 sizes[kind] += entry.layout.nbytes
     total.unreadable = len(problems)
@@ -172,12 +180,12 @@ def stats(cache: TensorCache) -> CacheStats:
     return total
 
 
-def prune(
+def prune_cache(
     cache: TensorCache,
     keep: set[str] | None = None,
     *,
     on_progress: OnProgress = lambda done, shards: None,
-) -> Pruned:
+) -> PruneResult:
     """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
 
     The remaining entries of a shard are written to a new one before the old one is removed, so a kill leaves at
@@ -185,17 +193,17 @@ def prune(
     cache.
     """
     if not cache.root.is_dir():
-        return Pruned()
+        return PruneResult()
     try:
         # Inside the gate no unit can be claimed, so a unit that is free now stays free.
-        with gate(cache, seconds=_GATE_SECONDS):
-            busy = [lock for lock in unit_locks(cache) if is_held(lock)]
+        with hold_gate(cache, timeout_s=_GATE_TIMEOUT_S):
+            busy = [lock for lock in list_unit_locks(cache) if is_locked(lock)]
             if busy:
                 raise DitLoraError(
                     f"{cache.root} is being filled ({len(busy)} units in work); prune it when that is done"
                 )
             # No unit is in progress, so no other process writes shards or locks now.
-            result = _Pruning(cache, keep).run(on_progress)
+            result = _PruneState(cache, keep).run(on_progress)
     except Timeout as error:
         raise DitLoraError(
             f"{cache.root} is being pruned by another process; try again when that is done"
@@ -205,100 +213,102 @@ def prune(
 
 
 @dataclass
-class _Pruning:
-    """State of one call of `prune`, inside the gate."""
+class _PruneState:
+    """State of one call of `prune_cache`, inside the gate."""
 
     cache: TensorCache
     keep: set[str] | None
-    done: Pruned = field(default_factory=Pruned)
-    copies: Counter[str] = field(default_factory=Counter)
-    seen: set[str] = field(default_factory=set)
-    pending: list[Encoded] = field(default_factory=list)
-    sources: list[Path] = field(default_factory=list)
+    result: PruneResult = field(default_factory=PruneResult)
+    num_copies: Counter[str] = field(default_factory=Counter)
+    kept_keys: set[str] = field(default_factory=set)
+    pending_entries: list[EncodedEntry] = field(default_factory=list)
+    source_shards: list[Path] = field(default_factory=list)
     """Shards that hold the pending entries, and are removed once those are written."""
-    written: set[Path] = field(default_factory=set)
+    written_shards: set[Path] = field(default_factory=set)
 
-    def run(self, on_progress: OnProgress) -> Pruned:
+    def run(self, on_progress: OnProgress) -> PruneResult:
         """Prune shard by shard, then remove the leftover files."""
-        headers = dict(_headers(shards_in(self.cache.root), self.done.problems))
+        headers = dict(_iter_headers(list_shards(self.cache.root), self.result.problems))
         # Count the copies of each key first: an entry is read and verified only if it has other copies.
-        self.copies.update(entry.key for header in headers.values() for entry in header.entries)
+        self.num_copies.update(entry.key for header in headers.values() for entry in header.entries)
         for number, (path, header) in enumerate(headers.items()):
             on_progress(number, len(headers))
-            kept_entries = [entry for entry in header.entries if self._stays(entry, header)]
+            kept_entries = [entry for entry in header.entries if self._should_keep(entry, header)]
             # If all entries of a shard stay, the shard stays too.
             if kept_entries and len(kept_entries) == len(header.entries):
                 continue
             # The shard is replaced: its remaining entries are collected for a new one.
-            self.sources.append(path)
+            self.source_shards.append(path)
             for entry in kept_entries:
-                copied_entry = self._carried(entry)
+                copied_entry = self._copy_entry(entry)
                 if copied_entry is not None:
-                    self.pending.append(copied_entry)
-            size = sum(entry.layout.nbytes for entry in self.pending)
-            if len(self.pending) >= PER_UNIT or size >= UNIT_BYTES:
+                    self.pending_entries.append(copied_entry)
+            size = sum(entry.layout.nbytes for entry in self.pending_entries)
+            if len(self.pending_entries) >= MAX_JOBS_PER_UNIT or size >= MAX_UNIT_BYTES:
                 self._flush()
         self._flush()
-        for path in _leftovers(self.cache):
-            self.done.freed += path.stat().st_size
+        for path in _find_leftovers(self.cache):
+            self.result.freed += path.stat().st_size
             path.unlink(missing_ok=True)
-            self.done.leftovers += 1
+            self.result.leftovers += 1
         on_progress(len(headers), len(headers))
-        return self.done
+        return self.result
 
-    def _stays(self, entry: StoredEntry, header: Header) -> bool:
+    def _should_keep(self, entry: StoredEntry, header: ShardHeader) -> bool:
         """Whether the entry is kept; counts the reason if it is not."""
-        if not entry.is_whole:
-            self.done.torn += 1
-        elif entry.tombstone.exists():
-            self.done.dead += 1
+        if not entry.is_complete:
+            self.result.torn += 1
+        elif entry.bad_mark_path.exists():
+            self.result.dead += 1
         elif self.keep is not None and entry.key not in self.keep:
-            self.done.unwanted += 1
-        elif entry.key in self.seen:
-            self.done.duplicates += 1
+            self.result.unwanted += 1
+        elif entry.key in self.kept_keys:
+            self.result.duplicates += 1
         # A damaged copy must not be the one that is kept.
-        elif self.copies[entry.key] > 1 and (problem := _read(entry)[1]):
-            self.done.problems.append(problem)
+        elif self.num_copies[entry.key] > 1 and (problem := _read_entry(entry)[1]):
+            self.result.problems.append(problem)
         else:
             # Later copies of this key count as duplicates.
-            self.seen.add(entry.key)
+            self.kept_keys.add(entry.key)
             return True
         return False
 
-    def _carried(self, entry: StoredEntry) -> Encoded | None:
+    def _copy_entry(self, entry: StoredEntry) -> EncodedEntry | None:
         """The entry, ready to be written unchanged to another shard; None if it is damaged."""
-        data, problem = _read(entry)
+        data, problem = _read_entry(entry)
         if problem:
-            self.done.problems.append(problem)
+            self.result.problems.append(problem)
             return None
         parts = [data.numpy()]
-        return Encoded(entry.key, entry.sample, entry.facts, entry.layout, parts, entry.digest)
+        return EncodedEntry(entry.key, entry.sample, entry.facts, entry.layout, parts, entry.digest)
 
     def _flush(self) -> None:
         """Write the pending entries, and only then remove the shards that held them."""
-        if self.pending:
+        if self.pending_entries:
             try:
-                path = write_shard(self.cache.root, self.pending)
+                path = write_shard(self.cache.root, self.pending_entries)
             except OSError as error:
                 raise DitLoraError(
                     f"cannot write to {self.cache.root}: {error.strerror}; nothing is lost, what was "
                     "removed so far stays removed"
                 ) from error
-            self.written.add(path)
-            self.done.written += 1
-            self.done.freed -= path.stat().st_size
+            self.written_shards.add(path)
+            self.result.written += 1
+            self.result.freed -= path.stat().st_size
         # The new shard is on the disk, so the old ones can go.
-        for path in self.sources:
+        for path in self.source_shards:
             # A shard's name is the digest of its header, so the new shard may be one of the sources:
             # a prune that was killed may have written it.
-            if path not in self.written:
-                self.done.freed += path.stat().st_size
+            if path not in self.written_shards:
+                self.result.freed += path.stat().st_size
                 path.unlink()
-                self.done.removed += 1
-        self.pending, self.sources = [], []
+                self.result.removed += 1
+        self.pending_entries, self.source_shards = [], []
 
 
-def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[tuple[Path, Header]]:
+def _iter_headers(
+    shards: Iterable[Path], problems: list[CacheProblem]
+) -> Iterator[tuple[Path, ShardHeader]]:
     """Yield each shard with its header; a damaged one has no entries, and a shard that cannot be opened is skipped."""
     for path in shards:
         try:
@@ -308,35 +318,35 @@ def _headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[t
             if isinstance(error, OSError):
                 continue
             # A damaged header counts as one without entries, so that pruning removes the shard.
-            header = Header([], (0, 0), is_named=True)
+            header = ShardHeader([], (0, 0), has_valid_name=True)
         yield path, header
 
 
-def _read(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
+def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
     """An entry's bytes, and the problem with the bytes or their values; None if there is none."""
 
-    def problem(kind: str, message: str) -> CacheProblem:
+    def make_problem(kind: str, message: str) -> CacheProblem:
         return CacheProblem(kind, entry.path, entry.key, entry.sample, message)
 
     data = torch.empty(0, dtype=torch.uint8)
     try:
         data = OpenShard(entry.path).read(entry)
     except OSError as error:
-        return data, problem("unreadable", str(error))
+        return data, make_problem("unreadable", str(error))
     except ShardError as error:
-        return data, problem("torn", str(error))
-    tensors = entry.layout.split(data)
+        return data, make_problem("torn", str(error))
+    tensors = entry.layout.split_tensors(data)
     # Report bad values as such, whether they were written that way or changed later.
-    if not all(in_range(tensor, MAX_ABS) for tensor in tensors.values()):
+    if not all(is_in_range(tensor, MAX_ABS) for tensor in tensors.values()):
         finite = all(is_finite(tensor) for tensor in tensors.values())
-        message = describe_all(tensors, MAX_ABS) or ""
-        return data, problem("out_of_range" if finite else "non_finite", message)
-    if not entry.is_as_written(data):
-        return data, problem("damaged", "it is not what was written (digest differs)")
+        message = describe_bad_tensors(tensors, MAX_ABS) or ""
+        return data, make_problem("out_of_range" if finite else "non_finite", message)
+    if not entry.matches_digest(data):
+        return data, make_problem("damaged", "it is not what was written (digest differs)")
     return data, None
 
 
-def _kind(entry: StoredEntry) -> str:
+def _describe_tensors(entry: StoredEntry) -> str:
     """Description of an entry's tensors: names, dtypes and shapes."""
     return ", ".join(
         f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
@@ -344,7 +354,7 @@ def _kind(entry: StoredEntry) -> str:
     )
 
 
-def _leftovers(cache: TensorCache) -> list[Path]:
+def _find_leftovers(cache: TensorCache) -> list[Path]:
     """Files that nothing needs any more. While units are in progress, their files are not among them."""
     root = cache.root
     if not root.is_dir():
@@ -354,9 +364,9 @@ def _leftovers(cache: TensorCache) -> list[Path]:
         for path in root.glob(f"*{DEAD}")
         if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
     ]
-    locks = unit_locks(cache)
+    locks = list_unit_locks(cache)
     # Partial files, locks and failure notes may belong to units in progress.
-    if any(is_held(lock) for lock in locks):
+    if any(is_locked(lock) for lock in locks):
         return sorted(orphans)
     notes = (root / LOCKS).glob(f"*{FAILED}")
     return sorted([*orphans, *locks, *notes, *root.glob(f".*{PARTIAL}")])

@@ -42,14 +42,14 @@ _DTYPES = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_FACTS = "facts"
+_FACTS_KEY = "facts"
 # Buffer for reads that only test whether bytes can be read.
-_SPARE = memoryview(bytearray(2**20))
+_TEST_BUFFER = memoryview(bytearray(2**20))
 # Alignment, in bytes, at which an entry can be used in place: that of the widest dtype.
-_ALIGNED = 8
+_ALIGNMENT_BYTES = 8
 
 Spec = dict[str, tuple[torch.Size, torch.dtype]]
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class ShardError(DitLoraError):
@@ -78,7 +78,7 @@ class EntryLayout:
         return max((end for _, end in self.bounds.values()), default=0)
 
     @cached_property
-    def text(self) -> bytes:
+    def digest_text(self) -> bytes:
         """Text that represents the layout in an entry's digest."""
         return json.dumps(self.tensors).encode()
 
@@ -87,7 +87,7 @@ class EntryLayout:
         """Shape and torch dtype of each tensor, by name."""
         return {name: (torch.Size(shape), _DTYPES[dtype]) for name, dtype, shape in self.tensors}
 
-    def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    def split_tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors by name, as views of an entry's bytes."""
         return {
             name: data[slice(*self.bounds[name])].view(dtype).view(shape)
@@ -96,14 +96,14 @@ class EntryLayout:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedEntry:
     """An entry that is to be written."""
 
     key: str
     sample: str
     facts: Mapping[str, Any]
     layout: EntryLayout
-    parts: Sequence[Bytes]
+    parts: Sequence[ByteArray]
     """Bytes of the tensors, in the layout's order."""
     digest: bytes
 
@@ -119,11 +119,11 @@ class StoredEntry:
     """Offset of the entry's bytes in the file."""
     layout: EntryLayout
     digest: bytes
-    line: str
+    sample_json: str
     """JSON of the sample, and of the facts that are not shared by all entries of the shard."""
-    shared: str
+    shared_facts_json: str
     """JSON of the facts that all entries of the shard share."""
-    is_whole: bool
+    is_complete: bool
     """True if the file contained all of the entry's bytes when the header was read."""
 
     @property
@@ -134,53 +134,53 @@ class StoredEntry:
     @property
     def sample(self) -> str:
         """Name of the sample, for messages."""
-        return parse_json(self.line)[0]
+        return parse_json(self.sample_json)[0]
 
     @property
     def facts(self) -> dict[str, Any]:
         """Everything that the entry's tensors depend on."""
-        return parse_json(self.shared) | parse_json(self.line)[1]
+        return parse_json(self.shared_facts_json) | parse_json(self.sample_json)[1]
 
-    def is_as_written(self, data: torch.Tensor) -> bool:
+    def matches_digest(self, data: torch.Tensor) -> bool:
         """Whether the digest of the entry's bytes is the one from when they were written."""
-        return digest(self.layout, [data.numpy()]) == self.digest
+        return compute_digest(self.layout, [data.numpy()]) == self.digest
 
     @property
-    def tombstone(self) -> Path:
+    def bad_mark_path(self) -> Path:
         """Path of the empty file that marks this entry as bad."""
-        return tombstone(self.path, self.key)
+        return get_bad_mark_path(self.path, self.key)
 
 
 @dataclass(frozen=True)
-class Header:
+class ShardHeader:
     """Entries of a shard, and the state of its file when they were read."""
 
     entries: list[StoredEntry]
     stamp: tuple[int, int]
     """Size in bytes and modification time in nanoseconds."""
-    is_named: bool
+    has_valid_name: bool
     """True if the file's name is the digest of its header, as it must be."""
 
 
-def digest(layout: EntryLayout, parts: Sequence[Bytes]) -> bytes:
+def compute_digest(layout: EntryLayout, parts: Sequence[ByteArray]) -> bytes:
     """XXH3 digest (128 bits) over names, dtypes, shapes and bytes."""
-    total = xxhash.xxh3_128(layout.text)
+    total = xxhash.xxh3_128(layout.digest_text)
     for part in parts:
         total.update(part.data)
     return total.digest()
 
 
-def tombstone(shard: Path, key: str) -> Path:
+def get_bad_mark_path(shard: Path, key: str) -> Path:
     """Path of the empty file that marks an entry as bad."""
     return shard.with_name(f"{shard.stem}.{key}{DEAD}")
 
 
-def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
+def write_shard(folder: Path, entries: Sequence[EncodedEntry]) -> Path:
     """Write entries as one file; when this returns, it is complete and on the disk. Raises `OSError`.
 
     A damaged file of the same name is replaced, and its entries that were marked bad become usable again.
     """
-    header = _header(entries)
+    header = _build_header(entries)
     path = folder / f"{xxhash.xxh3_128(header).hexdigest()}{SUFFIX}"
     folder.mkdir(parents=True, exist_ok=True)
     # A hidden name, so that no reader takes the incomplete file for a shard.
@@ -204,7 +204,7 @@ def write_shard(folder: Path, entries: Sequence[Encoded]) -> Path:
         partial.unlink(missing_ok=True)
     for entry in entries:
         # The file was just written, so an old mark of the same name no longer applies.
-        tombstone(path, entry.key).unlink(missing_ok=True)
+        get_bad_mark_path(path, entry.key).unlink(missing_ok=True)
     _sync_folder(folder)
     return path
 
@@ -218,7 +218,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _header(entries: Sequence[Encoded]) -> bytes:
+def _build_header(entries: Sequence[EncodedEntry]) -> bytes:
     """The safetensors header of a shard, without its length."""
     # Facts with one value in all entries are written once, which keeps headers small.
     first_facts = entries[0].facts
@@ -228,7 +228,7 @@ def _header(entries: Sequence[Encoded]) -> bytes:
         for name, value in first_facts.items()
         if all(name in facts and facts[name] == value for facts in other_facts)
     }
-    metadata = {_FACTS: json.dumps(shared, sort_keys=True)}
+    metadata = {_FACTS_KEY: json.dumps(shared, sort_keys=True)}
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for entry in entries:
@@ -248,7 +248,7 @@ def _header(entries: Sequence[Encoded]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> Header:
+def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> ShardHeader:
     """Read the entries that a shard's header describes, complete or not; raises `ShardError` or `OSError`.
 
     `layouts` collects the layouts seen so far, so that equal ones are one object. An entry with an invalid
@@ -264,7 +264,7 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
     try:
         descriptions = parse_json(text)
         metadata = descriptions.pop("__metadata__")
-        shared = metadata.pop(_FACTS)
+        shared = metadata.pop(_FACTS_KEY)
         if not isinstance(parse_json(shared), dict):
             raise TypeError
         groups: dict[str, list[tuple[str, Any]]] = {}
@@ -276,11 +276,11 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
     entries = []
     for key, tensors in groups.items():
         try:
-            start, layout = _placed(tensors, layouts)
+            start, layout = _parse_layout(tensors, layouts)
             line = metadata[key]
             # The line is the digest as 32 hexadecimal digits, a space, and JSON.
             checksum = bytes.fromhex(line[:32])
-            _require_sample(line[33:])
+            _check_sample_line(line[33:])
         except (ValueError, LookupError, TypeError):
             continue
         # Offsets in the header count from its end; the file begins with 8 bytes of length.
@@ -288,17 +288,17 @@ def read_header(path: Path, layouts: dict[Any, EntryLayout] | None = None) -> He
         is_whole = start + layout.nbytes <= state.st_size
         entries.append(StoredEntry(path, key, start, layout, checksum, line[33:], shared, is_whole))
     is_named = path.stem == xxhash.xxh3_128(text).hexdigest()
-    return Header(entries, (state.st_size, state.st_mtime_ns), is_named)
+    return ShardHeader(entries, (state.st_size, state.st_mtime_ns), is_named)
 
 
-def _require_sample(line: str) -> None:
+def _check_sample_line(line: str) -> None:
     """Raise `ValueError` unless a line is JSON of a sample's name and its facts."""
     sample, facts = parse_json(line)
     if not isinstance(sample, str) or not isinstance(facts, dict):
         raise ValueError
 
 
-def _placed(
+def _parse_layout(
     tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]
 ) -> tuple[int, EntryLayout]:
     """Offset of an entry's bytes after the header, and their layout; raises `ValueError` if they are invalid."""
@@ -335,7 +335,7 @@ class OpenShard:
         if hasattr(self, "_handle"):
             close(self._handle)
 
-    def stamp(self) -> tuple[int, int]:
+    def get_stamp(self) -> tuple[int, int]:
         """Size and modification time in nanoseconds; both are -1 once the file was replaced or removed."""
         state = os.fstat(self._handle)
         return (state.st_size, state.st_mtime_ns) if state.st_nlink else (-1, -1)
@@ -352,15 +352,15 @@ class OpenShard:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         # Using a mapped page that cannot be read also kills the process, while reading the file raises an `OSError`.
-        for begin in range(start, entry.end, len(_SPARE)):
-            os.preadv(self._handle, [_SPARE[: entry.end - begin]], begin)
+        for begin in range(start, entry.end, len(_TEST_BUFFER)):
+            os.preadv(self._handle, [_TEST_BUFFER[: entry.end - begin]], begin)
         # No copy: the tensor shares the pages of the memory map.
         data = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
         # An entry behind one whose size is not a multiple of 8 is not aligned, so it is copied.
-        return data if start % _ALIGNED == 0 else data.clone()
+        return data if start % _ALIGNMENT_BYTES == 0 else data.clone()
 
 
-def in_range(tensor: torch.Tensor, limit: float) -> bool:
+def is_in_range(tensor: torch.Tensor, limit: float) -> bool:
     """Whether every value of a tensor in host memory is finite and within +-limit."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
@@ -369,7 +369,7 @@ def in_range(tensor: torch.Tensor, limit: float) -> bool:
     return bool((low >= -limit) & (high <= limit))
 
 
-def shards_in(folder: Path) -> Iterator[Path]:
+def list_shards(folder: Path) -> Iterator[Path]:
     """Yield the shards of a folder in the order of their names; none if there is no folder."""
     if folder.is_dir():
         yield from sorted(folder.glob(f"[!.]*{SUFFIX}"))

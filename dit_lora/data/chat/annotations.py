@@ -11,15 +11,15 @@ from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation, Conversations
 from dit_lora.data.chat.json_records import Record, read_records
 from dit_lora.data.chat.records import ChatRecord, parse_record
-from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, below
+from dit_lora.data.media.media import IMAGE_SUFFIXES, MediaFile, resolve_below
 from dit_lora.data.sources.clips import ClipProblem
-from dit_lora.data.sources.scan import read_all
+from dit_lora.data.sources.scan import read_all_sources
 from dit_lora.errors import DitLoraError
 
-_REMOTE = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
+_URL_PATTERN = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]*://|p2:s3:")
 # Conversations about GIFs are about motion, so a GIF counts as a video.
-_IMAGES = IMAGE_SUFFIXES - {".gif"}
-_NOT_READ = ("caption_column", "image_column", "caption", "generate")
+_STILL_SUFFIXES = IMAGE_SUFFIXES - {".gif"}
+_UNSUPPORTED_KEYS = ("caption_column", "image_column", "caption", "generate")
 
 
 def read_conversations(data: DataConfig) -> Conversations:
@@ -32,26 +32,26 @@ def read_conversations(data: DataConfig) -> Conversations:
     Raises:
         DitLoraError: A file is not JSON, or holds no usable record.
     """
-    return Conversations(*read_all(data, lambda source: _File(source).read()))
+    return Conversations(*read_all_sources(data, lambda source: _AnnotationFile(source).read()))
 
 
-class _File:
+class _AnnotationFile:
     """One annotation file, and the folder of its media."""
 
     def __init__(self, source: SourceConfig) -> None:
         self._path = Path(source.path).expanduser()
         self._root = Path(source.media).expanduser() if source.media else self._path.parent
         # Options of captioned clips would be ignored silently, so they are an error.
-        unread = [name for name in _NOT_READ if getattr(source, name) is not None]
+        unread = [name for name in _UNSUPPORTED_KEYS if getattr(source, name) is not None]
         if unread:
             raise DitLoraError(f"{', '.join(unread)} is of captions; conversations have none")
         self._conversations = Conversations([], [])
         self._media: dict[str, MediaFile] = {}
         """Media files by their path below the root."""
-        self._absent: dict[str, tuple[str, str]] = {}
-        self._named: Counter[str] = Counter()
+        self._media_faults: dict[str, tuple[str, str]] = {}
+        self._records_per_file: Counter[str] = Counter()
         """Number of records about each media file."""
-        self._by_content: dict[object, str] = {}
+        self._ids_by_content: dict[object, str] = {}
         """Ids by the content of the conversation, to find duplicates."""
 
     def read(self) -> Conversations:
@@ -66,55 +66,63 @@ class _File:
         count = 0
         for record in read_records(self._path):
             count += 1
-            self._add(record)
+            self._add_record(record)
         if not count:
             raise DitLoraError(f"{self._path} holds no record")
-        if not self._conversations.all:
+        if not self._conversations.usable:
             # Nothing can be used: show the first problem as an example.
             problem = self._conversations.problems[0]
             raise DitLoraError(
                 f"{self._path}: none of its {count:,} records can be used; the first problem: "
-                f"{problem.file}: {problem.words}"
+                f"{problem.file}: {problem.message}"
             )
         return self._conversations
 
-    def _add(self, record: Record) -> None:
+    def _add_record(self, record: Record) -> None:
         """Add one record as a conversation, or its problems."""
         location = f"{self._path.name}#{record.number}"
         if record.fault is not None:
-            self._problem(location, record, "unreadable", f"not JSON: {record.fault}")
+            self._add_problem(location, record, "unreadable", f"not JSON: {record.fault}")
             return
         sample = parse_record(record.value)
         # Text without media is named by its record, other samples by their file.
         sample_id, name = location, None
         if sample.file is not None:
-            name = self._below_root(sample)
+            name = self._resolve_media(sample)
         if name is not None:
-            self._named[name] += 1
+            self._records_per_file[name] += 1
             # A second record about the same file gets a number.
-            sample_id = name if self._named[name] == 1 else f"{name}#{self._named[name]}"
+            sample_id = (
+                name
+                if self._records_per_file[name] == 1
+                else f"{name}#{self._records_per_file[name]}"
+            )
         for code, message in sample.faults:
-            self._problem(sample_id, record, code, message)
+            self._add_problem(sample_id, record, code, message)
         if not sample.faults:
-            self._keep(sample_id, record, sample, self._media[name] if name is not None else None)
+            self._add_conversation(
+                sample_id, record, sample, self._media[name] if name is not None else None
+            )
 
-    def _keep(
+    def _add_conversation(
         self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None
     ) -> None:
         """Add a conversation without faults, unless an earlier one has the same content."""
         # The same turns about the same part of the same file are one sample.
         content = (media, sample.turns, sample.system, sample.start, sample.end)
-        earlier = self._by_content.setdefault(content, sample_id)
+        earlier = self._ids_by_content.setdefault(content, sample_id)
         if earlier != sample_id:
-            self._problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
+            self._add_problem(
+                sample_id, record, "duplicate_record", f"it says the same as {earlier}"
+            )
             return
-        self._conversations.all.append(
+        self._conversations.usable.append(
             Conversation(
                 sample_id,
                 sample.kind,
                 media,
                 sample.turns,
-                sample.independent,
+                sample.is_independent,
                 # The same system text occurs in many records, so keep only one copy.
                 sys.intern(sample.system),
                 sample.start,
@@ -122,43 +130,43 @@ class _File:
             )
         )
 
-    def _problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
+    def _add_problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
         self._conversations.problems.append(
             ClipProblem(sample_id, code, f"{message} (record {record.number})")
         )
 
-    def _below_root(self, sample: ChatRecord) -> str | None:
+    def _resolve_media(self, sample: ChatRecord) -> str | None:
         """Path of the media file below the root; None if it has none. Faults are added to the sample."""
         file_name = sample.file or ""
-        if _REMOTE.match(file_name):
+        if _URL_PATTERN.match(file_name):
             message = f"{file_name[:80]} is no path; download it and name the file"
-            sample.wrong("remote_media", message)
+            sample.add_fault("remote_media", message)
             return None
-        name = below(self._root, file_name)
+        name = resolve_below(self._root, file_name)
         if name is None:
             message = f"{file_name} leads out of {self._root}; set data.media to a folder that it is below"
-            sample.wrong("unsafe_path", message)
+            sample.add_fault("unsafe_path", message)
             return None
         # Check each file once, even if many records are about it.
         if name not in self._media:
             self._media[name] = MediaFile(self._root / name)
-            self._look(name, os.path.join(self._root, name))
-        if name in self._absent:
-            sample.wrong(*self._absent[name])
+            self._check_media_file(name, os.path.join(self._root, name))
+        if name in self._media_faults:
+            sample.add_fault(*self._media_faults[name])
         # The record's key says image or video, and the name of the file must agree with it.
-        elif (os.path.splitext(name)[1].lower() in _IMAGES) != (sample.kind == "image"):
-            kinds = ", ".join(sorted(_IMAGES))
+        elif (os.path.splitext(name)[1].lower() in _STILL_SUFFIXES) != (sample.kind == "image"):
+            kinds = ", ".join(sorted(_STILL_SUFFIXES))
             message = f"it is named as {sample.kind}, and images end in {kinds}: {name}"
-            sample.wrong("media_kind", message)
+            sample.add_fault("media_kind", message)
         return name
 
-    def _look(self, name: str, path: str) -> None:
+    def _check_media_file(self, name: str, path: str) -> None:
         """Note a media file that is missing, or a folder of frames."""
         if os.path.isdir(path):
-            self._absent[name] = (
+            self._media_faults[name] = (
                 "frame_folder",
                 "it is a folder, and frames are read from videos; make one of its images: "
                 f"ffmpeg -framerate 3 -i '{name}/%05d.jpg' '{name}.mp4'",
             )
         elif not os.path.isfile(path):
-            self._absent[name] = ("missing", f"no such file: {self._root / name}")
+            self._media_faults[name] = ("missing", f"no such file: {self._root / name}")

@@ -4,26 +4,26 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from dit_lora.data.chat.conversation import Conversation, whole_text
+from dit_lora.data.chat.conversation import Conversation, join_texts
 from dit_lora.errors import DitLoraError
 
 
 @lru_cache(maxsize=8)
-def control_pattern(tokenizer: Any, marks: tuple[str, ...] = ()) -> re.Pattern[str]:
+def build_control_pattern(tokenizer: Any, turn_markers: tuple[str, ...] = ()) -> re.Pattern[str]:
     """Pattern of everything that a text must not contain.
 
-    It matches the tokenizer's special tokens, and `marks`: turn markers of a prompt format that are ordinary
+    It matches the tokenizer's special tokens, and `turn_markers`: turn markers of a prompt format that are ordinary
     text.
     """
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    texts = {*special, *map(str, tokenizer.all_special_tokens), *marks} - {""}
+    texts = {*special, *map(str, tokenizer.all_special_tokens), *turn_markers} - {""}
     # The longest come first, because an alternation takes the first match, not the longest.
     return re.compile(
         "|".join(map(re.escape, sorted(texts, key=lambda token: (-len(token), token))))
     )
 
 
-def refuse_control(conversation: Conversation, pattern: re.Pattern[str]) -> None:
+def check_no_control_tokens(conversation: Conversation, pattern: re.Pattern[str]) -> None:
     """Raise `DitLoraError` that lists every control token in the texts of a sample.
 
     The model would learn them as ends of answers or as turns of the other side, although they are part of a
@@ -31,7 +31,7 @@ def refuse_control(conversation: Conversation, pattern: re.Pattern[str]) -> None
     """
     if not pattern.pattern:
         return
-    text = whole_text(conversation.system, conversation.turns)
+    text = join_texts(conversation.system, conversation.turns)
     control_tokens = list(dict.fromkeys(pattern.findall(text)))
     if control_tokens:
         raise DitLoraError(

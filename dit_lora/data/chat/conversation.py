@@ -10,7 +10,7 @@ from dit_lora.data.sources.clips import ClipProblem
 
 _BLANK_LINES = re.compile(r"\A(?:[ \t]*\r?\n)+")
 
-Kind = Literal["image", "video", "text"]
+ConversationKind = Literal["image", "video", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Turn:
     """VideoChat2's `i`, which describes the task; the Q-Former reads the first turn's."""
 
 
-def whole_text(system: str, turns: Iterable[Turn]) -> str:
+def join_texts(system: str, turns: Iterable[Turn]) -> str:
     """The system text and all texts of the turns, one per line."""
     texts = [text for turn in turns for text in (turn.question, turn.answer, turn.instruction)]
     return "\n".join([system, *texts])
@@ -35,17 +35,17 @@ class Conversation:
     """One sample: turns about an image, a video or nothing."""
 
     id: str
-    kind: Kind
+    kind: ConversationKind
     media: Media | None
     """The image or video; None for the kind `text`."""
     turns: tuple[Turn, ...]
-    independent: bool = False
+    is_independent: bool = False
     """True if the turns do not depend on each other, so that their order may change."""
     system: str = ""
     start: float | None = None
     """Start of the part of the video that the questions are about, in seconds; `end` is its end."""
     end: float | None = None
-    times: float = 1.0
+    times_per_epoch: float = 1.0
     """Number of times that the sample is used in an epoch."""
     loss_weight: float = 1.0
     """Factor by which the sample's loss is multiplied."""
@@ -54,7 +54,7 @@ class Conversation:
 class Conversations(NamedTuple):
     """Contents of the annotation files."""
 
-    all: list[Conversation]
+    usable: list[Conversation]
     """Conversations without a problem."""
     problems: list[ClipProblem]
 

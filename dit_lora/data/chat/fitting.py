@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dit_lora.data.chat.rendered import Piece, Rendered
+from dit_lora.data.chat.rendered import Piece, RenderedConversation
 from dit_lora.errors import DitLoraError
 
-KEPT = 8
+MIN_QUESTION_TOKENS = 8
 """Minimum number of tokens that a question keeps: with fewer, it would be meaningless."""
 
 
@@ -28,7 +28,7 @@ class NothingToLearnError(UnusableSampleError):
     code = "no_labels"
 
 
-def fit(rendered: Rendered, max_tokens: int) -> Rendered:
+def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedConversation:
     """Shorten a conversation to at most `max_tokens` tokens by removing the middle of the longest questions.
 
     The longest questions are cut to one common length; shorter ones stay. The middle is removed because a
@@ -37,10 +37,10 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
 
     Raises:
         NothingToLearnError: The conversation has no answer token.
-        TooLongError: It does not fit even with every question cut to `KEPT` tokens.
+        TooLongError: It does not fit even with every question cut to `MIN_QUESTION_TOKENS` tokens.
     """
     # Check this first: a sample without answers cannot be trained on at any length.
-    if not rendered.answers:
+    if not rendered.num_answer_tokens:
         raise NothingToLearnError(
             f"none of its {len(rendered)} tokens is an answer's, so there is nothing to learn; give the sample an "
             "answer or remove it"
@@ -48,39 +48,40 @@ def fit(rendered: Rendered, max_tokens: int) -> Rendered:
     if len(rendered) <= max_tokens:
         return rendered
     # Only questions may be shortened; everything else needs this many tokens.
-    media, answers, fixed = (rendered.count(part) for part in ("media", "answer", "fixed"))
+    media, answers, fixed = (rendered.count_tokens(part) for part in ("media", "answer", "fixed"))
     unshortened = media + answers + fixed
     questions = [len(piece.ids) for piece in rendered.pieces if piece.part == "question"]
     question_budget = max_tokens - unshortened
-    min_tokens = sum(min(length, KEPT) for length in questions)
+    min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions)
     if question_budget < min_tokens:
         raise TooLongError(
             f"its media ({media}), answers ({answers}), fixed text ({fixed}) and at "
-            f"least {KEPT} tokens of each question ({min_tokens}) need {unshortened + min_tokens} tokens; "
+            f"least {MIN_QUESTION_TOKENS} tokens of each question ({min_tokens}) need "
+            f"{unshortened + min_tokens} tokens; "
             f"chat.max_tokens is {max_tokens}: raise it, or split the sample"
         )
-    lengths = iter(_levelled(questions, question_budget))
+    lengths = iter(_level_lengths(questions, question_budget))
     return replace(
         rendered,
         pieces=tuple(
-            _shortened(piece, next(lengths)) if piece.part == "question" else piece
+            _shorten_piece(piece, next(lengths)) if piece.part == "question" else piece
             for piece in rendered.pieces
         ),
     )
 
 
-def _levelled(lengths: Sequence[int], room: int) -> list[int]:
-    """Lengths that sum to `room`: the longest are cut to one level, which differs by at most a token."""
+def _level_lengths(lengths: Sequence[int], token_budget: int) -> list[int]:
+    """Lengths that sum to `token_budget`: the longest are cut to one level, which differs by at most a token."""
     new_lengths = list(lengths)
     indices = sorted(range(len(new_lengths)), key=lambda index: new_lengths[index])
     # From the shortest on, each takes its full length or an equal share of the remaining tokens.
     for position, index in enumerate(indices):
-        new_lengths[index] = min(new_lengths[index], room // (len(indices) - position))
-        room -= new_lengths[index]
+        new_lengths[index] = min(new_lengths[index], token_budget // (len(indices) - position))
+        token_budget -= new_lengths[index]
     return new_lengths
 
 
-def _shortened(piece: Piece, length: int) -> Piece:
+def _shorten_piece(piece: Piece, length: int) -> Piece:
     """The piece with its middle removed, so that `length` tokens remain."""
     num_dropped = len(piece.ids) - length
     if not num_dropped:
@@ -88,4 +89,4 @@ def _shortened(piece: Piece, length: int) -> Piece:
     # With an odd length, the beginning keeps one token more than the end.
     head = length - length // 2
     ids = piece.ids[:head] + piece.ids[head + num_dropped :]
-    return replace(piece, ids=ids, dropped=piece.dropped + num_dropped)
+    return replace(piece, ids=ids, num_dropped=piece.num_dropped + num_dropped)

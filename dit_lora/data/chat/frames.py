@@ -13,12 +13,12 @@ from PIL import Image
 
 from dit_lora.data.media.decode import Instants
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, as_media
-from dit_lora.data.media.pictures import cover, planes
-from dit_lora.data.media.video import ClipError, pictures_at
+from dit_lora.data.media.media import Media, to_media
+from dit_lora.data.media.pictures import scale_to_cover, stack_planes
+from dit_lora.data.media.video import ClipError, decode_pictures
 
-_RATIOS = (3 / 4, 4 / 3)
-_TRIES = 10
+_ASPECT_RANGE = (3 / 4, 4 / 3)
+_MAX_TRIES = 10
 
 
 class Box(NamedTuple):
@@ -30,7 +30,7 @@ class Box(NamedTuple):
     width: float
 
 
-def frame_seconds(
+def sample_frame_times(
     duration: float,
     fps: float,
     count: int,
@@ -50,7 +50,7 @@ def frame_seconds(
     never takes the last frame of a part (a `range` that ends too early), and for parts of one frame it draws
     from the whole clip; here each frame of a part is equally likely.
     """
-    parts = _parts(duration, fps, count, start, end)
+    parts = _split_frames(duration, fps, count, start, end)
     if generator is None:
         return tuple((begin + stop) // 2 / fps for begin, stop in parts)
     # float64, so that rounding never reaches the next frame.
@@ -61,7 +61,7 @@ def frame_seconds(
     )
 
 
-def latest_seconds(
+def compute_latest_times(
     duration: float,
     fps: float,
     count: int,
@@ -69,11 +69,11 @@ def latest_seconds(
     start: float | None = None,
     end: float | None = None,
 ) -> tuple[float, ...]:
-    """The latest times that `frame_seconds` can return; no others need more digits when written as text."""
-    return tuple(stop / fps for _, stop in _parts(duration, fps, count, start, end))
+    """The latest times that `sample_frame_times` can return; no others need more digits when written as text."""
+    return tuple(stop / fps for _, stop in _split_frames(duration, fps, count, start, end))
 
 
-def _parts(
+def _split_frames(
     duration: float, fps: float, count: int, start: float | None, end: float | None
 ) -> list[tuple[int, int]]:
     """First and last frame of each part."""
@@ -93,7 +93,7 @@ def _parts(
     return parts + parts[-1:] * (count - used)
 
 
-def read_at(
+def read_frames_at(
     media: Media,
     seconds: Sequence[float],
     *,
@@ -104,40 +104,40 @@ def read_at(
 ) -> torch.Tensor:
     """Frames nearest to `seconds` since the clip's first frame, as uint8 (F, 3, H, W).
 
-    An image is one frame, regardless of the times. Each frame is first cropped to `box`. `stretch` then resizes
-    without keeping the aspect ratio, bicubic with antialiasing, as VideoChat2's notebooks do. (Its training
-    crops tensors, which torchvision 0.14 resizes without antialiasing.) `cover` resizes as `read_frames` does.
-    The last frame is used for times up to one second after it, or for as long as it is shown if that is longer,
-    because the length stated in a file may be that of its sound. Frames between the last time after one key
-    frame and the next key frame are not decoded.
+    An image is one frame, regardless of the times. Each frame is first cropped to `box`. `pixel_aspect` then resizes
+    without keeping the aspect ratio, bicubic with antialiasing, as VideoChat2's notebooks do. (Its training crops
+    tensors, which torchvision 0.14 resizes without antialiasing.) `scale_to_cover` resizes as `read_frames` does. The
+    last frame is used for times up to one second after it, or for as long as it is shown if that is longer, because
+    the length stated in a file may be that of its sound. Frames between the last time after one key frame and the next
+    key frame are not decoded.
 
     Raises:
         ClipError: The file cannot be read as far as needed.
         ValueError: The times do not ascend, or a video has none.
     """
-    media, times = as_media(media), tuple(seconds)
+    media, times = to_media(media), tuple(seconds)
     if list(times) != sorted(times) or not (times or is_image(media)):
         raise ValueError(f"a video needs times, in order; got {times}")
 
-    def fitted(image: Image.Image, stretch: float) -> np.ndarray:
+    def fit_picture(image: Image.Image, pixel_aspect: float) -> np.ndarray:
         if box is not None:
             # Crop before resizing, so that the result has the full resolution.
-            image = image.crop(_pixels(box, image.width, image.height))
+            image = image.crop(_to_pixels(box, image.width, image.height))
         if fit == "cover":
-            return cover(image, stretch, height, width)
+            return scale_to_cover(image, pixel_aspect, height, width)
         return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
     # Fewer pictures than times mean that the file ends before its stated length.
-    chosen = pictures_at(media, Instants(times), fitted)
+    chosen = decode_pictures(media, Instants(times), fit_picture)
     if len(chosen) < len(times) and not is_image(media):
         raise ClipError(
             f"{media.name}: it ends before {times[len(chosen)]:.2f} s, where a frame is asked for, though it says "
             "that it is longer; encode it anew or remove it"
         )
-    return torch.from_numpy(planes(chosen))
+    return torch.from_numpy(stack_planes(chosen))
 
 
-def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
+def _to_pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of a box in pixels; it has at least one pixel."""
     x = min(round(box.left * width), width - 1)
     top = min(round(box.top * height), height - 1)
@@ -145,23 +145,24 @@ def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     return x, top, min(width, x + box_width), min(height, top + box_height)
 
 
-def random_box(generator: torch.Generator, least: float, aspect: float = 1.0) -> Box:
-    """Random crop with `least` to 1 of the picture's area and an aspect ratio of 3:4 to 4:3, anywhere in the picture.
+def sample_random_box(generator: torch.Generator, min_share: float, aspect: float = 1.0) -> Box:
+    """Random crop with `min_share` to 1 of the picture's area and an aspect ratio of 3:4 to 4:3, anywhere in the
+    picture.
 
     `aspect` is the picture's width divided by its height. After ten draws that do not fit, it is the largest
     crop in the centre. This is the algorithm of torchvision's `RandomResizedCrop`, with shares instead of whole
     pixels.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         area, ratio, down, across = torch.rand(4, dtype=torch.float64, generator=generator).tolist()
-        share = least + (1 - least) * area
+        share = min_share + (1 - min_share) * area
         # The ratio is uniform on a logarithmic scale, on which 3:4 and 4:3 are equally far from 1.
-        low, high = (math.log(bound) for bound in _RATIOS)
+        low, high = (math.log(bound) for bound in _ASPECT_RANGE)
         relative = math.exp(low + (high - low) * ratio) / aspect
         width, height = math.sqrt(share * relative), math.sqrt(share / relative)
         if width <= 1 and height <= 1:
             return Box((1 - height) * down, (1 - width) * across, height, width)
     # Fallback: the largest crop in the centre whose ratio is within the bounds.
-    width = min(1.0, _RATIOS[1] / aspect)
-    height = min(1.0, aspect / _RATIOS[0])
+    width = min(1.0, _ASPECT_RANGE[1] / aspect)
+    height = min(1.0, aspect / _ASPECT_RANGE[0])
     return Box((1 - height) / 2, (1 - width) / 2, height, width)

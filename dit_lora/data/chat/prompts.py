@@ -12,8 +12,8 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.rendered import Piece, Rendered
-from dit_lora.data.chat.spans import Span, tokenized
+from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.data.chat.spans import Span, tokenize_spans
 
 FormatName = Literal["mistral", "vicuna", "phi3"]
 _MARKERS = {"image": ("<Image>", "</Image>"), "video": ("<Video>", "</Video>")}
@@ -25,70 +25,70 @@ class PromptFormat:
 
     system: tuple[str, str]
     """Texts around the system text and the instruction."""
-    gap: str
+    instruction_gap: str
     """Text that always follows an instruction."""
     media: tuple[str, str]
     question: tuple[str, str]
-    header: str
+    answer_header: str
     """Text after a question, with which a prompt ends."""
     answer: tuple[str, str]
     """Texts around an answer, which are trained on too: from the second, the model learns to stop."""
-    between: str = ""
+    turn_separator: str = ""
     """Text between an answer and the next turn, not trained on."""
-    shared: str = ""
+    shared_marker: str = ""
     """Text that ends an answer and also begins the next turn; it is written only once."""
-    media_in_question: bool = False
+    has_media_in_question: bool = False
     """True if the first question is in the same turn as the media.
 
     An empty question is then a turn as well, and white space around questions and answers is removed.
     """
-    instruction_with_question: bool = False
+    has_question_in_instruction: bool = False
     """True if the Q-Former reads the first question after the instruction."""
-    timestamps: bool = False
+    has_timestamps: bool = False
     """True if VideoChat2's training states the times of a video's frames in the prompt.
 
     This is the value of `add_second_msg` that its data sets receive; the value in its configs is not passed on.
     """
-    stripped: bool = True
+    should_strip: bool = True
     """True if white space before the media and before the first turn is removed."""
-    control: tuple[str, ...] = ()
+    forbidden_texts: tuple[str, ...] = ()
     """Strings that no text of a sample may contain, because they would end or begin a turn."""
 
 
 PROMPT_FORMATS: dict[FormatName, PromptFormat] = {
     "mistral": PromptFormat(
         system=("", ""),
-        gap=" ",
+        instruction_gap=" ",
         media=("[INST] ", " [/INST]"),
         question=(" [INST] ", " [/INST]"),
-        header="",
+        answer_header="",
         answer=(" ", " </s>"),
-        control=("[INST]", "[/INST]", "</s>"),
+        forbidden_texts=("[INST]", "[/INST]", "</s>"),
     ),
     # VideoChat2 also trains on its role headers; upstream says that both ways work (Ask-Anything, issue 152).
     "vicuna": PromptFormat(
         system=("", ""),
-        gap=" ",
+        instruction_gap=" ",
         media=("###Human: ", " "),
         question=("###Human: ", " "),
-        header="###Assistant:",
+        answer_header="###Assistant:",
         answer=(" ", " ###"),
-        shared="###",
-        instruction_with_question=True,
-        timestamps=True,
-        stripped=False,
-        control=("###",),
+        shared_marker="###",
+        has_question_in_instruction=True,
+        has_timestamps=True,
+        should_strip=False,
+        forbidden_texts=("###",),
     ),
     "phi3": PromptFormat(
         system=("<|system|>\n", "<|end|>\n"),
-        gap="",
+        instruction_gap="",
         media=("<|user|>\n", "\n"),
         question=("<|user|>\n", "<|end|>\n"),
-        header="<|assistant|>\n",
+        answer_header="<|assistant|>\n",
         answer=("", "<|end|>"),
-        between="\n",
-        media_in_question=True,
-        control=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        turn_separator="\n",
+        has_media_in_question=True,
+        forbidden_texts=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
 }
 
@@ -98,23 +98,23 @@ def render_prompt(
     conversation: Conversation,
     tokenizer: PreTrainedTokenizerBase,
     media_token_id: int,
-    media_tokens: int,
+    num_media_tokens: int,
     seconds: Sequence[float] = (),
     *,
     timestamps: bool = True,
-    answered: bool = True,
-) -> Rendered:
-    """Render a conversation in this format; without `answered`, only up to the start of the last answer.
+    include_answer: bool = True,
+) -> RenderedConversation:
+    """Render a conversation in this format; without `include_answer`, only up to the start of the last answer.
 
     A caption without a question directly follows the media, as upstream. Conversations of kind `text` have no
-    media turn (as in upstream's HD). If there are `seconds`, and `timestamps` is true, the prompt states them
+    media turn (as in upstream's HD). If there are `seconds`, and `has_timestamps` is true, the prompt states them
     as the times of the video's frames. Raises `DitLoraError` if a boundary is inside a token (see
-    `spans.tokenized`).
+    `spans.tokenize_spans`).
     """
     style = PROMPT_FORMATS[name]
-    preface = _preface(style, conversation)
+    preface = _build_preface(style, conversation)
     if conversation.kind == "text" and not (
-        conversation.turns[0].question or style.media_in_question
+        conversation.turns[0].question or style.has_media_in_question
     ):
         # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
@@ -124,47 +124,52 @@ def render_prompt(
         after, before = before, after
     else:
         start, end = _MARKERS[conversation.kind]
-        timing = _timestamps(seconds) if timestamps and conversation.kind == "video" else ""
+        timing = _format_timestamps(seconds) if timestamps and conversation.kind == "video" else ""
         before.append(Span(style.media[0] + start, "fixed"))
         after.append(Span(end + timing + style.media[1], "fixed"))
     for index, turn in enumerate(conversation.turns):
         is_last = index == len(conversation.turns) - 1
         # The turn that holds the media is already open, so its question does not begin a new one.
-        opened = style.media_in_question and index == 0 and conversation.kind != "text"
+        opened = style.has_media_in_question and index == 0 and conversation.kind != "text"
         # A prompt lacks only the last turn's answer; earlier answers are part of it.
-        after += _turn(style, turn, index, opened=opened, answered=answered or not is_last)
-    if style.stripped:
-        before, after = _stripped(before), _stripped(after)
-    pieces = [*tokenized(tokenizer, before), *_media(conversation, media_token_id, media_tokens)]
-    pieces += tokenized(tokenizer, after)
+        after += _build_turn_spans(
+            style, turn, index, is_open=opened, include_answer=include_answer or not is_last
+        )
+    if style.should_strip:
+        before, after = _strip_spans(before), _strip_spans(after)
+    pieces = [
+        *tokenize_spans(tokenizer, before),
+        *_build_media_pieces(conversation, media_token_id, num_media_tokens),
+    ]
+    pieces += tokenize_spans(tokenizer, after)
     if tokenizer.bos_token_id is not None:
         # One BOS token for the whole prompt, as upstream adds it.
         pieces.insert(0, Piece((tokenizer.bos_token_id,), "fixed"))
-    return Rendered(tuple(pieces))
+    return RenderedConversation(tuple(pieces))
 
 
-def instruction_text(name: FormatName, conversation: Conversation) -> str:
+def build_instruction(name: FormatName, conversation: Conversation) -> str:
     """Text that the Q-Former reads: the first turn's instruction, with the question in `vicuna`; may be empty."""
     style = PROMPT_FORMATS[name]
     turn = conversation.turns[0]
     if not turn.instruction:
         return ""
-    question = style.gap + turn.question if style.instruction_with_question else ""
+    question = style.instruction_gap + turn.question if style.has_question_in_instruction else ""
     return (turn.instruction + question).strip()
 
 
-def _preface(style: PromptFormat, conversation: Conversation) -> str:
+def _build_preface(style: PromptFormat, conversation: Conversation) -> str:
     """The system text and the first instruction, with the texts around them."""
     instruction = conversation.turns[0].instruction
     system = conversation.system
     # Upstream asserts that a system text ends with white space.
     if system and not system[-1].isspace():
         system += " "
-    text = system + (instruction + style.gap if instruction else "")
+    text = system + (instruction + style.instruction_gap if instruction else "")
     return style.system[0] + text + style.system[1] if text else ""
 
 
-def _timestamps(seconds: Sequence[float]) -> str:
+def _format_timestamps(seconds: Sequence[float]) -> str:
     """The sentence about the frames' times as in video_utils.py, with one decimal as Python prints it."""
     if not seconds:
         return ""
@@ -173,17 +178,17 @@ def _timestamps(seconds: Sequence[float]) -> str:
     return f" The video contains {len(seconds)} frames sampled at {listed} seconds."
 
 
-def _turn(
-    style: PromptFormat, turn: Turn, index: int, *, opened: bool, answered: bool
+def _build_turn_spans(
+    style: PromptFormat, turn: Turn, index: int, *, is_open: bool, include_answer: bool
 ) -> list[Span]:
-    """The spans of one turn: question, header and, if `answered`, the answer."""
+    """The spans of one turn: question, header and, if `include_answer`, the answer."""
     question, answer = turn.question, turn.answer
-    if style.media_in_question:
+    if style.has_media_in_question:
         # In this format, upstream strips both.
         question, answer = question.strip(), answer.strip()
-    spans = [Span(style.header, "fixed")]
-    if question or style.media_in_question:
-        before = "" if opened else style.question[0]
+    spans = [Span(style.answer_header, "fixed")]
+    if question or style.has_media_in_question:
+        before = "" if is_open else style.question[0]
         question_spans = [
             Span(before, "fixed"),
             Span(question, "question"),
@@ -192,13 +197,15 @@ def _turn(
         spans = question_spans + spans
     # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
-        spans[0] = Span(style.between + spans[0].text.removeprefix(style.shared), "fixed")
-    if answered:
+        spans[0] = Span(
+            style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed"
+        )
+    if include_answer:
         spans.append(Span(style.answer[0] + answer + style.answer[1], "answer"))
     return spans
 
 
-def _stripped(spans: list[Span]) -> list[Span]:
+def _strip_spans(spans: list[Span]) -> list[Span]:
     """Drop empty spans, and the white space before the first remaining one."""
     spans = [span for span in spans if span.text]
     if spans:
@@ -206,6 +213,6 @@ def _stripped(spans: list[Span]) -> list[Span]:
     return spans
 
 
-def _media(conversation: Conversation, token: int, count: int) -> list[Piece]:
+def _build_media_pieces(conversation: Conversation, token_id: int, count: int) -> list[Piece]:
     """The piece of `count` media tokens; none for text."""
-    return [] if conversation.kind == "text" else [Piece((token,) * count, "media")]
+    return [] if conversation.kind == "text" else [Piece((token_id,) * count, "media")]

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dit_lora.data.chat.conversation import Kind, Turn, trim_answer, whole_text
+from dit_lora.data.chat.conversation import ConversationKind, Turn, join_texts, trim_answer
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from dit_lora.data.sources.caption_text import MOST_CHARACTERS, has_lone_surrogate, is_blank
+from dit_lora.data.sources.caption_text import MAX_CAPTION_CHARS, has_lone_surrogate, is_blank
 
-_PLACEHOLDER = re.compile("<(?:image|video)>")
-_RESERVED = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
+_MEDIA_PLACEHOLDER = re.compile("<(?:image|video)>")
+_RESERVED_MARKERS = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<video>")
 """Markers that occur in the prompts of many models; module `control` finds those of the trained model."""
-_MOST_CHARACTERS = 10 * MOST_CHARACTERS
+_MAX_CONVERSATION_CHARS = 10 * MAX_CAPTION_CHARS
 """Maximum characters of all turns together, so that a tokenizer need not count more; then `chat.max_tokens` holds."""
 _ROLES = {
     "system": "system",
@@ -27,63 +27,67 @@ _ROLES = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
-_MEDIA_KEYS: dict[str, Kind] = {
+_MEDIA_KEYS: dict[str, ConversationKind] = {
     "image": "image",
     "images": "image",
     "video": "video",
     "videos": "video",
 }
 _FILE_KEYS = ("path", "url")
-_HAVE = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) + "$")
+_MEDIA_SUFFIX_PATTERN = re.compile(
+    "|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) + "$"
+)
 
 
 @dataclass
 class ChatRecord:
     """Contents of one record; if it has faults, as much as could be read."""
 
-    kind: Kind = "text"
+    kind: ConversationKind = "text"
     file: str | None = None
     """The media file as named in the record."""
     turns: tuple[Turn, ...] = ()
-    independent: bool = False
+    is_independent: bool = False
     system: str = ""
     start: float | None = None
     end: float | None = None
     faults: list[tuple[str, str]] = field(default_factory=list)
     """Codes and messages."""
 
-    def wrong(self, code: str, words: str) -> None:
+    def add_fault(self, code: str, message: str) -> None:
         """Add a fault, once."""
-        if (code, words) not in self.faults:
-            self.faults.append((code, words))
+        if (code, message) not in self.faults:
+            self.faults.append((code, message))
 
 
 def parse_record(record: object) -> ChatRecord:
     """Read a record in the format that its keys indicate."""
     sample = ChatRecord()
     if not isinstance(record, Mapping):
-        sample.wrong("record_type", f"it is of type {_type(record)}, not an object")
+        sample.add_fault("record_type", f"it is of type {_type_name(record)}, not an object")
         return sample
-    media = list(_named_media(record, sample))
+    media = list(_iter_media(record, sample))
     # The keys decide the format: VideoChat2, or messages with roles.
     if "QA" in record:
         _read_qa(record["QA"], sample)
-        sample.independent = True
+        sample.is_independent = True
     elif "messages" in record or "conversations" in record:
         key = "messages" if "messages" in record else "conversations"
-        _Messages(sample, record[key], key, media).read(record.get("system"))
+        _MessageReader(sample, record[key], key, media).read(record.get("system"))
     else:
         keys = ", ".join(map(str, record)) or "none"
-        sample.wrong(
+        sample.add_fault(
             "record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}"
         )
-    _choose_medium(record, sample, media)
-    _read_part(record, sample)
+    _set_medium(record, sample, media)
+    _read_time_range(record, sample)
     _check_texts(sample)
     return sample
 
 
-def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[Kind, str]]:
+def _iter_media(
+    record: Mapping[Any, Any], sample: ChatRecord
+) -> Iterator[tuple[ConversationKind, str]]:
     """Yield the media that the record names under its own keys, with their kind."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
@@ -92,12 +96,12 @@ def _named_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tupl
             if isinstance(name, str) and name.strip():
                 yield kind, name
             elif name is not None:
-                message = f"its {key} must be a file's name; got {_shown(name)}"
-                sample.wrong("record_type", message)
+                message = f"its {key} must be a file's name; got {_shorten_repr(name)}"
+                sample.add_fault("record_type", message)
 
 
-def _choose_medium(
-    record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[Kind, str]]
+def _set_medium(
+    record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]
 ) -> None:
     """Set the record's only media file; several are a fault."""
     # The same file may be named by a key and again by a part of a message.
@@ -105,60 +109,66 @@ def _choose_medium(
     if len(media) > 1:
         names = ", ".join(name for _, name in media)
         message = f"it names {len(media)} media, {names}; a sample has at most one"
-        sample.wrong("several_media", message)
+        sample.add_fault("several_media", message)
     elif media:
         sample.kind, sample.file = media[0]
     else:
         # With a misspelt key, a sample about a file would silently become a text sample.
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
-            if key not in keys_read and isinstance(value, str) and _HAVE.search(value.lower()):
+            if (
+                key not in keys_read
+                and isinstance(value, str)
+                and _MEDIA_SUFFIX_PATTERN.search(value.lower())
+            ):
                 message = f"its {key} names a file, {value}, which is read under image or video"
-                sample.wrong("record_keys", message)
+                sample.add_fault("record_keys", message)
 
 
 def _read_qa(qa: object, sample: ChatRecord) -> None:
     """Read VideoChat2's list of questions `q`, answers `a` and instructions `i`."""
     if not isinstance(qa, list):
-        sample.wrong("record_type", f"its QA is of type {_type(qa)}, not a list")
+        sample.add_fault("record_type", f"its QA is of type {_type_name(qa)}, not a list")
         return
     if not qa:
-        sample.wrong("no_answer", "its QA is empty")
+        sample.add_fault("no_answer", "its QA is empty")
     turns = []
     for number, turn in enumerate(qa, start=1):
         location = f"QA {number}"
         if not isinstance(turn, Mapping):
-            sample.wrong("record_type", f"{location} is of type {_type(turn)}, not an object")
+            sample.add_fault(
+                "record_type", f"{location} is of type {_type_name(turn)}, not an object"
+            )
             continue
         missing_keys = [key for key in ("q", "a") if turn.get(key) is None]
         if missing_keys:
-            sample.wrong("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
+            sample.add_fault("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
         # The instruction `i` is optional.
         texts = {key: turn[key] for key in ("q", "a", "i") if turn.get(key) is not None}
         for key, text in texts.items():
             if not isinstance(text, str):
-                message = f"{key} of {location} is of type {_type(text)}, not text"
-                sample.wrong("record_type", message)
+                message = f"{key} of {location} is of type {_type_name(text)}, not text"
+                sample.add_fault("record_type", message)
         if not missing_keys and all(isinstance(text, str) for text in texts.values()):
             # Keep white space: VideoChat2 tokenises these texts unchanged.
             # The same instructions occur in many records, so intern them.
             turns.append(Turn(turn["q"], turn["a"], sys.intern(texts.get("i", ""))))
             if is_blank(turns[-1].answer):
-                sample.wrong("answer_empty", f"the answer of {location} is empty")
+                sample.add_fault("answer_empty", f"the answer of {location} is empty")
     sample.turns = tuple(turns)
 
 
 @dataclass
-class _Messages:
+class _MessageReader:
     """Reads messages with roles, in order."""
 
     _sample: ChatRecord
-    _given: object
+    _messages: object
     _key: str
-    _media: list[tuple[Kind, str]]
-    _places: list[int] = field(default_factory=list)
+    _media: list[tuple[ConversationKind, str]]
+    _placeholder_turns: list[int] = field(default_factory=list)
     """For each placeholder or part for media, the number of the turns before it."""
-    _filled: int = 0
+    _num_inline_media: int = 0
     """Number of media that are named in a part."""
     _turns: list[Turn] = field(default_factory=list)
     _question: str | None = None
@@ -169,177 +179,188 @@ class _Messages:
         if isinstance(system, str):
             sample.system = system.strip()
         elif system is not None:
-            sample.wrong("record_type", f"its system is of type {_type(system)}, not text")
-        if not isinstance(self._given, list):
-            fault = f"its {self._key} are of type {_type(self._given)}, not a list"
-            sample.wrong("record_type", fault)
+            sample.add_fault("record_type", f"its system is of type {_type_name(system)}, not text")
+        if not isinstance(self._messages, list):
+            fault = f"its {self._key} are of type {_type_name(self._messages)}, not a list"
+            sample.add_fault("record_type", fault)
             return
         answered = False
-        for number, message in enumerate(self._given, start=1):
+        for number, message in enumerate(self._messages, start=1):
             # Read every message, even after a fault, so that all faults are listed.
             answered |= self._read_message(number, message) == "assistant"
         if not answered:
-            sample.wrong("no_answer", "no message is the assistant's")
+            sample.add_fault("no_answer", "no message is the assistant's")
         elif self._question is not None:
-            sample.wrong("roles_order", "its last question has no answer")
+            sample.add_fault("roles_order", "its last question has no answer")
         sample.turns = tuple(self._turns)
-        self._check_places()
+        self._check_placeholders()
 
     def _read_message(self, number: int, message: object) -> str | None:
         """Read a message and return its role; None if the role is missing or unknown."""
         location, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
-            sample.wrong("record_type", f"{location} is of type {_type(message)}, not an object")
+            sample.add_fault(
+                "record_type", f"{location} is of type {_type_name(message)}, not an object"
+            )
             return None
         # LLaVA names the keys from and value, other formats role and content.
         keys = ("from", "value") if "from" in message else ("role", "content")
         missing_keys = [key for key in keys if message.get(key) is None]
         if missing_keys:
-            sample.wrong("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
+            sample.add_fault("record_keys", f"{location} lacks {' and '.join(missing_keys)}")
         role_name = message.get(keys[0])
         role = _ROLES.get(role_name) if isinstance(role_name, str) else None
         if role is None and role_name is not None:
-            reason = (
-                f"{location} is of the role {_shown(role_name)}; those read are {', '.join(_ROLES)}"
-            )
-            sample.wrong("role_unknown", reason)
-        text = "" if missing_keys else self._text(message[keys[1]], location, role)
+            reason = f"{location} is of the role {_shorten_repr(role_name)}; those read are {', '.join(_ROLES)}"
+            sample.add_fault("role_unknown", reason)
+        text = "" if missing_keys else self._extract_text(message[keys[1]], location, role)
         if role == "system":
             # Prompt formats have room for a system text only at the beginning.
             if number > 1:
-                sample.wrong("roles_order", f"{location} is the system's; only the first may be")
+                sample.add_fault(
+                    "roles_order", f"{location} is the system's; only the first may be"
+                )
             sample.system = text
         elif role == "user":
             if self._question is not None:
-                sample.wrong("roles_order", f"{location} is a question after a question")
+                sample.add_fault("roles_order", f"{location} is a question after a question")
             self._question = text
         elif role == "assistant":
-            self._answer(text, location, lacks=bool(missing_keys))
+            self._add_answer(text, location, is_incomplete=bool(missing_keys))
         return role
 
-    def _answer(self, text: str, where: str, *, lacks: bool) -> None:
+    def _add_answer(self, text: str, location: str, *, is_incomplete: bool) -> None:
         """End the current turn with this answer."""
         if self._question is None:
-            self._sample.wrong("roles_order", f"{where} is an answer without a question before it")
-        if is_blank(text) and not lacks:
-            self._sample.wrong("answer_empty", f"the answer of {where} is empty")
+            self._sample.add_fault(
+                "roles_order", f"{location} is an answer without a question before it"
+            )
+        if is_blank(text) and not is_incomplete:
+            self._sample.add_fault("answer_empty", f"the answer of {location} is empty")
         self._turns.append(Turn(self._question or "", text))
         self._question = None
 
-    def _text(self, content: object, where: str, role: str | None) -> str:
+    def _extract_text(self, content: object, location: str, role: str | None) -> str:
         """Text of a message; in questions, placeholders for media are removed."""
         if isinstance(content, str):
-            return self._trimmed(self._without_places(content, role), role)
+            return self._trim(self._strip_placeholders(content, role), role)
         if not isinstance(content, list):
-            message = f"the content of {where} is of type {_type(content)}, neither text nor parts"
-            self._sample.wrong("record_type", message)
+            message = f"the content of {location} is of type {_type_name(content)}, neither text nor parts"
+            self._sample.add_fault("record_type", message)
             return ""
         # A message's content may be a list of parts: texts, images and videos.
         texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                texts.append(self._without_places(part["text"], role))
+                texts.append(self._strip_placeholders(part["text"], role))
             elif kind in ("image", "video"):
-                self._medium(part, kind, where, role)
+                self._add_medium(part, kind, location, role)
             else:
-                message = f"{where} has a part that is no text, image or video: {_shown(part)}"
-                self._sample.wrong("record_type", message)
-        return self._trimmed("".join(texts), role)
+                message = (
+                    f"{location} has a part that is no text, image or video: {_shorten_repr(part)}"
+                )
+                self._sample.add_fault("record_type", message)
+        return self._trim("".join(texts), role)
 
     @staticmethod
-    def _trimmed(text: str, role: str | None) -> str:
+    def _trim(text: str, role: str | None) -> str:
         """The text without surrounding white space; an answer keeps its indentation."""
         return trim_answer(text) if role == "assistant" else text.strip()
 
-    def _without_places(self, text: str, role: str | None) -> str:
+    def _strip_placeholders(self, text: str, role: str | None) -> str:
         """Remove the placeholders for media from a question, and note their positions."""
         if role != "user":
             return text
         # One entry per placeholder, with the number of the turn that it is in.
-        self._places += [len(self._turns)] * len(_PLACEHOLDER.findall(text))
-        return _PLACEHOLDER.sub("", text)
+        self._placeholder_turns += [len(self._turns)] * len(_MEDIA_PLACEHOLDER.findall(text))
+        return _MEDIA_PLACEHOLDER.sub("", text)
 
-    def _medium(self, part: Mapping[Any, Any], kind: str, where: str, role: str | None) -> None:
+    def _add_medium(
+        self, part: Mapping[Any, Any], kind: str, location: str, role: str | None
+    ) -> None:
         """Note a part that is an image or a video."""
         if role != "user":
-            self._sample.wrong("placeholder", f"{where} has a medium; only questions may")
-        self._places.append(len(self._turns))
+            self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
+        self._placeholder_turns.append(len(self._turns))
         file_name = next((part[key] for key in (kind, *_FILE_KEYS) if part.get(key)), None)
         if isinstance(file_name, str):
             self._media.append((_MEDIA_KEYS[kind], file_name))
-            self._filled += 1
+            self._num_inline_media += 1
         elif file_name is not None:
-            message = f"the {kind} of {where} must be a file's name; got {_shown(file_name)}"
-            self._sample.wrong("record_type", message)
+            message = (
+                f"the {kind} of {location} must be a file's name; got {_shorten_repr(file_name)}"
+            )
+            self._sample.add_fault("record_type", message)
 
-    def _check_places(self) -> None:
+    def _check_placeholders(self) -> None:
         """Check that the placeholders match the media, and that they are all in the first question."""
         # Compare only the media that no part names: they are under the record's own keys.
-        num_unnamed, num_named = len(self._places) - self._filled, len(self._media) - self._filled
+        num_unnamed, num_named = (
+            len(self._placeholder_turns) - self._num_inline_media,
+            len(self._media) - self._num_inline_media,
+        )
         if num_unnamed > num_named and len(self._media) <= 1:
             message = (
                 f"its text has {num_unnamed} places for media such as <image> or <video>, and its "
                 f"keys name {num_named}"
             )
-            self._sample.wrong("placeholder", message)
+            self._sample.add_fault("placeholder", message)
         # 0 is the first turn; every other number is a later one.
-        if any(self._places):
+        if any(self._placeholder_turns):
             message = "its medium belongs to a later question; only the first may have it"
-            self._sample.wrong("placeholder", message)
+            self._sample.add_fault("placeholder", message)
 
 
-def _read_part(record: Mapping[Any, Any], sample: ChatRecord) -> None:
+def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
     """Read `start` and `end`, in seconds."""
     # Both bounds are optional: without them, the sample is about the whole video.
     bounds = {key: record[key] for key in ("start", "end") if record.get(key) is not None}
     if not bounds:
         return
     if sample.kind != "video" and not sample.faults:
-        sample.wrong("time_range", f"it has a {' and '.join(bounds)}, and no video")
+        sample.add_fault("time_range", f"it has a {' and '.join(bounds)}, and no video")
     for key, value in bounds.items():
         # bool is a subclass of int, and `true` is no time.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
-            message = f"its {key} must be seconds from 0 on; got {_shown(value)}"
-            sample.wrong("record_type", message)
+            message = f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}"
+            sample.add_fault("record_type", message)
             return
     sample.start, sample.end = bounds.get("start"), bounds.get("end")
     if sample.end is not None and (sample.start or 0) >= sample.end:
         message = f"it starts at {sample.start or 0:g} s and ends at {sample.end:g} s"
-        sample.wrong("time_range", message)
+        sample.add_fault("time_range", message)
 
 
 def _check_texts(sample: ChatRecord) -> None:
     """Check the texts for length, invalid characters, reserved markers and an empty question."""
-    text = whole_text(sample.system, sample.turns)
-    if len(text) > _MOST_CHARACTERS:
-        message = (
-            f"its text has {len(text):,} characters, and {_MOST_CHARACTERS:,} are read at most"
-        )
-        sample.wrong("too_long", message)
+    text = join_texts(sample.system, sample.turns)
+    if len(text) > _MAX_CONVERSATION_CHARS:
+        message = f"its text has {len(text):,} characters, and {_MAX_CONVERSATION_CHARS:,} are read at most"
+        sample.add_fault("too_long", message)
     if has_lone_surrogate(text):
         message = "its text holds half of a character, a surrogate without the other, as \\ud83d"
-        sample.wrong("caption_not_text", message)
-    reserved = _RESERVED.findall(text)
+        sample.add_fault("caption_not_text", message)
+    reserved = _RESERVED_MARKERS.findall(text)
     if reserved:
         message = (
             f"its text holds {', '.join(dict.fromkeys(reserved))}, which prompts use for turns and media; "
             "write it otherwise"
         )
-        sample.wrong("caption_reserved_token", message)
+        sample.add_fault("caption_reserved_token", message)
     # Without media, an empty question leaves nothing that the answer could refer to.
     first_turn = sample.turns[0] if sample.turns else None
     first_text = first_turn.question + first_turn.instruction if first_turn else ""
     has_question = sample.kind != "text" or first_turn is None or not is_blank(first_text)
     if not has_question and not sample.faults:
-        sample.wrong("question_empty", "it has no medium, and its first question is empty")
+        sample.add_fault("question_empty", "it has no medium, and its first question is empty")
 
 
-def _type(value: object) -> str:
+def _type_name(value: object) -> str:
     return type(value).__name__
 
 
-def _shown(value: object) -> str:
+def _shorten_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dit_lora.numerics.objectives import IGNORE
+from dit_lora.numerics.objectives import IGNORE_INDEX
 
 Part = Literal["fixed", "media", "question", "answer"]
 
@@ -15,12 +15,12 @@ class Piece:
     ids: tuple[int, ...]
     part: Part
     """Kind of the tokens: only `answer` is trained on, and only `question` may be shortened."""
-    dropped: int = 0
+    num_dropped: int = 0
     """Number of tokens that were removed from the middle of the piece."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedConversation:
     """Tokens of one conversation, without padding."""
 
     pieces: tuple[Piece, ...]
@@ -34,20 +34,20 @@ class Rendered:
 
     @property
     def labels(self) -> list[int]:
-        """For each token its id if it is trained on, else `IGNORE`; not shifted."""
+        """For each token its id if it is trained on, else `IGNORE_INDEX`; not shifted."""
         # One label per token, so that labels and ids have equal lengths.
         return [
-            token if piece.part == "answer" else IGNORE
+            token if piece.part == "answer" else IGNORE_INDEX
             for piece in self.pieces
             for token in piece.ids
         ]
 
     @property
-    def answers(self) -> int:
+    def num_answer_tokens(self) -> int:
         """Number of tokens that are trained on."""
-        return self.count("answer")
+        return self.count_tokens("answer")
 
-    def count(self, part: Part) -> int:
+    def count_tokens(self, part: Part) -> int:
         """Number of tokens of one part."""
         return sum(len(piece.ids) for piece in self.pieces if piece.part == part)
 

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     part: Part
 
 
-def tokenized(
+def tokenize_spans(
     tokenizer: PreTrainedTokenizerBase, spans: Sequence[Span], *, add_special_tokens: bool = False
 ) -> list[Piece]:
     """Tokens of the joined text, as pieces; a token belongs to the span of its last character.
@@ -47,23 +47,23 @@ def tokenized(
         verbose=False,
     )
     # Index of the span of each token.
-    owners = [_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
+    owners = [_find_owner(spans, ends, start, stop) for start, stop in encoded["offset_mapping"]]
     tokens = zip(owners, encoded["input_ids"], strict=True)
     # Each question and answer is a separate piece; all spans between them are joined to one piece.
     return [
         Piece(tuple(token for _, token in group), part)
-        for (part, _), group in groupby(tokens, key=lambda pair: _piece_key(spans, pair[0]))
+        for (part, _), group in groupby(tokens, key=lambda pair: _get_piece_key(spans, pair[0]))
     ]
 
 
-def _piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
+def _get_piece_key(spans: Sequence[Span], owner: int) -> tuple[Part, int]:
     """Key of the piece that a token of this span belongs to."""
     part = spans[owner].part
     # -1 joins neighbouring spans of fixed text or media to one piece.
     return (part, owner) if part in ("question", "answer") else (part, -1)
 
 
-def _owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
+def _find_owner(spans: Sequence[Span], ends: Sequence[int], start: int, stop: int) -> int:
     """Index of the span that a token with these characters belongs to.
 
     Byte-level tokenizers may omit white space from the reported characters: a token without characters belongs

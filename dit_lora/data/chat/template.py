@@ -7,14 +7,14 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.conversation import Conversation, trim_answer
-from dit_lora.data.chat.rendered import Rendered
-from dit_lora.data.chat.spans import Span, tokenized
+from dit_lora.data.chat.rendered import RenderedConversation
+from dit_lora.data.chat.spans import Span, tokenize_spans
 from dit_lora.errors import DitLoraError
 
 Message = dict[str, Any]
 
 
-class Templated(Protocol):
+class HasChatTemplate(Protocol):
     """A processor or a tokenizer with a chat template."""
 
     def apply_chat_template(
@@ -35,14 +35,14 @@ class MediaText:
 
 
 def render_template(
-    template: Templated,
+    template: HasChatTemplate,
     tokenizer: PreTrainedTokenizerBase,
     conversation: Conversation,
     media: MediaText | None,
     *,
-    answered: bool = True,
-) -> Rendered:
-    """Render a conversation with the template; without `answered`, only the prompt for the last answer.
+    include_answer: bool = True,
+) -> RenderedConversation:
+    """Render a conversation with the template; without `include_answer`, only the prompt for the last answer.
 
     The media come first in the first question; `media` is None for kind `text`. An answer is the text that the
     template adds to the prompt of its turn. It is trained on up to and including the first special token after
@@ -56,57 +56,62 @@ def render_template(
             earlier turns, or does not write the placeholder exactly once; or the text contains the placeholder
             or its tokens elsewhere.
     """
-    spans = _spans(template, conversation, _ends(tokenizer), answered)
-    spans = _expanded(spans, media)
+    spans = _build_spans(template, conversation, _list_end_tokens(tokenizer), include_answer)
+    spans = _expand_placeholder(spans, media)
     text = "".join(span.text for span in spans)
     bos = tokenizer.bos_token
     # Do not add a second beginning-of-text token if the template writes one.
     has_bos = isinstance(bos, str) and text.startswith(bos)
-    pieces = tokenized(tokenizer, spans, add_special_tokens=not has_bos)
-    rendered = Rendered(tuple(pieces))
-    _refuse_stray_media(rendered, tokenizer)
+    pieces = tokenize_spans(tokenizer, spans, add_special_tokens=not has_bos)
+    rendered = RenderedConversation(tuple(pieces))
+    _check_stray_media(rendered, tokenizer)
     return rendered
 
 
-def _spans(
-    template: Templated, conversation: Conversation, ends: tuple[str, list[str]], answered: bool
+def _build_spans(
+    template: HasChatTemplate,
+    conversation: Conversation,
+    end_tokens: tuple[str, list[str]],
+    include_answer: bool,
 ) -> list[Span]:
     """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
     system = conversation.system
-    messages = [_message("system", system)] if system else []
+    messages = [_make_message("system", system)] if system else []
     spans, text_so_far = list[Span](), ""
     for index, turn in enumerate(conversation.turns):
         question, answer = turn.question.strip(), trim_answer(turn.answer)
         is_last = index == len(conversation.turns) - 1
         # Media are in the first question only.
         kind = conversation.kind if index == 0 else "text"
-        messages.append(_message("user", question, kind))
+        messages.append(_make_message("user", question, kind))
         # At inference the model sees this text before an answer, so the answer is the text after it.
-        prompt = _written(template, messages, generation=True)
+        prompt = _apply_template(template, messages, add_generation_prompt=True)
         # Only the text that this turn adds; earlier text is in `spans` already.
-        spans += _asked(_beyond(text_so_far, prompt, "an earlier turn"), question)
+        spans += _split_question(_remove_prefix(text_so_far, prompt, "an earlier turn"), question)
         if not index and system.strip() not in prompt:
             raise DitLoraError(
                 "the chat template leaves out the system text; set chat.system and `system` of the samples to "
                 f"nothing, or put it into the questions; got {system[:80]!r}"
             )
-        if is_last and not answered:
+        if is_last and not include_answer:
             break
-        messages.append(_message("assistant", answer))
-        text_so_far = _written(template, messages, generation=False)
-        reply = _beyond(prompt, text_so_far, "the prompt of an answer")
-        spans += _answered(reply, answer, ends, last=is_last)
+        messages.append(_make_message("assistant", answer))
+        text_so_far = _apply_template(template, messages, add_generation_prompt=False)
+        reply = _remove_prefix(prompt, text_so_far, "the prompt of an answer")
+        spans += _split_answer(reply, answer, end_tokens, is_last=is_last)
     return spans
 
 
-def _written(template: Templated, messages: Sequence[Message], *, generation: bool) -> str:
+def _apply_template(
+    template: HasChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool
+) -> str:
     """Apply the template to messages; raises `DitLoraError` if it refuses them."""
     from jinja2 import TemplateError
 
     try:
         return str(
             template.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         )
     except (TemplateError, TypeError, ValueError) as error:
@@ -114,22 +119,24 @@ def _written(template: Templated, messages: Sequence[Message], *, generation: bo
         raise DitLoraError(f"the chat template refuses messages of {roles}: {error}") from error
 
 
-def _beyond(before: str, text: str, what: str) -> str:
-    """The part of `text` after `before`, which must be a prefix of it."""
-    if not text.startswith(before):
+def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
+    """The part of `text` after `prefix`, which must be a prefix of it."""
+    if not text.startswith(prefix):
         # Position of the first difference.
         start = next(
-            (i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
+            (i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text)
         )
         raise DitLoraError(
-            f"the chat template changes {what} once more is said, so training would not see what inference "
-            f"does: {before[start : start + 60]!r} became {text[start : start + 60]!r}; use a template that only "
+            f"the chat template changes {changed_part} once more is said, so training would not see what inference "
+            f"does: {prefix[start : start + 60]!r} became {text[start : start + 60]!r}; use a template that only "
             "appends, or samples of one turn"
         )
-    return text[len(before) :]
+    return text[len(prefix) :]
 
 
-def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: bool) -> list[Span]:
+def _split_answer(
+    reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool
+) -> list[Span]:
     """Spans of an answer with its end of turn, and of the fixed text after it."""
     if answer not in reply:
         # Templates may trim answers, and inference sees the trimmed text.
@@ -139,7 +146,7 @@ def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: boo
             f"the chat template writes {reply[:80]!r} for the answer {answer[:80]!r}; it must not rewrite answers"
         )
     stop = reply.index(answer) + len(answer)
-    end_of_text, special = ends
+    end_of_text, special = end_tokens
     # Position after the first occurrence of each special token behind the answer.
     after_ends = []
     for end in special:
@@ -149,14 +156,14 @@ def _answered(reply: str, answer: str, ends: tuple[str, list[str]], *, last: boo
     if after_ends:
         stop = min(after_ends)
     # The template does not end its answers, so add the end of text.
-    elif last:
+    elif is_last:
         reply = reply[:stop] + end_of_text
         stop = len(reply)
-    remainder = "" if last else reply[stop:]
+    remainder = "" if is_last else reply[stop:]
     return [Span(reply[:stop], "answer"), Span(remainder, "fixed")]
 
 
-def _message(role: str, text: str, kind: str = "text") -> Message:
+def _make_message(role: str, text: str, kind: str = "text") -> Message:
     """A message in the format of chat templates; media come before the text."""
     content: list[dict[str, str]] = [] if kind == "text" else [{"type": kind}]
     if text or not content:
@@ -164,7 +171,7 @@ def _message(role: str, text: str, kind: str = "text") -> Message:
     return {"role": role, "content": content}
 
 
-def _asked(prompt: str, question: str) -> list[Span]:
+def _split_question(prompt: str, question: str) -> list[Span]:
     """Spans of a prompt, with the question as a separate one."""
     # Take the last occurrence of the question in the prompt: earlier turns may contain the same text.
     position = prompt.rfind(question) if question else -1
@@ -178,7 +185,7 @@ def _asked(prompt: str, question: str) -> list[Span]:
     ]
 
 
-def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
+def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
     """The spans with the expansion of the placeholder as a separate span."""
     if media is None:
         return list(spans)
@@ -198,7 +205,7 @@ def _expanded(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
     return expanded
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
+def _list_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
     """The end-of-text token, and all special tokens."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
@@ -209,7 +216,7 @@ def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
     return eos, sorted({eos, *special})
 
 
-def _refuse_stray_media(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_stray_media(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `DitLoraError` if media tokens occur in other text: the model counts them per media file."""
     # Only tokens that were added to the vocabulary: a timestamp's digits are ordinary text.
     added = set(tokenizer.added_tokens_decoder)

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from dit_lora.data.chat.rendered import Part, Rendered
+from dit_lora.data.chat.rendered import Part, RenderedConversation
 
-NAMES: dict[Part, str] = {
+PART_NAMES: dict[Part, str] = {
     "media": "media",
     "question": "question",
     "fixed": "fixed",
@@ -35,63 +35,67 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownPiece:
+class PieceView:
     """A piece with the text of its tokens; for media, without tokens."""
 
     part: Part
-    count: int
+    num_tokens: int
     tokens: tuple[Token, ...]
-    dropped: int
+    num_dropped: int
 
     @property
     def halves(self) -> tuple[tuple[Token, ...], tuple[Token, ...]]:
         """The tokens before and after the dropped ones."""
-        head = len(self.tokens) - len(self.tokens) // 2 if self.dropped else len(self.tokens)
+        head = len(self.tokens) - len(self.tokens) // 2 if self.num_dropped else len(self.tokens)
         return self.tokens[:head], self.tokens[head:]
 
 
-def shown_pieces(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> list[ShownPiece]:
+def build_piece_views(
+    rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase
+) -> list[PieceView]:
     """The pieces with the text of each token. Media have no tokens: their ids may be outside the vocabulary."""
-    pieces, position = list[ShownPiece](), 0
-    reader = _Reader(tokenizer)
+    pieces, position = list[PieceView](), 0
+    reader = _TokenDecoder(tokenizer)
     for piece in rendered.pieces:
         tokens: tuple[Token, ...] = ()
         if piece.part == "media":
             # Media ids may be outside the vocabulary, so start decoding again after them.
-            reader = _Reader(tokenizer)
+            reader = _TokenDecoder(tokenizer)
         else:
-            texts = [reader.read(token) for token in piece.ids]
+            texts = [reader.decode_next(token) for token in piece.ids]
             tokens = tuple(
                 Token(position + index, token, text)
                 for index, (token, text) in enumerate(zip(piece.ids, texts, strict=True))
             )
-        pieces.append(ShownPiece(piece.part, len(piece.ids), tokens, piece.dropped))
+        pieces.append(PieceView(piece.part, len(piece.ids), tokens, piece.num_dropped))
         # Media count in the positions, although they have no text.
         position += len(piece.ids)
     return pieces
 
 
-def counts(rendered: Rendered) -> dict[str, int]:
-    """Number of tokens of each kind, in the order of `NAMES`."""
-    return {name: rendered.count(part) for part, name in NAMES.items()}
+def count_parts(rendered: RenderedConversation) -> dict[str, int]:
+    """Number of tokens of each kind, in the order of `PART_NAMES`."""
+    return {name: rendered.count_tokens(part) for part, name in PART_NAMES.items()}
 
 
-def facts(rendered: Rendered, *, kind: str, seconds: Sequence[float]) -> str:
+def describe_rendered(
+    rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]
+) -> str:
     """Summary line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
     media = kind
     if kind == "video":
         span = f" at {seconds[0]:.4g} ... {seconds[-1]:.4g} s" if seconds else ""
         media += f", {len(seconds)} {'frame' if len(seconds) == 1 else 'frames'}{span}"
-    tokens = ", ".join(f"{count} {name}" for name, count in counts(rendered).items())
+    tokens = ", ".join(f"{count} {name}" for name, count in count_parts(rendered).items())
     # Only questions are ever shortened.
-    dropped = sum(piece.dropped for piece in rendered.pieces)
+    dropped = sum(piece.num_dropped for piece in rendered.pieces)
     shortened = f"; {dropped} of the questions left out" if dropped else ""
     return f"{media}; {len(rendered)} tokens: {tokens}{shortened}"
 
 
-def terminal_view(
-    sample: str,
-    rendered: Rendered,
+def build_terminal_view(
+    sample_id: str,
+    rendered: RenderedConversation,
     tokenizer: PreTrainedTokenizerBase,
     *,
     kind: str,
@@ -108,47 +112,55 @@ def terminal_view(
     table.add_column(no_wrap=True, justify="right")
     table.add_column(overflow="fold", ratio=1)
     if instruction:
-        table.add_row(Text("q-former", "cyan"), "", Text(_visible(instruction), "dim"))
-    for piece in shown_pieces(rendered, tokenizer):
+        table.add_row(Text("q-former", "cyan"), "", Text(_escape_invisible(instruction), "dim"))
+    for piece in build_piece_views(rendered, tokenizer):
         style = _STYLES[piece.part]
         text = Text(style=style)
         # Tokens are dropped from the middle of a question, so show that gap between its halves.
         before, after = piece.halves
         if piece.part == "media":
-            text.append(f"<{piece.count} media tokens>")
-        text.append(_visible("".join(token.text for token in before)))
-        if piece.dropped:
-            text.append(f" [... {piece.dropped} tokens left out ...] ", "bold yellow not dim")
-            text.append(_visible("".join(token.text for token in after)))
-        table.add_row(Text(NAMES[piece.part], style), Text(str(piece.count), "dim"), text)
-    heading = Text(_visible(sample), "bold")
-    return Group(heading, Text(facts(rendered, kind=kind, seconds=seconds), "dim"), Text(""), table)
+            text.append(f"<{piece.num_tokens} media tokens>")
+        text.append(_escape_invisible("".join(token.text for token in before)))
+        if piece.num_dropped:
+            text.append(f" [... {piece.num_dropped} tokens left out ...] ", "bold yellow not dim")
+            text.append(_escape_invisible("".join(token.text for token in after)))
+        table.add_row(Text(PART_NAMES[piece.part], style), Text(str(piece.num_tokens), "dim"), text)
+    heading = Text(_escape_invisible(sample_id), "bold")
+    return Group(
+        heading,
+        Text(describe_rendered(rendered, kind=kind, seconds=seconds), "dim"),
+        Text(""),
+        table,
+    )
 
 
-class _Reader:
+class _TokenDecoder:
     """Decodes tokens one by one: each gets the text that it adds to those before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._known = 0
+        self._num_returned = 0
         """Number of tokens at the beginning of `_ids` whose text was returned already."""
 
-    def read(self, token: int) -> str:
+    def decode_next(self, token: int) -> str:
         """Text that this token adds."""
         self._ids.append(token)
-        known_text, text = self._decode(self._ids[: self._known]), self._decode(self._ids)
+        known_text, text = self._decode(self._ids[: self._num_returned]), self._decode(self._ids)
         # A UTF-8 character has up to 4 bytes: this token ends inside one, which the next tokens complete.
-        if text.endswith("\ufffd") and len(self._ids) - self._known < 4:
+        if text.endswith("\ufffd") and len(self._ids) - self._num_returned < 4:
             return ""
-        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        self._ids, self._num_returned = (
+            self._ids[self._num_returned :],
+            len(self._ids) - self._num_returned,
+        )
         return text[len(known_text) :]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _visible(text: str) -> str:
+def _escape_invisible(text: str) -> str:
     """The text with visible signs for line breaks and other invisible characters."""
     # Control characters are shown as signs, so that they have no effect on the terminal.
     signs = {"\n": "↵", "\t": "→"}

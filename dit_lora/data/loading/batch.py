@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dit_lora.numerics.streams import Drawn, fold
+from dit_lora.numerics.streams import RandomInputs, derive_seed
 
 LOSS_WEIGHT = "loss_weight"
 """Name of the tensor with each sample's loss weight, fp32 (B,); only present if the data has weights."""
-PRESERVE = "preserve."
+PRESERVE_PREFIX = "preserve."
 """Prefix of the names of tensors of captions without the trigger word (`train.preserve`)."""
 PRESERVE_WEIGHT = "preserve_weight"
 """Name of the tensor with the weight of the loss on those captions, fp32 (B,); only present with such captions."""
-ON_HOST = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
+HOST_TENSORS = frozenset({"prompt_attention_mask", "prompt_mask", "prompt_embeds_mask"})
 """Names of tensors that stay on the host: caption masks of Sana, Latte and Krea 2.
 
 Their values decide shapes and attention backends; on a device, the host would have to wait in every micro-step.
@@ -22,65 +22,67 @@ Their values decide shapes and attention backends; on a device, the host would h
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. Each tensor is (B, ...); `draws` are the seeds of each sample's random numbers."""
+    """One micro-batch. Each tensor is (B, ...); `sample_seeds` are the seeds of each sample's random numbers."""
 
     ids: tuple[str, ...]
-    draws: tuple[int, ...]
+    sample_seeds: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
     faults: Mapping[str, str] = field(default_factory=dict)
     """Problems that were found while reading the samples, by sample id."""
-    ahead: Drawn | None = None
+    random_inputs: RandomInputs | None = None
     """Random inputs of its step, if they were drawn while the batch was read; None if the step draws them."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device, except for the tensors in `ON_HOST`."""
+        """The batch on a device, except for the tensors in `HOST_TENSORS`."""
         # The masks of captions without the trigger word stay on the host too, hence the prefix is removed.
         moved = {
-            name: t if name.removeprefix(PRESERVE) in ON_HOST else t.to(device, non_blocking=True)
+            name: t
+            if name.removeprefix(PRESERVE_PREFIX) in HOST_TENSORS
+            else t.to(device, non_blocking=True)
             for name, t in self.tensors.items()
         }
-        return self._with(moved, lambda draws: draws.to(device, non_blocking=True))
+        return self._replace_tensors(moved, lambda draws: draws.to(device, non_blocking=True))
 
-    def single(self, index: int) -> "Batch":
+    def select_sample(self, index: int) -> "Batch":
         """One sample of the batch, as a batch of one."""
         sample = self.ids[index]
         faults = {sample: self.faults[sample]} if sample in self.faults else {}
         # Slices keep the batch dimension: (B, ...) becomes (1, ...).
         tensors = {name: tensor[index : index + 1] for name, tensor in self.tensors.items()}
-        ahead = None if self.ahead is None else self.ahead.single(index)
-        return Batch((sample,), (self.draws[index],), tensors, faults, ahead)
+        ahead = None if self.random_inputs is None else self.random_inputs.select_sample(index)
+        return Batch((sample,), (self.sample_seeds[index],), tensors, faults, ahead)
 
     def pin_memory(self) -> "Batch":
         """Copy the tensors to pinned memory. The DataLoader calls this method by its name."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
-        return self._with(pinned, torch.Tensor.pin_memory)
+        return self._replace_tensors(pinned, torch.Tensor.pin_memory)
 
-    def _with(
+    def _replace_tensors(
         self,
         tensors: Mapping[str, torch.Tensor],
-        change: Callable[[torch.Tensor], torch.Tensor],
+        convert: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Batch":
-        """The batch with these tensors, and with `change` applied to the random inputs drawn ahead."""
+        """The batch with these tensors, and with `convert` applied to the random inputs drawn ahead."""
         # The random inputs follow the tensors: to the same device, or into pinned memory.
-        ahead = None if self.ahead is None else self.ahead.each(change)
-        return replace(self, tensors=tensors, ahead=ahead)
+        ahead = None if self.random_inputs is None else self.random_inputs.map_tensors(convert)
+        return replace(self, tensors=tensors, random_inputs=ahead)
 
 
-def draw_number(sample_id: str, epoch: int, copy: int = 0) -> int:
+def make_sample_seed(sample_id: str, epoch: int, copy: int = 0) -> int:
     """Seed of a sample's random numbers in an epoch.
 
     It does not depend on the sample's position, so leaving out other samples does not change it.
     """
-    draw = fold(epoch, "draws", sample_id)
+    draw = derive_seed(epoch, "draws", sample_id)
     # The first copy keeps the seed that it has in data without repeats.
-    return fold(draw, "copies", copy) if copy else draw
+    return derive_seed(draw, "copies", copy) if copy else draw
 
 
 def collate(samples: Sequence[Batch]) -> Batch:
     """Join batches of one sample to one batch; random inputs drawn ahead are dropped."""
     return Batch(
         ids=tuple(sample.ids[0] for sample in samples),
-        draws=tuple(sample.draws[0] for sample in samples),
+        sample_seeds=tuple(sample.sample_seeds[0] for sample in samples),
         # (1, ...) of each sample to (B, ...).
         tensors={
             name: torch.cat([sample.tensors[name] for sample in samples])

@@ -11,12 +11,18 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec, TensorCache
-from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE, PRESERVE_WEIGHT, Batch, draw_number
+from dit_lora.data.loading.batch import (
+    LOSS_WEIGHT,
+    PRESERVE_PREFIX,
+    PRESERVE_WEIGHT,
+    Batch,
+    make_sample_seed,
+)
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import OrderedDataset
-from dit_lora.numerics.streams import fold, generator
+from dit_lora.numerics.streams import derive_seed, make_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class Entry:
     """Key of the mirrored clip's entry; None without `data.flip`."""
     shape: VideoShape | None = None
     """The entry's bucket; None if all samples have the same shape."""
-    times: float = 1.0
+    times_per_epoch: float = 1.0
     """Number of times that the entry is used in an epoch."""
     loss_weight: float = 1.0
     """Factor by which the sample's loss is multiplied."""
@@ -41,33 +47,33 @@ class Entry:
     preserve_weight: float = 0.0
     """Weight of the loss on that caption; 0 for a sample whose caption has no trigger word."""
 
-    def preserve_text_key_of(self, draw: int) -> str | None:
-        """Key of one of the captions without the trigger word, chosen by `draw`; None if there are none."""
+    def choose_preserve_text_key(self, sample_seed: int) -> str | None:
+        """Key of one of the captions without the trigger word, chosen by `sample_seed`; None if there are none."""
         keys = self.preserve_text_keys
         # The draw spreads the choices evenly over the captions.
-        return keys[fold(draw, "preserve") % len(keys)] if keys else None
+        return keys[derive_seed(sample_seed, "preserve") % len(keys)] if keys else None
 
-    def video_key_of(self, draw: int) -> str:
+    def choose_video_key(self, sample_seed: int) -> str:
         """Key of the clip or, for half of the draws, of its mirrored version."""
         if self.mirror_key is None:
             return self.video_key
         # The choice depends only on the sample's draw, so a resumed run makes the same one.
-        mirrored = torch.rand((), generator=generator(0, "flip", draw)) < 0.5
+        mirrored = torch.rand((), generator=make_generator(0, "flip", sample_seed)) < 0.5
         return self.mirror_key if mirrored else self.video_key
 
 
 class Encodings(Protocol):
     """Encoded clips or captions by key: a `TensorCache`, or an encoder that computes each on request."""
 
-    def first_spec(self, keys: Sequence[str]) -> Spec: ...
+    def get_first_spec(self, keys: Sequence[str]) -> Spec: ...
 
     def read(self, key: str, spec: Spec) -> tuple[dict[str, torch.Tensor], str | None]:
         """The tensors, and a message about a fault or None; missing tensors are NaN with the shapes of `spec`."""
 
 
-def preserved_spec(text: Spec) -> Spec:
+def build_preserve_spec(text_spec: Spec) -> Spec:
     """Shapes and dtypes of a caption without the trigger word, and of the weight of its loss."""
-    tensors = {f"{PRESERVE}{name}": tensor_spec for name, tensor_spec in text.items()}
+    tensors = {f"{PRESERVE_PREFIX}{name}": tensor_spec for name, tensor_spec in text_spec.items()}
     return {**tensors, PRESERVE_WEIGHT: (torch.Size([]), torch.float32)}
 
 
@@ -80,15 +86,15 @@ class EncodedClips:
     videos: Encodings
     texts: Encodings
 
-    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Order in which a run, whose steps take `group` samples, reads the entries."""
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
+        """Order in which a run, whose steps take `samples_per_step` samples, reads the entries."""
         return Order(
             [entry.id for entry in self.entries],
             seed=seed,
             quarantine=quarantine,
-            group=group,
+            samples_per_step=samples_per_step,
             buckets=[entry.shape for entry in self.entries],
-            times=[entry.times for entry in self.entries],
+            times_per_epoch=[entry.times_per_epoch for entry in self.entries],
         )
 
     @cached_property
@@ -99,26 +105,26 @@ class EncodedClips:
             keys.setdefault(entry.shape, []).append(entry.video_key)
         # The largest bucket first: its peak memory decides whether the run fits.
         shapes = sorted(keys, key=lambda shape: shape.volume if shape else 0, reverse=True)
-        return {shape: self.videos.first_spec(keys[shape]) for shape in shapes}
+        return {shape: self.videos.get_first_spec(keys[shape]) for shape in shapes}
 
     @cached_property
     def text_spec(self) -> Spec:
         """Shapes and dtypes of captions, which are equal for all; from the first entry that can be read."""
-        return self.texts.first_spec(
+        return self.texts.get_first_spec(
             [self.empty_text_key, *(entry.text_key for entry in self.entries)]
         )
 
     @property
-    def largest(self) -> tuple[VideoShape | None, Spec]:
+    def largest_shape(self) -> tuple[VideoShape | None, Spec]:
         """The largest shape, and the shapes and dtypes of a sample's tensors in it."""
         shape, spec = next(iter(self.video_specs.items()))
         spec = {**spec, **self.text_spec}
-        if self.preserves:
-            spec |= preserved_spec(self.text_spec)
+        if self.has_preserve_captions:
+            spec |= build_preserve_spec(self.text_spec)
         return shape, spec
 
     @cached_property
-    def preserves(self) -> bool:
+    def has_preserve_captions(self) -> bool:
         """Whether any sample also has captions without the trigger word."""
         return any(entry.preserve_text_keys for entry in self.entries)
 
@@ -137,53 +143,53 @@ class EncodedClips:
         # Copy: a view would keep its whole shard mapped during the whole run.
         return {name: tensor.clone() for name, tensor in tensors.items()}, fault
 
-    def read(self, entry: Entry, text_key: str, draw: int) -> "Batch":
+    def read(self, entry: Entry, text_key: str, sample_seed: int) -> "Batch":
         """Read one sample as a batch of one; `faults` has a message if something is wrong with it."""
         spec = self.video_specs[entry.shape]
         # The draw decides whether the clip is mirrored.
-        video, video_fault = self.videos.read(entry.video_key_of(draw), spec)
+        video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
         is_empty = text_key == self.empty_text_key
         text, text_fault = (
             self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
         )
         tensors, preserved_fault = {**video, **text}, None
         # The caption without the trigger word is a second text input of the same sample.
-        if (preserved_key := entry.preserve_text_key_of(draw)) is not None:
+        if (preserved_key := entry.choose_preserve_text_key(sample_seed)) is not None:
             preserved, preserved_fault = self.texts.read(preserved_key, self.text_spec)
-            tensors |= {f"{PRESERVE}{name}": tensor for name, tensor in preserved.items()}
+            tensors |= {f"{PRESERVE_PREFIX}{name}": tensor for name, tensor in preserved.items()}
             tensors[PRESERVE_WEIGHT] = torch.tensor(entry.preserve_weight)
         faults = [fault for fault in (video_fault, text_fault, preserved_fault) if fault]
         if self.has_loss_weights:
             tensors[LOSS_WEIGHT] = torch.tensor(entry.loss_weight)
         return Batch(
             ids=(entry.id,),
-            draws=(draw,),
+            sample_seeds=(sample_seed,),
             # Add the batch dimension: (...) becomes (1, ...).
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: "; ".join(faults)} if faults else {},
         )
 
-    def one_of_each_kind(self) -> Sequence[Entry]:
+    def select_example_entries(self) -> Sequence[Entry]:
         """No entries, because every sample uses the whole model."""
         # The interface is for chat models, in which a sample without pictures skips the vision encoder.
         return ()
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def integer_inputs(self) -> dict[str, torch.Tensor]:
         """No tensors, because the shapes in a forward pass do not depend on encoded values."""
         return {}
 
-    def sample(self, entry: Entry, draw: int) -> "Batch":
+    def read_sample(self, entry: Entry, sample_seed: int) -> "Batch":
         """Read one sample with its real caption, as a batch of one; `faults` has a message if something is wrong."""
-        return self.read(entry, entry.text_key, draw)
+        return self.read(entry, entry.text_key, sample_seed)
 
-    def loader(self, how: Reading) -> Iterable["Batch"]:
+    def make_loader(self, reading: Reading) -> Iterable["Batch"]:
         """Loader of the micro-batches at the sampler's positions, in order."""
-        return build_loader(ClipDataset(self, how), how)
+        return build_loader(ClipDataset(self, reading), reading)
 
-    def token_problems(self, model: nn.Module) -> None:
+    def find_token_problems(self, model: nn.Module) -> None:
         """None, because text reaches the model as embeddings."""
 
-    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         """No paths, because nothing is stored on disk without a cache."""
         return []
 
@@ -195,7 +201,7 @@ class CachedClips(EncodedClips):
     videos: TensorCache
     texts: TensorCache
 
-    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         """Mark the bad entries of these samples, so that the next start encodes them again; returns the marks."""
         sample_ids = {*samples}
         bad = [entry for entry in self.entries if entry.id in sample_ids]
@@ -218,25 +224,34 @@ class CachedClips(EncodedClips):
         mark_paths = []
         for cache, key, spec in [*videos, *texts]:
             # The fault may be in the clip or in the caption, so mark only the entries that are bad now.
-            if cache.path(key).exists() and cache.read(key, spec)[1]:
-                mark_paths.append(cache.set_aside(key))
+            if cache.find_shard_path(key).exists() and cache.read(key, spec)[1]:
+                mark_paths.append(cache.mark_bad(key))
         return mark_paths
 
 
 class ClipDataset(OrderedDataset):
     """Dataset of the sample at each position of a run, including whether its caption is dropped."""
 
-    def __init__(self, clips: EncodedClips, how: Reading) -> None:
+    def __init__(self, clips: EncodedClips, reading: Reading) -> None:
         self.clips = clips
         # Compute these before the workers start: an error in a worker process would not reach the user.
-        _ = clips.largest, clips.empty_text, clips.has_loss_weights, clips.preserves
-        self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=how.sampler.group)
-        self.pick = Picker(
-            clips.entries, self.order, how.seed, how.caption_dropout, clips.empty_text_key
+        _ = (
+            clips.largest_shape,
+            clips.empty_text,
+            clips.has_loss_weights,
+            clips.has_preserve_captions,
+        )
+        self.order = clips.build_order(
+            seed=reading.seed,
+            quarantine=reading.quarantine,
+            samples_per_step=reading.sampler.samples_per_step,
+        )
+        self.picker = Picker(
+            clips.entries, self.order, reading.seed, reading.caption_dropout, clips.empty_text_key
         )
 
     def __getitem__(self, position: int) -> Batch:
-        return self.clips.read(*self.pick(position))
+        return self.clips.read(*self.picker(position))
 
 
 class Pick(NamedTuple):
@@ -244,7 +259,7 @@ class Pick(NamedTuple):
 
     entry: Entry
     text_key: str
-    draw: int
+    sample_seed: int
 
 
 @dataclass(frozen=True)
@@ -258,11 +273,11 @@ class Picker:
     empty_text_key: str
 
     def __call__(self, position: int) -> Pick:
-        epoch, copy, index = self.order.draw_at(position)
+        epoch, copy, index = self.order.get_occurrence(position)
         entry = self.entries[index]
-        draw = draw_number(entry.id, epoch, copy)
+        draw = make_sample_seed(entry.id, epoch, copy)
         # Only the seed decides, so that every worker and a resumed run drop the same captions.
-        share = torch.rand((), generator=generator(self.seed, "caption_dropout", draw))
+        share = torch.rand((), generator=make_generator(self.seed, "caption_dropout", draw))
         # An empty caption of the sample itself takes precedence.
         empty = entry.empty_text_key or self.empty_text_key
         text_key = empty if share < self.caption_dropout else entry.text_key

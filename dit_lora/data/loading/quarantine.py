@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 from dit_lora.parsing import parse_json
 
-QUARANTINE = "quarantine.jsonl"
+QUARANTINE_FILE = "quarantine.jsonl"
 """File name of the list in a run's folder."""
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class QuarantineRecord:
     """One sample that is left out, with the first and last epoch without it."""
 
     sample_id: str
@@ -31,14 +31,14 @@ class LeftOut:
     evidence: dict[str, Any] = field(default_factory=dict)
     """Results of the tests that were run; empty if the cause was evident, such as NaN in a cache entry."""
 
-    def kept_in(self, epoch: int) -> int | None:
+    def count_kept_copies(self, epoch: int) -> int | None:
         """Number of the sample's copies that stay in an epoch; None if this record leaves none out."""
         if epoch < self.from_epoch or (self.to_epoch is not None and epoch > self.to_epoch):
             return None
         # In its first epoch, copies before the failed one were trained on already.
         return self.from_copy if epoch == self.from_epoch else 0
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Lines for people: which sample is left out, for how long, why, and on what evidence."""
         duration = "for good" if self.to_epoch is None else f"to epoch {self.to_epoch}"
         line = f"{self.sample_id}: from epoch {self.from_epoch} {duration}, since step {self.step}"
@@ -46,11 +46,11 @@ class LeftOut:
         return "\n".join([line, f"  {self.cause}: {self.reason}", *(f"  {fact}" for fact in facts)])
 
 
-def _record(values: object) -> LeftOut:
+def _parse_record(values: object) -> QuarantineRecord:
     """A record from the values of one line; raises `TypeError` if they do not fit."""
     if not isinstance(values, dict):
         raise TypeError(f"a line is an object; got {values!r}")
-    record = LeftOut(**values)
+    record = QuarantineRecord(**values)
     if not isinstance(record.sample_id, str):
         raise TypeError(f"sample_id is a name; got {record.sample_id!r}")
     if not isinstance(record.from_epoch, int) or not isinstance(record.to_epoch, int | None):
@@ -65,12 +65,12 @@ def _record(values: object) -> LeftOut:
 class Quarantine:
     """Samples that a run leaves out. Every rank holds equal records; the main process stores them in `path`."""
 
-    def __init__(self, path: Path, records: Iterable[LeftOut] = ()) -> None:
+    def __init__(self, path: Path, records: Iterable[QuarantineRecord] = ()) -> None:
         self.path = path
-        self.records: list[LeftOut] = []
-        self.torn = 0
+        self.records: list[QuarantineRecord] = []
+        self.num_torn_lines = 0
         """Number of skipped lines, which a killed process left incomplete."""
-        self._by_sample: defaultdict[str, list[LeftOut]] = defaultdict(list)
+        self._by_sample: defaultdict[str, list[QuarantineRecord]] = defaultdict(list)
         self.add(records)
 
     @classmethod
@@ -90,28 +90,28 @@ class Quarantine:
                     # It begins like a record: its end is missing, or the next record is joined to it.
                     if not line.startswith("{"):
                         raise
-                    quarantine.torn += 1
+                    quarantine.num_torn_lines += 1
                     continue
                 # A complete line that does not fit is an error, and is not skipped.
-                quarantine.add([_record(values)])
+                quarantine.add([_parse_record(values)])
             return quarantine
         except (OSError, ValueError, TypeError) as error:
             raise DitLoraError(f"{path} is not a quarantine list: {error}") from error
 
     def save(self) -> None:
         """Write all records atomically."""
-        write_whole(
+        write_atomically(
             self.path, "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
         )
 
-    def add(self, records: Iterable[LeftOut]) -> None:
+    def add(self, records: Iterable[QuarantineRecord]) -> None:
         for record in records:
             self.records.append(record)
             self._by_sample[record.sample_id].append(record)
 
-    def release(self, samples: Iterable[str]) -> list[str]:
+    def release(self, sample_ids: Iterable[str]) -> list[str]:
         """Remove all records of these samples and return their names; raises `DitLoraError` if one has no records."""
-        names_to_release = list(dict.fromkeys(samples))
+        names_to_release = list(dict.fromkeys(sample_ids))
         unknown = [name for name in names_to_release if name not in self._by_sample]
         if unknown:
             names = sorted(self._by_sample) or ["none"]
@@ -125,17 +125,17 @@ class Quarantine:
             del self._by_sample[name]
         return names_to_release
 
-    def of(self, sample_id: str) -> tuple[LeftOut, ...]:
+    def get_records(self, sample_id: str) -> tuple[QuarantineRecord, ...]:
         """The records of one sample."""
         return tuple(self._by_sample.get(sample_id, ()))
 
-    def kept_in(self, sample_id: str, epoch: int) -> int | None:
+    def count_kept_copies(self, sample_id: str, epoch: int) -> int | None:
         """Number of a sample's copies that stay in an epoch; None if all do."""
         # If several records name the sample, the strictest counts.
-        limits = (record.kept_in(epoch) for record in self.of(sample_id))
+        limits = (record.count_kept_copies(epoch) for record in self.get_records(sample_id))
         return min((number for number in limits if number is not None), default=None)
 
-    def is_out(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
+    def is_excluded(self, sample_id: str, epoch: int, copy: int = 0) -> bool:
         """Whether this copy of a sample is left out in an epoch."""
-        limit = self.kept_in(sample_id, epoch)
+        limit = self.count_kept_copies(sample_id, epoch)
         return limit is not None and copy >= limit

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
-from dit_lora.data.storage import UnreadableError, wait_in_worker
-from dit_lora.numerics.streams import Drawn, Draws, Streams, generator
+from dit_lora.data.storage import UnreadableError, enable_waiting_in_worker
+from dit_lora.numerics.streams import DrawFunctions, RandomInputs, RandomStreams, make_generator
 
 T = TypeVar("T")
-_LOST = re.compile("DataLoader worker|Pin memory thread")
+_DEAD_WORKER_PATTERN = re.compile("DataLoader worker|Pin memory thread")
 """Start of torch's message when a worker or the pinning thread has died."""
 
 
@@ -40,29 +40,29 @@ class Reader(Generic[T]):
     def __init__(self) -> None:
         self._batches: Iterable[T] = ()
         self._stream: Iterator[T] | None = None
-        self._last: T | None = None
-        self._why = ""
+        self._last_batch: T | None = None
+        self._failure = ""
 
-    def begin(self, batches: Iterable[T]) -> None:
+    def start(self, batches: Iterable[T]) -> None:
         """Continue with these micro-batches."""
-        self._batches, self._stream, self._why = batches, None, ""
+        self._batches, self._stream, self._failure = batches, None, ""
 
-    def next(self) -> tuple[T, str]:
+    def read_next(self) -> tuple[T, str]:
         """The next micro-batch and "", or the last one again with the reason.
 
         Raises `UnreadableError` if the first micro-batch cannot be read.
         """
         # Do not read from a stream that has failed.
-        if not self._why:
+        if not self._failure:
             try:
-                self._last = self._read()
+                self._last_batch = self._read()
             except UnreadableError as error:
-                if self._last is None:
+                if self._last_batch is None:
                     raise
-                self._why = str(error)
+                self._failure = str(error)
         # A failure of the first read was raised, so there is a last batch here.
-        assert self._last is not None
-        return self._last, self._why
+        assert self._last_batch is not None
+        return self._last_batch, self._failure
 
     def _read(self) -> T:
         """Read the next micro-batch; raises `UnreadableError` if the machine or a worker failed."""
@@ -73,16 +73,16 @@ class Reader(Generic[T]):
             return next(self._stream)
         except (OSError, EOFError) as error:
             # A worker died while it was sending a batch.
-            if _is_of_connection(error):
-                raise _lost(error) from error
-            raise UnreadableError(f"data cannot be read: {_words(error)}") from error
+            if _is_connection_error(error):
+                raise _make_dead_worker_error(error) from error
+            raise UnreadableError(f"data cannot be read: {_describe_error(error)}") from error
         except RuntimeError as error:
-            if not _LOST.match(str(error)):
+            if not _DEAD_WORKER_PATTERN.match(str(error)):
                 raise
-            raise _lost(error) from error
+            raise _make_dead_worker_error(error) from error
 
 
-def _is_of_connection(error: OSError | EOFError) -> bool:
+def _is_connection_error(error: OSError | EOFError) -> bool:
     """Whether the connection to a worker broke.
 
     An error raised inside a worker arrives with its traceback ("Caught ..."), and a file's error has the file's
@@ -93,7 +93,7 @@ def _is_of_connection(error: OSError | EOFError) -> bool:
     return isinstance(error, ConnectionError | EOFError | FileNotFoundError)
 
 
-def _words(error: OSError | EOFError) -> str:
+def _describe_error(error: OSError | EOFError) -> str:
     """The error's message, with the name of the file."""
     # The last line of a worker's traceback is its message.
     message = getattr(error, "strerror", None) or str(error).strip().rpartition("\n")[2]
@@ -101,11 +101,11 @@ def _words(error: OSError | EOFError) -> str:
     return message if name is None else f"{message}: {name}"
 
 
-def _lost(error: Exception) -> UnreadableError:
+def _make_dead_worker_error(error: Exception) -> UnreadableError:
     """Error for a worker process that has ended."""
     message = str(error).partition("\n")[0]
     # The connection to the worker broke before torch noticed that it had died.
-    if not _LOST.match(message):
+    if not _DEAD_WORKER_PATTERN.match(message):
         message = getattr(error, "strerror", None) or message or type(error).__name__
         message = f"DataLoader worker, in the middle of a batch ({message})"
     return UnreadableError(
@@ -125,58 +125,58 @@ class Reading:
     workers: int
     prefetch: int
     pin_memory: bool
-    draws: Callable[[Mapping[str, torch.Tensor]], Draws] | None = None
+    get_draw_functions: Callable[[Mapping[str, torch.Tensor]], DrawFunctions] | None = None
     """Which random inputs a step needs for a batch, to draw them while reading it. None: the step draws them."""
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _CollateWithRandomInputs:
     """Joins samples and draws the random inputs of their step in the worker, so that no step waits for them.
 
     They depend only on the seed and the samples' draw numbers, so they are bit-identical in every process.
     """
 
-    join: Callable[[list[Any]], Batch]
-    draws: Callable[[Mapping[str, torch.Tensor]], Draws]
+    collate_samples: Callable[[list[Any]], Batch]
+    get_draw_functions: Callable[[Mapping[str, torch.Tensor]], DrawFunctions]
     seed: int
 
     def __call__(self, samples: list[Any]) -> Batch:
-        batch = self.join(samples)
-        streams = Streams(self.seed, batch.draws)
-        values = streams.drawn(self.draws(batch.tensors), torch.device("cpu"))
-        return replace(batch, ahead=Drawn(self.seed, batch.draws, values))
+        batch = self.collate_samples(samples)
+        streams = RandomStreams(self.seed, batch.sample_seeds)
+        values = streams.draw_tensors(self.get_draw_functions(batch.tensors), torch.device("cpu"))
+        return replace(batch, random_inputs=RandomInputs(self.seed, batch.sample_seeds, values))
 
 
 def build_loader(
     dataset: OrderedDataset,
-    how: Reading,
+    reading: Reading,
     *,
-    source: Dataset | None = None,
+    worker_dataset: Dataset | None = None,
     collate_fn: Callable[[list[Any]], Any] = collate,
 ) -> DataLoader:
-    """Loader of the sampler's micro-batches in order; each worker reads `how.prefetch` of them ahead.
+    """Loader of the sampler's micro-batches in order; each worker reads `reading.prefetch` of them ahead.
 
-    Workers read `source` instead of the dataset if given. Raises `ValueError` if the steps of the order and of
+    Workers read `worker_dataset` instead of the dataset if given. Raises `ValueError` if the steps of the order and of
     the sampler differ in size.
     """
     # With several buckets, a step of the order must be a step of the sampler; otherwise a step would mix shapes.
-    group = dataset.order.group
-    if dataset.order.buckets > 1 and group != how.sampler.group:
+    group = dataset.order.samples_per_step
+    if dataset.order.num_buckets > 1 and group != reading.sampler.samples_per_step:
         raise ValueError(
-            f"a step of the order has {group} samples, one of the sampler {how.sampler.group}"
+            f"a step of the order has {group} samples, one of the sampler {reading.sampler.samples_per_step}"
         )
-    if how.draws is not None:
-        collate_fn = _Drawing(collate_fn, how.draws, how.seed)
+    if reading.get_draw_functions is not None:
+        collate_fn = _CollateWithRandomInputs(collate_fn, reading.get_draw_functions, reading.seed)
     return WatchedLoader(
-        source or dataset,
-        batch_sampler=how.sampler,
+        worker_dataset or dataset,
+        batch_sampler=reading.sampler,
         collate_fn=collate_fn,
-        num_workers=how.workers,
-        worker_init_fn=wait_in_worker,
+        num_workers=reading.workers,
+        worker_init_fn=enable_waiting_in_worker,
         # DataLoader raises for a prefetch factor without workers.
-        prefetch_factor=how.prefetch if how.workers else None,
-        pin_memory=how.pin_memory,
+        prefetch_factor=reading.prefetch if reading.workers else None,
+        pin_memory=reading.pin_memory,
         # Without a generator, the loader would draw its base seed from the global one, which would
         # change the run's random numbers.
-        generator=generator(how.seed, "workers"),
+        generator=make_generator(reading.seed, "workers"),
     )

@@ -18,7 +18,7 @@ class OrderedDataset(Dataset):
 class PositionSampler(Sampler[list[int]]):
     """Sampler of the positions of each micro-batch of one rank, from the step after `start_step` on.
 
-    Step s covers positions s*G .. s*G + G-1, where G = `group` = accumulate * ranks * batch_size. They are
+    Step s covers positions s*G .. s*G + G-1, where G = `samples_per_step` = accumulate * ranks * batch_size. They are
     divided among micro-steps and ranks in order, so the samples of a step do not depend on how it is split.
     """
 
@@ -27,12 +27,12 @@ class PositionSampler(Sampler[list[int]]):
     batch_size: int
     accumulate: int
     rank: int
-    ranks: int
+    num_ranks: int
 
     @property
-    def group(self) -> int:
+    def samples_per_step(self) -> int:
         """Number of samples in one optimizer step, over all ranks."""
-        return self.accumulate * self.ranks * self.batch_size
+        return self.accumulate * self.num_ranks * self.batch_size
 
     def __len__(self) -> int:
         return (self.steps - self.start_step) * self.accumulate
@@ -41,5 +41,8 @@ class PositionSampler(Sampler[list[int]]):
         for step in range(self.start_step, self.steps):
             for micro in range(self.accumulate):
                 # Micro-steps come first, then ranks: each rank has a contiguous slice of every micro-step.
-                start = step * self.group + (micro * self.ranks + self.rank) * self.batch_size
+                start = (
+                    step * self.samples_per_step
+                    + (micro * self.num_ranks + self.rank) * self.batch_size
+                )
                 yield list(range(start, start + self.batch_size))

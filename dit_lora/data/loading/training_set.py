@@ -34,41 +34,41 @@ class TrainingSet(Protocol):
     def entries(self) -> Sequence[AnyEntry]: ...
 
     @property
-    def largest(self) -> tuple[Any, Spec]:
+    def largest_shape(self) -> tuple[Any, Spec]:
         """The shape with the largest volume, and the shapes and dtypes of a sample's tensors in it."""
 
-    def one_of_each_kind(self) -> Sequence[AnyEntry]:
+    def select_example_entries(self) -> Sequence[AnyEntry]:
         """One entry of each kind, if samples use different parts of the model, such as a vision encoder."""
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def integer_inputs(self) -> dict[str, torch.Tensor]:
         """Integer inputs of a sample of the largest shape that decide shapes in a forward pass, such as token ids."""
 
-    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
-        """Order in which a run, whose steps take `group` samples, reads the entries."""
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
+        """Order in which a run, whose steps take `samples_per_step` samples, reads the entries."""
 
-    def sample(self, entry: Any, draw: int) -> Batch:
+    def read_sample(self, entry: Any, sample_seed: int) -> Batch:
         """Read one sample, with nothing dropped, as a batch of one; `faults` has a message if something is wrong."""
 
-    def loader(self, how: Reading) -> Iterable[Batch]:
+    def make_loader(self, reading: Reading) -> Iterable[Batch]:
         """Loader of the micro-batches at the sampler's positions, in order."""
 
-    def token_problems(self, model: nn.Module) -> list[str] | None:
+    def find_token_problems(self, model: nn.Module) -> list[str] | None:
         """A message per token of the samples without an embedding in the model; None if samples have no token ids."""
 
-    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         """Mark the bad cache entries of these samples; returns the paths of the marks, none without a cache."""
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TrainingData:
     """The training set, with the digests that let a resumed run recognize its data, model and adapters."""
 
-    clips: TrainingSet
+    training_set: TrainingSet
     data_digest: str
     transformer_digest: str
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Samples that `data.rejects: skip` leaves out, with the reasons."""
-    report: BucketReport | None = None
+    bucket_report: BucketReport | None = None
     """Report on the buckets; None if there are none."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
     """Names and digests of the LoRA files that training starts from, as stored in the result's metadata."""

@@ -13,40 +13,47 @@ import av
 import numpy as np
 import torch
 
-from dit_lora.data.media.decode import first_time
+from dit_lora.data.media.decode import get_first_time
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.sound_stream import SLACK, no_sound, sound_frames, sound_too_short
-from dit_lora.data.media.video import ClipError, reason
-from dit_lora.data.media.video_header import VideoHeader, video_stream
+from dit_lora.data.media.sound_stream import (
+    MAX_SHORTFALL_S,
+    explain_no_sound,
+    explain_short_sound,
+    iter_sound_frames,
+)
+from dit_lora.data.media.video import ClipError, describe_media_error
+from dit_lora.data.media.video_header import VideoHeader, find_video_stream
 
 # Part of each clip's cache key; change it whenever the same file and arguments would give another waveform.
 SOUND_VERSION = "pyav-1: by time stamps, swresample's rate, mono repeated, stereo averaged"
 
-_JUMP = 0.05
+_MIN_GAP_S = 0.05
 """Seconds between the end of a packet and the start of the next that count as a gap; Matroska rounds to 1 ms."""
-_MARGIN = 0.1
+_MARGIN_S = 0.1
 """Seconds that are decoded beyond both ends of the span, for the resampler's filter."""
 # 32-bit integers: when FFmpeg mixes channels in this format, it scales them so that the result cannot overflow.
-_FORMAT = "s32p"
-_FULL = 2.0**31
+_SAMPLE_FORMAT = "s32p"
+_FULL_SCALE = 2.0**31
 
 
-def unusable_sound(
+def find_sound_problem(
     header: VideoHeader, *, frames: int, fps: float, start: float = 0.0
 ) -> str | None:
     """Why a clip certainly cannot give the sound of these frames; None if only decoding can tell."""
     if not header.has_sound:
-        return no_sound(header.is_image)
+        return explain_no_sound(header.is_image)
     # Headers are rounded, and may be off by one packet.
     end_s = header.sound_ends
-    return None if end_s is None else sound_too_short(end_s + SLACK, frames, fps, start)
+    return (
+        None if end_s is None else explain_short_sound(end_s + MAX_SHORTFALL_S, frames, fps, start)
+    )
 
 
 def read_sound(
-    media: Media, how: SoundFormat, *, frames: int, fps: float, start: float = 0.0
+    media: Media, sound_format: SoundFormat, *, frames: int, fps: float, start: float = 0.0
 ) -> torch.Tensor:
     """Sound from `start` seconds after the first frame to the end of the last chosen frame, float32 (channels, N).
 
@@ -60,29 +67,37 @@ def read_sound(
         UnreadableError: The file cannot be reached.
     """
     if is_image(media):
-        raise ClipError(f"{media.name}: {no_sound(True)}")
+        raise ClipError(f"{media.name}: {explain_no_sound(True)}")
     errors = (av.error.FFmpegError, OSError, ValueError)
     try:
         # In a run, this waits for storage that cannot be reached.
         pieces, end_s = read_media(
-            media, lambda: _pieces(media, start, start + frames / fps), errors
+            media, lambda: _read_pieces(media, start, start + frames / fps), errors
         )
     except errors as error:
-        raise ClipError(f"{media.name}: its sound cannot be decoded: {reason(error)}") from error
+        raise ClipError(
+            f"{media.name}: its sound cannot be decoded: {describe_media_error(error)}"
+        ) from error
     if end_s is None:
-        raise ClipError(f"{media.name}: {no_sound(False)}")
-    short = sound_too_short(end_s, frames, fps, start)
+        raise ClipError(f"{media.name}: {explain_no_sound(False)}")
+    short = explain_short_sound(end_s, frames, fps, start)
     if short:
         raise ClipError(f"{media.name}: {short}")
     # Parts without sound stay silent.
-    waveform = np.zeros((how.channels, how.samples(frames, fps)), np.float32)
-    # Pieces may begin before or end after the span; `_put` cuts them.
+    waveform = np.zeros(
+        (sound_format.channels, sound_format.count_samples(frames, fps)), np.float32
+    )
+    # Pieces may begin before or end after the span; `_write_piece` cuts them.
     for seconds, piece in pieces:
         try:
-            _put(waveform, _resampled(piece, how), round((seconds - start) * how.rate))
+            _write_piece(
+                waveform,
+                _resample(piece, sound_format),
+                round((seconds - start) * sound_format.rate),
+            )
         except (av.error.FFmpegError, ValueError) as error:
             raise ClipError(
-                f"{media.name}: its sound cannot be resampled: {reason(error)}"
+                f"{media.name}: its sound cannot be resampled: {describe_media_error(error)}"
             ) from error
     return torch.from_numpy(waveform)
 
@@ -93,119 +108,119 @@ _Piece = tuple[float, list[av.AudioFrame]]
 
 def close_sound() -> None:
     """Close the clip that this thread keeps open between windows."""
-    _LAST.reading = None
+    _LAST_READER.reader = None
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _TimedFrame:
     """A sound frame with its start and end, in seconds since the first picture."""
 
     frame: av.AudioFrame
-    seconds: float
-    ends: float
-    jumps: bool
+    start_s: float
+    end_s: float
+    has_gap_before: bool
     """True if there is a gap before it."""
 
 
-class _Reading:
+class _SoundReader:
     """Sound of one clip, decoded once from its beginning, for consecutive windows."""
 
     def __init__(self, media: Media) -> None:
-        self.media, self.stamp = media, media.stamp()
+        self.media, self.stamp = media, media.get_stamp()
         with open_media(media) as container:
             # All times count from the first picture, as those of the frames do.
-            self._origin = first_time(container, video_stream(container))
-        self._decoded = self._timed()
-        self._kept: deque[_Timed] = deque()
+            self._first_picture_s = get_first_time(container, find_video_stream(container))
+        self._frame_iterator = self._decode_frames()
+        self._buffer: deque[_TimedFrame] = deque()
         """Frames that this window or a later one may need, and the one after them."""
-        self._ends: float | None = None
+        self._dropped_end_s: float | None = None
         """End of the last frame that was dropped."""
         self._window = (-math.inf, -math.inf)
 
-    def serves(self, media: Media, start: float, end: float) -> bool:
+    def can_continue(self, media: Media, start: float, end: float) -> bool:
         """Whether a window is of this clip, and neither begins nor ends before the previous one."""
         before = self._window
-        is_same_file = media == self.media and media.stamp() == self.stamp
+        is_same_file = media == self.media and media.get_stamp() == self.stamp
         return is_same_file and start >= before[0] and end >= before[1]
 
-    def pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
+    def read_pieces(self, start: float, end: float) -> tuple[list[_Piece], float | None]:
         """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
         self._window = (start, end)
         # Drop the frames before the window: later windows begin no earlier.
-        while self._kept and self._kept[0].ends <= start - _MARGIN:
-            self._ends = self._kept.popleft().ends
+        while self._buffer and self._buffer[0].end_s <= start - _MARGIN_S:
+            self._dropped_end_s = self._buffer.popleft().end_s
         pieces: list[_Piece] = []
-        end_s = self._ends
-        for timed in self._from_kept():
-            end_s = timed.ends
+        end_s = self._dropped_end_s
+        for timed in self._iter_frames():
+            end_s = timed.end_s
             # The span is complete; the frame stays in the buffer for the next window.
-            if timed.seconds >= end + _MARGIN:
+            if timed.start_s >= end + _MARGIN_S:
                 break
-            if timed.ends <= start - _MARGIN:
+            if timed.end_s <= start - _MARGIN_S:
                 continue
             # A gap begins a new piece, since the resampler must not join the two sides.
-            if timed.jumps or not pieces:
-                pieces.append((timed.seconds, []))
+            if timed.has_gap_before or not pieces:
+                pieces.append((timed.start_s, []))
             pieces[-1][1].append(timed.frame)
         return pieces, end_s
 
-    def _from_kept(self) -> Iterator[_Timed]:
+    def _iter_frames(self) -> Iterator[_TimedFrame]:
         """Yield the frames that were kept, then decode more, and keep those that are not before the window."""
-        yield from tuple(self._kept)
-        for timed in self._decoded:
-            if self._kept or timed.ends > self._window[0] - _MARGIN:
-                self._kept.append(timed)
+        yield from tuple(self._buffer)
+        for timed in self._frame_iterator:
+            if self._buffer or timed.end_s > self._window[0] - _MARGIN_S:
+                self._buffer.append(timed)
             else:
-                self._ends = timed.ends
+                self._dropped_end_s = timed.end_s
             yield timed
 
-    def _timed(self) -> Iterator[_Timed]:
+    def _decode_frames(self) -> Iterator[_TimedFrame]:
         """Yield every sound frame with its times."""
         end_s: float | None = None
         with open_media(self.media) as container:
-            for frame in sound_frames(container):
+            for frame in iter_sound_frames(container):
                 if frame.time is None:
                     if end_s is None:
                         raise ValueError("its sound has no time stamps")
                     seconds = end_s
                 else:
-                    seconds = frame.time - self._origin
+                    seconds = frame.time - self._first_picture_s
                 length = frame.samples / frame.sample_rate
                 # Without a gap, use the end of the previous frame: it is more exact than a rounded time stamp.
-                jumps = end_s is None or abs(seconds - end_s) > _JUMP
+                jumps = end_s is None or abs(seconds - end_s) > _MIN_GAP_S
                 if not jumps and end_s is not None:
                     seconds = end_s
                 end_s = seconds + length
-                yield _Timed(frame, seconds, end_s, jumps)
+                yield _TimedFrame(frame, seconds, end_s, jumps)
 
 
-class _Last(threading.local):
+class _LastReader(threading.local):
     """Per thread, the clip that was read last: a long clip has many windows, which are read in order."""
 
-    reading: _Reading | None = None
+    reader: _SoundReader | None = None
 
 
-_LAST = _Last()
+_LAST_READER = _LastReader()
 
 
-def _pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
+def _read_pieces(media: Media, start: float, end: float) -> tuple[list[_Piece], float | None]:
     """Sound near a span, and the end of the decoded sound in seconds (None without sound)."""
-    reading, _LAST.reading = _LAST.reading, None
+    reading, _LAST_READER.reader = _LAST_READER.reader, None
     # Another file, or an earlier window: begin again.
-    if reading is None or not reading.serves(media, start, end):
-        reading = _Reading(media)
-    result = reading.pieces(start, end)
+    if reading is None or not reading.can_continue(media, start, end):
+        reading = _SoundReader(media)
+    result = reading.read_pieces(start, end)
     # Only if nothing was raised: otherwise the next window decodes from the beginning and meets the same fault.
-    _LAST.reading = reading
+    _LAST_READER.reader = reading
     return result
 
 
-def _resampled(frames: list[av.AudioFrame], how: SoundFormat) -> np.ndarray:
+def _resample(frames: list[av.AudioFrame], sound_format: SoundFormat) -> np.ndarray:
     """Samples of consecutive frames in the wanted format, float32 (channels, N)."""
     num_channels = frames[0].layout.nb_channels
     # Mono to stereo is done below and not by FFmpeg, which would lower the volume.
     layout = "mono" if num_channels == 1 else "stereo"
-    resampler = av.AudioResampler(format=_FORMAT, layout=layout, rate=how.rate)
+    resampler = av.AudioResampler(format=_SAMPLE_FORMAT, layout=layout, rate=sound_format.rate)
     resampled = []
     for frame in frames:
         # The frames of a piece have no gaps between them, so their time stamps are not needed.
@@ -213,18 +228,18 @@ def _resampled(frames: list[av.AudioFrame], how: SoundFormat) -> np.ndarray:
         resampled += resampler.resample(frame)
     # Flush the samples that the filter still holds.
     resampled += resampler.resample(None)
-    samples = np.concatenate([piece.to_ndarray() for piece in resampled], axis=1) / _FULL
+    samples = np.concatenate([piece.to_ndarray() for piece in resampled], axis=1) / _FULL_SCALE
     # Stereo to mono is the mean of both channels.
-    if len(samples) > how.channels == 1:
+    if len(samples) > sound_format.channels == 1:
         samples = samples.mean(axis=0, keepdims=True)
     # Mono to stereo repeats the channel.
-    return np.broadcast_to(samples, (how.channels, samples.shape[1])).astype(np.float32)
+    return np.broadcast_to(samples, (sound_format.channels, samples.shape[1])).astype(np.float32)
 
 
-def _put(waveform: np.ndarray, piece: np.ndarray, at: int) -> None:
+def _write_piece(waveform: np.ndarray, piece: np.ndarray, position: int) -> None:
     """Write a piece into a waveform at a position, which may be negative."""
     # Cut off what comes before the waveform.
-    piece, at = piece[:, max(0, -at) :], max(0, at)
-    length = min(piece.shape[1], waveform.shape[1] - at)
+    piece, position = piece[:, max(0, -position) :], max(0, position)
+    length = min(piece.shape[1], waveform.shape[1] - position)
     if length > 0:
-        waveform[:, at : at + length] = piece[:, :length]
+        waveform[:, position : position + length] = piece[:, :length]

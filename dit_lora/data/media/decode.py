@@ -18,12 +18,12 @@ from av.video.frame import PictureType
 
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import FrameLimit, open_media
-from dit_lora.data.media.video_header import first_frame, frame_time, video_stream
+from dit_lora.data.media.video_header import decode_first_frame, find_video_stream, get_frame_time
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 """Maximum number of decoder threads: each decodes one frame ahead, which is wasted at the end."""
 
-_TAIL = 1.0
+_MIN_LAST_FRAME_S = 1.0
 """Minimum time after its start for which the last frame is used, in seconds, if times come from the file's length.
 
 The stated length may be that of the sound, which may be longer than the pictures.
@@ -34,31 +34,33 @@ _Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 
 @dataclass(frozen=True)
-class WantedTimes:
+class RegularTimes:
     """The times start, start + 1/fps, start + 2/fps ..., in seconds since the first frame."""
 
     count: int
     fps: float
     start: float = 0.0
 
-    def until(self, seconds: float) -> int:
+    def count_until(self, seconds: float) -> int:
         """Number of the times that are not after `seconds`."""
         # The small addend makes a time on the border belong to the earlier frame in spite of rounding.
         passed = math.floor((seconds - self.start) * self.fps + 1e-6) + 1
         return max(0, min(self.count, passed))
 
-    def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
+    def compute_last_duration(self, frame: av.VideoFrame, interval: float) -> float:
         """Seconds for which the last frame is the nearest; `interval` is the time since the previous frame."""
         return interval / 2
 
-    def from_key_frames(
+    def decode_from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """Decode from the key frame before the first time; yields the nearest frames with their number of times."""
-        origin = first_time(container, stream)
+        origin = get_first_time(container, stream)
         # Times count from the first frame, time stamps from the container's own zero.
-        target = _tick(stream, origin + self.start)
-        return _pick(_forwards(_from_key_frame(container, stream, origin, target)), self)
+        target = _to_ticks(stream, origin + self.start)
+        return _pick_nearest(
+            _check_forward(_decode_from_key_frame(container, stream, origin, target)), self
+        )
 
 
 @dataclass(frozen=True)
@@ -77,112 +79,118 @@ class Instants:
         """The last time: if it is not after the first frame, no seek is needed."""
         return self.seconds[-1]
 
-    def until(self, seconds: float) -> int:
+    def count_until(self, seconds: float) -> int:
         """Number of the times that are not after `seconds`."""
         return bisect_right(self.seconds, seconds + 1e-6)
 
-    def last_stands(self, frame: av.VideoFrame, interval: float) -> float:
-        """Seconds for which the last frame is used: as long as it is shown, and at least `_TAIL`."""
+    def compute_last_duration(self, frame: av.VideoFrame, interval: float) -> float:
+        """Seconds for which the last frame is used: as long as it is shown, and at least `_MIN_LAST_FRAME_S`."""
         # Not every container states how long a frame is shown.
         display_time = (
             float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
         )
-        return max(interval, display_time, _TAIL)
+        return max(interval, display_time, _MIN_LAST_FRAME_S)
 
-    def from_key_frames(
+    def decode_from_key_frames(
         self, container: av.container.InputContainer, stream: av.VideoStream
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """Decode from the key frame before each group of times; yields the nearest frames with their number of times.
 
         Frames between the last time after one key frame and the next key frame are skipped.
         """
-        origin = first_time(container, stream)
+        origin = get_first_time(container, stream)
 
-        def head(seconds: float) -> int:
-            return _search(container, stream, _tick(stream, origin + seconds))[0]
+        def find_key_frame(seconds: float) -> int:
+            return _seek_key_frame(container, stream, _to_ticks(stream, origin + seconds))[0]
 
         # Times after the same key frame are decoded together.
         groups = [
-            (target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=head)
+            (target, Instants(tuple(times)))
+            for target, times in groupby(self.seconds, key=find_key_frame)
         ]
         for target, times in groups:
-            frames = _from_key_frame(container, stream, origin, target)
-            yield from _pick(_forwards(frames), times)
+            frames = _decode_from_key_frame(container, stream, origin, target)
+            yield from _pick_nearest(_check_forward(frames), times)
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestFrame:
     """A frame, and how many consecutive times it is the nearest to."""
 
     frame: av.VideoFrame
-    times: int
-    stretch: float
+    num_times: int
+    pixel_aspect: float
     """Ratio of a stored pixel's width to its height."""
 
 
-def nearest_frames(
-    media: Media, wanted: WantedTimes | Instants, *, quick: bool = True
-) -> Iterator[Nearest]:
+def iter_nearest_frames(
+    media: Media, target_times: RegularTimes | Instants, *, should_seek: bool = True
+) -> Iterator[NearestFrame]:
     """Yield the nearest frames in the order of the times; together they cover fewer times if the video ends early.
 
-    With `quick`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
+    With `should_seek`, this may raise `ValueError` or `av.error.FFmpegError` after some frames even if decoding from
     the beginning (`quick=False`) gives them all.
     """
     with open_media(media) as container:
-        stream = video_stream(container)
+        stream = find_video_stream(container)
         # DataLoader workers and torchrun ranks have one torch thread each; the decoder uses no more.
-        stream.codec_context.thread_count = min(torch.get_num_threads(), _MOST_THREADS)
+        stream.codec_context.thread_count = min(torch.get_num_threads(), _MAX_THREADS)
         stream.codec_context.thread_type = "AUTO"
         stretch = float(stream.sample_aspect_ratio or 1)
         # AVI stores no times, and those that FFmpeg guesses for H.264 run backwards, so do not seek.
         guessed = (container.format.name, stream.codec_context.name) == ("avi", "h264")
-        if quick and wanted.start > 0 and not guessed:
+        if should_seek and target_times.start > 0 and not guessed:
             # Seek only if there is something to skip.
-            chosen = wanted.from_key_frames(container, stream)
+            chosen = target_times.decode_from_key_frames(container, stream)
         else:
-            chosen = _pick(_timed(container.decode(stream)), wanted)
+            chosen = _pick_nearest(_iter_timed(container.decode(stream)), target_times)
         for frame, times in chosen:
-            yield Nearest(frame, times, stretch)
+            yield NearestFrame(frame, times, stretch)
 
 
-def _pick(
-    frames: Iterable[tuple[float, av.VideoFrame]], wanted: WantedTimes | Instants
+def _pick_nearest(
+    frames: Iterable[tuple[float, av.VideoFrame]], target_times: RegularTimes | Instants
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Yield the frames that are nearest to wanted times, each with its number of times."""
     num_served, interval, limit = 0, 0.0, FrameLimit()
     previous: av.VideoFrame | None = None
     previous_at = 0.0
     for seconds, frame in frames:
-        limit.take()
+        limit.count_frame()
         if previous is not None:
             interval = seconds - previous_at
             # A frame is the nearest until half-way to the next one, so it can be yielded once the
             # next one is known.
-            times = wanted.until(previous_at + interval / 2) - num_served
+            times = target_times.count_until(previous_at + interval / 2) - num_served
             if times > 0:
                 yield previous, times
                 num_served += times
         # All times have a frame, so the rest is not decoded.
-        if num_served == wanted.count:
+        if num_served == target_times.count:
             return
         previous, previous_at = frame, seconds
     if previous is not None:
         # The end of the file: the last frame serves the remaining times that it is near enough to.
-        times = wanted.until(previous_at + wanted.last_stands(previous, interval)) - num_served
+        times = (
+            target_times.count_until(
+                previous_at + target_times.compute_last_duration(previous, interval)
+            )
+            - num_served
+        )
         if times > 0:
             yield previous, times
 
 
-def _timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
+def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.VideoFrame]]:
     """Yield each frame with its seconds since the first one."""
     start: float | None = None
     for frame in frames:
-        seconds = frame_time(frame)
+        seconds = get_frame_time(frame)
         start = seconds if start is None else start
         yield seconds - start, frame
 
 
-def _forwards(
+def _check_forward(
     frames: Iterable[tuple[float, av.VideoFrame]],
 ) -> Iterator[tuple[float, av.VideoFrame]]:
     """Pass the frames on; raises `ValueError` if time runs backwards."""
@@ -194,12 +202,12 @@ def _forwards(
         previous = seconds
 
 
-def first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
+def get_first_time(container: av.container.InputContainer, stream: av.VideoStream) -> float:
     """Time stamp of the first frame, in seconds."""
-    return frame_time(first_frame(container, stream))
+    return get_frame_time(decode_first_frame(container, stream))
 
 
-def _tick(stream: av.VideoStream, seconds: float) -> int:
+def _to_ticks(stream: av.VideoStream, seconds: float) -> int:
     """A time in units of the stream's time base."""
     if stream.time_base is None:
         raise ValueError("no time base")
@@ -207,11 +215,11 @@ def _tick(stream: av.VideoStream, seconds: float) -> int:
     return math.floor(seconds / stream.time_base + 1e-3)
 
 
-def _from_key_frame(
+def _decode_from_key_frame(
     container: av.container.InputContainer, stream: av.VideoStream, origin: float, target: int
 ) -> Iterator[tuple[float, av.VideoFrame]]:
     """Yield each frame from the last key frame not after `target` on, with its seconds since `origin`."""
-    head, packets = _search(container, stream, target)
+    head, packets = _seek_key_frame(container, stream, target)
     count = 0
     for frame in chain.from_iterable(packet.decode() for packet in packets):
         if count == 0 and not (
@@ -219,13 +227,13 @@ def _from_key_frame(
             frame.pts == head and frame.key_frame and frame.pict_type == PictureType.I
         ):
             raise ValueError("the key frame is none that decoding can start at")
-        yield frame_time(frame) - origin, frame
+        yield get_frame_time(frame) - origin, frame
         count += 1
     if count < 2:
         raise ValueError("how long the last frame is shown depends on the one before it")
 
 
-def _search(
+def _seek_key_frame(
     container: av.container.InputContainer, stream: av.VideoStream, target: int
 ) -> tuple[int, Iterator[_Packet]]:
     """Time of the last key frame not after `target`, in ticks, and the packets from it on."""

@@ -5,25 +5,25 @@ Keys of all other files are unchanged, so that the caches of earlier versions st
 
 import av
 
-from dit_lora.data.media.colour_profile import has_other_colours
+from dit_lora.data.media.colour_profile import has_non_srgb_colours
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import open_media, open_picture
-from dit_lora.data.media.pictures import DAMAGED
-from dit_lora.data.media.video_header import first_frame, video_stream
+from dit_lora.data.media.pictures import DECODE_ERRORS
+from dit_lora.data.media.video_header import decode_first_frame, find_video_stream
 
 
-def decode_mark(media: Media) -> str:
+def get_decode_mark(media: Media) -> str:
     """`srgb` for a picture whose ICC profile is applied, `display` for a mirrored video, "" for all others."""
     try:
         if is_image(media):
             with open_picture(media) as image:
-                return "srgb" if has_other_colours(image) else ""
+                return "srgb" if has_non_srgb_colours(image) else ""
         with open_media(media) as container:
-            frame = first_frame(container, video_stream(container))
+            frame = decode_first_frame(container, find_video_stream(container))
             is_changed = Orientation.from_frame(frame).is_mirrored or frame.rotation % 90
             return "display" if is_changed else ""
-    except (av.error.FFmpegError, *DAMAGED):
+    except (av.error.FFmpegError, *DECODE_ERRORS):
         # Decoding reports what is wrong with the file.
         return ""

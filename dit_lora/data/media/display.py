@@ -34,7 +34,7 @@ class Orientation(NamedTuple):
         return cls(is_mirrored, round(math.atan2(-down, across) / (math.pi / 2)) % 4)
 
     @property
-    def is_on_its_side(self) -> bool:
+    def is_sideways(self) -> bool:
         """Whether height and width are swapped."""
         return self.quarter_turns % 2 == 1
 

@@ -11,13 +11,13 @@ from typing import Any
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.media.video_header import VideoHeader
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 from dit_lora.parsing import parse_json
 
 # Raised when the same file would give another header.
 _VERSION = 3
 # Opening a file waits for the disk, so more threads than cores are useful.
-_THREADS = 8
+_NUM_THREADS = 8
 
 Progress = Callable[[Sequence[Any]], Iterable[Any]]
 """Wraps a sequence in a progress bar, like tqdm."""
@@ -28,45 +28,50 @@ class Headers:
 
     def __init__(self, memo: Path) -> None:
         self._memo = memo
-        self._known: dict[str, tuple[list[int], dict[str, Any]]] = {}
+        self._headers_by_location: dict[str, tuple[list[int], dict[str, Any]]] = {}
         # If a killed run left the memo incomplete, headers are read again.
         with suppress(OSError, ValueError):
             stored = parse_json(memo.read_bytes())
             if stored["version"] == _VERSION:
-                self._known = stored["headers"]
+                self._headers_by_location = stored["headers"]
 
     def read(self, media: Sequence[Media], progress: Progress) -> list[VideoHeader | ClipError]:
         """The header of each medium, or the error that tells why it has none."""
         headers: dict[int, VideoHeader | ClipError] = {}
         for index, medium in enumerate(media):
-            stored = self._known.get(medium.place)
-            if stored is not None and stored[0] == _stamp(medium):
+            stored = self._headers_by_location.get(medium.location)
+            if stored is not None and stored[0] == _get_stamp(medium):
                 headers[index] = VideoHeader(**stored[1])
         unread = [index for index in range(len(media)) if index not in headers]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            fresh = pool.map(lambda index: _read(media[index]), unread)
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            fresh = pool.map(lambda index: _read_or_error(media[index]), unread)
             # `map` keeps the order of `unread`, so the progress bar and the results advance together.
             for index, header in zip(progress(unread) if unread else (), fresh, strict=False):
                 headers[index] = header
                 # Errors are not stored: the file may be repaired or come back.
                 if isinstance(header, VideoHeader):
-                    self._known[media[index].place] = (_stamp(media[index]), asdict(header))
+                    self._headers_by_location[media[index].location] = (
+                        _get_stamp(media[index]),
+                        asdict(header),
+                    )
         return [headers[index] for index in range(len(media))]
 
     def save(self) -> None:
         """Write the memo for the next run."""
-        write_whole(self._memo, json.dumps({"version": _VERSION, "headers": self._known}))
+        write_atomically(
+            self._memo, json.dumps({"version": _VERSION, "headers": self._headers_by_location})
+        )
 
 
-def _stamp(media: Media) -> list[int]:
+def _get_stamp(media: Media) -> list[int]:
     try:
-        return list(media.stamp())
+        return list(media.get_stamp())
     except OSError:
         # The file is missing; reading it will report that.
         return []
 
 
-def _read(media: Media) -> VideoHeader | ClipError:
+def _read_or_error(media: Media) -> VideoHeader | ClipError:
     try:
         return read_header(media)
     except ClipError as error:

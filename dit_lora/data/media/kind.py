@@ -8,13 +8,13 @@ from dit_lora.data.media.media import (
     IMAGE_SUFFIXES,
     Media,
     Stamp,
-    as_media,
+    detect_suffix,
+    get_suffix,
     read_head,
-    sniffed_suffix,
-    suffix,
+    to_media,
 )
 from dit_lora.data.media.opened import open_picture
-from dit_lora.data.media.pictures import DAMAGED
+from dit_lora.data.media.pictures import DECODE_ERRORS
 
 
 def is_image(media: Media | Path) -> bool:
@@ -22,27 +22,27 @@ def is_image(media: Media | Path) -> bool:
 
     For a file that cannot be read, the suffix of its name decides.
     """
-    media = as_media(media)
+    media = to_media(media)
     try:
         # The stamp is part of the cache's key, so a changed file is read again.
-        return _is_image(media, media.stamp())
+        return _is_image(media, media.get_stamp())
     except OSError:
-        return suffix(media) in IMAGE_SUFFIXES
+        return get_suffix(media) in IMAGE_SUFFIXES
 
 
 @lru_cache(maxsize=2**16)
 def _is_image(media: Media, stamp: Stamp) -> bool:
-    content = sniffed_suffix(read_head(media))
+    content = detect_suffix(read_head(media))
     if content == ".gif":
         return not _is_animated(media)
     # The content decides; the name counts only for formats that are not recognized.
-    return (content or suffix(media)) in IMAGE_SUFFIXES | {HEIC}
+    return (content or get_suffix(media)) in IMAGE_SUFFIXES | {HEIC}
 
 
 def _is_animated(media: Media) -> bool:
     try:
         with open_picture(media) as image:
             return bool(getattr(image, "is_animated", False))
-    except DAMAGED:
+    except DECODE_ERRORS:
         # A damaged GIF counts as a picture; the audit reports the damage.
         return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from dit_lora.data.storage import is_waiting, read_stored
+from dit_lora.data.storage import is_waiting, read_with_retry
 from dit_lora.errors import DitLoraError
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ IMAGE_SUFFIXES = frozenset(
 HEIC = ".heic"
 """Suffix of pictures from most phones, a format that Pillow does not read."""
 
-_MAGIC = {
+_MAGIC_SUFFIXES = {
     b"\xff\xd8\xff": ".jpg",
     b"\x89PNG\r\n\x1a\n": ".png",
     b"II*\x00": ".tiff",
@@ -62,16 +62,16 @@ _STILL_BRANDS = (
     b"msf1",
 )
 
-MOST_BYTES = 2**31
+MAX_BYTES = 2**31
 """Maximum size of a tar member or dataset cell, in bytes, because it is read into memory as a whole."""
-_AT_A_TIME = 2**20
-_HEAD = 64
+_CHUNK_BYTES = 2**20
+_HEAD_BYTES = 64
 
 Stamp = tuple[int, ...]
 """Numbers that differ if the bytes may have changed."""
 
 
-def file_stamp(path: Path) -> Stamp:
+def read_file_stamp(path: Path) -> Stamp:
     """Size, modification time, inode, and its change time, which programs cannot set back; raises `OSError`."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
@@ -85,13 +85,13 @@ class Media(Protocol):
         """Name of the medium for messages; its suffix is that of its format."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Location of the medium, unique on this machine."""
 
-    def source(self) -> Path | io.BytesIO:
+    def get_source(self) -> Path | io.BytesIO:
         """A path, or the bytes, that PyAV and Pillow can open; raises `OSError`."""
 
-    def stamp(self) -> Stamp:
+    def get_stamp(self) -> Stamp:
         """Numbers that differ if the bytes may have changed; raises `OSError` if the medium does not exist."""
 
     def exists(self) -> bool: ...
@@ -110,17 +110,17 @@ class MediaFile:
         return str(self.path)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         # Resolving links takes ten times as long, and the stamp identifies the file behind them.
         return os.path.abspath(self.path)
 
-    def source(self) -> Path:
+    def get_source(self) -> Path:
         # An absolute path, since FFmpeg would read the text before a colon, as in `concat:a.mp4`, as a
         # protocol.
         return self.path.absolute()
 
-    def stamp(self) -> Stamp:
-        return file_stamp(self.path)
+    def get_stamp(self) -> Stamp:
+        return read_file_stamp(self.path)
 
     def exists(self) -> bool:
         # isfile is also False for a name that no file system accepts, for which `Path.stat` raises.
@@ -142,24 +142,24 @@ class TarMember:
         return f"{self.tar}:{self.member}"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         # The offset distinguishes members of the same name.
         return f"{os.path.abspath(self.tar)}:{self.member}@{self.offset}"
 
-    def source(self) -> io.BytesIO:
+    def get_source(self) -> io.BytesIO:
         with self.tar.open("rb") as stream:
             stream.seek(self.offset)
             return io.BytesIO(stream.read(self.size))
 
-    def stamp(self) -> Stamp:
+    def get_stamp(self) -> Stamp:
         # The member's size replaces the tar's; the times and the inode are those of the tar.
-        return self.size, *file_stamp(self.tar)[1:]
+        return self.size, *read_file_stamp(self.tar)[1:]
 
     def exists(self) -> bool:
         return self.tar.is_file()
 
 
-def below(folder: Path, name: str) -> str | None:
+def resolve_below(folder: Path, name: str) -> str | None:
     """Path of a name relative to `folder`; None if `..` or an absolute path leads out of the folder.
 
     Only the name is checked: links in the folder belong to its owner, and are followed.
@@ -170,22 +170,22 @@ def below(folder: Path, name: str) -> str | None:
     return path[len(prefix) :] if path.startswith(prefix) else None
 
 
-def too_many_bytes(size: int) -> tuple[str, str] | None:
+def find_size_fault(size: int) -> tuple[str, str] | None:
     """Code and message if a member or cell of this size is too large to be read; None if it is not."""
-    if size <= MOST_BYTES:
+    if size <= MAX_BYTES:
         return None
-    message = f"it has {size:,} bytes, and {MOST_BYTES:,} are read into memory at most; give it as a file of its own"
+    message = f"it has {size:,} bytes, and {MAX_BYTES:,} are read into memory at most; give it as a file of its own"
     return "too_large", message
 
 
-def as_media(media: Media | Path) -> Media:
+def to_media(media: Media | Path) -> Media:
     """The medium itself, or the `MediaFile` of a path."""
     return MediaFile(media) if isinstance(media, Path) else media
 
 
 def open_bytes(media: Media) -> io.BufferedReader | io.BytesIO:
     """Open a medium's bytes; raises `OSError`."""
-    source = media.source()
+    source = media.get_source()
     return source.open("rb") if isinstance(source, Path) else source
 
 
@@ -199,16 +199,16 @@ def read_bytes(media: Media) -> bytes:
 
 
 def read_head(media: Media) -> bytes:
-    """The first 64 bytes, from which `sniffed_suffix` recognizes a format; raises `OSError`."""
+    """The first 64 bytes, from which `detect_suffix` recognizes a format; raises `OSError`."""
     if isinstance(media, TarMember):
         with media.tar.open("rb") as stream:
             stream.seek(media.offset)
-            return stream.read(min(_HEAD, media.size))
+            return stream.read(min(_HEAD_BYTES, media.size))
     with open_bytes(media) as stream:
-        return stream.read(_HEAD)
+        return stream.read(_HEAD_BYTES)
 
 
-def require_readable(media: Media) -> bool:
+def wait_until_readable(media: Media) -> bool:
     """Wait until all bytes of a medium can be read; returns True if that took more than one try.
 
     Decoders report a damaged file when in fact the storage is at fault. Raises `UnreadableError` if the storage
@@ -221,10 +221,10 @@ def require_readable(media: Media) -> bool:
         tries += 1
         with open_bytes(media) as stream:
             # Read to the end: the first bytes may be readable although a later block is not.
-            while stream.read(_AT_A_TIME):
+            while stream.read(_CHUNK_BYTES):
                 pass
 
-    read_stored(read, Path(media.place).parent)
+    read_with_retry(read, Path(media.location).parent)
     return tries > 1
 
 
@@ -251,14 +251,14 @@ def read_media(
             # Outside a run, errors are reported at once.
             if not is_waiting():
                 raise
-            was_unreachable = require_readable(media)
+            was_unreachable = wait_until_readable(media)
             # All bytes can be read and the error is the same: the medium itself is damaged.
             if has_failed_before and not was_unreachable:
                 raise
         has_failed_before = True
 
 
-def sniffed_suffix(head: bytes) -> str | None:
+def detect_suffix(head: bytes) -> str | None:
     """Suffix of the format of a file with these first 64 bytes; None if the format is not known here."""
     if head[:4] == b"RIFF":
         return {b"WEBP": ".webp", b"AVI ": ".avi"}.get(head[8:12])
@@ -278,9 +278,9 @@ def sniffed_suffix(head: bytes) -> str | None:
     # EBML: WebM is named in the DocType; everything else is Matroska.
     if head[:4] == b"\x1aE\xdf\xa3":
         return ".webm" if b"webm" in head else ".mkv"
-    return next((end for magic, end in _MAGIC.items() if head.startswith(magic)), None)
+    return next((end for magic, end in _MAGIC_SUFFIXES.items() if head.startswith(magic)), None)
 
 
-def suffix(media: Media) -> str:
+def get_suffix(media: Media) -> str:
     """Suffix of a medium's name in lower case, with its dot."""
     return Path(media.name).suffix.lower()

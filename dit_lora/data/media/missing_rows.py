@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 
 # Number of bytes that are decompressed at a time.
-_PIECE = 2**18
-_PNG_START = 8
-_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-_SAMPLES = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_CHUNK_BYTES = 2**18
+_PNG_SIGNATURE_BYTES = 8
+_METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+_VALUES_PER_PIXEL = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Number of values per pixel by PNG's colour type (PNG specification, 11.2.1)."""
 _ADAM7 = (
     (0, 0, 8, 8),
@@ -28,36 +28,40 @@ _ADAM7 = (
     (0, 1, 1, 2),
 )
 """First column, first row, and their steps, for each pass of an interlaced PNG (PNG specification, 8.2)."""
-_FILLED = (127, 128)
+_FILL_VALUES = (127, 128)
 """Values that libjpeg fills in for missing data: grey in every channel, or its complement in CMYK."""
 # Pixels; a block of a JPEG has 8, of which the picture may show fewer.
-_CORNER = 4
+_CORNER_SIDE = 4
 
 
-def missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
+def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
     """Why the decoded image is incomplete; None if it is complete. `stream` contains its file."""
     stream.seek(0)
     if image.format == "PNG":
-        num_missing = _png_lacks(stream)
+        num_missing = _count_missing_png_bytes(stream)
         # An incomplete JPEG is only suspected from its last pixels, and then decoded a second time to be sure.
         return (
             f"the image is truncated: {num_missing:,} bytes of its rows are missing"
             if num_missing
             else None
         )
-    if image.format in ("JPEG", "MPO") and _may_lack(image) and _jpeg_breaks(stream.read()):
+    if (
+        image.format in ("JPEG", "MPO")
+        and _may_be_incomplete(image)
+        and _is_jpeg_broken(stream.read())
+    ):
         return "the image is truncated: its coded data ends before its last row"
     return None
 
 
-def _png_lacks(stream: BinaryIO) -> int:
+def _count_missing_png_bytes(stream: BinaryIO) -> int:
     """Number of bytes of filtered rows that are missing from the IDAT chunks."""
     # Skip the length and the type of IHDR.
-    stream.seek(_PNG_START + 8)
+    stream.seek(_PNG_SIGNATURE_BYTES + 8)
     header = stream.read(13)
     # PNG numbers are big-endian, the default of `int.from_bytes`.
     width, height = int.from_bytes(header[:4]), int.from_bytes(header[4:8])
-    bits = header[8] * _SAMPLES[header[9]]
+    bits = header[8] * _VALUES_PER_PIXEL[header[9]]
     # Byte 12 of IHDR is the interlace method; without interlacing there is one pass over all pixels.
     passes = _ADAM7 if header[12] else ((0, 0, 1, 1),)
     size = 0
@@ -66,10 +70,10 @@ def _png_lacks(stream: BinaryIO) -> int:
         columns, rows = -(-max(0, width - column) // across), -(-max(0, height - row) // down)
         size += rows * (1 + -(-columns * bits // 8)) if columns else 0
     inflate = zlib.decompressobj()
-    for data in _image_data(stream):
+    for data in _iter_image_data(stream):
         while data and size > 0 and not inflate.eof:
             # Decompress in pieces, so that a small file cannot fill the memory.
-            size -= len(inflate.decompress(data, _PIECE))
+            size -= len(inflate.decompress(data, _CHUNK_BYTES))
             data = inflate.unconsumed_tail
     return max(0, size)
 
@@ -77,24 +81,24 @@ def _png_lacks(stream: BinaryIO) -> int:
 def has_late_metadata(stream: BinaryIO) -> bool:
     """Whether a PNG has text or EXIF, which may contain its orientation, after its pixels."""
     is_late = False
-    for kind, _ in _chunks(stream):
-        if is_late and kind in _METADATA:
+    for kind, _ in _iter_chunks(stream):
+        if is_late and kind in _METADATA_CHUNKS:
             return True
         # Everything behind the first IDAT chunk is late.
         is_late = is_late or kind == b"IDAT"
     return False
 
 
-def _image_data(stream: BinaryIO) -> Iterator[bytes]:
+def _iter_image_data(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the contents of the IDAT chunks."""
-    for kind, length in _chunks(stream):
+    for kind, length in _iter_chunks(stream):
         if kind == b"IDAT":
             yield stream.read(length)
 
 
-def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
+def _iter_chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Yield type and length of each chunk of a PNG, with the stream at its contents."""
-    offset = _PNG_START
+    offset = _PNG_SIGNATURE_BYTES
     stream.seek(offset)
     while len(head := stream.read(8)) == 8 and head[4:] != b"IEND":
         length = int.from_bytes(head[:4])
@@ -104,14 +108,14 @@ def _chunks(stream: BinaryIO) -> Iterator[tuple[bytes, int]]:
         stream.seek(offset)
 
 
-def _may_lack(image: Image.Image) -> bool:
+def _may_be_incomplete(image: Image.Image) -> bool:
     """Whether the last pixels have the decoder's filling value, or the image is progressive (they tell nothing)."""
     # Missing data is always at the end of the picture, so the lower right corner shows it.
-    corner = np.asarray(image)[-_CORNER:, -_CORNER:]
-    return bool("progressive" in image.info or np.isin(corner, _FILLED).all())
+    corner = np.asarray(image)[-_CORNER_SIDE:, -_CORNER_SIDE:]
+    return bool("progressive" in image.info or np.isin(corner, _FILL_VALUES).all())
 
 
-def _jpeg_breaks(data: bytes) -> bool:
+def _is_jpeg_broken(data: bytes) -> bool:
     """Whether FFmpeg's decoder, told to stop at errors, fails where libjpeg would fill in pixels."""
     decoder = av.CodecContext.create("mjpeg", "r")
     # By default this decoder conceals errors.

@@ -15,19 +15,19 @@ import av
 from packaging.version import Version
 from PIL import Image, UnidentifiedImageError
 
-from dit_lora.data.media.media import HEIC, Media, read_head, sniffed_suffix
+from dit_lora.data.media.media import HEIC, Media, detect_suffix, read_head
 
 # A forked process, such as a data worker, inherits its parent's frames and decoders, but not the FFmpeg threads that
 # belong to them. Freeing them would wait for those threads forever, so exclude them from garbage collection.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 
-MOST_PIXELS = 2 * 89_478_485
+MAX_PIXELS = 2 * 89_478_485
 """Maximum number of pixels of a picture or video frame.
 
 Pillow treats a larger image as a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`).
 """
-MOST_FRAMES = 1_000_000
+MAX_FRAMES = 1_000_000
 """Maximum number of frames of one video: eleven hours at 25 fps.
 
 A file of a few megabytes can claim more frames than can be decoded in a day.
@@ -35,18 +35,18 @@ A file of a few megabytes can claim more frames than can be decoded in a day.
 
 # Formats whose files are self-contained. FFmpeg's other formats may be texts that name other things to open:
 # playlists (HLS, DASH, concat), session descriptions (SDP), file name patterns, filter graphs, devices.
-_FORMATS = (
+_SAFE_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,asf,flv,mpeg,mpegts,mpegvideo,m4v,h264,hevc,ivf,ogg,gif,apng,"
     "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe,mp3,wav,flac,aac"
 )
 _NO_PROTOCOL = "none"
 # Pillow also supports formats that start another program, as EPS does with Ghostscript; they are excluded.
-_IMAGES = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM")
 
 HEIC_REASON = "Pillow does not read HEIC; convert it to JPEG or PNG"
 
 # PyAV 19 reads metadata of any encoding and no longer has this option.
-_ANY_ENCODING: dict[str, Any] = (
+_ENCODING_OPTIONS: dict[str, Any] = (
     {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
 )
 
@@ -54,75 +54,75 @@ _ANY_ENCODING: dict[str, Any] = (
 def open_media(media: Media) -> av.container.InputContainer:
     """Open a container without opening anything else: no other file, no address, no device.
 
-    Metadata may be in any encoding. Decoders refuse pictures above `MOST_PIXELS`. Raises `OSError` or
+    Metadata may be in any encoding. Decoders refuse pictures above `MAX_PIXELS`. Raises `OSError` or
     `av.error.FFmpegError`.
     """
     # Bytes in memory need no protocol at all.
-    source = media.source()
+    source = media.get_source()
     options = {
         "protocol_whitelist": "file" if isinstance(source, Path) else _NO_PROTOCOL,
-        "format_whitelist": _FORMATS,
-        "max_pixels": str(MOST_PIXELS),
+        "format_whitelist": _SAFE_FORMATS,
+        "max_pixels": str(MAX_PIXELS),
     }
-    container = av.open(source, "r", options=options, **_ANY_ENCODING)
+    container = av.open(source, "r", options=options, **_ENCODING_OPTIONS)
     # The container's options do not reach its decoders, so set the limit on each of them.
     for stream in container.streams.video:
         if stream.codec_context is not None:
-            stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
+            stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
     return container
 
 
-def oversize(height: int, width: int) -> str | None:
+def find_size_problem(height: int, width: int) -> str | None:
     """Why pictures of this size are not decoded; None if they are."""
-    if height * width <= MOST_PIXELS:
+    if height * width <= MAX_PIXELS:
         return None
-    return f"its header promises pictures of {width} x {height}, and {MOST_PIXELS:,} pixels are decoded at most"
+    return f"its header promises pictures of {width} x {height}, and {MAX_PIXELS:,} pixels are decoded at most"
 
 
-def message_of(error: Exception) -> str:
+def get_error_message(error: Exception) -> str:
     """Message of FFmpeg, Pillow or the system, without its error number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class FrameLimit:
-    """Counts the decoded frames of a video, up to `MOST_FRAMES`."""
+    """Counts the decoded frames of a video, up to `MAX_FRAMES`."""
 
     def __init__(self) -> None:
-        self._left = MOST_FRAMES
+        self._num_remaining = MAX_FRAMES
 
-    def take(self) -> None:
+    def count_frame(self) -> None:
         """Count one frame; raises `ValueError` above the limit."""
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"more than {MOST_FRAMES:,} frames come out of it; cut it into parts")
+        self._num_remaining -= 1
+        if self._num_remaining < 0:
+            raise ValueError(f"more than {MAX_FRAMES:,} frames come out of it; cut it into parts")
 
 
 @contextmanager
 def open_picture(media: Media) -> Iterator[Image.Image]:
     """Open an image of an accepted format without decoding it.
 
-    Raises `OSError`, `Image.DecompressionBombError` above `MOST_PIXELS`, or the errors that Pillow raises for damaged
+    Raises `OSError`, `Image.DecompressionBombError` above `MAX_PIXELS`, or the errors that Pillow raises for damaged
     headers.
     """
     Image.init()
     # AVIF is an optional part of Pillow.
-    formats = [name for name in _IMAGES if name in Image.OPEN]
+    formats = [name for name in _IMAGE_FORMATS if name in Image.OPEN]
     try:
-        opened = Image.open(media.source(), formats=formats)
+        opened = Image.open(media.get_source(), formats=formats)
     except UnidentifiedImageError as error:
         # Pillow's own message does not tell the user what to do about phone pictures.
-        if sniffed_suffix(read_head(media)) == HEIC:
+        if detect_suffix(read_head(media)) == HEIC:
             raise UnidentifiedImageError(HEIC_REASON) from error
         raise
     with opened as image:
         # Check here too, because Pillow's own limit can be switched off.
-        too_large = oversize(image.height, image.width)
+        too_large = find_size_problem(image.height, image.width)
         if too_large:
             raise Image.DecompressionBombError(too_large)
         yield image
 
 
-def own_jpeg(data: bytes) -> Image.Image:
+def decode_jpeg(data: bytes) -> Image.Image:
     """Decode a JPEG made by this library, such as a thumbnail of the audit, to RGB."""
     with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
         return image.convert("RGB")

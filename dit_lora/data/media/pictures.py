@@ -14,11 +14,11 @@ from PIL import Image, ImageOps
 from dit_lora.data.media.colour_profile import convert_to_srgb
 from dit_lora.data.media.display import Orientation
 from dit_lora.data.media.media import Media, open_bytes
-from dit_lora.data.media.missing_rows import has_late_metadata, missing_rows
+from dit_lora.data.media.missing_rows import find_missing_rows, has_late_metadata
 from dit_lora.data.media.opened import open_picture
 
 # Exceptions that Pillow's readers raise for damaged files.
-DAMAGED = (
+DECODE_ERRORS = (
     OSError,
     ValueError,
     SyntaxError,
@@ -36,25 +36,25 @@ DAMAGED = (
     Image.DecompressionBombError,
 )
 
-ORIENTATION = 0x0112
+ORIENTATION_TAG = 0x0112
 """EXIF tag of the orientation."""
-_QUARTER_TURNS = (5, 6, 7, 8)
+_SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 """EXIF orientations in which height and width are swapped."""
 
 
 def open_image(media: Media) -> Image.Image:
     """Decode a picture to RGB: upright, in sRGB colours, with transparent parts white.
 
-    Raises one of `DAMAGED`.
+    Raises one of `DECODE_ERRORS`.
     """
     image, profile = _open_upright(media)
-    return _on(convert_to_srgb(image, profile), "white").convert("RGB")
+    return _fill_transparency(convert_to_srgb(image, profile), "white").convert("RGB")
 
 
 def open_mask(media: Media, *, alpha: bool) -> Image.Image:
     """Decode a mask to mode L, upright: its luma with transparent parts black, or with `alpha` only its opacity.
 
-    Raises one of `DAMAGED`.
+    Raises one of `DECODE_ERRORS`.
     """
     # The levels of a mask are data, so its colour profile is ignored.
     image, _ = _open_upright(media)
@@ -63,7 +63,7 @@ def open_mask(media: Media, *, alpha: bool) -> Image.Image:
     if image.mode == "F":
         raise ValueError("its levels are floating-point numbers, and a mask's are 8 or 16 bits")
     # Convert to RGB first, since palette and CMYK values are not luma.
-    return _on(image, "black").convert("RGB").convert("L")
+    return _fill_transparency(image, "black").convert("RGB").convert("L")
 
 
 def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
@@ -71,7 +71,7 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
     with open_picture(media) as opened:
         # Decode before checking for missing rows, and before the file is closed.
         opened.load()
-        _require_whole(media, opened)
+        _check_complete(media, opened)
         profile = opened.info.get("icc_profile")
         image = ImageOps.exif_transpose(opened)
     # Modes I and I;16 have 16 bits per pixel, which Pillow would clip at 255; 65535 / 255 is 257.
@@ -81,7 +81,7 @@ def _open_upright(media: Media) -> tuple[Image.Image, bytes | None]:
     return image, profile
 
 
-def _on(image: Image.Image, colour: str) -> Image.Image:
+def _fill_transparency(image: Image.Image, colour: str) -> Image.Image:
     """The picture with its transparent parts filled with a colour."""
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image
@@ -89,58 +89,61 @@ def _on(image: Image.Image, colour: str) -> Image.Image:
     return Image.alpha_composite(ground, image.convert("RGBA"))
 
 
-def _require_whole(media: Media, image: Image.Image) -> None:
+def _check_complete(media: Media, image: Image.Image) -> None:
     """Raise `ValueError` if pixels of the image are missing in its file."""
     with open_bytes(media) as stream:
-        problem = missing_rows(stream, image)
+        problem = find_missing_rows(stream, image)
     if problem:
         raise ValueError(problem)
 
 
-def image_size(media: Media) -> tuple[int, int]:
+def read_image_size(media: Media) -> tuple[int, int]:
     """Height and width in pixels of the upright image, as `open_image` returns it, from its header.
 
-    Raises one of `DAMAGED`.
+    Raises one of `DECODE_ERRORS`.
     """
     with open_picture(media) as image:
         with open_bytes(media) as stream:
             # To find EXIF after the pixels of a PNG, Pillow must decode it. It is rarely there, so check first.
             if image.format == "PNG" and has_late_metadata(stream):
                 image.load()
-        orientation = Image.Image.getexif(image).get(ORIENTATION)
+        orientation = Image.Image.getexif(image).get(ORIENTATION_TAG)
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
-        is_turned = orientation in _QUARTER_TURNS and tags.get(ORIENTATION) not in _QUARTER_TURNS
+        is_turned = (
+            orientation in _SIDEWAYS_ORIENTATIONS
+            and tags.get(ORIENTATION_TAG) not in _SIDEWAYS_ORIENTATIONS
+        )
         # (height, width) of the upright image.
         return (image.width, image.height) if is_turned else (image.height, image.width)
 
 
-def upright(frame: av.VideoFrame, stretch: float) -> tuple[Image.Image, float]:
-    """Picture of a frame, turned as its display matrix says, and the picture's pixel aspect ratio `stretch`."""
+def to_upright_image(frame: av.VideoFrame, pixel_aspect: float) -> tuple[Image.Image, float]:
+    """Picture of a frame, turned as its display matrix says, and the picture's pixel aspect ratio `pixel_aspect`."""
     orientation = Orientation.from_frame(frame)
     picture = orientation.apply(frame.to_ndarray(format="rgb24"))
     # A rotation by 90 degrees also turns the pixels' shape.
-    return Image.fromarray(picture), 1 / stretch if orientation.is_on_its_side else stretch
+    return Image.fromarray(picture), 1 / pixel_aspect if orientation.is_sideways else pixel_aspect
 
 
-def cover(
+def scale_to_cover(
     image: Image.Image,
-    stretch: float,
+    pixel_aspect: float,
     height: int,
     width: int,
     resample: Image.Resampling = Image.Resampling.LANCZOS,
 ) -> np.ndarray:
     """Scale an image to cover the shape and crop it at the centre: uint8 (H, W, 3), or (H, W) for mode L."""
-    # In square pixels, the picture is `stretch` times as wide as stored.
-    scale = max(width / (image.width * stretch), height / image.height)
-    crop_width, crop_height = width / scale / stretch, height / scale
+    # In square pixels, the picture is `pixel_aspect` times as wide as stored.
+    scale = max(width / (image.width * pixel_aspect), height / image.height)
+    crop_width, crop_height = width / scale / pixel_aspect, height / scale
     # The box is in stored pixels, centred; Pillow resizes only this part.
     x, y = (image.width - crop_width) / 2, (image.height - crop_height) / 2
     box = (x, y, x + crop_width, y + crop_height)
     return np.asarray(image.resize((width, height), resample, box=box))
 
 
-def planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
+def stack_planes(pictures: Sequence[np.ndarray]) -> np.ndarray:
     """Stack pictures (H, W, 3) to uint8 (F, 3, H, W)."""
     # Copying plane by plane takes an eighth of the time of a transpose.
     stacked = np.empty((len(pictures), 3, *pictures[0].shape[:2]), np.uint8)

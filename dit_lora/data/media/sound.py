@@ -6,7 +6,7 @@ from typing import NamedTuple
 import av
 import torch
 
-from dit_lora.numerics.finite import describe_bad
+from dit_lora.numerics.finite import describe_bad_values
 
 _LAYOUTS = ("mono", "stereo")
 
@@ -18,12 +18,12 @@ class Sound(NamedTuple):
     rate: int
 
 
-def unplayable(sound: Sound | None) -> str | None:
+def find_sound_fault(sound: Sound | None) -> str | None:
     """Message about values of a sound that are not finite; None if all are finite or there is no sound."""
-    return None if sound is None else describe_bad("sound", sound.waveform)
+    return None if sound is None else describe_bad_values("sound", sound.waveform)
 
 
-def sound_packets(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
+def encode_sound(container: av.container.OutputContainer, sound: Sound) -> list[av.Packet]:
     """Add a sound track to an output container before anything is written, and return its packets.
 
     Equal sound gives equal packets.
@@ -49,6 +49,6 @@ class SoundFormat:
     """Samples per second."""
     channels: int
 
-    def samples(self, frames: int, fps: float) -> int:
+    def count_samples(self, frames: int, fps: float) -> int:
         """Number of samples that belong to this many frames."""
         return round(frames / fps * self.rate)

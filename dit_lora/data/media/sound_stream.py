@@ -8,13 +8,13 @@ from fractions import Fraction
 
 import av
 
-SLACK = 0.1
+MAX_SHORTFALL_S = 0.1
 """Seconds by which sound may end before the last frame begins; encoders may drop a packet. They become silence."""
 
 
-def sound_frames(container: av.container.InputContainer) -> Iterator[av.AudioFrame]:
+def iter_sound_frames(container: av.container.InputContainer) -> Iterator[av.AudioFrame]:
     """Yield the frames of the first sound stream that FFmpeg can decode; raises `ValueError` for a damaged one."""
-    stream = sound_stream(container)
+    stream = find_sound_stream(container)
     for frame in () if stream is None else container.decode(stream):
         if frame.is_corrupt:
             raise ValueError(f"the sound at {frame.time or 0:.2f} s is damaged")
@@ -22,15 +22,15 @@ def sound_frames(container: av.container.InputContainer) -> Iterator[av.AudioFra
             yield frame
 
 
-def sound_stream(container: av.container.InputContainer) -> av.AudioStream | None:
+def find_sound_stream(container: av.container.InputContainer) -> av.AudioStream | None:
     """The first sound stream that FFmpeg can decode; None if there is none."""
     streams = container.streams.audio
     return next((stream for stream in streams if stream.codec_context is not None), None)
 
 
-def sound_ends(container: av.container.InputContainer, video: av.VideoStream) -> float | None:
+def read_sound_end(container: av.container.InputContainer, video: av.VideoStream) -> float | None:
     """End of the sound in seconds after the first picture; None if the file does not state it."""
-    sound = sound_stream(container)
+    sound = find_sound_stream(container)
     if sound is None or not sound.duration or sound.time_base is None:
         return None
     end_time = ((sound.start_time or 0) + sound.duration) * sound.time_base
@@ -38,19 +38,19 @@ def sound_ends(container: av.container.InputContainer, video: av.VideoStream) ->
     return float(end_time - first_picture)
 
 
-def no_sound(is_picture: bool) -> str:
+def explain_no_sound(is_picture: bool) -> str:
     """Why a sample without sound cannot be used."""
     state = "it is a picture" if is_picture else "it has no sound"
     return f"no_sound: {state}, and data.sound trains the sound of every clip; remove it, or set data.sound to false"
 
 
-def sound_too_short(ends: float, frames: int, fps: float, start: float = 0.0) -> str | None:
-    """Why sound that ends `ends` seconds after the first frame is too short; None if it is long enough."""
+def explain_short_sound(end_s: float, frames: int, fps: float, start: float = 0.0) -> str | None:
+    """Why sound that ends `end_s` seconds after the first frame is too short; None if it is long enough."""
     # Time at which the last frame begins.
     last_frame = start + (frames - 1) / fps
-    if ends >= last_frame - SLACK:
+    if end_s >= last_frame - MAX_SHORTFALL_S:
         return None
     return (
-        f"sound_too_short: its sound ends at {max(ends, 0):.2f} s and the last of its {frames} frames "
+        f"sound_too_short: its sound ends at {max(end_s, 0):.2f} s and the last of its {frames} frames "
         f"is taken at {last_frame:.2f} s; lower data.frames or remove it"
     )

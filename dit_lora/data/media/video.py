@@ -15,13 +15,20 @@ import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image
 
-from dit_lora.data.media.decode import Instants, WantedTimes, nearest_frames
+from dit_lora.data.media.decode import Instants, RegularTimes, iter_nearest_frames
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import Media, as_media, read_media
-from dit_lora.data.media.opened import message_of, open_media
-from dit_lora.data.media.pictures import DAMAGED, cover, image_size, open_image, planes, upright
-from dit_lora.data.media.sound import Sound, sound_packets, unplayable
-from dit_lora.data.media.video_header import VideoHeader, read_container
+from dit_lora.data.media.media import Media, read_media, to_media
+from dit_lora.data.media.opened import get_error_message, open_media
+from dit_lora.data.media.pictures import (
+    DECODE_ERRORS,
+    open_image,
+    read_image_size,
+    scale_to_cover,
+    stack_planes,
+    to_upright_image,
+)
+from dit_lora.data.media.sound import Sound, encode_sound, find_sound_fault
+from dit_lora.data.media.video_header import VideoHeader, read_container_header
 from dit_lora.errors import DitLoraError
 
 # Part of each clip's cache key; change it whenever the same file and arguments would give other pixels.
@@ -29,7 +36,7 @@ DECODE_VERSION = "pyav-2: nearest time stamp, square pixels, Lanczos to cover, c
 
 
 # With x264's macroblock tree, or more than one thread, equal frames differed by some grey levels (docs/log.md).
-_H264 = {"crf": "17", "x264-params": "mbtree=0"}
+_H264_OPTIONS = {"crf": "17", "x264-params": "mbtree=0"}
 
 
 # Matrix, primaries and transfer characteristics (ITU-T H.273).
@@ -64,16 +71,16 @@ def read_frames(
         ClipError: The file is too short, or cannot be read as far as needed.
         UnreadableError: The file cannot be reached.
     """
-    media, times = as_media(media), WantedTimes(frames, fps or 1.0, start)
-    chosen = pictures_at(media, times, partial(cover, height=height, width=width))
+    media, times = to_media(media), RegularTimes(frames, fps or 1.0, start)
+    chosen = decode_pictures(media, times, partial(scale_to_cover, height=height, width=width))
     if len(chosen) < frames:
-        raise ClipError(f"{media.name}: {_shortage(times, len(chosen))}")
-    return torch.from_numpy(planes(chosen))
+        raise ClipError(f"{media.name}: {_describe_shortage(times, len(chosen))}")
+    return torch.from_numpy(stack_planes(chosen))
 
 
-def pictures_at(
+def decode_pictures(
     media: Media,
-    wanted: WantedTimes | Instants,
+    target_times: RegularTimes | Instants,
     fit: Callable[[Image.Image, float], np.ndarray],
 ) -> list[np.ndarray]:
     """Frames nearest to the wanted times; an image is one frame, regardless of the times.
@@ -86,34 +93,38 @@ def pictures_at(
         UnreadableError: The file cannot be reached.
     """
 
-    def decode(quick: bool) -> list[np.ndarray]:
+    def decode(should_seek: bool) -> list[np.ndarray]:
         chosen: list[np.ndarray] = []
-        for nearest in nearest_frames(media, wanted, quick=quick):
+        for nearest in iter_nearest_frames(media, target_times, should_seek=should_seek):
             # A frame that is nearest to several times is repeated.
-            chosen += [fit(*upright(nearest.frame, nearest.stretch))] * nearest.times
+            chosen += [
+                fit(*to_upright_image(nearest.frame, nearest.pixel_aspect))
+            ] * nearest.num_times
         return chosen
 
     def read() -> list[np.ndarray]:
         if is_image(media):
             return [fit(_open_image(media), 1.0)]
         try:
-            return decode(quick=True)
+            return decode(should_seek=True)
         except (av.error.FFmpegError, ValueError):
             # Seeking failed or is unreliable in this file: decode from the beginning.
-            return decode(quick=False)
+            return decode(should_seek=False)
 
     errors = (av.error.FFmpegError, OSError, ValueError)
     try:
         return read_media(media, read, errors)
     except errors as error:
-        raise ClipError(f"{media.name}: cannot be decoded to its end: {reason(error)}") from error
+        raise ClipError(
+            f"{media.name}: cannot be decoded to its end: {describe_media_error(error)}"
+        ) from error
 
 
 def _open_image(media: Media) -> Image.Image:
     """Open an image, with any error of Pillow as a `ValueError`."""
     try:
         return open_image(media)
-    except DAMAGED as error:
+    except DECODE_ERRORS as error:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
@@ -143,7 +154,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
     Colours are tagged, and converted with the tagged matrix: BT.709 for HD, else BT.601, as players assume
     without tags. Equal frames and sound give equal bytes. Raises `DitLoraError` for sound that is not finite.
     """
-    fault = unplayable(sound)
+    fault = find_sound_fault(sound)
     if fault:
         raise DitLoraError(f"{path.name}: its {fault}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +162,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
     # NTSC frame rates are multiples of 1000/1001.
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(partial, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=rate, options=_H264)
+        stream = container.add_stream("libx264", rate=rate, options=_H264_OPTIONS)
         # One thread, so that equal frames give equal bytes.
         stream.thread_count = 1
         stream.height, stream.width, stream.pix_fmt = video.shape[1], video.shape[2], "yuv420p"
@@ -160,7 +171,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
         codec.colorspace, codec.color_primaries, codec.color_trc = colours
         codec.color_range = ColorRange.MPEG
         # Streams must be added before the first packet is written.
-        packets = [] if sound is None else sound_packets(container, sound)
+        packets = [] if sound is None else encode_sound(container, sound)
         for pixels in video.numpy():
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             frame = frame.reformat(
@@ -179,46 +190,51 @@ def read_header(media: Media | Path) -> VideoHeader:
         ClipError: The file has no header, or the video no first frame.
         UnreadableError: The file cannot be reached.
     """
-    media = as_media(media)
+    media = to_media(media)
 
     def read() -> VideoHeader:
         if is_image(media):
             # An image has neither a frame rate nor a duration.
-            return VideoHeader(None, None, 1, *image_size(media), is_image=True)
+            return VideoHeader(None, None, 1, *read_image_size(media), is_image=True)
         with open_media(media) as container:
-            return read_container(container)
+            return read_container_header(container)
 
-    errors = (av.error.FFmpegError, *DAMAGED)
+    errors = (av.error.FFmpegError, *DECODE_ERRORS)
     try:
         return read_media(media, read, errors)
     except errors as error:
         # The error alone does not tell which reader failed.
         kind = "an image" if is_image(media) else "a video"
-        raise ClipError(f"{media.name}: cannot be opened as {kind}: {reason(error)}") from error
+        raise ClipError(
+            f"{media.name}: cannot be opened as {kind}: {describe_media_error(error)}"
+        ) from error
 
 
-def reason(error: Exception) -> str:
+def describe_media_error(error: Exception) -> str:
     """Message of FFmpeg or the system without its error number, and what to do."""
-    return f"{message_of(error)}; encode it anew or remove it"
+    return f"{get_error_message(error)}; encode it anew or remove it"
 
 
-def too_short(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
+def find_shortage(
+    header: VideoHeader, *, frames: int, fps: float, start: float = 0.0
+) -> str | None:
     """Why this clip certainly cannot give `frames` at `fps` from `start` on; None if only decoding can tell.
 
     It allows one frame more than stated, because some files do not count the last frame's duration.
     """
     if header.seconds is None or header.fps is None:
         return None
-    times = WantedTimes(frames, fps, start)
+    times = RegularTimes(frames, fps, start)
     # The header may not count the last frame, which is used for half of its duration.
-    num_available = times.until(header.seconds + 0.5 / header.fps)
-    return _shortage(times, num_available) if num_available < frames else None
+    num_available = times.count_until(header.seconds + 0.5 / header.fps)
+    return _describe_shortage(times, num_available) if num_available < frames else None
 
 
-def _shortage(wanted: WantedTimes, gives: int) -> str:
-    """Message about a clip that gives only `gives` of the wanted frames."""
-    after = f" from {wanted.start:g} s on" if wanted.start else ""
+def _describe_shortage(target_times: RegularTimes, num_frames: int) -> str:
+    """Message about a clip that gives only `num_frames` of the wanted frames."""
+    after = f" from {target_times.start:g} s on" if target_times.start else ""
     return (
-        f"too short: {wanted.count} frames at {wanted.fps:g} fps{after} are asked for, it gives at most {gives}; "
+        f"too short: {target_times.count} frames at {target_times.fps:g} fps{after} are asked "
+        f"for, it gives at most {num_frames}; "
         "lower data.frames, raise data.fps or remove it"
     )

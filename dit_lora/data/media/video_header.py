@@ -9,8 +9,8 @@ import av
 from av.stream import Disposition
 
 from dit_lora.data.media.display import Orientation
-from dit_lora.data.media.opened import oversize
-from dit_lora.data.media.sound_stream import sound_ends, sound_stream
+from dit_lora.data.media.opened import find_size_problem
+from dit_lora.data.media.sound_stream import find_sound_stream, read_sound_end
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class VideoHeader:
     """End of the sound, in seconds after the first picture."""
 
 
-def read_container(container: av.container.InputContainer) -> VideoHeader:
+def read_container_header(container: av.container.InputContainer) -> VideoHeader:
     """Read the header of the first video stream, and its first frame for the real size and orientation.
 
     Raises `av.error.FFmpegError` or `ValueError` if there is no first frame that training could use.
     """
-    stream = video_stream(container)
+    stream = find_video_stream(container)
     # More threads would decode frames ahead that nobody needs.
     stream.codec_context.thread_count = 1
-    frame = first_frame(container, stream)
+    frame = decode_first_frame(container, stream)
     height, width = frame.height, round(frame.width * float(stream.sample_aspect_ratio or 1))
-    if Orientation.from_frame(frame).is_on_its_side:
+    if Orientation.from_frame(frame).is_sideways:
         height, width = width, height
     seconds = None
     if stream.duration and stream.time_base:
@@ -51,28 +51,30 @@ def read_container(container: av.container.InputContainer) -> VideoHeader:
     return VideoHeader(
         fps,
         seconds,
-        num_shown_frames(stream),
+        count_visible_frames(stream),
         height,
         width,
-        has_sound=sound_stream(container) is not None,
-        sound_ends=sound_ends(container, stream),
+        has_sound=find_sound_stream(container) is not None,
+        sound_ends=read_sound_end(container, stream),
     )
 
 
-def video_stream(container: av.container.InputContainer) -> av.VideoStream:
+def find_video_stream(container: av.container.InputContainer) -> av.VideoStream:
     """The first video stream other than cover pictures; raises `ValueError` if none can be decoded."""
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             if stream.codec_context is None:
                 raise ValueError("its video stream is of a codec that FFmpeg does not know")
-            too_large = oversize(stream.height, stream.width)
+            too_large = find_size_problem(stream.height, stream.width)
             if too_large:
                 raise ValueError(too_large)
             return stream
     raise ValueError("it has no video stream")
 
 
-def first_frame(container: av.container.InputContainer, stream: av.VideoStream) -> av.VideoFrame:
+def decode_first_frame(
+    container: av.container.InputContainer, stream: av.VideoStream
+) -> av.VideoFrame:
     """Decode the first frame that is shown, from a container that was just opened.
 
     Frames hidden by an edit list are decoded and skipped; clips cut without re-encoding need them for decoding.
@@ -81,11 +83,11 @@ def first_frame(container: av.container.InputContainer, stream: av.VideoStream) 
     if frame is None:
         raise ValueError("no frame comes out of it")
     # Raises if the frame has no time stamp or is damaged.
-    frame_time(frame)
+    get_frame_time(frame)
     return frame
 
 
-def frame_time(frame: av.VideoFrame) -> float:
+def get_frame_time(frame: av.VideoFrame) -> float:
     """Time stamp of a frame in seconds; raises `ValueError` if it has none, or is damaged."""
     if frame.time is None:
         raise ValueError("a frame has no time stamp")
@@ -94,7 +96,7 @@ def frame_time(frame: av.VideoFrame) -> float:
     return frame.time
 
 
-def num_shown_frames(stream: av.VideoStream) -> int | None:
+def count_visible_frames(stream: av.VideoStream) -> int | None:
     """Number of frames in the header, without those hidden by an edit list; None if it is not stated."""
     if not stream.frames:
         return None

@@ -9,42 +9,54 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_text import Fault
-from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, LossMask, Scan, by_code
+from dit_lora.data.sources.clips import (
+    MASK,
+    REFERENCE,
+    Clip,
+    ClipProblem,
+    LossMask,
+    Scan,
+    merge_by_code,
+)
 from dit_lora.data.sources.listing import Listing
 from dit_lora.errors import DitLoraError
 
 
-def with_beside(scanned: Scan, source: SourceConfig, *, walked: bool) -> Scan:
+def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted: bool) -> Scan:
     """Add to clips of a folder their files in `reference_folders` and `mask_folder`, and masks from `alpha_mask`.
 
     A clip without a file there is a problem. Raises `DitLoraError` if a folder is missing or has no file for
-    any clip. With `walked`, every file below the source's folder is a sample; such a folder inside it is an
+    any clip. With `is_unlisted`, every file below the source's folder is a sample; such a folder inside it is an
     error too.
     """
     # A folder inside the root would be read as samples itself.
-    root = Path(source.path).expanduser() if walked else None
+    root = Path(source.path).expanduser() if is_unlisted else None
     option = "reference_folders"
-    references = [_Folder.of(name, option, REFERENCE, root) for name in source.reference_folders]
+    references = [
+        _ExtraFolder.from_path(name, option, REFERENCE, root) for name in source.reference_folders
+    ]
     masks = (
-        [_Folder.of(source.mask_folder, "mask_folder", MASK, root)] if source.mask_folder else []
+        [_ExtraFolder.from_path(source.mask_folder, "mask_folder", MASK, root)]
+        if source.mask_folder
+        else []
     )
     for folder in (*references, *masks):
-        folder.require_any(scanned.clips, source.path)
+        folder.check_has_files(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)
     for clip in scanned.clips:
         # A clip needs exactly one file in every folder.
-        faults = [folder.fault(clip) for folder in (*references, *masks)]
+        faults = [folder.find_fault(clip) for folder in (*references, *masks)]
         # A sample has at most one problem per code, so faults of several folders are joined.
-        merged = by_code([fault for fault in faults if fault is not None])
+        merged = merge_by_code([fault for fault in faults if fault is not None])
         problems += [ClipProblem(clip.id, code, message) for code, message in merged]
         if not merged:
-            files = [folder.file(clip) for folder in references]
-            mask = LossMask(masks[0].file(clip)) if masks else None
-            clips.append(_given(clip, files, mask))
-    return with_alpha(Scan(clips, problems, scanned.notes), source)
+            files = [folder.get_file(clip) for folder in references]
+            mask = LossMask(masks[0].get_file(clip)) if masks else None
+            clips.append(_add_files(clip, files, mask))
+    return add_alpha_masks(Scan(clips, problems, scanned.notes), source)
 
 
-def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
+def add_alpha_masks(scanned: Scan, source: SourceConfig) -> Scan:
     """Use the alpha channel of each picture as its mask, if the source has `alpha_mask`."""
     if not source.alpha_mask:
         return scanned
@@ -55,7 +67,7 @@ def with_alpha(scanned: Scan, source: SourceConfig) -> Scan:
     return scanned._replace(clips=masked_clips)
 
 
-def refuse_folders(source: SourceConfig) -> None:
+def reject_extra_folders(source: SourceConfig) -> None:
     """Raise `DitLoraError` if a source other than a folder of files has folders of references or masks."""
     if source.reference_folders or source.mask_folder:
         raise DitLoraError(
@@ -64,24 +76,24 @@ def refuse_folders(source: SourceConfig) -> None:
         )
 
 
-def _given(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
+def _add_files(clip: Clip, references: Sequence[MediaFile], mask: LossMask | None) -> Clip:
     """Add references and a mask to a clip."""
     # A table may name the references and a folder hold the masks, or the reverse: keep what the clip has.
     return replace(clip, references=tuple(references) or clip.references, mask=mask or clip.mask)
 
 
 @dataclass(frozen=True)
-class _Folder:
+class _ExtraFolder:
     """A folder whose files have the names of samples."""
 
     name: str
     option: str
-    what: str
+    role: str
     files: dict[str, list[str]]
     """Paths of the pictures and videos below it, by the path without suffix."""
 
     @classmethod
-    def of(cls, name: str, option: str, what: str, root: Path | None) -> "_Folder":
+    def from_path(cls, name: str, option: str, role: str, root: Path | None) -> "_ExtraFolder":
         """List a folder; raises `DitLoraError` if it is missing, or inside `root`."""
         path = Path(name).expanduser()
         if not path.is_dir():
@@ -95,37 +107,37 @@ class _Folder:
         for file in Listing(path).media:
             # Several files of one name with different suffixes are an ambiguity, which is reported per clip.
             files.setdefault(os.path.splitext(file)[0], []).append(file)
-        return cls(name, option, what, files)
+        return cls(name, option, role, files)
 
-    def require_any(self, clips: Sequence[Clip], source: str) -> None:
+    def check_has_files(self, clips: Sequence[Clip], source: str) -> None:
         """Raise `DitLoraError` if no clip has a file here: then the folder or its file names must be wrong."""
-        if not clips or any(_stem(clip) in self.files for clip in clips):
+        if not clips or any(_get_stem(clip) in self.files for clip in clips):
             return
         example = next((file for files in self.files.values() for file in files), None)
         contents = f"it has {example}" if example else "it has no picture and no video"
         raise DitLoraError(
             f"{self.option}: no file in {self.name} has the name of a sample in {source}, "
-            f"such as {_stem(clips[0])} with any suffix; {contents}"
+            f"such as {_get_stem(clips[0])} with any suffix; {contents}"
         )
 
-    def fault(self, clip: Clip) -> Fault | None:
+    def find_fault(self, clip: Clip) -> Fault | None:
         """The fault of a clip's file in this folder; None if it has none."""
-        files = self.files.get(_stem(clip), [])
+        files = self.files.get(_get_stem(clip), [])
         # A broken link is listed, but does not exist.
-        if not files or not self._path(files[0]).exists():
-            return f"{self.what}_missing", f"it has no {self.what} of its name in {self.name}"
+        if not files or not self._get_media_file(files[0]).exists():
+            return f"{self.role}_missing", f"it has no {self.role} of its name in {self.name}"
         if len(files) > 1:
             names = ", ".join(files)
-            return f"{self.what}_ambiguous", f"it has several of its name in {self.name}: {names}"
+            return f"{self.role}_ambiguous", f"it has several of its name in {self.name}: {names}"
         return None
 
-    def file(self, clip: Clip) -> MediaFile:
+    def get_file(self, clip: Clip) -> MediaFile:
         """A clip's file in this folder."""
-        return self._path(self.files[_stem(clip)][0])
+        return self._get_media_file(self.files[_get_stem(clip)][0])
 
-    def _path(self, file: str) -> MediaFile:
+    def _get_media_file(self, file: str) -> MediaFile:
         return MediaFile(Path(self.name).expanduser() / file)
 
 
-def _stem(clip: Clip) -> str:
+def _get_stem(clip: Clip) -> str:
     return os.path.splitext(clip.id)[0]

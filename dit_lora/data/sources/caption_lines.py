@@ -6,10 +6,10 @@ import re
 from dit_lora.data.sources.caption_text import has_lone_surrogate
 from dit_lora.parsing import parse_json_at
 
-_SPACE = re.compile(r"[ \t\r\n]*")
+_WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 
-def json_text(value: object) -> str:
+def to_json_text(value: object) -> str:
     """JSON in readable UTF-8; with escapes if it has lone surrogates, as file names that are not UTF-8 do."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if has_lone_surrogate(text) else text
@@ -33,12 +33,12 @@ def set_value(line: str, key: str, value: str) -> str:
         if line[position] == ",":
             position = _skip_space(line, position + 1)
     if span is not None:
-        return f"{line[: span[0]]}{json_text(value)}{line[span[1] :]}"
+        return f"{line[: span[0]]}{to_json_text(value)}{line[span[1] :]}"
     comma = "" if is_empty else ", "
-    return f"{line[:end]}{comma}{json_text(key)}: {json_text(value)}{line[end:]}"
+    return f"{line[:end]}{comma}{to_json_text(key)}: {to_json_text(value)}{line[end:]}"
 
 
-def _skip_space(line: str, at: int) -> int:
+def _skip_space(line: str, position: int) -> int:
     """Position of the next character that is not white space."""
-    match = _SPACE.match(line, at)
-    return at if match is None else match.end()
+    match = _WHITESPACE.match(line, position)
+    return position if match is None else match.end()

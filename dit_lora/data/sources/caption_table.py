@@ -1,6 +1,6 @@
 """The captions of a folder of clips and pictures, in its metadata.jsonl: read, added, and edited in place.
 
-An edit changes only the characters of the caption. Every writer holds `locked_table`, a lock between processes.
+An edit changes only the characters of the caption. Every writer holds `lock_table`, a lock between processes.
 """
 
 import fcntl
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.media.media import below
-from dit_lora.data.sources.caption_lines import json_text, set_value
+from dit_lora.data.media.media import resolve_below
+from dit_lora.data.sources.caption_lines import set_value, to_json_text
 from dit_lora.data.sources.listing import Listing
-from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLES, read_text
+from dit_lora.data.sources.tables import CAPTION_COLUMNS, FILE_COLUMNS, TABLE_NAMES, read_text
 from dit_lora.errors import DitLoraError
 from dit_lora.files import replace_contents
 from dit_lora.parsing import parse_json
 
-TABLE = TABLES[0]
+TABLE_NAME = TABLE_NAMES[0]
 WORK_FOLDER = ".captions"
 """Hidden folder for locks, and for captions that are not in the table yet."""
 _BOM = b"\xef\xbb\xbf"
-_LISTS = (*TABLES[1:], "prompts.txt", "videos.txt")
+_OTHER_LISTS = (*TABLE_NAMES[1:], "prompts.txt", "videos.txt")
 """Other lists of captions, which would be ignored once there is a metadata.jsonl."""
 
 
@@ -37,14 +37,14 @@ class CaptionTable:
     media: list[str]
     """Files that may have a caption, sorted by path; without files that a row names in another column."""
     listing: Listing
-    names: set[str] = field(default_factory=set)
+    media_names: set[str] = field(default_factory=set)
     """The files in `media`, for lookup."""
     _lines: list[str] = field(default_factory=list)
     """Lines of the table without newlines; the last one is empty if the table ends with a newline."""
-    _rows: dict[str, int] = field(default_factory=dict)
+    _row_indices: dict[str, int] = field(default_factory=dict)
     """Index of each file's row in `_lines`."""
     _columns: tuple[str, str] = (FILE_COLUMNS[0], CAPTION_COLUMNS[0])
-    _not_samples: set[str] = field(default_factory=set)
+    _non_sample_files: set[str] = field(default_factory=set)
     """Files that rows name in other columns, such as masks."""
     _bom: bytes = b""
     _stamp: tuple[object, ...] = ()
@@ -58,11 +58,12 @@ class CaptionTable:
         """
         if not root.is_dir():
             raise DitLoraError(f"no folder {root}; give the folder with your clips and pictures")
-        other_lists = [name for name in _LISTS if (root / name).is_file()]
+        other_lists = [name for name in _OTHER_LISTS if (root / name).is_file()]
         if other_lists:
             raise DitLoraError(
-                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a {TABLE} would be read; "
-                f"write them into a {TABLE} first, or edit them there"
+                f"{root} has its captions in {' and '.join(other_lists)}, in whose place a "
+                f"{TABLE_NAME} would be read; "
+                f"write them into a {TABLE_NAME} first, or edit them there"
             )
         # Listing a large folder is slow, so reuse the listing while no folder has changed.
         is_listed = previous is not None and previous.listing.is_current()
@@ -75,28 +76,28 @@ class CaptionTable:
             )
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
         # Take the stamp before reading the bytes, so that a change in between is noticed next time.
-        stamp = _stamp(root, listing)
+        stamp = _compute_stamp(root, listing)
         if previous is not None and stamp == previous._stamp:
             previous.listing = listing
             # Files may have been added, although the table is the same.
-            previous._set_media()
+            previous._update_media()
             return previous
         table = cls(root, {}, listing.media, listing, _stamp=stamp)
-        if (root / TABLE).is_file():
+        if (root / TABLE_NAME).is_file():
             table._read_rows()
         else:
             table._read_texts()
         return table
 
     @property
-    def missing(self) -> list[str]:
+    def uncaptioned(self) -> list[str]:
         """Files without a caption, in order."""
         return [name for name in self.media if not self.captions.get(name, "").strip()]
 
-    def put(self, captions: Mapping[str, str]) -> None:
+    def write_captions(self, captions: Mapping[str, str]) -> None:
         """Write captions to metadata.jsonl atomically; a new table also gets the captions of the .txt files.
 
-        Only inside `locked_table`. Raises `DitLoraError` if the table cannot be written.
+        Only inside `lock_table`. Raises `DitLoraError` if the table cannot be written.
         """
         if not self._is_locked:
             raise RuntimeError("captions are written within locked_table only")
@@ -108,7 +109,7 @@ class CaptionTable:
             new = {**self.captions, **new}
         file_column, caption_column = self._columns
         # Work on copies: if writing fails, this object still matches the file.
-        lines, rows = list(self._lines), dict(self._rows)
+        lines, rows = list(self._lines), dict(self._row_indices)
         # Drop the empty element after the last newline; it is added again below.
         if lines and not lines[-1]:
             lines.pop()
@@ -120,38 +121,40 @@ class CaptionTable:
                 lines[row_index] = set_value(lines[row_index], caption_column, caption)
                 continue
             rows[name] = len(lines)
-            lines.append(json_text({file_column: name, caption_column: caption}) + line_end)
+            lines.append(to_json_text({file_column: name, caption_column: caption}) + line_end)
         # Without new rows, a table that ends without a newline stays that way.
         if len(lines) > len(self._lines) or not self._lines[-1]:
             lines.append("")
         try:
-            replace_contents(self.root / TABLE, self._bom + "\n".join(lines).encode())
+            replace_contents(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
         except OSError as error:
-            raise DitLoraError(f"cannot write {self.root / TABLE}: {error.strerror}") from error
-        self._lines, self._rows = lines, rows
+            raise DitLoraError(
+                f"cannot write {self.root / TABLE_NAME}: {error.strerror}"
+            ) from error
+        self._lines, self._row_indices = lines, rows
         self.captions |= new
-        self._stamp = _stamp(self.root, self.listing)
+        self._stamp = _compute_stamp(self.root, self.listing)
 
     def _read_rows(self) -> None:
         """Read the captions of the table."""
-        path = self.root / TABLE
+        path = self.root / TABLE_NAME
         text = read_text(path)
         with path.open("rb") as file:
             # Kept for writing: an edit must not remove a byte order mark.
             self._bom = _BOM if file.read(len(_BOM)) == _BOM else b""
         self._lines = text.split("\n") if text else []
-        records = dict(self._records())
+        records = dict(self._iter_records())
         self._columns = (
-            _column(records, FILE_COLUMNS),
-            _column(records, CAPTION_COLUMNS),
+            _choose_column(records, FILE_COLUMNS),
+            _choose_column(records, CAPTION_COLUMNS),
         )
         file_column, caption_column = self._columns
         for row_index, record in records.items():
             # Rows that name a file outside the folder are ignored here; the audit reports them.
-            name = below(self.root, str(record.get(file_column) or ""))
+            name = resolve_below(self.root, str(record.get(file_column) or ""))
             if name is None:
                 continue
-            self._rows[name] = row_index
+            self._row_indices[name] = row_index
             caption = record.get(caption_column)
             # Labels may be numbers; an empty caption counts as missing.
             if isinstance(caption, str | int | float) and str(caption):
@@ -159,22 +162,24 @@ class CaptionTable:
             other_cells = (
                 value for key, value in record.items() if key not in (file_column, caption_column)
             )
-            self._not_samples |= {
-                below(self.root, text) or "" for value in other_cells for text in _texts(value)
+            self._non_sample_files |= {
+                resolve_below(self.root, text) or ""
+                for value in other_cells
+                for text in _iter_texts(value)
             }
-        self._set_media()
+        self._update_media()
 
-    def _set_media(self) -> None:
+    def _update_media(self) -> None:
         """Update `media` from the listing and the rows."""
         self.media = [
             name
             for name in self.listing.media
             # A mask or reference that also has a row of its own is a sample.
-            if name in self._rows or name not in self._not_samples
+            if name in self._row_indices or name not in self._non_sample_files
         ]
-        self.names = set(self.media)
+        self.media_names = set(self.media)
 
-    def _records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _iter_records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the rows that are JSON objects, by line index; the audit reports the others."""
         for row_index, line in enumerate(self._lines):
             try:
@@ -186,9 +191,9 @@ class CaptionTable:
 
     def _read_texts(self) -> None:
         """Read the captions of the .txt files."""
-        self._set_media()
+        self._update_media()
         for name in self.media:
-            text_file = _text_beside(name)
+            text_file = _get_text_file(name)
             if text_file in self.listing.texts:
                 # Training collapses white space in .txt captions too.
                 caption = " ".join(read_text(self.root / text_file).split())
@@ -197,7 +202,7 @@ class CaptionTable:
 
 
 @contextmanager
-def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
+def lock_table(root: Path, previous: CaptionTable | None = None) -> Iterator[CaptionTable]:
     """Yield the current table, and keep all other writers of this folder out, in any process.
 
     Raises `DitLoraError` if the lock file cannot be written.
@@ -230,37 +235,37 @@ def locked_table(root: Path, previous: CaptionTable | None = None) -> Iterator[C
         os.close(handle)
 
 
-def _stamp(root: Path, listing: Listing) -> tuple[object, ...]:
+def _compute_stamp(root: Path, listing: Listing) -> tuple[object, ...]:
     """Values that differ if the bytes of the table, or without a table of the .txt files, may have changed."""
     with suppress(OSError):
-        return _file_stamp(root / TABLE)
+        return _read_file_stamp(root / TABLE_NAME)
     stamps: list[object] = []
     for name in listing.media:
-        text_file = _text_beside(name)
+        text_file = _get_text_file(name)
         if text_file in listing.texts:
             with suppress(OSError):
-                stamps += (text_file, *_file_stamp(root / text_file))
+                stamps += (text_file, *_read_file_stamp(root / text_file))
     return tuple(stamps)
 
 
-def _file_stamp(path: Path) -> tuple[int, ...]:
+def _read_file_stamp(path: Path) -> tuple[int, ...]:
     """Device, inode, size and times of a file."""
     stat = path.stat()
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
-def _text_beside(name: str) -> str:
+def _get_text_file(name: str) -> str:
     """Name of the .txt file with the caption of a file."""
     return f"{name.rpartition('.')[0]}.txt"
 
 
-def _column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:
+def _choose_column(records: Mapping[int, Mapping[str, Any]], names: tuple[str, ...]) -> str:
     """The first of these columns that any row has, or the default one."""
     columns = {key for record in records.values() for key in record}
     return next((name for name in names if name in columns), names[0])
 
 
-def _texts(value: object) -> Iterator[str]:
+def _iter_texts(value: object) -> Iterator[str]:
     """Yield the texts in a cell, which may be a list."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and text:

@@ -2,39 +2,39 @@
 
 import re
 
-MOST_CHARACTERS = 100_000
+MAX_CAPTION_CHARS = 100_000
 """Maximum length of a caption in characters: hundreds of times the limit of any supported text encoder."""
-MOST_BYTES = 4 * MOST_CHARACTERS
+MAX_CAPTION_BYTES = 4 * MAX_CAPTION_CHARS
 """Maximum size of a caption file in bytes, at 4 bytes per character in UTF-8; no more is read."""
 
-_LONE = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 # Printable according to Python, but blank in every font: Hangul fillers, and Braille without a dot.
-_UNSEEN = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+_INVISIBLE_CHARS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 # Maximum number of characters of a caption in a message.
-_SHOWN = 80
+_MAX_QUOTED_CHARS = 80
 
 Fault = tuple[str, str]
 """A code of the audit, and a message."""
 
 
-def caption_fault(caption: str) -> Fault | None:
+def find_caption_fault(caption: str) -> Fault | None:
     """Why nothing can be learned from a caption, or no tokenizer accepts it; None if it can be used."""
     if is_blank(caption):
         return "caption_empty", "its caption is empty"
     if has_lone_surrogate(caption):
         message = "its caption holds half of a UTF-16 pair, which no tokenizer takes"
-        return "caption_not_text", f"{message}: {short(caption)}"
-    if len(caption) > MOST_CHARACTERS:
-        return too_long(f"{len(caption):,} characters")
+        return "caption_not_text", f"{message}: {quote_start(caption)}"
+    if len(caption) > MAX_CAPTION_CHARS:
+        return make_too_long_fault(f"{len(caption):,} characters")
     return None
 
 
-def too_long(length: str) -> Fault:
+def make_too_long_fault(length: str) -> Fault:
     """The fault of a caption that is too long to be tokenized at all."""
-    return "caption_long", f"its caption has {length}, and {MOST_CHARACTERS:,} are read at most"
+    return "caption_long", f"its caption has {length}, and {MAX_CAPTION_CHARS:,} are read at most"
 
 
-def encoding_hint(error: Exception) -> str:
+def suggest_encoding(error: Exception) -> str:
     """The probable encoding of a text that is not UTF-8, and how to convert it; empty for any other error."""
     if not isinstance(error, UnicodeDecodeError):
         return ""
@@ -48,13 +48,13 @@ def encoding_hint(error: Exception) -> str:
 def is_blank(text: str) -> bool:
     """Whether the text has no visible character."""
     return not any(
-        char.isprintable() and not char.isspace() and char not in _UNSEEN for char in text
+        char.isprintable() and not char.isspace() and char not in _INVISIBLE_CHARS for char in text
     )
 
 
 def has_lone_surrogate(text: str) -> bool:
     r"""Whether the text contains half of a UTF-16 pair, as from the JSON `\\ud83d` without its second half."""
-    return _LONE.search(text) is not None
+    return _LONE_SURROGATE.search(text) is not None
 
 
 def has_word(text: str, word: str) -> bool:
@@ -63,7 +63,7 @@ def has_word(text: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
-def short(text: str) -> str:
+def quote_start(text: str) -> str:
     """The beginning of the text in quotes, on one line."""
     text = " ".join(text.split())
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+    return repr(text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "…")

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from dit_lora.data.media.media import Media
-from dit_lora.data.sources.caption_text import Fault, caption_fault
+from dit_lora.data.sources.caption_text import Fault, find_caption_fault
 
 REFERENCE, MASK = "reference", "mask"
 """Names of a sample's additional files, used in messages and as the beginning of codes such as `mask_missing`."""
 
-Held = TypeVar("Held")
+MediaT = TypeVar("MediaT")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Clip:
     """Pictures or clips that the model receives as input for this sample, in order."""
     mask: LossMask | None = None
     """The part of the picture that is trained on; None for all of it."""
-    times: float = 1.0
+    times_per_epoch: float = 1.0
     """Number of times that the clip is used in an epoch: 2.5 means twice, and a third time in half of the epochs."""
     loss_weight: float = 1.0
     """Factor by which the clip's loss is multiplied."""
@@ -49,7 +49,7 @@ class ClipProblem:
     """Id of the sample, or name of the faulty table or tar."""
     code: str
     """Code of the audit, such as `missing` or `caption_empty`."""
-    words: str
+    message: str
 
 
 class Scan(NamedTuple):
@@ -62,14 +62,14 @@ class Scan(NamedTuple):
     """Lines about files that are left out, and about how names were interpreted."""
 
 
-class Gathered:
+class SampleCollector:
     """Collects the clips and problems of one source."""
 
     def __init__(self, caption: str | None) -> None:
-        self._caption = caption
+        self._source_caption = caption
         self._clips: dict[str, Clip] = {}
         self._problems: dict[tuple[str, str], ClipProblem] = {}
-        self._refused: set[str] = set()
+        self._rejected_ids: set[str] = set()
 
     def add(
         self,
@@ -80,58 +80,60 @@ class Gathered:
         image: Media | None = None,
         references: Sequence[Media] = (),
         mask: LossMask | None = None,
-        times: float = 1.0,
-        no_caption: Fault = ("caption_missing", "it has no caption"),
+        times_per_epoch: float = 1.0,
+        missing_caption_fault: Fault = ("caption_missing", "it has no caption"),
     ) -> None:
         """Add one sample; it is a problem if its id exists already or its caption cannot be trained on.
 
-        The source's `caption` replaces every other caption. `no_caption` is the code and message used if
+        The source's `caption` replaces every other caption. `missing_caption_fault` is the code and message used if
         `caption` is None.
         """
         # A second entry with this id is a problem of the sample; the last one is stored.
         if id in self._clips:
-            self.refuse(id, "duplicate_clip", "listed twice")
-        text = self._caption if self._caption is not None else _text(caption)
+            self.add_problem(id, "duplicate_clip", "listed twice")
+        text = self._source_caption if self._source_caption is not None else _to_text(caption)
         if text is not None:
-            fault = caption_fault(text)
+            fault = find_caption_fault(text)
         # No caption at all; the reader may have given a more exact reason.
         elif caption is None:
-            fault = no_caption
+            fault = missing_caption_fault
         else:
             kind = type(caption).__name__
             fault = ("caption_not_text", f"its caption is of type {kind}, not text")
         if fault is not None:
-            self.refuse(id, *fault)
-        # Store refused clips too, so that a second one with the same id is noticed; `scan` leaves them out.
-        self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask, times)
+            self.add_problem(id, *fault)
+        # Store refused clips too, so that a second one with the same id is noticed; `to_scan` leaves them out.
+        self._clips[id] = Clip(
+            id, media, text or "", image, tuple(references), mask, times_per_epoch
+        )
 
-    def refuse(self, file: str, code: str, words: str) -> None:
+    def add_problem(self, file: str, code: str, message: str) -> None:
         """Add a problem, once for each file and code; the sample with this id is left out of the scan."""
-        self._refused.add(file)
-        self._problems.setdefault((file, code), ClipProblem(file, code, words))
+        self._rejected_ids.add(file)
+        self._problems.setdefault((file, code), ClipProblem(file, code, message))
 
-    def scan(self, notes: Sequence[str] = ()) -> Scan:
+    def to_scan(self, notes: Sequence[str] = ()) -> Scan:
         """The clips and problems in the order in which they were added, with these notes."""
-        clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._refused]
+        clips = [clip for clip_id, clip in self._clips.items() if clip_id not in self._rejected_ids]
         return Scan(clips, list(self._problems.values()), tuple(notes))
 
 
-def _text(caption: object) -> str | None:
+def _to_text(caption: object) -> str | None:
     """A caption as text, with a number as its digits, since labels may be numbers; None for other types."""
     if isinstance(caption, str):
         return caption.strip()
     return str(caption) if isinstance(caption, int | float) else None
 
 
-def in_order(given: Sequence[Held | None]) -> tuple[list[Held], Fault | None]:
+def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fault | None]:
     """References without the empty cells at the end, and the fault if an earlier one is empty.
 
     Models identify references by their order, which an empty cell would shift.
     """
-    references = [reference for reference in given if reference is not None]
+    references = [reference for reference in cells if reference is not None]
     # Index of the first empty cell; the number of references if there is none.
     empty = next(
-        (index for index, reference in enumerate(given) if reference is None), len(references)
+        (index for index, reference in enumerate(cells) if reference is None), len(references)
     )
     # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
@@ -140,7 +142,7 @@ def in_order(given: Sequence[Held | None]) -> tuple[list[Held], Fault | None]:
     return references, (f"{REFERENCE}_missing", message)
 
 
-def by_code(faults: Sequence[Fault]) -> list[Fault]:
+def merge_by_code(faults: Sequence[Fault]) -> list[Fault]:
     """The faults with those of the same code merged, since a sample has at most one problem per code."""
     messages: dict[str, list[str]] = {}
     for code, message in faults:

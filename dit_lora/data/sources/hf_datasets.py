@@ -16,28 +16,36 @@ from pydantic import ConfigDict, StringConstraints
 from typing_extensions import TypedDict
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.config.records import read_typed
-from dit_lora.config.remedies import HUB, hub_name
+from dit_lora.config.records import read_typed_json
+from dit_lora.config.remedies import HUB_PREFIX, get_hub_name
 from dit_lora.data.media.media import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
     Media,
     MediaFile,
     Stamp,
-    below,
-    file_stamp,
-    sniffed_suffix,
-    too_many_bytes,
+    detect_suffix,
+    find_size_fault,
+    read_file_stamp,
+    resolve_below,
 )
 from dit_lora.data.sources.caption_text import Fault
-from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code, in_order
-from dit_lora.data.sources.tables import REFERENCES, caption_columns
+from dit_lora.data.sources.clips import (
+    MASK,
+    REFERENCE,
+    LossMask,
+    SampleCollector,
+    Scan,
+    compact_references,
+    merge_by_code,
+)
+from dit_lora.data.sources.tables import REFERENCES_COLUMN, get_caption_columns
 from dit_lora.errors import DitLoraError
 from dit_lora.files import require_regular
 
 # `save_to_disk` writes the first file for a dataset, and the second for a dictionary of splits.
-_SAVED = ("state.json", "dataset_dict.json")
-_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+_DATASET_FILES = ("state.json", "dataset_dict.json")
+_MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -45,26 +53,26 @@ class DatasetCell:
     """Encoded bytes in one cell of a dataset, read only when they are needed."""
 
     name: str
-    place: str
+    location: str
     """The dataset's fingerprint, the column and the row, which identify the cell."""
     row: int
     column: str
     size: int
     """Number of bytes."""
-    written: int
+    changed_ns: int
     """Time of the last change of the dataset's files, in nanoseconds; 0 for a dataset in memory."""
     rows: Any = field(compare=False, repr=False)
     """The dataset without decoding; pickled as the paths of its files."""
-    place_in_list: int | None = None
+    list_index: int | None = None
     """Index in the cell's list; None if the cell is not a list."""
 
-    def source(self) -> io.BytesIO:
+    def get_source(self) -> io.BytesIO:
         cell = self.rows[self.row].column(self.column)[0]
-        medium = cell if self.place_in_list is None else cell.values[self.place_in_list]
+        medium = cell if self.list_index is None else cell.values[self.list_index]
         return io.BytesIO(medium["bytes"].as_buffer())
 
-    def stamp(self) -> Stamp:
-        return self.size, self.written
+    def get_stamp(self) -> Stamp:
+        return self.size, self.changed_ns
 
     def exists(self) -> bool:
         return True
@@ -88,7 +96,7 @@ class _State(TypedDict):
 
 
 # Exceptions that datasets and pyarrow raise if features or columns do not match the files.
-_OF_DAMAGE = (
+_DAMAGE_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError),
     *(RuntimeError, OverflowError, SystemError),
 )
@@ -96,12 +104,12 @@ _OF_DAMAGE = (
 
 def is_saved_dataset(root: Path) -> bool:
     """Whether the folder was written by `save_to_disk`."""
-    return any((root / name).is_file() for name in _SAVED)
+    return any((root / name).is_file() for name in _DATASET_FILES)
 
 
-def name_on_hub(source: SourceConfig) -> str | None:
+def get_dataset_hub_name(source: SourceConfig) -> str | None:
     """The `owner/dataset` that a source names; None if it is local, looks local, or is to be generated."""
-    return None if source.generate is not None else hub_name(source.path)
+    return None if source.generate is not None else get_hub_name(source.path)
 
 
 def read_dataset(source: SourceConfig) -> Scan:
@@ -110,18 +118,18 @@ def read_dataset(source: SourceConfig) -> Scan:
     The caption from a ClassLabel column is the name of the class. Raises `DitLoraError` if there is no column
     of media or of captions.
     """
-    rows = _load(source.path)
+    rows = _load_dataset(source.path)
     try:
         # Validate first: a damaged offset or length would be followed outside the mapped file, and crash the process.
         rows.data.validate(full=True)
         return _read_rows(source, rows)
     except DitLoraError:
         raise
-    except _OF_DAMAGE as error:
-        raise _damaged(source.path, error) from error
+    except _DAMAGE_ERRORS as error:
+        raise _make_damaged_error(source.path, error) from error
 
 
-def _damaged(path: str, error: Exception) -> DitLoraError:
+def _make_damaged_error(path: str, error: Exception) -> DitLoraError:
     reason = " ".join(str(error).split())[:200]
     return DitLoraError(
         f"the dataset in {path} cannot be read: {reason or 'no reason given'} ({type(error).__name__})"
@@ -129,17 +137,19 @@ def _damaged(path: str, error: Exception) -> DitLoraError:
 
 
 def _read_rows(source: SourceConfig, rows: Any) -> Scan:
-    columns = _columns(source, rows)
-    gathered = Gathered(source.caption)
-    from_hub = name_on_hub(source) is not None
-    cells = _cells(source.path, rows, columns.media, from_hub)
-    images = _cells(source.path, rows, columns.image, from_hub)
-    masks = _cells(source.path, rows, columns.mask, from_hub)
-    references = [_lists(source.path, rows, name, from_hub) for name in columns.references]
+    columns = _choose_columns(source, rows)
+    gathered = SampleCollector(source.caption)
+    from_hub = get_dataset_hub_name(source) is not None
+    cells = _iter_cells(source.path, rows, columns.media, from_hub)
+    images = _iter_cells(source.path, rows, columns.image, from_hub)
+    masks = _iter_cells(source.path, rows, columns.mask, from_hub)
+    references = [
+        _iter_list_cells(source.path, rows, name, from_hub) for name in columns.references
+    ]
     # With one caption for the whole source, no column of captions is read.
     captions: Sequence[object] = [None] * len(rows)
     if columns.caption is not None:
-        captions = _stored(rows, rows.data.column(columns.caption)).to_pylist()
+        captions = _take_rows(rows, rows.data.column(columns.caption)).to_pylist()
     # Class labels are stored as integers; `names` has their texts.
     names = getattr(rows.features[columns.caption], "names", None) if columns.caption else None
     lists = zip(*references, strict=True) if references else repeat((), len(rows))
@@ -148,19 +158,19 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
         # Rows have no names, so the number of the row is the id; the suffix tells images from videos.
         sample_id = f"{row:08d}{cell.suffix}"
         if cell.fault is not None:
-            gathered.refuse(sample_id, *cell.fault)
-        ordered_references, faults = _belonging(
+            gathered.add_problem(sample_id, *cell.fault)
+        ordered_references, faults = _collect_extra_files(
             image,
             mask,
             [reference for column_cells in reference_cells for reference in column_cells],
         )
         for fault in faults:
-            gathered.refuse(sample_id, *fault)
+            gathered.add_problem(sample_id, *fault)
         if names is not None and isinstance(text, int):
             if 0 <= text < len(names):
                 text = names[text]
             else:
-                gathered.refuse(
+                gathered.add_problem(
                     sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
                 )
         if cell.media is not None:
@@ -173,33 +183,33 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
                 references=ordered_references,
                 mask=loss_mask,
             )
-    return gathered.scan()
+    return gathered.to_scan()
 
 
-def _belonging(
-    first: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
+def _collect_extra_files(
+    first_image: "_Cell", mask: "_Cell", references: Sequence["_Cell"]
 ) -> tuple[list[Media], list[Fault]]:
     """A sample's references in order, and the faults of its first image, mask and references."""
     faults = []
     labelled_cells = [
-        ("first image", first),
+        ("first image", first_image),
         (MASK, mask),
         *((REFERENCE, reference) for reference in references),
     ]
     for part, cell in labelled_cells:
         # An empty cell means that the sample has no such file.
-        if cell.fault is not None and cell.fault != _NOTHING:
+        if cell.fault is not None and cell.fault != _EMPTY_CELL_FAULT:
             code, message = cell.fault
             code = f"{part}_missing" if code == "missing" and part in (MASK, REFERENCE) else code
             faults.append((code, f"its {part}: {message}"))
-    ordered_references, gap = in_order([reference.media for reference in references])
+    ordered_references, gap = compact_references([reference.media for reference in references])
     # An unreadable cell leaves a gap too, but is already reported.
     if gap is not None and not faults:
         faults.append(gap)
-    return ordered_references, by_code(faults)
+    return ordered_references, merge_by_code(faults)
 
 
-def _load(path: str) -> Any:
+def _load_dataset(path: str) -> Any:
     """Load a dataset from a folder or the Hub, and choose its split."""
     try:
         # Imported here, because the package is optional.
@@ -216,16 +226,16 @@ def _load(path: str) -> Any:
         for state in (root / "state.json", *root.glob("*/state.json")):
             if state.is_file():
                 # Check the state files first: `datasets` reads them without checking what they refer to.
-                read_typed(state, _State)
+                read_typed_json(state, _State)
     try:
         loaded = (
             datasets.load_from_disk(root)
             if root.is_dir()
-            else datasets.load_dataset(path.removeprefix(HUB))
+            else datasets.load_dataset(path.removeprefix(HUB_PREFIX))
         )
-    except (DatasetsError, *_OF_DAMAGE) as error:
+    except (DatasetsError, *_DAMAGE_ERRORS) as error:
         if root.is_dir():
-            raise _damaged(path, error) from error
+            raise _make_damaged_error(path, error) from error
         # Errors of the Hub have several lines; the first one says enough.
         reason = str(error).strip().splitlines()[0]
         raise DitLoraError(
@@ -253,7 +263,7 @@ class _Columns(NamedTuple):
     caption: str | None
 
 
-def _columns(source: SourceConfig, rows: Any) -> _Columns:
+def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
     """The columns of media and of what belongs to them; raises `DitLoraError` if one is missing."""
     from datasets import ClassLabel, Image, LargeList, List, Value, Video
 
@@ -267,9 +277,9 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
     ]
     reference_columns = source.reference_columns
     if reference_columns is None:
-        reference_columns = tuple({REFERENCES} & {*images, *videos, *lists})
+        reference_columns = tuple({REFERENCES_COLUMN} & {*images, *videos, *lists})
     # A column of references never contains samples, even if references are not used.
-    not_media = {source.image_column, source.mask_column, REFERENCES, *reference_columns}
+    not_media = {source.image_column, source.mask_column, REFERENCES_COLUMN, *reference_columns}
     # Videos take precedence over images.
     media = [name for name in (*videos, *images) if name not in not_media]
     labels = [name for name, feature in features.items() if isinstance(feature, ClassLabel)]
@@ -278,7 +288,7 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
         for name, feature in features.items()
         if isinstance(feature, Value) and ("string" in feature.dtype or "int" in feature.dtype)
     ]
-    captions = caption_columns(source)
+    captions = get_caption_columns(source)
     caption_names = [name for name in captions if name in (*labels, *texts)]
     # A column of classes is used regardless of its name, unless `caption_column` is set.
     if not caption_names and source.caption_column is None:
@@ -308,13 +318,13 @@ def _columns(source: SourceConfig, rows: Any) -> _Columns:
     return _Columns(media[0], source.image_column, reference_columns, source.mask_column, caption)
 
 
-def _stored(rows: Any, column: Any) -> Any:
+def _take_rows(rows: Any, column: Any) -> Any:
     """A column of the table behind the dataset in the order of the rows, which `select` or `shuffle` may change."""
     # `_indices` has no public equivalent, and getting the column from the dataset would read all of its bytes.
     return column if rows._indices is None else column.take(rows._indices.column(0))
 
 
-_NOTHING = ("missing", "no bytes")
+_EMPTY_CELL_FAULT = ("missing", "no bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,106 +342,114 @@ class _Column:
 
     path: str
     name: str
-    from_hub: bool
-    encoded: Any
+    is_from_hub: bool
+    arrow_dataset: Any
     """The dataset with only this column, as Arrow: a cell has bytes and a path, or is a list of such pairs."""
     fingerprint: str
-    written: int
+    changed_ns: int
     """Time of the last change of the dataset's files, in nanoseconds."""
 
     @classmethod
-    def of(cls, path: str, rows: Any, name: str, from_hub: bool) -> "_Column":
-        """The column `name` of a dataset."""
+    def from_dataset(cls, path: str, rows: Any, name: str, is_from_hub: bool) -> "_Column":
+        """The column `file_name` of a dataset."""
         # The Arrow format decodes nothing, while casting a column of lists would copy all of it.
         encoded = rows.select_columns([name]).with_format("arrow")
         files = [Path(file["filename"]) for file in rows.cache_files]
-        stamps = [file_stamp(file) for file in files]
+        stamps = [read_file_stamp(file) for file in files]
         # Part of the cell's stamp, so that a rewritten dataset is read again.
         written = max((max(mtime, ctime) for _, mtime, _, ctime in stamps), default=0)
         # `_fingerprint` has no public equivalent either.
-        return cls(path, name, from_hub, encoded, rows._fingerprint, written)
+        return cls(path, name, is_from_hub, encoded, rows._fingerprint, written)
 
-    def cell(
+    def read_cell(
         self,
         row: int,
         size: int | None,
-        name: str | None,
-        head: Callable[[], bytes],
-        place: int | None = None,
+        file_name: str | None,
+        read_head: Callable[[], bytes],
+        list_index: int | None = None,
     ) -> _Cell:
         """Contents of one cell.
 
         Args:
             row: Index of the row in the dataset.
             size: Number of bytes; None if the cell has no bytes but a path.
-            name: Path in the cell, if it has one.
-            head: Returns the first bytes; called only if the name does not tell the format.
-            place: Index in the cell's list; None if it is not a list.
+            file_name: Path in the cell, if it has one.
+            read_head: Returns the first bytes; called only if the name does not tell the format.
+            list_index: Index in the cell's list; None if it is not a list.
         """
-        suffix: str | None = os.path.splitext(name or "")[1].lower()
+        suffix: str | None = os.path.splitext(file_name or "")[1].lower()
         if size is None:
-            external_file = _elsewhere(name, suffix or "", self.from_hub) if name else None
-            return external_file or _Cell("", None, _NOTHING)
-        too_large = too_many_bytes(size)
+            external_file = (
+                _resolve_external_file(file_name, suffix or "", self.is_from_hub)
+                if file_name
+                else None
+            )
+            return external_file or _Cell("", None, _EMPTY_CELL_FAULT)
+        too_large = find_size_fault(size)
         if too_large is not None:
             return _Cell("", None, too_large)
         # Without a usable name, the first bytes decide.
-        if suffix not in _SUFFIXES:
-            head_bytes = head()
-            suffix = sniffed_suffix(head_bytes)
+        if suffix not in _MEDIA_SUFFIXES:
+            head_bytes = read_head()
+            suffix = detect_suffix(head_bytes)
             if suffix is None:
                 message = f"its bytes are no video or image of a format known here: {head_bytes[:8]!r} ..."
                 fault = ("not_media", message) if size else ("empty_file", "it has no bytes")
                 return _Cell("", None, fault)
-        number = "" if place is None else f".{place}"
+        number = "" if list_index is None else f".{list_index}"
         cell = DatasetCell(
             f"{self.path}:{self.name}/{row:08d}{number}{suffix}",
             f"{self.fingerprint}:{self.name}:{row}{number}",
             row,
             self.name,
             size,
-            self.written,
-            self.encoded,
-            place,
+            self.changed_ns,
+            self.arrow_dataset,
+            list_index,
         )
         return _Cell(suffix, cell)
 
 
-def _cells(path: str, rows: Any, name: str | None, from_hub: bool) -> Iterator[_Cell]:
+def _iter_cells(path: str, rows: Any, name: str | None, is_from_hub: bool) -> Iterator[_Cell]:
     """Yield the media of a column, or empty cells without a column; reads only sizes, names and some first bytes."""
     from pyarrow import compute
 
     if name is None:
         yield from repeat(_Cell(""), len(rows))
         return
-    column = _Column.of(path, rows, name, from_hub)
+    column = _Column.from_dataset(path, rows, name, is_from_hub)
     # The encoded bytes of each cell; nothing is decoded.
     content = compute.struct_field(rows.data.column(name), "bytes")
     names = compute.struct_field(rows.data.column(name), "path")
-    table_rows = _places(rows)
-    sizes = _stored(rows, compute.binary_length(content)).to_pylist()
-    for row, (size, file) in enumerate(zip(sizes, _stored(rows, names).to_pylist(), strict=True)):
-        yield column.cell(row, size, file, partial(_head_of, content, table_rows[row]))
+    table_rows = _list_table_rows(rows)
+    sizes = _take_rows(rows, compute.binary_length(content)).to_pylist()
+    for row, (size, file) in enumerate(
+        zip(sizes, _take_rows(rows, names).to_pylist(), strict=True)
+    ):
+        yield column.read_cell(row, size, file, partial(_read_head_at, content, table_rows[row]))
 
 
-def _lists(path: str, rows: Any, name: str, from_hub: bool) -> Iterator[list[_Cell]]:
+def _iter_list_cells(path: str, rows: Any, name: str, is_from_hub: bool) -> Iterator[list[_Cell]]:
     """Yield the media of each row of a column whose cells may be lists."""
     if not hasattr(rows.features[name], "feature"):
-        yield from ([cell] for cell in _cells(path, rows, name, from_hub))
+        yield from ([cell] for cell in _iter_cells(path, rows, name, is_from_hub))
         return
-    column, stored = _Column.of(path, rows, name, from_hub), rows.data.column(name)
-    for row, table_row in enumerate(_places(rows)):
+    column, stored = _Column.from_dataset(path, rows, name, is_from_hub), rows.data.column(name)
+    for row, table_row in enumerate(_list_table_rows(rows)):
         list_cells = []
         for number, cell in enumerate(stored[table_row].values or ()):
             content = cell["bytes"]
             # The bytes are not copied from their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
             file = cell["path"].as_py()
-            list_cells.append(column.cell(row, size, file, partial(_head, content), number))
+            list_cells.append(
+                column.read_cell(row, size, file, partial(_read_head, content), number)
+            )
         yield list_cells
 
 
-def _places(rows: Any) -> Sequence[int]:
+def _list_table_rows(rows: Any) -> Sequence[int]:
     """Index of each row of the dataset in the table behind it."""
     table_rows: Sequence[int] = (
         range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
@@ -439,25 +457,25 @@ def _places(rows: Any) -> Sequence[int]:
     return table_rows
 
 
-def _head_of(contents: Any, place: int) -> bytes:
+def _read_head_at(contents: Any, index: int) -> bytes:
     """First bytes of the cell at an index of a column."""
-    return _head(contents[place])
+    return _read_head(contents[index])
 
 
-def _head(content: Any) -> bytes:
+def _read_head(content: Any) -> bytes:
     """First bytes of an Arrow scalar; slicing its buffer avoids copying the rest."""
     head: bytes = content.as_buffer()[:64].to_pybytes()
     return head
 
 
-def _elsewhere(name: str, end: str, from_hub: bool) -> _Cell:
+def _resolve_external_file(name: str, suffix: str, is_from_hub: bool) -> _Cell:
     """The file whose path is in a row; for a dataset from the Hub, it must be among the downloaded files."""
     media = MediaFile(Path(name))
-    if from_hub and not _is_downloaded(name):
+    if is_from_hub and not _is_downloaded(name):
         message = f"{name} is none of the files that were downloaded with it"
-        return _Cell(end, media, ("unsafe_path", message))
+        return _Cell(suffix, media, ("unsafe_path", message))
     fault = None if media.exists() else ("missing", f"no such file: {name}")
-    return _Cell(end, media, fault)
+    return _Cell(suffix, media, fault)
 
 
 def _is_downloaded(name: str) -> bool:
@@ -466,4 +484,4 @@ def _is_downloaded(name: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     caches = (config.HF_DATASETS_CACHE, HF_HUB_CACHE)
-    return any(below(Path(cache), name) is not None for cache in caches)
+    return any(resolve_below(Path(cache), name) is not None for cache in caches)

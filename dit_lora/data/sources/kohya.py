@@ -7,8 +7,8 @@ from typing import NamedTuple
 from dit_lora.data.sources.listing import Listing
 
 # A name with leading zeros, such as 007_car, is a numbered class and not a number of repeats.
-_NAME = re.compile(r"([1-9][0-9]{0,3})_(.*\S.*)")
-_SHOWN = 5
+_FOLDER_PATTERN = re.compile(r"([1-9][0-9]{0,3})_(.*\S.*)")
+_MAX_LISTED = 5
 """Maximum number of folders in a note."""
 
 
@@ -20,10 +20,10 @@ class KohyaFolder(NamedTuple):
     repeats: int
 
 
-def kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
+def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
     """The folders directly in the root by name, if all media are in folders named this way; empty otherwise."""
     tops = dict.fromkeys(name.partition("/")[0] for name in listing.media)
-    matches = {top: _NAME.fullmatch(top) for top in tops}
+    matches = {top: _FOLDER_PATTERN.fullmatch(top) for top in tops}
     # One folder that is named differently means that the names are classes after all.
     if not all("/" in name for name in listing.media) or not all(matches.values()):
         return {}
@@ -32,13 +32,13 @@ def kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
     }
 
 
-def kohya_notes(folders: Mapping[str, KohyaFolder]) -> list[str]:
+def describe_kohya_folders(folders: Mapping[str, KohyaFolder]) -> list[str]:
     """A note about how the folder names were interpreted."""
     if not folders:
         return []
     descriptions = [
         f"{top!r} is the caption {folder.caption!r}, {folder.repeats} times an epoch"
-        for top, folder in list(folders.items())[:_SHOWN]
+        for top, folder in list(folders.items())[:_MAX_LISTED]
     ]
-    more = ", ..." if len(folders) > _SHOWN else ""
+    more = ", ..." if len(folders) > _MAX_LISTED else ""
     return [f"folders are named as kohya's: {', '.join(descriptions)}{more}"]

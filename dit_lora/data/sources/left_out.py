@@ -9,8 +9,8 @@ from dit_lora.data.media.media import HEIC
 from dit_lora.data.media.opened import HEIC_REASON
 from dit_lora.data.sources.listing import Listing
 
-_HEIC = {HEIC, ".heif", ".hif"}
-_PICTURES = {
+_HEIC_SUFFIXES = {HEIC, ".heif", ".hif"}
+_UNREAD_IMAGE_SUFFIXES = {
     *(
         ".jxl",
         ".psd",
@@ -27,7 +27,7 @@ _PICTURES = {
     ),
     *(".nef", ".arw", ".orf", ".rw2", ".raf"),
 }
-_VIDEOS = {
+_UNREAD_VIDEO_SUFFIXES = {
     *(
         ".mpg",
         ".mpeg",
@@ -44,30 +44,30 @@ _VIDEOS = {
     ),
     *(".vob", ".mxf", ".rm", ".rmvb", ".y4m"),
 }
-_SHOWN = 3
+_MAX_LISTED = 3
 """Maximum number of names in a note."""
 
 
-def unread_notes(listing: Listing, named: Set[str] = frozenset()) -> list[str]:
+def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()) -> list[str]:
     """Notes about files in unsupported formats, and files with a caption that are not named as a picture or video.
 
-    Files in `named`, which a table lists, are reported as problems instead.
+    Files in `listed_names`, which a table lists, are reported as problems instead.
     """
     media_stems = {os.path.splitext(name)[0] for name in listing.media}
     unread: list[str] = []
     reasons: dict[str, str] = {}
-    for name in listing.others:
-        if name in named:
+    for name in listing.other_files:
+        if name in listed_names:
             continue
         stem, end = os.path.splitext(name)
         end = end.lower()
         # A caption suggests that the file was meant to be a sample.
         has_caption = f"{stem}.txt" in listing.texts and stem not in media_stems
-        if end in _HEIC:
+        if end in _HEIC_SUFFIXES:
             reasons[end] = HEIC_REASON
-        elif end in _PICTURES:
+        elif end in _UNREAD_IMAGE_SUFFIXES:
             reasons[end] = "convert to PNG or JPEG"
-        elif end in _VIDEOS:
+        elif end in _UNREAD_VIDEO_SUFFIXES:
             reasons[end] = "convert to mp4"
         elif has_caption:
             reasons[end] = "beside a caption, but not named as a picture or a video"
@@ -82,44 +82,49 @@ def unread_notes(listing: Listing, named: Set[str] = frozenset()) -> list[str]:
         for end, count in counts.most_common()
     )
     return [
-        f"{_files(len(unread))} left out, of formats that are not read: {kinds}{_such_as(unread)}"
+        f"{_format_file_count(len(unread))} left out, of formats that are not read: {kinds}{_format_examples(unread)}"
     ]
 
 
-def orphan_notes(listing: Listing) -> list[str]:
+def describe_orphans(listing: Listing) -> list[str]:
     """Notes about .txt files in a folder of captions without a picture or video of the same name."""
-    stems = {os.path.splitext(name)[0] for name in (*listing.media, *listing.others)}
+    stems = {os.path.splitext(name)[0] for name in (*listing.media, *listing.other_files)}
     orphans = sorted(name for name in listing.texts if os.path.splitext(name)[0] not in stems)
     if not orphans:
         return []
-    return [f"{_files(len(orphans))} left out: no picture or video has the name{_such_as(orphans)}"]
+    return [
+        f"{_format_file_count(len(orphans))} left out: no picture or video has the name{_format_examples(orphans)}"
+    ]
 
 
-def unlisted_notes(listing: Listing, table: str, named: Set[str], beside: Set[Path]) -> list[str]:
-    """Notes about media that a table names in no column; `beside` are the folders of references and masks."""
+def describe_unlisted_media(
+    listing: Listing, table: str, listed_names: Set[str], extra_folders: Set[Path]
+) -> list[str]:
+    """Notes about media that a table names in no column; `extra_folders` are the folders of references and masks."""
     # References and masks in their own folders are not samples, so a table need not list them.
     unlisted = [
         name
         for name in listing.media
-        if name not in named and not _is_below(listing.root / name, beside)
+        if name not in listed_names and not _is_below(listing.root / name, extra_folders)
     ]
     if not unlisted:
         return []
     return [
-        f"{_files(len(unlisted))} left out: {table} does not list them{_such_as(unlisted)}; add a row for each, "
+        f"{_format_file_count(len(unlisted))} left out: {table} does not list "
+        f"them{_format_examples(unlisted)}; add a row for each, "
         "for example with dit-lora caption"
     ]
 
 
-def _files(count: int) -> str:
+def _format_file_count(count: int) -> str:
     """The number of files, with its verb."""
     return f"{count:,} file is" if count == 1 else f"{count:,} files are"
 
 
-def _such_as(names: list[str]) -> str:
+def _format_examples(names: list[str]) -> str:
     """The first names as examples."""
-    more = ", ..." if len(names) > _SHOWN else ""
-    return f": {', '.join(names[:_SHOWN])}{more}"
+    more = ", ..." if len(names) > _MAX_LISTED else ""
+    return f": {', '.join(names[:_MAX_LISTED])}{more}"
 
 
 def _is_below(path: Path, folders: Set[Path]) -> bool:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from dit_lora.errors import DitLoraError
-from dit_lora.files import MAX_FOLDERS
+from dit_lora.files import MAX_FOLDER_DEPTH
 
 PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 """Suffixes of compressed tars, which cannot be read without unpacking."""
-_MEDIA = VIDEO_SUFFIXES | IMAGE_SUFFIXES
-_TICK_NS = 2_000_000_000
+_MEDIA_SUFFIXES = VIDEO_SUFFIXES | IMAGE_SUFFIXES
+_CLOCK_RESOLUTION_NS = 2_000_000_000
 """Coarsest resolution of a file system's times, in nanoseconds (FAT: two seconds)."""
 
 
@@ -25,11 +25,11 @@ class Listing:
     media: list[str] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     tars: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    other_files: list[str] = field(default_factory=list)
     """All files of other kinds."""
     folders: list[str] = field(default_factory=list)
     """Names of the folders directly in the root."""
-    broken: set[str] = field(default_factory=set)
+    broken_links: set[str] = field(default_factory=set)
     """Links to files that do not exist."""
     _folder_times: dict[str, int] = field(default_factory=dict)
     """Modification times (ns) of the folders, which change when a name is added or removed."""
@@ -37,22 +37,22 @@ class Listing:
 
     def __post_init__(self) -> None:
         # The real path of the root, so that a link back to it is noticed.
-        for name in self._files(str(self.root), "", (os.path.realpath(self.root),)):
+        for name in self._walk_files(str(self.root), "", (os.path.realpath(self.root),)):
             suffix = os.path.splitext(name)[1].lower()
-            if suffix in _MEDIA:
+            if suffix in _MEDIA_SUFFIXES:
                 self.media.append(name)
             elif suffix == ".txt":
                 self.texts.add(name)
             elif suffix == ".tar" or name.lower().endswith(PACKED_SUFFIXES):
                 self.tars.append(name)
             else:
-                self.others.append(name)
+                self.other_files.append(name)
 
     def is_current(self) -> bool:
         """Whether no folder has changed since it was listed."""
         # With a coarse clock, a change right after the listing may have left the same modification time.
         newest = max(self._folder_times.values(), default=self._listed_ns)
-        if newest > self._listed_ns - _TICK_NS:
+        if newest > self._listed_ns - _CLOCK_RESOLUTION_NS:
             return False
         try:
             return all(
@@ -62,11 +62,14 @@ class Listing:
         except OSError:
             return False
 
-    def _files(self, folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
-        """Yield the relative paths of all files below a folder; `above` are the real paths of the folders it is in."""
-        if len(above) > MAX_FOLDERS:
+    def _walk_files(self, folder: str, prefix: str, parent_paths: tuple[str, ...]) -> Iterator[str]:
+        """Yield the relative paths of all files below a folder; `parent_paths` are the real paths of the folders it is
+        in.
+        """
+        if len(parent_paths) > MAX_FOLDER_DEPTH:
             raise DitLoraError(
-                f"{above[0]} has more than {MAX_FOLDERS} folders within one another; give the one with the samples"
+                f"{parent_paths[0]} has more than {MAX_FOLDER_DEPTH} folders within one "
+                "another; give the one with the samples"
             )
         # scandir returns each entry's kind without a further system call, which would take most of the time.
         try:
@@ -86,12 +89,14 @@ class Listing:
                     self.folders.append(entry.name)
                 real = os.path.realpath(entry.path)
                 # Do not follow a link to a folder that contains it, which would never end.
-                if real not in above:
-                    yield from self._files(entry.path, f"{prefix}{entry.name}/", (*above, real))
+                if real not in parent_paths:
+                    yield from self._walk_files(
+                        entry.path, f"{prefix}{entry.name}/", (*parent_paths, real)
+                    )
                 continue
             if entry.is_symlink() and not os.path.exists(entry.path):
                 # Still listed, so that the reader can report it as missing.
-                self.broken.add(prefix + entry.name)
+                self.broken_links.add(prefix + entry.name)
             yield prefix + entry.name
 
 

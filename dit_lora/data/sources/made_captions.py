@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dit_lora.data.sources.caption_lines import json_text
-from dit_lora.data.sources.caption_table import WORK_FOLDER, locked_table
+from dit_lora.data.sources.caption_lines import to_json_text
+from dit_lora.data.sources.caption_table import WORK_FOLDER, lock_table
 from dit_lora.errors import DitLoraError
-from dit_lora.files import append_line, read_lines
+from dit_lora.files import append_line, read_json_lines
 
 
-class MadeCaptions:
+class GeneratedCaptions:
     """The captions of a folder that one process generates."""
 
     def __init__(self, root: Path, rank: int = 0) -> None:
@@ -24,7 +24,7 @@ class MadeCaptions:
         self._file = self._folder / f"part_{rank}.jsonl"
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def lock_folder(self) -> Iterator[None]:
         """Lock the folder inside the context, for one command at a time; raises `DitLoraError` if another has it."""
         try:
             self._folder.mkdir(exist_ok=True)
@@ -46,28 +46,28 @@ class MadeCaptions:
 
     def add(self, name: str, caption: str) -> None:
         """Write a caption to the disk."""
-        append_line(self._file, json_text({"file": name, "caption": caption}))
+        append_line(self._file, to_json_text({"file": name, "caption": caption}))
 
-    def merge(self, *, of_all: bool) -> int:
+    def merge_into_table(self, *, include_all: bool) -> int:
         """Move the collected captions, of this process or of all, into metadata.jsonl; returns how many were added.
 
         A caption that was added to the table in the meantime, for example in an editor, stays.
         """
         # One file per rank.
-        files = sorted(self._folder.glob("part_*.jsonl")) if of_all else [self._file]
+        files = sorted(self._folder.glob("part_*.jsonl")) if include_all else [self._file]
         waiting = {
             str(row["file"]): str(row["caption"])
             for file in files
             # Damaged lines, which a killed process may have left, are skipped.
-            for row in read_lines(file)[0]
+            for row in read_json_lines(file)[0]
             if {"file", "caption"} <= row.keys()
         }
-        with locked_table(self._folder.parent) as table:
-            # Files that got a caption in the table in the meantime are not in `missing`.
-            missing = {*table.missing}
+        with lock_table(self._folder.parent) as table:
+            # Files that got a caption in the table in the meantime are not in `uncaptioned`.
+            missing = {*table.uncaptioned}
             new = {name: text for name, text in waiting.items() if name in missing}
             if new:
-                table.put(new)
+                table.write_captions(new)
         # Delete the collected files only after the table was written.
         for file in files:
             file.unlink(missing_ok=True)

@@ -8,20 +8,28 @@ from typing import TypeVar
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.sources.beside import refuse_folders, with_alpha
+from dit_lora.data.sources.beside import add_alpha_masks, reject_extra_folders
 from dit_lora.data.sources.clips import Clip, ClipProblem, Scan
-from dit_lora.data.sources.folders import class_name, read_folder
-from dit_lora.data.sources.hf_datasets import is_saved_dataset, name_on_hub, read_dataset
+from dit_lora.data.sources.folders import format_class_name, read_folder
+from dit_lora.data.sources.hf_datasets import get_dataset_hub_name, is_saved_dataset, read_dataset
 from dit_lora.data.sources.webdataset import is_tar, read_tar
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.terminal import one_line
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.terminal import make_one_line
 
-__all__ = ["Clip", "ClipProblem", "Scan", "class_name", "class_names", "read_clips", "scan"]
+__all__ = [
+    "Clip",
+    "ClipProblem",
+    "Scan",
+    "find_class_names",
+    "format_class_name",
+    "read_clips",
+    "scan_sources",
+]
 
 Sample = TypeVar("Sample", Clip, Conversation)
 
 
-def scan(data: DataConfig, cache: Path | None = None) -> Scan:
+def scan_sources(data: DataConfig, cache: Path | None = None) -> Scan:
     """Read every clip of the sources and every problem of a sample; the media files are not read.
 
     The folder `cache` stores the indices of tars. With `data.sources`, ids begin with the source's name, which
@@ -29,26 +37,28 @@ def scan(data: DataConfig, cache: Path | None = None) -> Scan:
     """
     notes: list[str] = []
 
-    def read(source: SourceConfig) -> tuple[list[Clip], list[ClipProblem]]:
-        scanned = _read(source, cache / "tars" if cache else None)
+    def read_source(source: SourceConfig) -> tuple[list[Clip], list[ClipProblem]]:
+        scanned = _read_source(source, cache / "tars" if cache else None)
         # Name the source in each note: several sources may have the same kind of note.
         notes.extend(f"{source.path}: {note}" for note in scanned.notes)
         return scanned.clips, scanned.problems
 
-    return Scan(*read_all(data, read), tuple(notes))
+    return Scan(*read_all_sources(data, read_source), tuple(notes))
 
 
 def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
-    """Read every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan`."""
-    scanned = scan(data, cache)
+    """Read every clip of the sources; raises one `DitLoraError` that lists all problems found by `scan_sources`."""
+    scanned = scan_sources(data, cache)
     if scanned.problems:
         location = data.path or "data.sources"
-        problems = [one_line(f"{problem.file}: {problem.words}") for problem in scanned.problems]
-        raise DitLoraError(listed(f"{location}: correct or remove these samples", problems))
+        problems = [
+            make_one_line(f"{problem.file}: {problem.message}") for problem in scanned.problems
+        ]
+        raise DitLoraError(format_list(f"{location}: correct or remove these samples", problems))
     return scanned.clips
 
 
-def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
+def find_class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
     """The classes that a model needs, sorted: `data.classes`, or else those in the data."""
     if data.classes is not None:
         return sorted(set(data.classes))
@@ -59,65 +69,70 @@ def class_names(data: DataConfig, cache: Path | None = None) -> list[str]:
         remaining = data.model_copy(update={"sources": uncaptioned}) if data.sources else data
         # With `data.rejects: skip`, faulty samples are left out instead of stopping the run.
         skips = data.rejects == "skip"
-        clips = scan(remaining, cache).clips if skips else read_clips(remaining, cache)
+        clips = scan_sources(remaining, cache).clips if skips else read_clips(remaining, cache)
         names |= {clip.caption for clip in clips}
     return sorted(names)
 
 
-def _read(source: SourceConfig, memo: Path | None) -> Scan:
+def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
     """Read one source with the reader for its kind."""
     root = Path(source.path).expanduser()
-    is_dataset = is_saved_dataset(root) or name_on_hub(source) is not None
+    is_dataset = is_saved_dataset(root) or get_dataset_hub_name(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
         raise DitLoraError(
             f"data.media is for lists of files; {source.path} holds its media itself"
         )
     if not (is_tar(root) or is_dataset):
-        return read_folder(root, source, memo)
-    refuse_folders(source)
-    scanned = read_tar(root, source, memo) if is_tar(root) else read_dataset(source)
-    return with_alpha(scanned, source)
+        return read_folder(root, source, memo_folder)
+    reject_extra_folders(source)
+    scanned = read_tar(root, source, memo_folder) if is_tar(root) else read_dataset(source)
+    return add_alpha_masks(scanned, source)
 
 
-def read_all(
-    data: DataConfig, read: Callable[[SourceConfig], tuple[list[Sample], list[ClipProblem]]]
+def read_all_sources(
+    data: DataConfig, read_source: Callable[[SourceConfig], tuple[list[Sample], list[ClipProblem]]]
 ) -> tuple[list[Sample], list[ClipProblem]]:
     """Samples and problems of all sources; with `data.sources`, the sources' names and weights are applied.
 
-    Raises one `DitLoraError` for all sources that `read` cannot read.
+    Raises one `DitLoraError` for all sources that `read_source` cannot read.
     """
     results, faults = [], []
     for number, source in enumerate(data.all_sources):
         try:
             # Collect the errors, so that one run reports all unreadable sources.
-            results.append(read(source))
+            results.append(read_source(source))
         except DitLoraError as error:
             location = f"data.sources[{number}]" if data.sources else "data.path"
             faults.append(f"{location}: {error}")
     if faults:
-        message = listed("these sources cannot be read", faults)
+        message = format_list("these sources cannot be read", faults)
         raise DitLoraError(faults[0] if len(faults) == 1 else message)
     if not data.sources:
         return results[0]
     # A weight is relative to the other sources, so it is applied once all of them are read.
-    times = _times_of(
-        data.sources, [sum(sample.times for sample in samples) for samples, _ in results]
+    times = _compute_source_repeats(
+        data.sources, [sum(sample.times_per_epoch for sample in samples) for samples, _ in results]
     )
-    names = _names_of(data.sources)
+    names = _make_id_prefixes(data.sources)
     merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
     for source, (samples, problems), name, repeats in zip(
         data.sources, results, names, times, strict=True
     ):
         weight = source.loss_weight
         merged[0].extend(
-            replace(sample, id=name + sample.id, times=repeats * sample.times, loss_weight=weight)
+            replace(
+                sample,
+                id=name + sample.id,
+                times_per_epoch=repeats * sample.times_per_epoch,
+                loss_weight=weight,
+            )
             for sample in samples
         )
         merged[1].extend(replace(problem, file=name + problem.file) for problem in problems)
     return merged
 
 
-def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
+def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
     """Prefix of each source's ids: the name of its folder or file, with a number if that is taken."""
     names: list[str] = []
     for source in sources:
@@ -130,7 +145,9 @@ def _names_of(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def _times_of(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
+def _compute_source_repeats(
+    sources: Sequence[SourceConfig], counts: Sequence[float]
+) -> list[float]:
     """How many times more often the samples of each source come in an epoch.
 
     `counts` are the numbers of samples, including a folder's own repeats. With weights, the samples of the

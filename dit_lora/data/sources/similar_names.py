@@ -6,13 +6,13 @@ from functools import lru_cache
 from pathlib import Path
 
 
-def similar_name(path: Path) -> str | None:
+def describe_similar_name(path: Path) -> str | None:
     """Message about a file with a similar name, if the wanted one does not exist; None if there is no similar one."""
     try:
-        names = _names(str(path.parent), path.parent.stat().st_mtime_ns)
+        names = _list_names(str(path.parent), path.parent.stat().st_mtime_ns)
     except OSError:
         return None
-    match = names.get(_key(path.name))
+    match = names.get(_normalise_name(path.name))
     if match is None or match == path.name:
         return None
     # macOS stores accents as separate characters (NFD), most other systems as one (NFC).
@@ -22,11 +22,11 @@ def similar_name(path: Path) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _names(folder: str, changed_ns: int) -> dict[str, str]:
+def _list_names(folder: str, changed_ns: int) -> dict[str, str]:
     """File names in a folder by their normalized form; `changed_ns` makes the cache notice changes."""
-    return {_key(name): name for name in os.listdir(folder)}
+    return {_normalise_name(name): name for name in os.listdir(folder)}
 
 
-def _key(name: str) -> str:
+def _normalise_name(name: str) -> str:
     """Form of a name in which case and Unicode form make no difference."""
     return unicodedata.normalize("NFC", name).casefold()

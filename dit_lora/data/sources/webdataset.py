@@ -15,29 +15,41 @@ from typing import Any, BinaryIO
 from typing_extensions import TypedDict
 
 from dit_lora.config.data import SourceConfig
-from dit_lora.config.records import read_typed
-from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, too_many_bytes
-from dit_lora.data.sources.caption_text import MOST_BYTES, Fault, encoding_hint, too_long
-from dit_lora.data.sources.clips import MASK, REFERENCE, Gathered, LossMask, Scan, by_code
+from dit_lora.config.records import read_typed_json
+from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, find_size_fault
+from dit_lora.data.sources.caption_text import (
+    MAX_CAPTION_BYTES,
+    Fault,
+    make_too_long_fault,
+    suggest_encoding,
+)
+from dit_lora.data.sources.clips import (
+    MASK,
+    REFERENCE,
+    LossMask,
+    SampleCollector,
+    Scan,
+    merge_by_code,
+)
 from dit_lora.data.sources.listing import PACKED_SUFFIXES
-from dit_lora.data.sources.tables import caption_columns
+from dit_lora.data.sources.tables import get_caption_columns
 from dit_lora.errors import DitLoraError
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 from dit_lora.parsing import parse_json
 
 # First bytes of gzip, bzip2, xz and zstd files.
 _PACKED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-_CAPTIONS = ("txt", "json", "cls")
+_CAPTION_EXTENSIONS = ("txt", "json", "cls")
 # Raised when the same tar would get another index.
 _VERSION = 1
 # Maximum size of a .json in bytes; it may contain more than the caption.
-_MOST_JSON = 2**24
+_MAX_JSON_BYTES = 2**24
 # A tar ends with blocks of zeros.
-_END = bytes(tarfile.BLOCKSIZE)
+_END_BLOCK = bytes(tarfile.BLOCKSIZE)
 
-Place = tuple[str, int, int]
+MemberLocation = tuple[str, int, int]
 """A member's name, the offset of its content in the tar, and its size in bytes."""
-Members = dict[str, Place]
+Members = dict[str, MemberLocation]
 """Members of one sample, by extension."""
 
 
@@ -46,52 +58,58 @@ def is_tar(path: Path) -> bool:
     return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
 
 
-def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo: Path | None) -> Scan:
+def read_tars(
+    root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None
+) -> Scan:
     """Read the samples of tars below a folder; ids begin with the tar's path below it.
 
-    Only headers and captions are read, and only captions if the tar's index is in the folder `memo`. All
+    Only headers and captions are read, and only captions if the tar's index is in the folder `memo_folder`. All
     problems are reported: members that would be written outside the folder if the tar were unpacked, compressed
     tars, and truncated tars (whose samples before the end are read).
     """
-    gathered = Gathered(source.caption)
+    gathered = SampleCollector(source.caption)
     for name in tars:
-        _read(root / name, f"{name}/", source, gathered, memo)
-    return gathered.scan()
+        _add_tar(root / name, f"{name}/", source, gathered, memo_folder)
+    return gathered.to_scan()
 
 
-def read_tar(path: Path, source: SourceConfig, memo: Path | None) -> Scan:
+def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> Scan:
     """Read the samples of one tar; ids are the members' names. Raises `DitLoraError` if the file does not exist."""
     if not path.is_file():
         raise DitLoraError(f"no file {path}")
-    gathered = Gathered(source.caption)
-    _read(path, "", source, gathered, memo)
-    return gathered.scan()
+    gathered = SampleCollector(source.caption)
+    _add_tar(path, "", source, gathered, memo_folder)
+    return gathered.to_scan()
 
 
-def _read(
-    path: Path, prefix: str, source: SourceConfig, gathered: Gathered, memo: Path | None
+def _add_tar(
+    path: Path,
+    prefix: str,
+    source: SourceConfig,
+    collector: SampleCollector,
+    memo_folder: Path | None,
 ) -> None:
-    """Add the samples and problems of one tar to `gathered`; ids begin with `prefix`."""
+    """Add the samples and problems of one tar to `collector`; ids begin with `prefix`."""
     file = prefix.rstrip("/") or path.name
     try:
         with path.open("rb") as stream:
-            index = _remembered(path, stream, memo)
+            index = _load_or_build_index(path, stream, memo_folder)
             # Refused members are part of the stored index, so they are reported on every scan.
             for name, code, message in index.refused:
-                gathered.refuse(prefix + name, code, message)
-            adder = _Samples(path, prefix, source, gathered, stream)
+                collector.add_problem(prefix + name, code, message)
+            adder = _SampleAdder(path, prefix, source, collector, stream)
             num_added = sum(adder.add(key, members) for key, members in index.samples.items())
     except OSError as error:
-        gathered.refuse(file, "unreadable", error.strerror or str(error))
+        collector.add_problem(file, "unreadable", error.strerror or str(error))
         return
     if index.fault is not None:
         code, message = index.fault
         full_message = f"{message}; {num_added} whole samples before it can be used; fetch it again"
-        gathered.refuse(file, code, message if code == "unreadable" else full_message)
+        collector.add_problem(file, code, message if code == "unreadable" else full_message)
 
 
 @dataclass
-class _Index:
+class _TarIndex:
     """Index of a tar, from the headers of its members."""
 
     samples: dict[str, Members] = field(default_factory=dict)
@@ -102,18 +120,18 @@ class _Index:
     """Code and message if the tar is incomplete or damaged."""
 
 
-class _Memo(TypedDict):
-    """Stored index of a tar: its key (path, size and times), and the fields of `_Index`."""
+class _StoredIndex(TypedDict):
+    """Stored index of a tar: its key (path, size and times), and the fields of `_TarIndex`."""
 
     key: list[Any]
     index: dict[str, Any]
 
 
-def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
+def _load_or_build_index(path: Path, stream: BinaryIO, memo_folder: Path | None) -> _TarIndex:
     """Index of a tar, computed again only if the tar's size, times or inode differ from the memo."""
     status = os.fstat(stream.fileno())
-    if memo is None:
-        return _index(stream, status.st_size)
+    if memo_folder is None:
+        return _build_index(stream, status.st_size)
     # A tar that was moved gets a new index, because the memo's file name depends on its path.
     location = os.path.abspath(path)
     key = [
@@ -125,31 +143,32 @@ def _remembered(path: Path, stream: BinaryIO, memo: Path | None) -> _Index:
         status.st_ctime_ns,
     ]
     file = (
-        memo / f"{hashlib.sha256(location.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
+        memo_folder
+        / f"{hashlib.sha256(location.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
     )
     try:
-        stored = read_typed(file, _Memo)
+        stored = read_typed_json(file, _StoredIndex)
         if stored["key"] == key:
-            return _Index(**stored["index"])
+            return _TarIndex(**stored["index"])
     except (OSError, ValueError, TypeError):
         # There is no memo of this tar, or a killed process left it incomplete.
         pass
-    index = _index(stream, status.st_size)
+    index = _build_index(stream, status.st_size)
     # Ignore errors: without the memo, the next run is only slower.
     with suppress(OSError):
-        write_whole(file, json.dumps({"key": key, "index": vars(index)}))
+        write_atomically(file, json.dumps({"key": key, "index": vars(index)}))
     return index
 
 
-def _index(stream: BinaryIO, size: int) -> _Index:
+def _build_index(stream: BinaryIO, size: int) -> _TarIndex:
     """Read the index of a tar from the headers of its members."""
-    index, rejected_keys = _Index(), set()
+    index, rejected_keys = _TarIndex(), set()
     if stream.read(8).startswith(_PACKED_MAGIC):
         message = "a compressed tar cannot be read in place; decompress it, for example with gunzip"
         index.fault = ("unreadable", message)
         return index
     stream.seek(0)
-    for member in _headers(stream, size, index):
+    for member in _iter_headers(stream, size, index):
         name = posixpath.normpath(member.name)
         folder, base = posixpath.split(name)
         # The sample's key ends at the first dot, as in the webdataset package.
@@ -157,7 +176,7 @@ def _index(stream: BinaryIO, size: int) -> _Index:
         key, extension = posixpath.join(folder, stem), extension.lower()
         # A key is added even if its first member is refused, so that the sample can be dropped below.
         members = index.samples.setdefault(key, {})
-        fault = _wrong(member, size, extension in members)
+        fault = _find_member_fault(member, size, extension in members)
         if fault is not None:
             rejected_keys.add(key)
             index.refused.append((member.name, *fault))
@@ -169,7 +188,7 @@ def _index(stream: BinaryIO, size: int) -> _Index:
     return index
 
 
-def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.TarInfo]:
+def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tarfile.TarInfo]:
     """Yield the headers of all members; sets the index's fault if they end before the tar does."""
     try:
         # This reads the first header already.
@@ -184,20 +203,22 @@ def _headers(stream: BinaryIO, size: int, index: _Index) -> Iterator[tarfile.Tar
         return
     # TarFile treats a damaged header as the end of the tar; the real end is a block of zeros.
     stream.seek(opened.offset)
-    block = stream.read(len(_END))
-    if len(block) < len(_END):
+    block = stream.read(len(_END_BLOCK))
+    if len(block) < len(_END_BLOCK):
         index.fault = ("truncated", f"it ends before its end, at byte {size}")
-    elif block != _END:
+    elif block != _END_BLOCK:
         index.fault = ("corrupt", f"the header at byte {opened.offset} is damaged")
 
 
-def _wrong(member: tarfile.TarInfo, size: int, is_there: bool) -> tuple[str, str] | None:
+def _find_member_fault(
+    member: tarfile.TarInfo, size: int, is_duplicate: bool
+) -> tuple[str, str] | None:
     """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
-    unsafe = _unsafe(member)
+    unsafe = _find_unsafe_reason(member)
     if unsafe is not None:
         return "unsafe_name", unsafe
     # Two captions or two videos of one name would be ambiguous.
-    if is_there:
+    if is_duplicate:
         return "duplicate_clip", "a member of this name is there twice"
     if member.offset_data + member.size > size:
         return "truncated", "the tar ends before it does"
@@ -205,59 +226,63 @@ def _wrong(member: tarfile.TarInfo, size: int, is_there: bool) -> tuple[str, str
 
 
 @dataclass(frozen=True)
-class _Samples:
-    """Adds the samples of one tar, with their captions, to `found`."""
+class _SampleAdder:
+    """Adds the samples of one tar, with their captions, to `collector`."""
 
     path: Path
     prefix: str
     source: SourceConfig
-    found: Gathered
+    collector: SampleCollector
     stream: BinaryIO
 
     def add(self, key: str, members: Members) -> bool:
         """Add a sample; returns False if the members are not a sample, or it is refused."""
-        extra = _Beside.of(members, self.source)
+        extra = _ExtraMembers.from_members(members, self.source)
         # References and masks are pictures too, so they are excluded first.
-        media = _media([name for name in _pictured(members) if name not in extra.all])
-        captions = [name for name in _CAPTIONS if name in members]
+        media = _choose_media(
+            [name for name in _list_media_extensions(members) if name not in extra.extensions]
+        )
+        captions = [name for name in _CAPTION_EXTENSIONS if name in members]
         if not media:
             # Members without media and caption are other files, such as a README.
-            if captions or extra.all:
+            if captions or extra.extensions:
                 extensions = ", ".join(f".{name}" for name in members)
                 message = f"it has no video and no image of its own, but {extensions}"
-                self.found.refuse(self.prefix + key, "missing", message)
+                self.collector.add_problem(self.prefix + key, "missing", message)
             return False
         if len(media) > 1:
             extensions = ", ".join(f".{name}" for name in media)
             message = f"it has {len(media)} videos or images, and a sample has one: {extensions}"
-            self.found.refuse(self.prefix + key, "duplicate_clip", message)
+            self.collector.add_problem(self.prefix + key, "duplicate_clip", message)
             return False
         # Name, offset and size of the member.
         member = TarMember(self.path, *members[media[0]])
-        too_large = too_many_bytes(member.size)
+        too_large = find_size_fault(member.size)
         if too_large is not None:
-            self.found.refuse(self.prefix + member.member, *too_large)
+            self.collector.add_problem(self.prefix + member.member, *too_large)
             return False
-        caption, fault = self._caption(members, captions)
+        caption, fault = self._read_caption(members, captions)
         references = [TarMember(self.path, *members[name]) for name in extra.references]
         masks = [TarMember(self.path, *members[name]) for name in extra.masks]
         for extra_member in (*references, *masks):
-            too_large = too_many_bytes(extra_member.size)
+            too_large = find_size_fault(extra_member.size)
             if too_large is not None:
                 extra.faults.append((too_large[0], f"{extra_member.member}: {too_large[1]}"))
-        for code, text in by_code(extra.faults):
-            self.found.refuse(self.prefix + member.member, code, text)
-        self.found.add(
+        for code, text in merge_by_code(extra.faults):
+            self.collector.add_problem(self.prefix + member.member, code, text)
+        self.collector.add(
             self.prefix + member.member,
             member,
             caption,
             references=references,
             mask=LossMask(masks[0]) if masks else None,
-            no_caption=fault,
+            missing_caption_fault=fault,
         )
         return True
 
-    def _caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
+    def _read_caption(
+        self, members: Members, captions: Sequence[str]
+    ) -> tuple[object, tuple[str, str]]:
         """The caption (then the second value is unused), or None with the code and message of the fault."""
         if self.source.caption is not None:
             return None, ("", "")
@@ -272,21 +297,21 @@ class _Samples:
             )
         _, offset, size = members[captions[0]]
         # A .json may hold more than the caption, so its limit is higher.
-        if size > (_MOST_JSON if captions[0] == "json" else MOST_BYTES):
-            return None, too_long(f"{size:,} bytes, in its .{captions[0]},")
+        if size > (_MAX_JSON_BYTES if captions[0] == "json" else MAX_CAPTION_BYTES):
+            return None, make_too_long_fault(f"{size:,} bytes, in its .{captions[0]},")
         self.stream.seek(offset)
         try:
             text = self.stream.read(size).decode("utf-8-sig")
             if captions[0] != "json":
                 return " ".join(text.split()), ("", "")
-            return _chosen(parse_json(text), caption_columns(self.source))
+            return _choose_caption(parse_json(text), get_caption_columns(self.source))
         # This includes UnicodeDecodeError.
         except ValueError as error:
-            hint = encoding_hint(error)
+            hint = suggest_encoding(error)
             return None, ("caption_not_text", f"its .{captions[0]} cannot be read: {error}{hint}")
 
 
-def _unsafe(member: tarfile.TarInfo) -> str | None:
+def _find_unsafe_reason(member: tarfile.TarInfo) -> str | None:
     """Why a member must not be read or unpacked; None if it is safe."""
     if member.issym() or member.islnk():
         return f"a link, to {member.linkname}"
@@ -298,23 +323,23 @@ def _unsafe(member: tarfile.TarInfo) -> str | None:
     return "its name leaves the folder" if ".." in member.name.split("/") else None
 
 
-def _media(pictured: Sequence[str]) -> list[str]:
+def _choose_media(extensions: Sequence[str]) -> list[str]:
     """Extensions of the highest-ranking media of a sample: videos before images, `jpg` before `depth.jpg`."""
     ranks: dict[tuple[bool, bool], list[str]] = {}
-    for extension in pictured:
-        is_image = _end(extension) in IMAGE_SUFFIXES
+    for extension in extensions:
+        is_image = _get_suffix(extension) in IMAGE_SUFFIXES
         # False sorts before True: videos first, then extensions of a single part.
         ranks.setdefault((is_image, "." in extension), []).append(extension)
     return ranks[min(ranks)] if ranks else []
 
 
-def _pictured(members: Members) -> list[str]:
+def _list_media_extensions(members: Members) -> list[str]:
     """Extensions of a sample's pictures and videos."""
-    return [name for name in members if _end(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
+    return [name for name in members if _get_suffix(name) in VIDEO_SUFFIXES | IMAGE_SUFFIXES]
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _ExtraMembers:
     """Extensions of a sample's references, in order, and of its mask, such as `mask.png`."""
 
     references: list[str]
@@ -322,22 +347,24 @@ class _Beside:
     faults: list[Fault]
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def extensions(self) -> tuple[str, ...]:
         """Extensions of the references and the masks."""
         return *self.references, *self.masks
 
     @classmethod
-    def of(cls, members: Members, source: SourceConfig) -> "_Beside":
+    def from_members(cls, members: Members, source: SourceConfig) -> "_ExtraMembers":
         """Files that the source's columns name; by default, references are `reference.png`, `reference_1.jpg` ..."""
         by_middle: dict[str, list[str]] = {}
-        for name in _pictured(members):
+        for name in _list_media_extensions(members):
             # `mask.png` and `mask.jpg` both have the middle part `mask`.
             by_middle.setdefault(name.rpartition(".")[0], []).append(name)
         result = cls([], [], [])
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
             # By default, references are sorted by their number and not by their name: 2 comes before 10.
-            columns = sorted(filter(_NUMBERED.fullmatch, by_middle), key=_number)
+            columns = sorted(
+                filter(_REFERENCE_PATTERN.fullmatch, by_middle), key=_get_reference_number
+            )
         extra_columns = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
             extra_columns.append((MASK, source.mask_column, result.masks))
@@ -356,21 +383,21 @@ class _Beside:
 
 
 # `reference.png`, `reference_2.png`, `reference10.png`.
-_NUMBERED = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
+_REFERENCE_PATTERN = re.compile(rf"{REFERENCE}[_-]?(\d{{0,9}})")
 
 
-def _number(middle: str) -> int:
+def _get_reference_number(middle: str) -> int:
     """Number in a reference's name, by which references are sorted; a name without a number comes first."""
-    matched = _NUMBERED.fullmatch(middle)
+    matched = _REFERENCE_PATTERN.fullmatch(middle)
     return int(matched[1] or -1) if matched else -1
 
 
-def _end(extension: str) -> str:
+def _get_suffix(extension: str) -> str:
     """Suffix of an extension that may have several parts."""
     return f".{extension.rpartition('.')[2]}"
 
 
-def _chosen(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:
+def _choose_caption(record: object, columns: Sequence[str]) -> tuple[object, tuple[str, str]]:
     """The caption in a record, or None with the code and message of the fault."""
     if not isinstance(record, dict):
         return None, ("caption_not_text", "its .json is not an object")

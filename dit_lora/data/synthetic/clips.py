@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from dit_lora.data.media.video import write_sample, write_video
-from dit_lora.data.synthetic.tones import tone
+from dit_lora.data.synthetic.tones import make_tone
 
 COLOURS = {"red": (220, 60, 50), "green": (60, 190, 80), "blue": (60, 90, 220)}
 SHAPES = ("disc", "square")
@@ -14,7 +14,7 @@ _BACKGROUND = (24, 24, 30)
 
 
 def write_shapes(
-    out: Path,
+    out_folder: Path,
     *,
     clips: int,
     frames: int,
@@ -28,16 +28,16 @@ def write_shapes(
     With `sound`, each also has a tone. With one frame, png files are written instead, each with a .txt of the
     same name, as Sana's trainer reads them.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    out_folder.mkdir(parents=True, exist_ok=True)
     paths, lines = [], []
     for index in range(clips):
         # Colours change fastest, then shapes.
         colour = list(COLOURS)[index % len(COLOURS)]
         shape = SHAPES[index // len(COLOURS) % len(SHAPES)]
         rightwards = index % 2 == 0
-        video = render(shape, colour, rightwards, frames, height, width)
+        video = render_clip(shape, colour, rightwards, frames, height, width)
         side = "right" if rightwards else "left"
-        stem = out / f"{index:02d}_{colour}_{shape}"
+        stem = out_folder / f"{index:02d}_{colour}_{shape}"
         if frames == 1:
             paths.append(write_sample(stem, video, None))
             # A single frame shows the position where the movement would start.
@@ -46,19 +46,19 @@ def write_shapes(
             stem.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
             continue
         path = stem.with_suffix(".mp4")
-        write_video(path, video, fps, tone(shape, rightwards, frames / fps) if sound else None)
+        write_video(path, video, fps, make_tone(shape, rightwards, frames / fps) if sound else None)
         paths.append(path)
         text = f"a {colour} {shape} moves to the {side} over a dark background"
         if sound:
             text += f", a tone {'rises' if rightwards else 'falls'}"
         lines.append(json.dumps({"file_name": path.name, "text": text}))
     if lines:
-        (out / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (out_folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return paths
 
 
 def write_class_folders(
-    out: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
+    out_folder: Path, *, images: int, height: int, width: int, frames: int = 1, fps: float = 8.0
 ) -> list[Path]:
     """Write `images` png files in one folder per class, such as red_disc; a class's images differ in the position.
 
@@ -71,15 +71,15 @@ def write_class_folders(
         number = index // len(classes)
         # One long movement for each class; every sample is cut from it at another position.
         steps = frames + (images - 1) // len(classes)
-        video = render(shape, colour, True, steps, height, width)[number : number + frames]
-        folder = out / f"{colour}_{shape}"
+        video = render_clip(shape, colour, True, steps, height, width)[number : number + frames]
+        folder = out_folder / f"{colour}_{shape}"
         folder.mkdir(parents=True, exist_ok=True)
         paths.append(write_sample(folder / f"{number:03d}", video, fps if frames > 1 else None))
     return paths
 
 
-def render(
-    shape: str, colour: str, rightwards: bool, frames: int, height: int, width: int
+def render_clip(
+    shape: str, colour: str, moves_right: bool, frames: int, height: int, width: int
 ) -> torch.Tensor:
     """A clip of a moving shape, uint8 (frames, height, width, 3)."""
     # Coordinates relative to the shape's centre: y is (H, 1) and x is (1, W), which broadcast to (H, W).
@@ -89,7 +89,7 @@ def render(
     for frame in range(frames):
         progress = frame / max(1, frames - 1)
         # The shape stays inside the picture: its centre keeps one radius of distance from both sides.
-        centre = radius + (width - 2 * radius) * (progress if rightwards else 1 - progress)
+        centre = radius + (width - 2 * radius) * (progress if moves_right else 1 - progress)
         x = torch.arange(width).view(1, -1) - centre
         inside = (
             x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)

@@ -8,17 +8,17 @@ import torch
 
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.synthetic.clips import SHAPES
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 
 SIDES = {"left": (0.0, 0.5), "right": (1.0, 0.5), "top": (0.5, 0.0), "bottom": (0.5, 1.0)}
 """Position of a shape as shares of the way from left to right and from top to bottom."""
 
 # Number of pixels between the bands of a background.
-_BAND = 8
+_BAND_PIXELS = 8
 
 
 def write_edit_pairs(
-    out: Path,
+    out_folder: Path,
     *,
     pairs: int,
     height: int,
@@ -47,41 +47,42 @@ def write_edit_pairs(
         # At least two positions: before and after the movement.
         progress = torch.linspace(0, 1, max(2, frames)).view(-1, 1)
         positions = torch.lerp(start, torch.tensor(SIDES[side]), progress).tolist()
-        moved = _drawn(kind, colours, positions, height, width)
+        moved = _render_frames(kind, colours, positions, height, width)
         if frames == 1:
             before, after, text = moved[:1], moved[1:], f"move the shape to the {side}"
         else:
             # The mean of the three channels is a grey of the same brightness.
             colours[0] = colours[0].sum() // 3
-            before, after = moved, _drawn(kind, colours, positions, height, width)
+            before, after = moved, _render_frames(kind, colours, positions, height, width)
             text = f"the shape moves to the {side}, and is grey"
         # (F, H, W, 3) to (1, H, W, 1): pixels that change in any frame.
         differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
         mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
         folders = {"after": after, "before": before, "mask": mask}
         files = [
-            write_sample(out / name / f"{index:03d}", video, fps) for name, video in folders.items()
+            write_sample(out_folder / name / f"{index:03d}", video, fps)
+            for name, video in folders.items()
         ]
-        write_whole(files[0].with_suffix(".txt"), text + "\n")
-        target, reference, mask_name = (file.relative_to(out).as_posix() for file in files)
+        write_atomically(files[0].with_suffix(".txt"), text + "\n")
+        target, reference, mask_name = (file.relative_to(out_folder).as_posix() for file in files)
         row = {"file_name": target, "references": [reference], "mask": mask_name, "text": text}
         lines.append(json.dumps(row))
         paths.append(files[0])
-    write_whole(out / "metadata.jsonl", "\n".join(lines) + "\n")
+    write_atomically(out_folder / "metadata.jsonl", "\n".join(lines) + "\n")
     return paths
 
 
-def _drawn(
-    kind: str, colours: torch.Tensor, places: Sequence[Sequence[float]], height: int, width: int
+def _render_frames(
+    kind: str, colours: torch.Tensor, positions: Sequence[Sequence[float]], height: int, width: int
 ) -> torch.Tensor:
     """Frames, uint8 (frames, height, width, 3); `colours` of the shape and of the banded background are (2, 3)."""
     radius = min(height, width) / 4
     rows, columns = torch.arange(height).view(-1, 1), torch.arange(width).view(1, -1)
     # Diagonal bands, (H, W).
-    bands = (rows + columns) // _BAND % 2 == 0
+    bands = (rows + columns) // _BAND_PIXELS % 2 == 0
     ground = torch.where(bands[..., None], colours[1], colours[1] // 2)
     frames = []
-    for across, down in places:
+    for across, down in positions:
         x = columns - radius - (width - 2 * radius) * across
         y = rows - radius - (height - 2 * radius) * down
         disc = x**2 + y**2 < radius**2

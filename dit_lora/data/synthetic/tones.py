@@ -6,26 +6,26 @@ import torch
 
 from dit_lora.data.media.sound import Sound
 
-RATE = 44_100
+SAMPLE_RATE = 44_100
 _LOW, _HIGH = 220.0, 880.0
 """Pitch in hertz at the left and at the right."""
-_LOUD = 0.5
+_AMPLITUDE = 0.5
 TIMBRES = {"disc": (1.0,), "square": (1.0, 0.0, 1 / 3, 0.0, 1 / 5)}
 """Strengths of a shape's partials: a pure tone for a disc, the first terms of a square wave for a square."""
 
 
-def tone(shape: str, rightwards: bool, seconds: float) -> Sound:
+def make_tone(shape: str, moves_right: bool, seconds: float) -> Sound:
     """Tone of a shape in two channels; it moves from one speaker to the other as the shape moves."""
-    time = torch.arange(round(seconds * RATE), dtype=torch.float64) / RATE
-    progress = time / seconds if rightwards else 1 - time / seconds
+    time = torch.arange(round(seconds * SAMPLE_RATE), dtype=torch.float64) / SAMPLE_RATE
+    progress = time / seconds if moves_right else 1 - time / seconds
     # The phase is the integral of the pitch, which changes exponentially.
     pitch = _LOW * (_HIGH / _LOW) ** progress
-    phase = 2 * math.pi * pitch.cumsum(0) / RATE
+    phase = 2 * math.pi * pitch.cumsum(0) / SAMPLE_RATE
     partials = TIMBRES[shape]
     # One wave per partial, at multiples of the pitch; strengths of 0 leave a partial out.
     waves = [strength * (number * phase).sin() for number, strength in enumerate(partials, 1)]
     # Divide by the sum of the strengths, so that the wave never exceeds the chosen loudness.
-    wave = _LOUD * torch.stack(waves).sum(0) / sum(partials)
+    wave = _AMPLITUDE * torch.stack(waves).sum(0) / sum(partials)
     # Constant power: the squares of cosine and sine sum to 1.
     angle = progress * math.pi / 2
-    return Sound(torch.stack([wave * angle.cos(), wave * angle.sin()]).float(), RATE)
+    return Sound(torch.stack([wave * angle.cos(), wave * angle.sin()]).float(), SAMPLE_RATE)

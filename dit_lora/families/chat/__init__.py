@@ -7,7 +7,7 @@ FAMILY = ChatFamily(
     checkpoint_module="dit_lora.families.chat.checkpoint",
     tiny_module="dit_lora.families.chat.tiny",
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    lora_within=("language_model", "text_model"),  # `text_model` is SmolVLM's
+    lora_parent_modules=("language_model", "text_model"),  # `text_model` is SmolVLM's
     group_patterns={
         "connector": (
             "model.multi_modal_projector.*",  # LLaVA-NeXT-Video, InternVL

@@ -15,10 +15,10 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoT
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.config.records import ChatTemplateFile, read_typed
-from dit_lora.data.chat.control import control_pattern, refuse_control
-from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.config.records import ChatTemplateFile, read_typed_json
+from dit_lora.data.chat.control import build_control_pattern, check_no_control_tokens
+from dit_lora.data.chat.conversation import Conversation, ConversationKind
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
@@ -29,23 +29,23 @@ from dit_lora.families.chat.layouts import (
     SmolVLMLayout,
 )
 from dit_lora.families.chat.qwen import QwenLayout
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing
-from dit_lora.families.chat_options import refuse_options_of_diffusion
-from dit_lora.families.opening import local_chat_checkpoint, read_config
+from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
+from dit_lora.families.chat_options import refuse_diffusion_options
+from dit_lora.families.opening import get_chat_checkpoint_folder, read_config
 
-_FRAMES = 8  # default without a recipe
+_DEFAULT_FRAMES = 8  # default without a recipe
 LAYOUTS: Mapping[str, Callable[[Any, Path, Any], PictureLayout]] = {
-    "llava_next_video": LlavaNextVideoLayout.of,
-    "qwen2_5_vl": QwenLayout.of,
-    "qwen3_vl": QwenLayout.of,
-    "smolvlm": SmolVLMLayout.of,
-    "internvl": InternVLLayout.of,
+    "llava_next_video": LlavaNextVideoLayout.from_config,
+    "qwen2_5_vl": QwenLayout.from_config,
+    "qwen3_vl": QwenLayout.from_config,
+    "smolvlm": SmolVLMLayout.from_config,
+    "internvl": InternVLLayout.from_config,
 }
 """Layouts by the `model_type` in a checkpoint's config.json."""
 
 
 @dataclass(frozen=True, slots=True)
-class TimedRendered(Rendered):
+class TimedRenderedConversation(RenderedConversation):
     """A tokenized conversation with its frame times, from which some models compute positions."""
 
     # Empty for images and text.
@@ -80,34 +80,37 @@ class VideoTextCheckpoint(ChatCheckpoint):
     def model_class(self) -> Any:
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        refuse_options_of_diffusion(recipe)
-        return self.viewing(Viewing.of(recipe))
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        refuse_diffusion_options(recipe)
+        return self.with_vision_settings(VisionSettings.from_recipe(recipe))
 
-    def viewing(self, how: Viewing) -> Self:
+    def with_vision_settings(self, vision_settings: VisionSettings) -> Self:
         # The layout decides which sizes its vision encoder takes.
-        problems = self.layout.wrong(how.height, how.width)
+        problems = self.layout.size_error(vision_settings.height, vision_settings.width)
         if problems:
             raise DitLoraError(
-                f"data.height x data.width is {how.height}x{how.width}; for {self.config.model_type} give {problems}"
+                f"data.height x data.width is {vision_settings.height}x{vision_settings.width}; "
+                f"for {self.config.model_type} give {problems}"
             )
-        if how.tiles is not None:
+        if vision_settings.tiles is not None:
             raise DitLoraError(
                 f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
             )
         # False is an error, because these models cannot work without times. None and True are the same for them.
-        if how.timestamps is False and self.layout.timed:
+        if vision_settings.timestamps is False and self.layout.has_frame_times:
             raise DitLoraError(
                 f"chat.timestamps: false: {self.config.model_type} is always told when its frames are; remove it"
             )
-        return replace(self, how=how)
+        return replace(self, vision_settings=vision_settings)
 
-    def shape(self, kind: Kind, height: int, width: int) -> VideoShape | None:
+    def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape | None:
         if kind == "text":
             return None
         # An image has one frame, whatever data.frames is.
-        frames = self.how.frames if kind == "video" else 1
-        return self.layout.shape(frames, height, width, (self.how.height, self.how.width))
+        frames = self.vision_settings.frames if kind == "video" else 1
+        return self.layout.shape(
+            frames, height, width, (self.vision_settings.height, self.vision_settings.width)
+        )
 
     def render(
         self,
@@ -115,16 +118,16 @@ class VideoTextCheckpoint(ChatCheckpoint):
         shape: VideoShape | None,
         seconds: Sequence[float] = (),
         *,
-        answered: bool = True,
-    ) -> Rendered:
+        include_answer: bool = True,
+    ) -> RenderedConversation:
         # Conversations with answers are training data, in which a control token would end a turn early.
-        if answered:
-            refuse_control(conversation, control_pattern(self.tokenizer))
+        if include_answer:
+            check_no_control_tokens(conversation, build_control_pattern(self.tokenizer))
         media, video = None, shape is not None and shape.frames > 1
         if shape is None:
             conversation = replace(conversation, kind="text")
         else:
-            if video and self.layout.timed and len(seconds) != shape.frames:
+            if video and self.layout.has_frame_times and len(seconds) != shape.frames:
                 raise DitLoraError(
                     f"{conversation.id}: {self.config.model_type} is told when its frames are; got "
                     f"{len(seconds)} times for {shape.frames} frames"
@@ -135,15 +138,17 @@ class VideoTextCheckpoint(ChatCheckpoint):
             media = MediaText(
                 self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
             )
-        template = ChatTemplate(self.tokenizer, self._template(video=video))
-        rendered = render_template(template, self.tokenizer, conversation, media, answered=answered)
-        return TimedRendered(rendered.pieces, seconds=tuple(seconds) if video else ())
+        template = ChatTemplate(self.tokenizer, self._get_template(is_video=video))
+        rendered = render_template(
+            template, self.tokenizer, conversation, media, include_answer=include_answer
+        )
+        return TimedRenderedConversation(rendered.pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
         model: Any = super().load_model(dtype)
         # Only SmolVLM casts features to the model's `dtype`.
         if self.config.model_type == "smolvlm":
-            _name_dtype(model.model)
+            _override_dtype(model.model)
         return model
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -155,25 +160,25 @@ class VideoTextCheckpoint(ChatCheckpoint):
         model_inputs = self.layout.inputs(input_ids, pixels, batch.get("seconds"))
         return {"input_ids": input_ids, **model_inputs}
 
-    def prompt_tensors(self, rendered: Rendered) -> dict[str, torch.Tensor]:
+    def prompt_tensors(self, rendered: RenderedConversation) -> dict[str, torch.Tensor]:
         # (1, F)
-        if isinstance(rendered, TimedRendered) and rendered.seconds:
+        if isinstance(rendered, TimedRenderedConversation) and rendered.seconds:
             return {"seconds": torch.tensor([rendered.seconds])}
         return {}
 
-    def _template(self, *, video: bool) -> str:
+    def _get_template(self, *, is_video: bool) -> str:
         """The chat template that the processor would use.
 
         SmolVLM has a separate one for videos. Otherwise the processor's comes first, then the tokenizer's.
         """
-        if video and self.config.model_type == "smolvlm":
+        if is_video and self.config.model_type == "smolvlm":
             from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
             return DEFAULT_CHAT_TEMPLATE
         # Older checkpoints store the processor's template in this file. A .jinja file takes precedence.
         older = self.path / "chat_template.json"
         if older.is_file() and not (self.path / "chat_template.jinja").is_file():
-            return read_typed(older, ChatTemplateFile)["chat_template"]
+            return read_typed_json(older, ChatTemplateFile)["chat_template"]
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
             raise DitLoraError(
@@ -184,7 +189,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
 
 def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
     """Read config and tokenizer. Raises `DitLoraError` for a model type without a layout."""
-    path = local_chat_checkpoint(model)
+    path = get_chat_checkpoint_folder(model)
     # Read model_type first: AutoConfig would fail on an unknown type with a less helpful message.
     model_type = str(read_config(path, "config.json", "Transformers").get("model_type", "nameless"))
     if model_type not in LAYOUTS:
@@ -199,13 +204,13 @@ def open_checkpoint(model: ModelConfig) -> VideoTextCheckpoint:
         config=config,
         tokenizer=tokenizer,
         # Until a recipe says otherwise, pictures have the size that the layout recommends.
-        how=Viewing(_FRAMES, layout.native, layout.native),
+        vision_settings=VisionSettings(_DEFAULT_FRAMES, layout.native_side, layout.native_side),
         fit=layout.fit,
         layout=layout,
     )
 
 
-def _name_dtype(model: nn.Module) -> None:
+def _override_dtype(model: nn.Module) -> None:
     """Make the model's `dtype` that of its token embeddings, not of its first weight.
 
     A vision encoder that trains is in fp32 and comes first. SmolVLM casts image features to `dtype` and puts them

@@ -19,12 +19,12 @@ from transformers.image_processing_utils import select_best_resolution
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat.views import (
-    Normalisation,
-    processor_config,
-    resized,
-    sent,
-    tiled_with_whole,
-    tiles,
+    PixelNormalization,
+    copy_to_device,
+    read_processor_config,
+    resize_pixels,
+    split_tiles,
+    split_tiles_with_whole,
 )
 from dit_lora.families.chat_base import Fit
 
@@ -39,14 +39,14 @@ class PictureLayout(Protocol):
     """How one model type processes pictures."""
 
     fit: ClassVar[Fit]
-    timed: ClassVar[bool]
+    has_frame_times: ClassVar[bool]
     """True if the model is told the frame times, in the prompt or through positions."""
 
     @property
-    def native(self) -> int:
+    def native_side(self) -> int:
         """Pixels per side that recipes usually set as data.height and data.width."""
 
-    def wrong(self, height: int, width: int) -> str | None:
+    def size_error(self, height: int, width: int) -> str | None:
         """Valid values of data.height and data.width, as a message, if these are invalid; else None."""
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
@@ -71,16 +71,16 @@ class SquareFrames(ABC):
     # Side of a frame or tile in pixels, the input size of the vision encoder.
     side: int
     image_token: str
-    image: Normalisation
-    video: Normalisation
+    normalize_image: PixelNormalization
+    normalize_video: PixelNormalization
     fit: ClassVar[Fit] = "stretch"
-    timed: ClassVar[bool] = False
+    has_frame_times: ClassVar[bool] = False
 
     @property
-    def native(self) -> int:
+    def native_side(self) -> int:
         return self.side
 
-    def wrong(self, height: int, width: int) -> str | None:
+    def size_error(self, height: int, width: int) -> str | None:
         if height % self.side or width % self.side:
             square = f"{self.side}x{self.side}"
             return f"multiples of {self.side}: frames have {square}, images that many tiles"
@@ -110,28 +110,32 @@ class LlavaNextVideoLayout(SquareFrames):
     """
 
     # Pixels per side of a patch, and the stride by which a video frame's features are pooled.
-    patch: int
-    pool: int
+    patch_size: int
+    pool_stride: int
     pinpoints: tuple[tuple[int, int], ...]
     """Sizes (height, width) at which images are tiled."""
     video_token: str
     fit: ClassVar[Fit] = "cover"
 
     @classmethod
-    def of(cls, config: Any, path: Path, tokenizer: Any) -> "LlavaNextVideoLayout":
+    def from_config(cls, config: Any, path: Path, tokenizer: Any) -> "LlavaNextVideoLayout":
         vision = config.vision_config
         return cls(
             side=vision.image_size,
-            patch=vision.patch_size,
-            pool=config.spatial_pool_stride,
+            patch_size=vision.patch_size,
+            pool_stride=config.spatial_pool_stride,
             pinpoints=tuple((height, width) for height, width in config.image_grid_pinpoints),
-            image_token=token_text(tokenizer, config.image_token_id),
-            video_token=token_text(tokenizer, config.video_token_id),
-            image=Normalisation.of(processor_config(path, "image"), CLIP_MEAN, CLIP_STD),
-            video=Normalisation.of(processor_config(path, "video"), CLIP_MEAN, CLIP_STD),
+            image_token=get_token_text(tokenizer, config.image_token_id),
+            video_token=get_token_text(tokenizer, config.video_token_id),
+            normalize_image=PixelNormalization.from_processor_config(
+                read_processor_config(path, "image"), CLIP_MEAN, CLIP_STD
+            ),
+            normalize_video=PixelNormalization.from_processor_config(
+                read_processor_config(path, "video"), CLIP_MEAN, CLIP_STD
+            ),
         )
 
-    def wrong(self, height: int, width: int) -> str | None:
+    def size_error(self, height: int, width: int) -> str | None:
         if (height, width) != (self.side, self.side):
             return f"{self.side}x{self.side}, the one size of frames that it takes"
         return None
@@ -141,11 +145,11 @@ class LlavaNextVideoLayout(SquareFrames):
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # Features per side of one square.
-        grid = self.side // self.patch
-        # Video frames are pooled by `pool` in both directions and have no newline features.
+        grid = self.side // self.patch_size
+        # Video frames are pooled by `pool_stride` in both directions and have no newline features.
         if shape.frames > 1:
-            return self.video_token * (shape.frames * (grid // self.pool) ** 2)
-        height, width = self._canvas(shape.height, shape.width)
+            return self.video_token * (shape.frames * (grid // self.pool_stride) ** 2)
+        height, width = self._select_canvas(shape.height, shape.width)
         # Size of the feature grid of all tiles together.
         rows, columns = height // self.side * grid, width // self.side * grid
         # Features of the padding are removed, and each row ends with a learned newline feature: unpad_image.
@@ -163,33 +167,33 @@ class LlavaNextVideoLayout(SquareFrames):
     ) -> Tensors:
         # (B, F, 3, side, side)
         if pixels.shape[1] > 1:
-            return {"pixel_values_videos": self.video(pixels)}
+            return {"pixel_values_videos": self.normalize_video(pixels)}
         picture = pixels[:, 0]
         size = (picture.shape[-2], picture.shape[-1])
         # `inside` is the part of the canvas that the picture covers without changing its aspect ratio.
-        canvas, inner_size = self._canvas(*size), self._image_size(*size, size)
+        canvas, inner_size = self._select_canvas(*size), self._image_size(*size, size)
         top, left = (canvas[0] - inner_size[0]) // 2, (canvas[1] - inner_size[1]) // 2
         # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
-        padded[..., top : top + inner_size[0], left : left + inner_size[1]] = resized(
+        padded[..., top : top + inner_size[0], left : left + inner_size[1]] = resize_pixels(
             picture, *inner_size
         )
         # (B, 1, 3, side, side) and (B, tiles, 3, side, side)
         views = [
-            resized(picture, self.side, self.side)[:, None],
-            tiles(padded, self.side, self.side),
+            resize_pixels(picture, self.side, self.side)[:, None],
+            split_tiles(padded, self.side, self.side),
         ]
         return {
-            "pixel_values": self.image(torch.cat(views, dim=1)),
-            "image_sizes": sent([size] * len(picture), pixels.device),
+            "pixel_values": self.normalize_image(torch.cat(views, dim=1)),
+            "image_sizes": copy_to_device([size] * len(picture), pixels.device),
         }
 
-    def _canvas(self, height: int, width: int) -> tuple[int, int]:
+    def _select_canvas(self, height: int, width: int) -> tuple[int, int]:
         return select_best_resolution((height, width), list(self.pinpoints))
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         """The largest size with the picture's aspect ratio that fits its canvas (get_patch_output_size)."""
-        canvas = self._canvas(height, width)
+        canvas = self._select_canvas(height, width)
         # The side that needs the smaller scale fills the canvas; the other one is rounded up, at most to the canvas.
         height_scale, width_scale = canvas[0] / height, canvas[1] / width
         if width_scale < height_scale:
@@ -206,52 +210,54 @@ class SmolVLMLayout(SquareFrames):
     transformers/models/smolvlm/processing_smolvlm.py, image_processing_pil_smolvlm.py.
     """
 
-    longest: int
+    max_long_side: int
     """Maximum length of an image's longer side, in pixels."""
-    features: int
+    tokens_per_tile: int
     """Number of tokens per tile."""
-    timed: ClassVar[bool] = True
+    has_frame_times: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, config: Any, path: Path, tokenizer: Any) -> "SmolVLMLayout":
-        image = processor_config(path, "image")
+    def from_config(cls, config: Any, path: Path, tokenizer: Any) -> "SmolVLMLayout":
+        image = read_processor_config(path, "image")
         vision = config.vision_config
         side = image.get("max_image_size", {}).get("longest_edge", vision.image_size)
         # Without splitting, an image is a single tile.
         splits = image.get("do_image_splitting", True)
         return cls(
             side=side,
-            longest=image.get("size", {}).get("longest_edge", 4 * side) if splits else side,
+            max_long_side=image.get("size", {}).get("longest_edge", 4 * side) if splits else side,
             # Patches of one tile, merged by `scale_factor` in both directions.
-            features=int((side // vision.patch_size) ** 2 / config.scale_factor**2),
-            image_token=token_text(tokenizer, config.image_token_id),
-            image=Normalisation.of(image, HALF, HALF),
-            video=Normalisation.of(processor_config(path, "video"), HALF, HALF),
+            tokens_per_tile=int((side // vision.patch_size) ** 2 / config.scale_factor**2),
+            image_token=get_token_text(tokenizer, config.image_token_id),
+            normalize_image=PixelNormalization.from_processor_config(image, HALF, HALF),
+            normalize_video=PixelNormalization.from_processor_config(
+                read_processor_config(path, "video"), HALF, HALF
+            ),
         )
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         # The largest multiple of the tile that both the recipe and the checkpoint allow.
-        long_side = min(self.longest, max(budget) // self.side * self.side)
+        long_side = min(self.max_long_side, max(budget) // self.side * self.side)
         if long_side <= self.side:
             return self.side, self.side
         # _resize_output_size_rescale_to_max_len followed by resize_for_vision_encoder.
         if width >= height:
-            size = (_even(int(long_side / (width / height))), long_side)
+            size = (_round_up_to_even(int(long_side / (width / height))), long_side)
         else:
-            size = (long_side, _even(int(long_side * (width / height))))
+            size = (long_side, _round_up_to_even(int(long_side * (width / height))))
         # Round up to whole tiles, at least one in each direction.
         rows, columns = (max(1, math.ceil(value / self.side)) for value in size)
         return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
-        marker, picture = "<fake_token_around_image>", self.image_token * self.features
+        marker, picture = "<fake_token_around_image>", self.image_token * self.tokens_per_tile
         # The whole image, downscaled, comes last. Frames of a video have only this part.
         overview = f"{marker}<global-img>{picture}{marker}"
         if shape.frames > 1:
-            frames = [f"\nFrame from {_minutes(second)}:{overview}" for second in seconds]
+            frames = [f"\nFrame from {_format_minutes(second)}:{overview}" for second in seconds]
             return (
-                f"You are provided the following series of {in_words(shape.frames)} frames from a "
-                f"{_hours(seconds[-1])} [H:MM:SS] video.\n{''.join(frames)}\n\n"
+                f"You are provided the following series of {spell_number(shape.frames)} frames from a "
+                f"{_format_hours(seconds[-1])} [H:MM:SS] video.\n{''.join(frames)}\n\n"
             )
         rows, columns = shape.height // self.side, shape.width // self.side
         if rows * columns == 1:
@@ -269,8 +275,10 @@ class SmolVLMLayout(SquareFrames):
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
     ) -> Tensors:
         if pixels.shape[1] > 1:
-            return {"pixel_values": self.video(pixels)}
-        return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side))}
+            return {"pixel_values": self.normalize_video(pixels)}
+        return {
+            "pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side))
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,33 +288,37 @@ class InternVLLayout(SquareFrames):
     Source: transformers/models/internvl/processing_internvl.py, got_ocr2/image_processing_pil_got_ocr2.py.
     """
 
-    features: int
+    tokens_per_tile: int
     """Number of tokens per tile."""
-    most_tiles: int
-    fewest_tiles: int
+    max_tiles: int
+    min_tiles: int
 
     @classmethod
-    def of(cls, config: Any, path: Path, tokenizer: Any) -> "InternVLLayout":
-        image = processor_config(path, "image")
+    def from_config(cls, config: Any, path: Path, tokenizer: Any) -> "InternVLLayout":
+        image = read_processor_config(path, "image")
         (side, _), (patch, _) = config.vision_config.image_size, config.vision_config.patch_size
         return cls(
             side=side,
-            features=int((side // patch) ** 2 * config.downsample_ratio**2),
-            most_tiles=image.get("max_patches", 12),
-            fewest_tiles=image.get("min_patches", 1),
-            image_token=token_text(tokenizer, config.image_token_id),
-            image=Normalisation.of(image, IMAGENET_MEAN, IMAGENET_STD),
-            video=Normalisation.of(processor_config(path, "video"), IMAGENET_MEAN, IMAGENET_STD),
+            tokens_per_tile=int((side // patch) ** 2 * config.downsample_ratio**2),
+            max_tiles=image.get("max_patches", 12),
+            min_tiles=image.get("min_patches", 1),
+            image_token=get_token_text(tokenizer, config.image_token_id),
+            normalize_image=PixelNormalization.from_processor_config(
+                image, IMAGENET_MEAN, IMAGENET_STD
+            ),
+            normalize_video=PixelNormalization.from_processor_config(
+                read_processor_config(path, "video"), IMAGENET_MEAN, IMAGENET_STD
+            ),
         )
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
         # Number of tiles that data.height x data.width holds.
-        num_tiles = max(budget[0] * budget[1] // self.side**2, self.fewest_tiles)
-        rows, columns = self._grid(height, width, min(num_tiles, self.most_tiles))
+        num_tiles = max(budget[0] * budget[1] // self.side**2, self.min_tiles)
+        rows, columns = self._select_grid(height, width, min(num_tiles, self.max_tiles))
         return rows * self.side, columns * self.side
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
-        picture = self.image_token * self.features
+        picture = self.image_token * self.tokens_per_tile
         if shape.frames > 1:
             frames = range(1, shape.frames + 1)
             return "\n".join(f"Frame{frame}: <img>{picture}</img>" for frame in frames)
@@ -319,16 +331,24 @@ class InternVLLayout(SquareFrames):
     ) -> Tensors:
         # (B, F, ...) or (B, V, ...) -> (B * F, ...): the model takes a flat list of tiles.
         if pixels.shape[1] > 1:
-            return {"pixel_values": self.video(pixels).flatten(0, 1)}
-        return {"pixel_values": self.image(tiled_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
+            return {"pixel_values": self.normalize_video(pixels).flatten(0, 1)}
+        return {
+            "pixel_values": self.normalize_image(
+                split_tiles_with_whole(pixels[:, 0], self.side)
+            ).flatten(0, 1)
+        }
 
-    def _grid(self, height: int, width: int, most: int) -> tuple[int, int]:
+    def _select_grid(self, height: int, width: int, max_tiles: int) -> tuple[int, int]:
         """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
         # Smaller grids come first, so that a tie can replace them by a larger one.
         best, min_distance = (1, 1), math.inf
-        grids = [(rows, cols) for cols in range(1, most + 1) for rows in range(1, most // cols + 1)]
+        grids = [
+            (rows, cols)
+            for cols in range(1, max_tiles + 1)
+            for rows in range(1, max_tiles // cols + 1)
+        ]
         for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
-            if rows * columns < self.fewest_tiles:
+            if rows * columns < self.min_tiles:
                 continue
             # Distance between the aspect ratios (width / height) of picture and grid.
             distance = abs(width / height - columns / rows)
@@ -338,7 +358,7 @@ class InternVLLayout(SquareFrames):
         return best
 
 
-def token_text(tokenizer: Any, token_id: int) -> str:
+def get_token_text(tokenizer: Any, token_id: int) -> str:
     """Text of a token id from the model's config. Raises `DitLoraError` if the tokenizer does not have this token."""
     # The text must encode to exactly this id, or the placeholder would become several ordinary tokens.
     text = tokenizer.convert_ids_to_tokens(token_id) if token_id < len(tokenizer) else None
@@ -350,7 +370,7 @@ def token_text(tokenizer: Any, token_id: int) -> str:
     return text
 
 
-def in_words(number: int) -> str:
+def spell_number(number: int) -> str:
     """A number from 0 to 999 in English, as written by num2words, which SmolVLM's processor uses."""
     small = [
         "zero",
@@ -377,7 +397,7 @@ def in_words(number: int) -> str:
     tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
     # num2words writes British English: "one hundred and five".
     if number >= 100:
-        remainder = f" and {in_words(number % 100)}" if number % 100 else ""
+        remainder = f" and {spell_number(number % 100)}" if number % 100 else ""
         return f"{small[number // 100]} hundred{remainder}"
     if number >= 20:
         unit = f"-{small[number % 10]}" if number % 10 else ""
@@ -385,13 +405,13 @@ def in_words(number: int) -> str:
     return small[number]
 
 
-def _even(side: int) -> int:
+def _round_up_to_even(side: int) -> int:
     return side + side % 2
 
 
-def _minutes(seconds: float) -> str:
+def _format_minutes(seconds: float) -> str:
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
-def _hours(seconds: float) -> str:
+def _format_hours(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

@@ -13,19 +13,24 @@ import torch
 
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, Fit, Tensors, token_text
-from dit_lora.families.chat.views import Normalisation, patches, processor_config, sent
+from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, Fit, Tensors, get_token_text
+from dit_lora.families.chat.views import (
+    PixelNormalization,
+    copy_to_device,
+    read_processor_config,
+    split_patches,
+)
 
 
 @dataclass(frozen=True)
 class PixelLimits:
     """Minimum and maximum number of pixels of a picture (Qwen3-VL: of all frames of a video together)."""
 
-    fewest: int
-    most: int
+    min_pixels: int
+    max_pixels: int
 
     @classmethod
-    def of(cls, processor: Mapping[str, Any], default: tuple[int, int]) -> "PixelLimits":
+    def from_config(cls, processor: Mapping[str, Any], default: tuple[int, int]) -> "PixelLimits":
         # Older processor configs have min_pixels and max_pixels; newer ones have the same numbers under `size`.
         size = processor.get("size") or {}
         lower_limit = processor.get("min_pixels") or size.get("shortest_edge") or default[0]
@@ -36,7 +41,7 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class QwenLayout:
-    """Qwen2.5-VL, or with `timestamps` Qwen3-VL, whose frames come in pairs, each with its time.
+    """Qwen2.5-VL, or with `has_timestamps` Qwen3-VL, whose frames come in pairs, each with its time.
 
     A picture has at most data.height x data.width pixels, and at least the checkpoint's minimum, unless that is
     larger. Qwen2.5-VL is told the pace of a video by the seconds between its frames: `second_per_grid_ts`. Source:
@@ -45,50 +50,50 @@ class QwenLayout:
     `<|vision_end|>` of Qwen3-VL's chat template are kept around those of its frames.
     """
 
-    patch: int
-    merge: int
+    patch_size: int
+    merge_size: int
     frames_per_patch: int
-    image_id: int
-    video_id: int
+    image_token_id: int
+    video_token_id: int
     image_token: str
     video_token: str
-    image: Normalisation
-    video: Normalisation
-    image_pixels: PixelLimits
-    video_pixels: PixelLimits
-    timestamps: bool
+    normalize_image: PixelNormalization
+    normalize_video: PixelNormalization
+    image_pixel_limits: PixelLimits
+    video_pixel_limits: PixelLimits
+    has_timestamps: bool
     fit: ClassVar[Fit] = "stretch"
-    timed: ClassVar[bool] = True
+    has_frame_times: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, config: Any, path: Path, tokenizer: Any) -> "QwenLayout":
+    def from_config(cls, config: Any, path: Path, tokenizer: Any) -> "QwenLayout":
         vision, third = config.vision_config, config.model_type == "qwen3_vl"
-        image, video = processor_config(path, "image"), processor_config(path, "video")
+        image, video = read_processor_config(path, "image"), read_processor_config(path, "video")
         step = vision.patch_size * vision.spatial_merge_size
         mean, std = (HALF, HALF) if third else (CLIP_MEAN, CLIP_STD)
         return cls(
-            patch=vision.patch_size,
-            merge=vision.spatial_merge_size,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
             frames_per_patch=vision.temporal_patch_size,
-            image_id=config.image_token_id,
-            video_id=config.video_token_id,
-            image_token=token_text(tokenizer, config.image_token_id),
-            video_token=token_text(tokenizer, config.video_token_id),
-            image=Normalisation.of(image, mean, std),
-            video=Normalisation.of(video, mean, std),
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            image_token=get_token_text(tokenizer, config.image_token_id),
+            video_token=get_token_text(tokenizer, config.video_token_id),
+            normalize_image=PixelNormalization.from_processor_config(image, mean, std),
+            normalize_video=PixelNormalization.from_processor_config(video, mean, std),
             # Defaults of the processor classes.
-            image_pixels=PixelLimits.of(image, (56 * 56, 28 * 28 * 1280)),
-            video_pixels=PixelLimits.of(video, (128 * step**2, 768 * step**2)),
-            timestamps=third,
+            image_pixel_limits=PixelLimits.from_config(image, (56 * 56, 28 * 28 * 1280)),
+            video_pixel_limits=PixelLimits.from_config(video, (128 * step**2, 768 * step**2)),
+            has_timestamps=third,
         )
 
     @property
-    def native(self) -> int:
+    def native_side(self) -> int:
         # 16 merged patches: 448 pixels with Qwen2.5-VL's sizes, 512 with Qwen3-VL's.
-        return 16 * self.patch * self.merge
+        return 16 * self.patch_size * self.merge_size
 
-    def wrong(self, height: int, width: int) -> str | None:
-        step = self.patch * self.merge
+    def size_error(self, height: int, width: int) -> str | None:
+        step = self.patch_size * self.merge_size
         return f"at least {step} pixels a side" if min(height, width) < step else None
 
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
@@ -98,58 +103,66 @@ class QwenLayout:
                 f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200"
             )
         # Qwen3-VL counts the pixels of all frames of a video together, Qwen2.5-VL those of one frame.
-        limits, pictures = self.image_pixels, 1
+        limits, pictures = self.image_pixel_limits, 1
         if frames > 1:
-            limits, pictures = self.video_pixels, frames if self.timestamps else 1
-        max_pixels = min(limits.most, budget[0] * budget[1] * pictures)
-        sides = self._smart_size(
-            height, width, pictures, min(limits.fewest, max_pixels), max_pixels
+            limits, pictures = self.video_pixel_limits, frames if self.has_timestamps else 1
+        max_pixels = min(limits.max_pixels, budget[0] * budget[1] * pictures)
+        sides = self._compute_smart_size(
+            height, width, pictures, min(limits.min_pixels, max_pixels), max_pixels
         )
         return VideoShape(frames, *sides)
 
     def placeholder(self, frames: int) -> str:
-        return _between(self.video_token if frames > 1 else self.image_token)
+        return _wrap_vision_tokens(self.video_token if frames > 1 else self.image_token)
 
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         # After merging, each step x step square of pixels is one token, and `size` frames share theirs.
-        step, size = self.patch * self.merge, self.frames_per_patch
+        step, size = self.patch_size * self.merge_size, self.frames_per_patch
         count = (shape.height // step) * (shape.width // step)
         if shape.frames == 1:
-            return _between(self.image_token * count)
-        if not self.timestamps:
-            return _between(self.video_token * (-(-shape.frames // size) * count))
+            return _wrap_vision_tokens(self.image_token * count)
+        if not self.has_timestamps:
+            return _wrap_vision_tokens(self.video_token * (-(-shape.frames // size) * count))
         # Repeat the last time, as the last frame is repeated to fill its group.
         padded = [*seconds, *[seconds[-1]] * (-shape.frames % size)]
         # Mean time of the first and last frame of each group: Qwen3VLProcessor._calculate_timestamps.
         times = [
             (padded[start] + padded[start + size - 1]) / 2 for start in range(0, len(padded), size)
         ]
-        frames = (f"<{time:.1f} seconds>{_between(self.video_token * count)}" for time in times)
-        return _between("".join(frames))
+        frames = (
+            f"<{time:.1f} seconds>{_wrap_vision_tokens(self.video_token * count)}" for time in times
+        )
+        return _wrap_vision_tokens("".join(frames))
 
     def inputs(
         self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
     ) -> Tensors:
         batch, frames, _, height, width = pixels.shape
         kind, name = ("image", "pixel_values") if frames == 1 else ("video", "pixel_values_videos")
-        normalise = self.image if frames == 1 else self.video
+        normalise = self.normalize_image if frames == 1 else self.normalize_video
         # (B, patches, 3 * frames_per_patch * patch**2)
-        patch_tensors = patches(
+        patch_tensors = split_patches(
             normalise(pixels),
-            side=self.patch,
-            merge=self.merge,
+            side=self.patch_size,
+            merge=self.merge_size,
             frames_per_patch=self.frames_per_patch,
         )
         # Time, height and width in patches. Frames are rounded up to whole groups.
-        grid = (-(-frames // self.frames_per_patch), height // self.patch, width // self.patch)
+        grid = (
+            -(-frames // self.frames_per_patch),
+            height // self.patch_size,
+            width // self.patch_size,
+        )
         # 0 for text, 1 for images, 2 for videos: ProcessorMixin.create_mm_token_type_ids.
-        types = (input_ids == self.image_id).int() + 2 * (input_ids == self.video_id).int()
+        types = (input_ids == self.image_token_id).int() + 2 * (
+            input_ids == self.video_token_id
+        ).int()
         model_inputs = {
             name: patch_tensors.flatten(0, 1),
-            f"{kind}_grid_thw": sent([grid] * batch, pixels.device),
+            f"{kind}_grid_thw": copy_to_device([grid] * batch, pixels.device),
             "mm_token_type_ids": types,
         }
-        if frames > 1 and not self.timestamps:
+        if frames > 1 and not self.has_timestamps:
             if seconds is None:
                 raise DitLoraError(
                     "the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames"
@@ -159,26 +172,26 @@ class QwenLayout:
             model_inputs["second_per_grid_ts"] = self.frames_per_patch * frame_interval
         return model_inputs
 
-    def _smart_size(
-        self, height: int, width: int, pictures: int, fewest: int, most: int
+    def _compute_smart_size(
+        self, height: int, width: int, num_pictures: int, min_pixels: int, max_pixels: int
     ) -> tuple[int, int]:
         """Nearest multiples of the step, scaled if all pictures together have too many or too few pixels."""
-        step = self.patch * self.merge
-        if pictures > 1 and min(height, width) < step:
+        step = self.patch_size * self.merge_size
+        if num_pictures > 1 and min(height, width) < step:
             scale = max(step / height, step / width)
             height, width = int(height * scale), int(width * scale)
         rows, columns = round(height / step), round(width / step)
         # Count pairs of frames here, but single frames below, as Transformers does.
-        pairs = round(pictures / self.frames_per_patch) * self.frames_per_patch
-        volume = (pairs if pictures > 1 else 1) * rows * columns * step**2
-        if volume > most:
-            scale = math.sqrt(pictures * height * width / most)
+        pairs = round(num_pictures / self.frames_per_patch) * self.frames_per_patch
+        volume = (pairs if num_pictures > 1 else 1) * rows * columns * step**2
+        if volume > max_pixels:
+            scale = math.sqrt(num_pictures * height * width / max_pixels)
             rows, columns = (max(1, math.floor(side / scale / step)) for side in (height, width))
-        elif volume < fewest:
-            scale = math.sqrt(fewest / (pictures * height * width))
+        elif volume < min_pixels:
+            scale = math.sqrt(min_pixels / (num_pictures * height * width))
             rows, columns = (math.ceil(side * scale / step) for side in (height, width))
         return rows * step, columns * step
 
 
-def _between(tokens: str) -> str:
+def _wrap_vision_tokens(tokens: str) -> str:
     return f"<|vision_start|>{tokens}<|vision_end|>"

@@ -22,26 +22,26 @@ from transformers import (
     SmolVLMConfig,
 )
 
-from dit_lora.environment.pretrained import built_from
+from dit_lora.environment.pretrained import build_from_config
 from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 # Maximum length of a prompt. Byte tokens make prompts several times longer than in published models.
-_CONTEXT = 2048
+_MAX_TOKENS = 2048
 # LLaVA's anyres sizes (height, width), for squares of 56 instead of 336 pixels.
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 TEXT_WIDTH = 48
 # The language model, for every model type.
-_TEXT: dict[str, Any] = {
+_TEXT_CONFIG: dict[str, Any] = {
     "hidden_size": TEXT_WIDTH,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": _CONTEXT,
+    "max_position_embeddings": _MAX_TOKENS,
     "initializer_range": 0.2,
 }
 # The vision encoders of LLaVA, SmolVLM2 and InternVL.
-_VISION: dict[str, Any] = {
+_VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -49,7 +49,7 @@ _VISION: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 # Qwen's vision encoders have option names of their own.
-_QWEN_VISION: dict[str, Any] = {
+_QWEN_VISION_CONFIG: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,7 +57,7 @@ _QWEN_VISION: dict[str, Any] = {
     "out_hidden_size": 48,
     "initializer_range": 0.2,
 }
-_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 # SmolVLM2's tokens for the position of a tile, up to 4 x 4 tiles.
 _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
@@ -66,11 +66,11 @@ _TILE_TOKENS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for colu
 class Variant(NamedTuple):
     """The parts of one tiny checkpoint."""
 
-    special: tuple[str, ...]
+    special_tokens: tuple[str, ...]
     """Special tokens; the first is the padding token."""
-    end: str
+    end_token: str
     """The token that ends an answer."""
-    named: dict[str, str]
+    named_tokens: dict[str, str]
     """Tokens that the stock processor reads from the tokenizer by name."""
     template: str
     config: Callable[[Callable[[str], int], dict[str, Any]], PreTrainedConfig]
@@ -78,32 +78,34 @@ class Variant(NamedTuple):
     """Processor settings by file, as in the files of the published checkpoints."""
 
 
-def build_tiny(name: str, out: Path) -> None:
-    """Write a checkpoint to `out`: config, weights, tokenizer, chat template and the processors' configs."""
-    tokenizer, model = tiny_chat(name)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+def build_tiny(variant_name: str, folder: Path) -> None:
+    """Write a checkpoint to `folder`: config, weights, tokenizer, chat template and the processors' configs."""
+    tokenizer, model = build_tiny_chat(variant_name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     # Written by hand: saving Transformers' video processors needs torchvision.
-    for file, values in VARIANTS[name].files.items():
+    for file, values in VARIANTS[variant_name].files.items():
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (out / file).write_text(text, encoding="utf-8")
+        (folder / file).write_text(text, encoding="utf-8")
 
 
-def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
-    """Build a variant's tokenizer and model. Each of `words` becomes one token, as in a trained vocabulary."""
-    variant = VARIANTS[name]
-    tokenizer = _tokenizer(variant)
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+def build_tiny_chat(
+    variant_name: str, extra_tokens: Sequence[str] = ()
+) -> tuple[Qwen2Tokenizer, Any]:
+    """Build a variant's tokenizer and model. Each of `extra_tokens` becomes one token, as in a trained vocabulary."""
+    variant = VARIANTS[variant_name]
+    tokenizer = _build_tokenizer(variant)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in extra_tokens])
     token_id: Callable[[str], int] = tokenizer.convert_tokens_to_ids  # type: ignore[assignment]
     # The names that configs and generation configs use for these ids.
     ends = {
         "bos_token_id": None,
-        "eos_token_id": token_id(variant.end),
-        "pad_token_id": token_id(variant.special[0]),
+        "eos_token_id": token_id(variant.end_token),
+        "pad_token_id": token_id(variant.special_tokens[0]),
     }
     # The vocabulary size includes the words added above.
-    config = variant.config(token_id, {**_TEXT, **ends, "vocab_size": len(tokenizer)})
-    model: Any = built_from(AutoModelForImageTextToText, config).eval()
+    config = variant.config(token_id, {**_TEXT_CONFIG, **ends, "vocab_size": len(tokenizer)})
+    model: Any = build_from_config(AutoModelForImageTextToText, config).eval()
     # Perturb biases and norm weights: those of a trained model are not zeros and ones.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -114,7 +116,7 @@ def tiny_chat(name: str, words: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any
     return tokenizer, model
 
 
-def _tokenizer(variant: Variant) -> Qwen2Tokenizer:
+def _build_tokenizer(variant: Variant) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and the special tokens. Nothing is trained."""
     # All 256 bytes, sorted so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
@@ -123,36 +125,36 @@ def _tokenizer(variant: Variant) -> Qwen2Tokenizer:
         vocab=vocab,
         merges=[],
         unk_token=none,
-        pad_token=variant.special[0],
-        eos_token=variant.end,
-        extra_special_tokens=variant.named,
-        model_max_length=_CONTEXT,
+        pad_token=variant.special_tokens[0],
+        eos_token=variant.end_token,
+        extra_special_tokens=variant.named_tokens,
+        model_max_length=_MAX_TOKENS,
     )
-    tokens = [AddedToken(token, special=True, normalized=False) for token in variant.special]
+    tokens = [AddedToken(token, special=True, normalized=False) for token in variant.special_tokens]
     tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.chat_template = variant.template
     return tokenizer
 
 
-def _llava(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+def _llava_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return LlavaNextVideoConfig(
         text_config={**text, "model_type": "mistral", "sliding_window": None},
         vision_config={
-            **_VISION,
+            **_VISION_CONFIG,
             "model_type": "clip_vision_model",
             "image_size": 56,
             "patch_size": 14,
         },
         image_grid_pinpoints=_PINPOINTS,
-        image_token_index=of("<image>"),
-        video_token_index=of("<video>"),
+        image_token_index=token_id("<image>"),
+        video_token_index=token_id("<video>"),
         # 4 x 4 patches per square, pooled to 2 x 2 in videos.
         image_seq_length=16,
         video_seq_length=4,
     )
 
 
-def _qwen2_5(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+def _qwen2_5_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return Qwen2_5_VLConfig(
         text_config={
             **text,
@@ -164,18 +166,18 @@ def _qwen2_5(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig
             },
         },
         vision_config={
-            **_QWEN_VISION,
+            **_QWEN_VISION_CONFIG,
             "patch_size": 14,
             # Windowed attention in all blocks but the second, which has full attention.
             "window_size": 56,
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
         },
-        **_vision_ids(of),
+        **_vision_token_ids(token_id),
     )
 
 
-def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+def _qwen3_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return Qwen3VLConfig(
         text_config={
             **text,
@@ -189,53 +191,53 @@ def _qwen3(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
             },
         },
         vision_config={
-            **_QWEN_VISION,
+            **_QWEN_VISION_CONFIG,
             "patch_size": 16,
             "num_position_embeddings": 64,
             # The vision block whose features are also added inside the language model.
             "deepstack_visual_indexes": [1],
         },
-        **_vision_ids(of),
+        **_vision_token_ids(token_id),
     )
 
 
-def _smolvlm(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+def _smolvlm_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     # SmolVLM has a padding id in its outer config too.
     pad: dict[str, Any] = {"pad_token_id": text["pad_token_id"]}
     return SmolVLMConfig(
         text_config={**text, "model_type": "llama"},
-        vision_config={**_VISION, "image_size": 32, "patch_size": 8},
+        vision_config={**_VISION_CONFIG, "image_size": 32, "patch_size": 8},
         scale_factor=2,
-        image_token_id=of("<image>"),
+        image_token_id=token_id("<image>"),
         **pad,
     )
 
 
-def _internvl(of: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
+def _internvl_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return InternVLConfig(
         text_config={**text, "model_type": "qwen2"},
         vision_config={
-            **_VISION,
+            **_VISION_CONFIG,
             "image_size": [56, 56],
             "patch_size": [14, 14],
             "use_qk_norm": True,
         },
-        image_token_id=of("<IMG_CONTEXT>"),
+        image_token_id=token_id("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
     )
 
 
-def _vision_ids(of: Callable[[str], int]) -> dict[str, Any]:
+def _vision_token_ids(token_id: Callable[[str], int]) -> dict[str, Any]:
     return {
-        "vision_start_token_id": of("<|vision_start|>"),
-        "vision_end_token_id": of("<|vision_end|>"),
-        "image_token_id": of("<|image_pad|>"),
-        "video_token_id": of("<|video_pad|>"),
+        "vision_start_token_id": token_id("<|vision_start|>"),
+        "vision_end_token_id": token_id("<|vision_end|>"),
+        "image_token_id": token_id("<|image_pad|>"),
+        "video_token_id": token_id("<|video_pad|>"),
     }
 
 
-def _chatml(image: str, video: str, system: str = "") -> str:
+def _chatml_template(image: str, video: str, system: str = "") -> str:
     """The chat template of Qwen and InternVL. A picture's text comes where the picture is in the message."""
     # Qwen2.5-VL's template adds this message if a conversation has no system message.
     default_system = f"<|im_start|>system\n{system}<|im_end|>\n"
@@ -258,7 +260,7 @@ def _chatml(image: str, video: str, system: str = "") -> str:
 
 
 # LLaVA's template for Mistral: `[INST] <video>\nquestion [/INST] answer</s>`.
-_INST = (
+_INST_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'][0]['text'] + '</s>' }}{% elif message['role'] != 'user' %}"
     "{{ raise_exception('Only user and assistant roles are supported!') }}{% else %}{{ '[INST] ' }}"
@@ -268,7 +270,7 @@ _INST = (
     "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
 )
 # SmolVLM2's template: a turn that starts with an image has no space after the colon.
-_UTTERANCES = (
+_UTTERANCE_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
     "{{ ':' if message['content'][0]['type'] == 'image' else ': ' }}"
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
@@ -279,15 +281,15 @@ _UTTERANCES = (
 _PAD_TOKEN_NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 
 
-def _files(
+def _processor_files(
     processor: str,
     image: tuple[str, dict[str, Any]],
     video: tuple[str, dict[str, Any]],
-    numbers: tuple[Sequence[float], Sequence[float]],
+    mean_and_std: tuple[Sequence[float], Sequence[float]],
     **values: Any,
 ) -> dict[str, dict[str, Any]]:
     # Both processors normalise with the same mean and std.
-    mean_std = {"image_mean": list(numbers[0]), "image_std": list(numbers[1])}
+    mean_std = {"image_mean": list(mean_and_std[0]), "image_std": list(mean_and_std[1])}
     return {
         "preprocessor_config.json": {**mean_std, **image[1], "image_processor_type": image[0]},
         "video_preprocessor_config.json": {
@@ -301,26 +303,26 @@ def _files(
 
 
 # Sizes in the forms that the different processors expect.
-_SQUARE = {"height": 56, "width": 56}
-_SHORTEST = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE}
+_SQUARE_SIZE = {"height": 56, "width": 56}
+_SHORTEST_EDGE = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE_SIZE}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14}
-_PADS = (
+_PAD_TEXTS = (
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|vision_start|><|video_pad|><|vision_end|>",
 )
 _TILE, _SAMPLING = {"longest_edge": 32}, {"fps": 1, "max_frames": 64}
-_SMOL = {"max_image_size": _TILE}
+_SMOLVLM_SIZE = {"max_image_size": _TILE}
 VARIANTS: dict[str, Variant] = {
     "llava-next-video": Variant(
         ("<unk>", "<s>", "</s>", "<video>", "<image>"),
         "</s>",
         {},
-        _INST,
-        _llava,
-        _files(
+        _INST_TEMPLATE,
+        _llava_config,
+        _processor_files(
             "LlavaNextVideoProcessor",
-            ("LlavaNextImageProcessor", {**_SHORTEST, "image_grid_pinpoints": _PINPOINTS}),
-            ("LlavaNextVideoVideoProcessor", _SHORTEST),
+            ("LlavaNextImageProcessor", {**_SHORTEST_EDGE, "image_grid_pinpoints": _PINPOINTS}),
+            ("LlavaNextVideoVideoProcessor", _SHORTEST_EDGE),
             (CLIP_MEAN, CLIP_STD),
             patch_size=14,
             vision_feature_select_strategy="default",
@@ -328,12 +330,12 @@ VARIANTS: dict[str, Variant] = {
         ),
     ),
     "qwen2.5-vl": Variant(
-        (*_CHATML, *_VISION_TOKENS),
+        (*_CHATML_TOKENS, *_VISION_TOKENS),
         "<|im_end|>",
         _PAD_TOKEN_NAMES,
-        _chatml(*_PADS, "You are a helpful assistant."),
-        _qwen2_5,
-        _files(
+        _chatml_template(*_PAD_TEXTS, "You are a helpful assistant."),
+        _qwen2_5_config,
+        _processor_files(
             "Qwen2_5_VLProcessor",
             ("Qwen2VLImageProcessor", _QWEN_PIXELS),
             ("Qwen2VLVideoProcessor", _QWEN_PIXELS),
@@ -341,12 +343,12 @@ VARIANTS: dict[str, Variant] = {
         ),
     ),
     "qwen3-vl": Variant(
-        (*_CHATML, *_VISION_TOKENS),
+        (*_CHATML_TOKENS, *_VISION_TOKENS),
         "<|im_end|>",
         _PAD_TOKEN_NAMES,
-        _chatml(*_PADS),
-        _qwen3,
-        _files(
+        _chatml_template(*_PAD_TEXTS),
+        _qwen3_config,
+        _processor_files(
             "Qwen3VLProcessor",
             (
                 "Qwen2VLImageProcessor",
@@ -374,21 +376,25 @@ VARIANTS: dict[str, Variant] = {
         ),
         "<end_of_utterance>",
         {},
-        _UTTERANCES,
-        _smolvlm,
-        _files(
+        _UTTERANCE_TEMPLATE,
+        _smolvlm_config,
+        _processor_files(
             "SmolVLMProcessor",
-            ("SmolVLMImageProcessor", {**_SMOL, "size": {"longest_edge": 128}}),
+            ("SmolVLMImageProcessor", {**_SMOLVLM_SIZE, "size": {"longest_edge": 128}}),
             (
                 "SmolVLMVideoProcessor",
-                {**_SMOL, "size": _TILE, "video_sampling": {**_SAMPLING, "video_size": _TILE}},
+                {
+                    **_SMOLVLM_SIZE,
+                    "size": _TILE,
+                    "video_sampling": {**_SAMPLING, "video_size": _TILE},
+                },
             ),
             (HALF, HALF),
             image_seq_len=4,
         ),
     ),
     "internvl": Variant(
-        (*_CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        (*_CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
         "<|im_end|>",
         {
             "start_image_token": "<img>",
@@ -396,15 +402,15 @@ VARIANTS: dict[str, Variant] = {
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         },
-        _chatml("<IMG_CONTEXT>\n", "<video>\n"),
-        _internvl,
-        _files(
+        _chatml_template("<IMG_CONTEXT>\n", "<video>\n"),
+        _internvl_config,
+        _processor_files(
             "InternVLProcessor",
             (
                 "GotOcr2ImageProcessor",
-                {"size": _SQUARE, "max_patches": 6, "crop_to_patches": False},
+                {"size": _SQUARE_SIZE, "max_patches": 6, "crop_to_patches": False},
             ),
-            ("InternVLVideoProcessor", {"size": _SQUARE}),
+            ("InternVLVideoProcessor", {"size": _SQUARE_SIZE}),
             (IMAGENET_MEAN, IMAGENET_STD),
             image_seq_length=4,
         ),

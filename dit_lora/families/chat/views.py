@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from dit_lora.config.records import read_typed
+from dit_lora.config.records import read_typed_json
 from dit_lora.errors import DitLoraError
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class PixelNormalization:
     """`(pixel / 255 - mean) / std`, with one mean and std per color channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
-    def of(
+    def from_processor_config(
         cls, processor: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]
-    ) -> "Normalisation":
+    ) -> "PixelNormalization":
         """The values of a checkpoint's processor config, or these defaults."""
         # Values that are missing or null fall back to the defaults.
         own_mean, own_std = processor.get("image_mean") or mean, processor.get("image_std") or std
@@ -33,31 +33,31 @@ class Normalisation:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalise uint8 (..., 3, H, W) to fp32."""
-        mean = sent(self.mean, pixels.device)[:, None, None]
-        std = sent(self.std, pixels.device)[:, None, None]
+        mean = copy_to_device(self.mean, pixels.device)[:, None, None]
+        std = copy_to_device(self.std, pixels.device)[:, None, None]
         # Like Transformers' video processors, fold the division by 255 into mean and std.
         return (pixels.float() - mean * 255) / (std * 255)
 
 
-def sent(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def copy_to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Copy host values to a device without waiting for queued work, unlike `torch.tensor(values, device=...)`."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def processor_config(path: Path, kind: str) -> dict[str, Any]:
+def read_processor_config(path: Path, kind: str) -> dict[str, Any]:
     """The checkpoint's config of how an `image` or a `video` is preprocessed; {} if it has none.
 
     Searched as Transformers does (video_processing_utils.py, get_video_processor_dict): nested in
     processor_config.json, then in a separate file, and for videos finally in the image config.
     """
-    nested = _read(path / "processor_config.json").get(f"{kind}_processor")
+    nested = _read_json(path / "processor_config.json").get(f"{kind}_processor")
     name = "preprocessor_config.json" if kind == "image" else "video_preprocessor_config.json"
     if nested or (path / name).is_file():
-        return nested or _read(path / name)
-    return {} if kind == "image" else processor_config(path, "image")
+        return nested or _read_json(path / name)
+    return {} if kind == "image" else read_processor_config(path, "image")
 
 
-def resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def resize_pixels(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Resize uint8 (B, 3, H, W): bicubic, antialiased and rounded, as Pillow and torchvision do."""
     if pixels.shape[-2:] == (height, width):
         return pixels
@@ -66,7 +66,7 @@ def resized(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return scaled.round().clamp(0, 255).to(torch.uint8)
 
 
-def tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def split_tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Cut (B, 3, H, W) into tiles of this size, row by row: (B, V, 3, height, width)."""
     rows, columns = pixels.shape[-2] // height, pixels.shape[-1] // width
     # (B, 3, rows, height, columns, width) -> (B, rows, columns, 3, height, width) -> (B, V, 3, height, width)
@@ -74,19 +74,21 @@ def tiles(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return grid.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
 
 
-def tiled_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
+def split_tiles_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
     """Cut (B, 3, H, W) into square tiles and append the whole picture as one tile: (B, V, 3, side, side).
 
     A picture with a single tile gives only that tile.
     """
-    tile_views = tiles(pixels, side, side)
+    tile_views = split_tiles(pixels, side, side)
     if tile_views.shape[1] == 1:
         return tile_views
     # (B, 1, 3, side, side) is the whole picture, as the last view.
-    return torch.cat([tile_views, resized(pixels, side, side)[:, None]], dim=1)
+    return torch.cat([tile_views, resize_pixels(pixels, side, side)[:, None]], dim=1)
 
 
-def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int) -> torch.Tensor:
+def split_patches(
+    frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int
+) -> torch.Tensor:
     """Cut (B, F, 3, H, W) into patches of several frames: (B, patches, 3 * frames_per_patch * side**2).
 
     Neighbours that the model merges, `merge` x `merge`, follow each other. The last frame is repeated if F is not a
@@ -115,11 +117,11 @@ def patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: in
     return grid.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9).flatten(6).flatten(1, 5)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     # All of these files are optional.
     if not file.is_file():
         return {}
     try:
-        return read_typed(file, dict[str, Any])
+        return read_typed_json(file, dict[str, Any])
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {file}: {error}") from error

@@ -34,7 +34,7 @@ FAMILY = DiffusionFamily(
     },
     # Comfy-Org/ComfyUI, comfy/ldm/cogvideo/model.py.
     comfyui=LayerNames(
-        renamed={
+        renames={
             "transformer_blocks.*.norm1.linear": "blocks.*.norm1.linear",
             "transformer_blocks.*.norm2.linear": "blocks.*.norm2.linear",
             "transformer_blocks.*.attn1.to_q": "blocks.*.q",
@@ -53,7 +53,7 @@ FAMILY = DiffusionFamily(
             "proj_out": "proj_out",
         }
     ),
-    kohya=True,
+    has_kohya_layout=True,
     tiny_variants=(
         "cogvideox-2b",
         "cogvideox-5b",

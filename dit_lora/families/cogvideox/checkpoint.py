@@ -8,31 +8,31 @@ from typing import Any
 from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.cogvideox.image_to_video import CogVideoXImageCheckpoint
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
     read_component_config,
     read_index,
-    require_whole_weights,
+    require_complete_weights,
 )
 from dit_lora.numerics.objectives import VPrediction
 
 # Checkpoint classes by the pipeline class in model_index.json.
-_KINDS = {
+_CHECKPOINT_CLASSES = {
     kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)
 }
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or objective, or channels that do not fit."""
-    path = local_checkpoint(model)
-    kind = _KINDS[read_index(model, path, family.pipeline_names)["_class_name"]]
-    transformer = _transformer_config(path, model)
+    path = get_checkpoint_folder(model)
+    kind = _CHECKPOINT_CLASSES[read_index(model, path, family.pipeline_names)["_class_name"]]
+    transformer = _read_transformer_config(path, model)
     vae = read_component_config(path, "vae")
-    require_whole_weights(model, path, "vae", "text_encoder")
+    require_complete_weights(model, path, "vae", "text_encoder")
     _require_channels(model, transformer, vae, kind)
     # Published checkpoints name the DDIM or the DPM scheduler; their alphas are computed from the same options.
     scheduler = CogVideoXDDIMScheduler.from_config(read_component_config(path, "scheduler"))
@@ -50,7 +50,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXChe
     )
 
 
-def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
+def _read_transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
     """The transformer's config: class defaults, updated by the file and by `model.from_scratch`.
 
     Version 1.0's files lack options that were added later.
@@ -63,7 +63,7 @@ def _transformer_config(path: Path, model: ModelConfig) -> dict[str, Any]:
     unknown = sorted(set(changes) - set(defaults))
     if unknown:
         heading = f"model.from_scratch takes {', '.join(sorted(defaults))}; it does not know"
-        raise DitLoraError(listed(heading, unknown))
+        raise DitLoraError(format_list(heading, unknown))
     return {**defaults, **config, **changes}
 
 
@@ -71,12 +71,12 @@ def _require_channels(
     model: ModelConfig,
     transformer: Mapping[str, Any],
     vae: Mapping[str, Any],
-    kind: type[CogVideoXCheckpoint],
+    checkpoint_class: type[CogVideoXCheckpoint],
 ) -> None:
     """Check that the transformer's inputs and outputs are latents; for image-to-video, inputs twice as many."""
     latents = vae["latent_channels"]
     # Image-to-video concatenates the image's latents with the noisy ones along the channels.
-    inputs = latents * (2 if issubclass(kind, CogVideoXImageCheckpoint) else 1)
+    inputs = latents * (2 if issubclass(checkpoint_class, CogVideoXImageCheckpoint) else 1)
     expected = {"in_channels": inputs, "out_channels": latents}
     problems = [
         f"{name} must be {value}; got {transformer[name]}"
@@ -84,7 +84,7 @@ def _require_channels(
         if transformer[name] != value
     ]
     if problems:
-        name = kind.pipeline_class.__name__
+        name = checkpoint_class.pipeline_class.__name__
         raise DitLoraError(
-            listed(f"{model.path}: the transformer of a {name} with this VAE", problems)
+            format_list(f"{model.path}: the transformer of a {name} with this VAE", problems)
         )

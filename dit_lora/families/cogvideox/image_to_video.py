@@ -18,16 +18,16 @@ from diffusers.video_processor import VideoProcessor
 from torch import nn
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.cogvideox.text_to_video import CogVideoXCheckpoint
-from dit_lora.families.pictures import as_picture, wrong_pictures
-from dit_lora.families.posterior import drawn, encode_video
+from dit_lora.families.pictures import image_errors, to_pil_image
+from dit_lora.families.posterior import encode_video, sample_posterior
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Draws, generator, integers, normal
+from dit_lora.numerics.streams import DrawFunctions, draw_integers, make_generator, normal
 
 # Training noise is added to pixels, but latents are cached: encode this many noisy copies of each image.
-NOISED_ENCODINGS = 4
+NUM_NOISY_ENCODINGS = 4
 IMAGE_TRANSFORM = "cogvideox-i2v-1: the pipeline's preprocessing; clean, then noised encodings"
 # The pipeline's value for the offset embedding of 1.5 (pipeline_cogvideox_image2video.py, `ofs_emb`).
 OFFSET = 2.0
@@ -37,34 +37,34 @@ OFFSET = 2.0
 class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     """A CogVideoX image-to-video checkpoint."""
 
-    image_noise: bool = True
+    has_image_noise: bool = True
     image_dropout: float = 0.0
     pipeline_class: ClassVar[Any] = CogVideoXImageToVideoPipeline
-    pictures: ClassVar[tuple[str, ...]] = ("image",)
-    takes: ClassVar[tuple[str, ...]] = (
+    image_arguments: ClassVar[tuple[str, ...]] = ("image",)
+    supported_options: ClassVar[tuple[str, ...]] = (
         "data.image_column",
         "data.image_dropout",
         "data.image_noise",
         "validation.images",
     )
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply `data.image_noise` and `data.image_dropout`. Raises `DitLoraError` if prompts lack first images."""
-        checkpoint = super().for_recipe(recipe)
-        data, problems = recipe.data, wrong_pictures(recipe.validation, self.pictures)
+        checkpoint = super().apply_recipe(recipe)
+        data, problems = recipe.data, image_errors(recipe.validation, self.image_arguments)
         # A flipped clip with an unflipped first image would train on a contradiction.
         if data.flip:
             problems.append(
                 "data.flip: it would not mirror a first image of the clip's own; remove it"
             )
         if problems:
-            raise DitLoraError(listed(f"{self.path.name} is image-to-video", problems))
+            raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         noise = data.image_noise is not False
-        return replace(checkpoint, image_noise=noise, image_dropout=data.image_dropout)
+        return replace(checkpoint, has_image_noise=noise, image_dropout=data.image_dropout)
 
-    def video_facts(self) -> Mapping[str, Any]:
-        encodings = 1 + NOISED_ENCODINGS * self.image_noise
-        return {**super().video_facts(), "image": f"{IMAGE_TRANSFORM}: {encodings}"}
+    def latent_cache_key(self) -> Mapping[str, Any]:
+        encodings = 1 + NUM_NOISY_ENCODINGS * self.has_image_noise
+        return {**super().latent_cache_key(), "image": f"{IMAGE_TRANSFORM}: {encodings}"}
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -79,8 +79,11 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             picture = pixels[0] if image is None else image
-            clean = processor.preprocess(as_picture(picture))
-            images = [clean, *(noised_images(picture, clean) if self.image_noise else ())]
+            clean = processor.preprocess(to_pil_image(picture))
+            images = [
+                clean,
+                *(generate_noisy_images(picture, clean) if self.has_image_noise else ()),
+            ]
             # One at a time: in a batch, the last bits of a result would depend on the other images.
             posteriors = [
                 vae.encode(pixels_BCHW.to(device, dtype)[:, :, None]).latent_dist
@@ -93,38 +96,42 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
 
         return encode
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Random tensors of the clip, plus the image's encoding, its latent, and whether the image is dropped."""
         # (B, K, C, 1, H, W): K encodings of one image, each with the shape (C, 1, H, W).
         encodings, *shape = batch["image_latent_mean"].shape[1:]
-        image_draws: Draws = {
+        image_draws: DrawFunctions = {
             "image_posterior": partial(normal, shape),
             "image_dropout": lambda rows: (
                 torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
             ),
         }
-        noised: Draws = {"image_noise": partial(integers, 1, encodings)} if encodings > 1 else {}
-        return {**super().draws(batch), **image_draws, **noised}
+        noised: DrawFunctions = (
+            {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
+        )
+        return {**super().draw_functions(batch), **image_draws, **noised}
 
-    def _drawn_prediction(
+    def _predict_in_training(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict with a latent of the randomly chosen image encoding, or with zeros if the image is dropped."""
         mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
         rows = torch.arange(len(mean), device=mean.device)
         # Index of the image's encoding per sample; 0 is the clean one.
-        encoding_index = given.get("image_noise", 0 * rows)
-        latent = drawn(
-            mean[rows, encoding_index], logvar[rows, encoding_index], given["image_posterior"]
+        encoding_index = random_tensors.get("image_noise", 0 * rows)
+        latent = sample_posterior(
+            mean[rows, encoding_index],
+            logvar[rows, encoding_index],
+            random_tensors["image_posterior"],
         )
         # A dropped image becomes zeros.
-        has_image = given["image_dropout"].view(-1, 1, 1, 1, 1)
-        return self._with_image(transformer, noisy, timesteps, batch, latent * has_image)
+        has_image = random_tensors["image_dropout"].view(-1, 1, 1, 1, 1)
+        return self._predict_with_image(transformer, noisy, timesteps, batch, latent * has_image)
 
     def predict(
         self,
@@ -135,9 +142,9 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
     ) -> torch.Tensor:
         """Predict the velocity with the mean latent of the clean image; equal to one call of the stock pipeline."""
         clean = batch["image_latent_mean"][:, 0].float()
-        return self._with_image(transformer, noisy_BFCHW, timesteps, batch, clean)
+        return self._predict_with_image(transformer, noisy_BFCHW, timesteps, batch, clean)
 
-    def _with_image(
+    def _predict_with_image(
         self,
         transformer: nn.Module,
         noisy_BFCHW: torch.Tensor,
@@ -158,16 +165,19 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         arguments = {"ofs": prompt_embeds.new_full((1,), OFFSET)} if has_offset else {}
         # (B, F, 2 C, H, W)
         hidden = torch.cat([noisy_BFCHW, image_channels], dim=2)
-        return self._call(transformer, hidden, timesteps, prompt_embeds, **arguments)
+        return self._run_transformer(transformer, hidden, timesteps, prompt_embeds, **arguments)
 
 
-def noised_images(pixels: torch.Tensor, clean: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield copies of `clean` with noise of scale exp(N(-3, 0.5)), as in CogVideo (finetune/, `image_noise_sigma`).
+def generate_noisy_images(
+    pixels: torch.Tensor, clean_image: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Yield copies of `clean_image` with noise of scale exp(N(-3, 0.5)), as in CogVideo (finetune/,
+    `image_noise_sigma`).
 
     The noise is a function of the image's pixels, so a sample is encoded the same way in every run.
     """
     digest = hashlib.sha256(pixels.cpu().contiguous().numpy().data).hexdigest()
-    for number in range(NOISED_ENCODINGS):
-        draws = generator(0, "image_noise", digest, number)
+    for number in range(NUM_NOISY_ENCODINGS):
+        draws = make_generator(0, "image_noise", digest, number)
         sigma = torch.exp(-3.0 + 0.5 * torch.randn((), generator=draws))
-        yield clean + sigma * torch.randn(clean.shape, generator=draws)
+        yield clean_image + sigma * torch.randn(clean_image.shape, generator=draws)

@@ -25,13 +25,13 @@ from dit_lora.families.base import (
     TextLimit,
     VideoEncoder,
 )
-from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.posterior import drawn, encode_video
-from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.posterior import encode_video, sample_posterior
+from dit_lora.families.refusals import frame_count_errors, side_errors
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import LossOutput, VPrediction, mean_squared_error
-from dit_lora.numerics.streams import Draws, Streams, integers, normal
+from dit_lora.numerics.objectives import LossOutput, VPrediction, compute_mean_squared_error
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +57,25 @@ class CogVideoXCheckpoint(Checkpoint):
         return self.transformer_config["max_text_seq_length"]
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         return self.spatial_factor * self.transformer_config["patch_size"]
 
-    def text_limit(self) -> TextLimit:
-        return text_limit(self.path, self.text_tokens)
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.path, self.text_tokens)
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1; height and width multiples of VAE factor x patch size (16).
 
         4n + 1 frames do not work: the VAE decodes latent frames in pairs and allows only an odd first one, so the 4
         latents of 13 frames decode to 16 (autoencoder_kl_cogvideox.py, `_decode`).
         """
         return [
-            *wrong_sides(shape, self.side_step),
-            *wrong_frames(shape.frames, 2 * self.temporal_factor),
-            *self._beyond_positions(shape),
+            *side_errors(shape, self.size_multiple),
+            *frame_count_errors(shape.frames, 2 * self.temporal_factor),
+            *self._position_limit_errors(shape),
         ]
 
-    def _beyond_positions(self, shape: VideoShape) -> list[str]:
+    def _position_limit_errors(self, shape: VideoShape) -> list[str]:
         """One message per size for which the transformer has no positions."""
         config, factor = self.transformer_config, self.spatial_factor
         requested = {"frames": shape.frames, "height": shape.height, "width": shape.width}
@@ -97,8 +97,8 @@ class CogVideoXCheckpoint(Checkpoint):
             if requested[name] > max_size
         ]
 
-    def text_facts(self) -> Mapping[str, Any]:
-        return {**super().text_facts(), "tokens": self.text_tokens}
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {**super().text_cache_key(), "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.text_tokens, self.transformer_config["text_embed_dim"])
@@ -106,7 +106,7 @@ class CogVideoXCheckpoint(Checkpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as the pipeline uses it: padded to `max_text_seq_length`, without an attention mask."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -133,17 +133,17 @@ class CogVideoXCheckpoint(Checkpoint):
 
         return encode
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         channels, frames, *size = batch["latent_mean"].shape[1:]
         return {
             # The posterior has no padding frames: they repeat the first latent frame after it is drawn.
             "posterior": partial(normal, (channels, frames, *size)),
-            "noise": partial(normal, (channels, frames + self.padding(frames), *size)),
-            "timestep": partial(integers, 0, self.train_timesteps),
+            "noise": partial(normal, (channels, frames + self.num_padding_frames(frames), *size)),
+            "timestep": partial(draw_integers, 0, self.num_train_timesteps),
         }
 
     def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
 
@@ -151,43 +151,45 @@ class CogVideoXCheckpoint(Checkpoint):
         drops the output for it, so it gets no loss here (CogVideo's own trainer does include it).
         """
         # Each tensor is (B, ...), drawn by the samples' own streams.
-        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
-        clean_BCFHW = drawn(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
-        padding = self.padding(clean_BCFHW.shape[2])
-        # With `padding` 0, nothing is put in front.
+        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
+        clean_BCFHW = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], draws["posterior"]
+        )
+        padding = self.num_padding_frames(clean_BCFHW.shape[2])
+        # With `num_padding_frames` 0, nothing is put in front.
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
         # The transformer takes (B, F, C, H, W).
         clean = clean_BCFHW.transpose(1, 2) * self.vae_config["scaling_factor"]
         noise, timesteps = draws["noise"].transpose(1, 2), draws["timestep"]
 
         noisy = self.objective.add_noise(clean, noise, timesteps)
-        prediction = self._drawn_prediction(transformer, noisy, timesteps, batch, draws)
-        target = self.objective.target(clean, noise, timesteps)
-        weights = loss_weights(batch, self.mask_floor, clean)
+        prediction = self._predict_in_training(transformer, noisy, timesteps, batch, draws)
+        target = self.objective.compute_target(clean, noise, timesteps)
+        weights = compute_loss_weights(batch, self.mask_floor, clean)
         # Leave out the repeated first frames, whose output the pipeline drops.
-        losses = mean_squared_error(prediction[:, padding:], target[:, padding:], weights)
+        losses = compute_mean_squared_error(prediction[:, padding:], target[:, padding:], weights)
         return LossOutput(losses, timesteps)
 
-    def padding(self, frames: int) -> int:
+    def num_padding_frames(self, frames: int) -> int:
         """Number of latent frames that the pipeline adds in front so that temporal patches fit."""
         return -frames % (self.transformer_config["patch_size_t"] or 1)
 
-    def context_tokens(self, shape: VideoShape) -> tuple[int, int]:
+    def count_tokens(self, shape: VideoShape) -> tuple[int, int]:
         """Number of text and video tokens of a sample of this shape in the transformer."""
         # Latent frames: one for the first frame, then one for every `temporal_factor` frames.
         frames = (shape.frames - 1) // self.temporal_factor + 1
-        frames += self.padding(frames)
+        frames += self.num_padding_frames(frames)
         # Tokens of one latent frame.
-        area = (shape.height // self.side_step) * (shape.width // self.side_step)
+        area = (shape.height // self.size_multiple) * (shape.width // self.size_multiple)
         return self.text_tokens, frames // (self.transformer_config["patch_size_t"] or 1) * area
 
-    def _drawn_prediction(
+    def _predict_in_training(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """The prediction of a training step, which needs no random tensors other than noise and timestep."""
         return self.predict(transformer, noisy, timesteps, batch)
@@ -200,15 +202,15 @@ class CogVideoXCheckpoint(Checkpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
-        return self._call(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
+        return self._run_transformer(transformer, noisy_BFCHW, timesteps, batch["prompt_embeds"])
 
-    def _call(
+    def _run_transformer(
         self,
         transformer: nn.Module,
         hidden_BFCHW: torch.Tensor,
         timesteps: torch.Tensor,
         prompt_embeds: torch.Tensor,
-        **given: torch.Tensor,
+        **kwargs: torch.Tensor,
     ) -> torch.Tensor:
         # (B, F, C, H, W): axis 2 holds the channels.
         frames, height, width = (hidden_BFCHW.shape[i] for i in (1, 3, 4))
@@ -216,19 +218,23 @@ class CogVideoXCheckpoint(Checkpoint):
             hidden_states=hidden_BFCHW.to(prompt_embeds.dtype),
             encoder_hidden_states=prompt_embeds,
             timestep=timesteps,
-            image_rotary_emb=self._rotary(frames, height, width, hidden_BFCHW.device),
+            image_rotary_emb=self._rotary_embeddings(frames, height, width, hidden_BFCHW.device),
             return_dict=False,
-            **given,
+            **kwargs,
         )[0]
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+        return arguments | (
+            {"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {}
+        )
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
             "num_frames": shape.frames,
             "height": shape.height,
@@ -236,7 +242,7 @@ class CogVideoXCheckpoint(Checkpoint):
             "max_sequence_length": self.text_tokens,
         }
 
-    def _rotary(
+    def _rotary_embeddings(
         self, frames: int, height: int, width: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.transformer_config["use_rotary_positional_embeddings"]:

@@ -13,14 +13,14 @@ from diffusers import (
     CogVideoXTransformer3DModel,
 )
 
-from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
 
 _LATENT_CHANNELS = 4
-_ROTARY = {"use_rotary_positional_embeddings": True}
-_FROM_IMAGE = {"in_channels": 2 * _LATENT_CHANNELS}
+_ROTARY_CONFIG = {"use_rotary_positional_embeddings": True}
+_IMAGE_CONFIG = {"in_channels": 2 * _LATENT_CHANNELS}
 # 1.5 has a position table of 300 x 300 latents; this one ends at 160 pixels. Its card says 224 tokens.
-_VERSION_1_5 = {
-    **_ROTARY,
+_VERSION_1_5_CONFIG = {
+    **_ROTARY_CONFIG,
     "patch_size_t": 2,
     "patch_bias": False,
     "sample_height": 20,
@@ -29,32 +29,38 @@ _VERSION_1_5 = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "cogvideox-2b": {},
-    "cogvideox-5b": _ROTARY,
-    "cogvideox-5b-i2v": {**_ROTARY, **_FROM_IMAGE, "use_learned_positional_embeddings": True},
-    "cogvideox-1.5": _VERSION_1_5,
-    "cogvideox-1.5-i2v": {**_VERSION_1_5, **_FROM_IMAGE, "ofs_embed_dim": 32},
+    "cogvideox-5b": _ROTARY_CONFIG,
+    "cogvideox-5b-i2v": {
+        **_ROTARY_CONFIG,
+        **_IMAGE_CONFIG,
+        "use_learned_positional_embeddings": True,
+    },
+    "cogvideox-1.5": _VERSION_1_5_CONFIG,
+    "cogvideox-1.5-i2v": {**_VERSION_1_5_CONFIG, **_IMAGE_CONFIG, "ofs_embed_dim": 32},
 }
 """Changes of each variant to the transformer's config."""
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     changes = VARIANTS[variant]
     # 5B and 1.5 have rotary positions, and with them other values of the VAE and the scheduler.
     rotary = "use_rotary_positional_embeddings" in changes
     kind = CogVideoXImageToVideoPipeline if variant.endswith("i2v") else CogVideoXPipeline
-    tokenizer = t5_tokenizer()
+    tokenizer = build_t5_tokenizer()
     pipeline: Any = kind(
         tokenizer=tokenizer,
-        text_encoder=t5_encoder(len(tokenizer)),
-        vae=_vae(scaling_factor=0.7 if rotary else 1.15258426, inverted="1.5" in variant),
-        transformer=_transformer(changes),
-        scheduler=_scheduler(rotary),
+        text_encoder=build_t5_encoder(len(tokenizer)),
+        vae=_build_vae(
+            scaling_factor=0.7 if rotary else 1.15258426, inverts_scale="1.5" in variant
+        ),
+        transformer=_build_transformer(changes),
+        scheduler=_build_scheduler(rotary),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:
+def _build_transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:
     common: dict[str, Any] = {
         "num_attention_heads": 4,
         "attention_head_dim": 16,
@@ -74,7 +80,7 @@ def _transformer(changes: dict[str, Any]) -> CogVideoXTransformer3DModel:
     return transformer
 
 
-def _vae(scaling_factor: float, inverted: bool) -> AutoencoderKLCogVideoX:
+def _build_vae(scaling_factor: float, inverts_scale: bool) -> AutoencoderKLCogVideoX:
     vae: Any = AutoencoderKLCogVideoX(
         block_out_channels=(8, 8, 8, 8),
         latent_channels=_LATENT_CHANNELS,
@@ -84,7 +90,7 @@ def _vae(scaling_factor: float, inverted: bool) -> AutoencoderKLCogVideoX:
         sample_height=64,
         sample_width=96,
         scaling_factor=scaling_factor,
-        invert_scale_latents=inverted,
+        invert_scale_latents=inverts_scale,
     )
     vae.eval()
     # A trained VAE has a narrow posterior and latents of unit variance after scaling. A random one's posterior is as
@@ -97,16 +103,16 @@ def _vae(scaling_factor: float, inverted: bool) -> AutoencoderKLCogVideoX:
     return vae
 
 
-def _scheduler(rotary: bool) -> CogVideoXDDIMScheduler | CogVideoXDPMScheduler:
+def _build_scheduler(has_rotary: bool) -> CogVideoXDDIMScheduler | CogVideoXDPMScheduler:
     # The published checkpoints' values: snr_shift_scale is 3.0 in 2B and 1.0 in the others.
-    kind = CogVideoXDPMScheduler if rotary else CogVideoXDDIMScheduler
+    kind = CogVideoXDPMScheduler if has_rotary else CogVideoXDDIMScheduler
     return kind(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
         beta_end=0.012,
         prediction_type="v_prediction",
         rescale_betas_zero_snr=True,
-        snr_shift_scale=1.0 if rotary else 3.0,
+        snr_shift_scale=1.0 if has_rotary else 3.0,
         timestep_spacing="trailing",
         clip_sample=False,
         set_alpha_to_one=True,

@@ -1,6 +1,6 @@
 """DiT: class-conditional images, every checkpoint in Diffusers' format."""
 
-from dit_lora.adapters.layer_names import no_names
+from dit_lora.adapters.layer_names import make_unsupported_names
 from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
@@ -21,7 +21,9 @@ FAMILY = DiffusionFamily(
     default_recipe="dit/xl2_256_lora",
     # Its page states no licence; LICENSE.txt of facebookresearch/DiT does.
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
-    called_alone=("transformer_blocks.0.norm1.emb",),  # the head embeds timestep and class with it
-    comfyui=no_names("ComfyUI has no DiT with class labels"),
+    directly_called_modules=(
+        "transformer_blocks.0.norm1.emb",
+    ),  # the head embeds timestep and class with it
+    comfyui=make_unsupported_names("ComfyUI has no DiT with class labels"),
     tiny_variants=("dit-tiny",),
 )

@@ -19,27 +19,27 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.dit.classes import (
-    STOCK_NULL,
-    TABLE,
+    LABEL_TABLE_NAME,
+    STOCK_NULL_ROW,
     ClassCheckpoint,
     ClassTable,
     DiTPipeline,
-    grow,
-    initialise,
-    keep_labels,
-    names_of,
+    disable_label_dropout,
+    grow_label_tables,
+    initialize_weights,
+    read_class_names,
 )
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import learns_variance, noise_objective
+from dit_lora.families.noise_prediction import has_variance_channels, read_noise_objective
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_component_config,
     read_index,
-    require_whole_weights,
-    stored_fields,
+    require_complete_weights,
 )
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
@@ -48,28 +48,28 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 class DiTCheckpoint(ClassCheckpoint):
     """A DiT checkpoint with the classes it is trained on."""
 
-    connector: Sequence[str]
-    """Patterns of the `connector` group if the recipe sets none."""
+    connector_patterns: Sequence[str]
+    """Patterns of the `connector_patterns` group if the recipe sets none."""
     transform = "dit-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
     transformer_class: ClassVar[Any] = DiTTransformer2DModel
-    count_key = "num_embeds_ada_norm"
-    output = "images"
+    num_classes_key = "num_embeds_ada_norm"
+    output_field = "images"
 
     @property
     def pipeline_class(self) -> Any:
         """Diffusers' pipeline, or for fewer than 1000 classes a subclass that uses their null row."""
         # Diffusers guides with label 1000, which is only the null class of a table with 1000 classes or more.
-        return StockPipeline if self.classes.count >= STOCK_NULL else DiTPipeline
+        return StockPipeline if self.trained_classes.count >= STOCK_NULL_ROW else DiTPipeline
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         """The only side length that the position table supports."""
         return self.transformer_config["sample_size"] * self.spatial_factor
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """One square frame of the size that the position table supports."""
         # The position table is not interpolated, so no other size works.
-        size = self.side_step
+        size = self.size_multiple
         problems = [
             f"data.{name} must be {size}; got {value}"
             for name, value in (("height", shape.height), ("width", shape.width))
@@ -95,12 +95,12 @@ class DiTCheckpoint(ClassCheckpoint):
         transformer = super().load_transformer(dtype)
         # Diffusers' own initialisation is not DiT's: its gates are not zero.
         if self.from_scratch is not None:
-            initialise(transformer)
-        keep_labels(transformer)
+            initialize_weights(transformer)
+        disable_label_dropout(transformer)
         return transformer
 
-    def grow(self, transformer: Any) -> None:
-        grow(transformer, self.classes, self.stored)
+    def grow_label_tables(self, transformer: Any) -> None:
+        grow_label_tables(transformer, self.trained_classes, self.stored_classes)
 
     def predict(
         self,
@@ -124,31 +124,39 @@ class DiTCheckpoint(ClassCheckpoint):
         # The stored transformer has no rows for new classes, so always pass the one that was extended.
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.classes.names))
+        return self._load_pipeline(
+            dtype, transformer, True, id2label=dict(self.trained_classes.names)
+        )
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         """Rows of the label tables. The pipeline adds the null class itself."""
         # The pipeline takes a list of ints.
         if isinstance(prompt, str):
-            return {"class_labels": [self.row(prompt)]}
+            return {"class_labels": [self.get_row(prompt)]}
         return {"class_labels": prompt["class_labels"].tolist()}
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {}
 
-    def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
-        """They train if the `connector` group includes the label tables and has no weight decay."""
+    def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
+        """They train if the `connector_patterns` group includes the label tables and has no weight decay."""
         group = recipe.optim.groups.connector
         # Without patterns in the recipe, the family's connector patterns apply, which include the label tables.
-        patterns = (group.modules or self.connector) if group else ()
-        problem = f"the data has {len(new)} classes that {Path(recipe.model.path).name} has not"
+        patterns = (group.modules or self.connector_patterns) if group else ()
+        problem = (
+            f"the data has {len(new_classes)} classes that {Path(recipe.model.path).name} has not"
+        )
         # The table of block 0 stands for all blocks.
-        if group is None or not any(fnmatch.fnmatchcase(TABLE.format(0), p) for p in patterns):
+        if group is None or not any(
+            fnmatch.fnmatchcase(LABEL_TABLE_NAME.format(0), p) for p in patterns
+        ):
             remedy = (
                 "their rows of the label tables must train: give optim.groups.connector with modules: "
-                f"['{TABLE.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"
+                f"['{LABEL_TABLE_NAME.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"
             )
-            raise DitLoraError(listed(f"{problem}; {remedy}; they are", new))
+            raise DitLoraError(format_list(f"{problem}; {remedy}; they are", new_classes))
         # A group without its own weight decay inherits that of the optimizer.
         decay = group.weight_decay if group.weight_decay is not None else recipe.optim.weight_decay
         # Weight decay also shrinks rows that get no gradient.
@@ -161,21 +169,21 @@ class DiTCheckpoint(ClassCheckpoint):
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> DiTCheckpoint:
     """Read the configs of a DiT in Diffusers' format. Raises `DitLoraError` for another pipeline or broken weights."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    fields = stored_fields(model, path)
+    fields = read_checkpoint_fields(model, path)
     # The number of classes in the files, before `model.from_scratch` changes it.
     stored_config = read_component_config(path, "transformer")
-    table = ClassTable(stored_config["num_embeds_ada_norm"], names_of(index))
-    require_whole_weights(model, path, "vae")
+    table = ClassTable(stored_config["num_embeds_ada_norm"], read_class_names(index))
+    require_complete_weights(model, path, "vae")
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
-    learns_variance(model.path, config)
+    has_variance_channels(model.path, config)
     return DiTCheckpoint(
         **fields,
-        objective=noise_objective(model, path),
-        stored=table,
-        classes=table,
-        connector=family.group_patterns["connector"],
+        objective=read_noise_objective(model, path),
+        stored_classes=table,
+        trained_classes=table,
+        connector_patterns=family.group_patterns["connector"],
     )

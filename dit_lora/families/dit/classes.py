@@ -18,15 +18,15 @@ from diffusers import DiTPipeline as StockPipeline
 from torch import nn
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.sources.scan import class_names
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.data.sources.scan import find_class_names
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import TensorSpec, TextEncoder
-from dit_lora.families.noise_prediction import NoisePrediction
+from dit_lora.families.noise_prediction import NoisePredictionCheckpoint
 from dit_lora.families.opening import load_or_init
 
-STOCK_NULL = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
+STOCK_NULL_ROW = 1000  # diffusers/pipelines/dit/pipeline_dit.py: class_null
 # Name of a block's label table; the field is the block's number.
-TABLE = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"
+LABEL_TABLE_NAME = "transformer_blocks.{}.norm1.emb.class_embedder.embedding_table.weight"
 
 
 @dataclass(frozen=True)
@@ -37,32 +37,34 @@ class ClassTable:
     names: Mapping[int, str]
 
     @classmethod
-    def of_names(cls, names: Sequence[str], count: int | None = None) -> Self:
+    def from_names(cls, names: Sequence[str], count: int | None = None) -> Self:
         """A new table with these classes first."""
         # The names are placed after the count is known, because the null row depends on it.
         table = cls(max(count or 0, len(names)), {})
         return cls(table.count, dict(zip(table.rows(), names, strict=False)))
 
     @property
-    def null(self) -> int:
+    def null_row(self) -> int:
         # From 1000 classes on, the null row stays at 1000.
-        return min(self.count, STOCK_NULL)
+        return min(self.count, STOCK_NULL_ROW)
 
     def rows(self) -> list[int]:
         """Rows of the classes, in order, without the null row."""
-        return [row for row in range(self.count + 1) if row != self.null]
+        return [row for row in range(self.count + 1) if row != self.null_row]
 
-    def row(self, name: str) -> int | None:
+    def find_row(self, name: str) -> int | None:
         """Row of a class by its name or one of its synonyms; None if no class has it.
 
         If no class has a number as its name, a number selects a row. Of equal names the last wins, as in DiTPipeline.
         """
         # The empty caption: caption dropout and the negative prompt.
         if name == "":
-            return self.null
+            return self.null_row
         # Synonyms can be used too, but a complete name takes precedence over them.
-        parts = {part.strip(): row for row, value in self._named() for part in value.split(",")}
-        labels = parts | {value: row for row, value in self._named()}
+        parts = {
+            part.strip(): row for row, value in self._sorted_names() for part in value.split(",")
+        }
+        labels = parts | {value: row for row, value in self._sorted_names()}
         if name in labels:
             return labels[name]
         if name.isdecimal() and not any(label.isdecimal() for label in labels):
@@ -72,7 +74,7 @@ class ClassTable:
         rows = {labels.get(part.strip()) for part in name.split(",")}
         return rows.pop() if len(rows) == 1 else None
 
-    def extended(self, names: Sequence[str]) -> Self:
+    def with_new_classes(self, names: Sequence[str]) -> Self:
         """The table with new classes appended; the rows of the old classes stay the same."""
         # Build the wider table first: it knows which rows are classes.
         wider = type(self)(self.count + len(names), {})
@@ -81,11 +83,11 @@ class ClassTable:
 
     def labels(self) -> dict[str, str]:
         """The classes as `id2label` of model_index.json."""
-        return {str(row): value for row, value in self._named()}
+        return {str(row): value for row, value in self._sorted_names()}
 
-    def near(self, name: str) -> list[str]:
+    def suggest_names(self, name: str) -> list[str]:
         """Names to suggest for an unknown name: all of a short table, else the most similar."""
-        values = [value for _, value in self._named()]
+        values = [value for _, value in self._sorted_names()]
         if len(values) <= 50:
             return values
         parts = {part.strip(): value for value in values for part in value.split(",")}
@@ -96,130 +98,138 @@ class ClassTable:
     def digest(self) -> str:
         return hashlib.sha256(json.dumps([self.count, self.labels()]).encode()).hexdigest()
 
-    def grown(self, weight: torch.Tensor, old: "ClassTable") -> torch.Tensor:
+    def grow_weight(self, weight: torch.Tensor, old_classes: "ClassTable") -> torch.Tensor:
         """The label table for these classes, from that of the old ones. New classes start as the null class."""
         # (classes + 1, width), initially all copies of the null class.
-        rows = weight[old.null].repeat(self.count + 1, 1)
+        rows = weight[old_classes.null_row].repeat(self.count + 1, 1)
         # Old classes keep their rows.
-        rows[old.rows()] = weight[old.rows()]
+        rows[old_classes.rows()] = weight[old_classes.rows()]
         return rows
 
-    def _named(self) -> list[tuple[int, str]]:
+    def _sorted_names(self) -> list[tuple[int, str]]:
         return sorted(self.names.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassCheckpoint(NoisePrediction):
+class ClassCheckpoint(NoisePredictionCheckpoint):
     """A class-conditional checkpoint: a caption is the name of a class, and "" the null class."""
 
-    stored: ClassTable
+    stored_classes: ClassTable
     """The classes in the checkpoint's files."""
-    classes: ClassTable
+    trained_classes: ClassTable
     """The classes that are trained."""
-    count_key: ClassVar[str]
+    num_classes_key: ClassVar[str]
     """Option of the transformer's config that holds the number of classes."""
-    takes: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
+    supported_options: ClassVar[tuple[str, ...]] = ("data.classes", "train.vlb")
 
     @abstractmethod
-    def require_rows_train(self, recipe: Recipe, new: Sequence[str]) -> None:
+    def require_trainable_rows(self, recipe: Recipe, new_classes: Sequence[str]) -> None:
         """Raise `DitLoraError` unless the rows of new classes, which are base weights, train in mode `lora`."""
 
     @abstractmethod
-    def grow(self, transformer: Any) -> None:
+    def grow_label_tables(self, transformer: Any) -> None:
         """Extend the label tables and the config of a loaded transformer to the classes that are trained."""
 
     @property
     def class_names(self) -> Sequence[str]:
-        return tuple(self.stored.labels().values())
+        return tuple(self.stored_classes.labels().values())
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply the classes of the data: new ones are appended; with `model.from_scratch` they are the only ones."""
-        checkpoint = super().for_recipe(recipe)
-        classes = self._classes_for(recipe, class_names(recipe.data, recipe.cache_dir))
+        checkpoint = super().apply_recipe(recipe)
+        classes = self._select_classes(recipe, find_class_names(recipe.data, recipe.cache_dir))
         # Prompts of validation samples may name new classes too, so check them against the extended table.
-        unknown_prompts = unknown(recipe.validation.prompts, classes)
+        unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
             problem = (
                 f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
             )
-            raise DitLoraError(listed(problem, classes.near(unknown_prompts[0])))
+            raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
         return checkpoint.with_classes(classes)
 
     def with_classes(self, classes: ClassTable) -> Self:
         # The transformer is built from the config, so the number of classes must agree.
-        config = {**self.transformer_config, self.count_key: classes.count}
-        return replace(self, transformer_config=config, classes=classes)
+        config = {**self.transformer_config, self.num_classes_key: classes.count}
+        return replace(self, transformer_config=config, trained_classes=classes)
 
-    def text_limit(self) -> None:
+    def load_text_limit(self) -> None:
         return None
 
-    def text_facts(self) -> Mapping[str, Any]:
-        return {"classes": self.classes.digest()}
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {"classes": self.trained_classes.digest()}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         return {"class_labels": (torch.Size(()), torch.int64)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Maps names of classes to rows of the label tables, int64 (B,); "" is the null class."""
-        return lambda names: {"class_labels": torch.tensor([self.row(name) for name in names])}
+        return lambda names: {"class_labels": torch.tensor([self.get_row(name) for name in names])}
 
     def load_transformer(self, dtype: torch.dtype) -> Any:
         # A new model has rows for the classes of the data from the start; a loaded one is extended afterwards.
         scratch = self.from_scratch
         if scratch is not None:
-            scratch = {**scratch, self.count_key: self.classes.count}
+            scratch = {**scratch, self.num_classes_key: self.trained_classes.count}
         transformer = load_or_init(self.transformer_class, self.path, dtype, scratch)
-        if scratch is None and self.classes.count > self.stored.count:
-            self.grow(transformer)
+        if scratch is None and self.trained_classes.count > self.stored_classes.count:
+            self.grow_label_tables(transformer)
         return transformer
 
     def index_changes(self) -> dict[str, Any]:
-        return {} if self.classes == self.stored else {"id2label": self.classes.labels()}
+        return (
+            {}
+            if self.trained_classes == self.stored_classes
+            else {"id2label": self.trained_classes.labels()}
+        )
 
     def config_changes(self) -> dict[str, Any]:
-        return {} if self.classes == self.stored else {self.count_key: self.classes.count}
+        return (
+            {}
+            if self.trained_classes == self.stored_classes
+            else {self.num_classes_key: self.trained_classes.count}
+        )
 
-    def as_trained(self, index: Mapping[str, Any]) -> Self:
+    def with_index_changes(self, index: Mapping[str, Any]) -> Self:
         # Rows that the stored table does not have are the added classes, in the order of their rows.
         labels = {int(row): name for row, name in index["id2label"].items()}
-        added = [labels[row] for row in sorted(set(labels) - set(self.stored.rows()))]
-        return self.with_classes(self.stored.extended(added))
+        added = [labels[row] for row in sorted(set(labels) - set(self.stored_classes.rows()))]
+        return self.with_classes(self.stored_classes.with_new_classes(added))
 
-    def row(self, name: str) -> int:
+    def get_row(self, name: str) -> int:
         """Row of a class by its name. Raises `DitLoraError` with similar names if there is none."""
-        row = self.classes.row(name)
+        row = self.trained_classes.find_row(name)
         if row is None:
-            suggestions = self.classes.near(name)
+            suggestions = self.trained_classes.suggest_names(name)
             raise DitLoraError(
-                listed(f"{self.path.name} has no class {name!r}; it has", suggestions)
+                format_list(f"{self.path.name} has no class {name!r}; it has", suggestions)
             )
         return row
 
-    def _classes_for(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
+    def _select_classes(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
         if self.from_scratch is not None:
-            count = self.from_scratch.get(self.count_key)
+            count = self.from_scratch.get(self.num_classes_key)
             if count is not None and count < len(names):
                 raise DitLoraError(
-                    f"model.from_scratch.{self.count_key} is {count}, and the data has {len(names)} "
+                    f"model.from_scratch.{self.num_classes_key} is {count}, and the data has {len(names)} "
                     "classes; leave it out to have as many"
                 )
-            return type(self.stored).of_names(names, count)
+            return type(self.stored_classes).from_names(names, count)
         # Sorted, so that every rank and every run gives new classes the same rows.
-        new_names = unknown(names, self.stored)
+        new_names = find_unknown_names(names, self.stored_classes)
         # In mode `full` all base weights train, label tables included.
         if new_names and recipe.train.mode == "lora":
-            self.require_rows_train(recipe, new_names)
-        return self.stored.extended(new_names)
+            self.require_trainable_rows(recipe, new_names)
+        return self.stored_classes.with_new_classes(new_names)
 
 
-def names_of(index: Mapping[str, Any]) -> dict[int, str]:
+def read_class_names(index: Mapping[str, Any]) -> dict[int, str]:
     """Names of the classes by row, from model_index.json."""
     return {int(row): name for row, name in (index.get("id2label") or {}).items()}
 
 
-def unknown(names: Iterable[str], classes: ClassTable) -> list[str]:
+def find_unknown_names(names: Iterable[str], classes: ClassTable) -> list[str]:
     """Names without a row, each once, sorted."""
-    return sorted({name for name in names if classes.row(name) is None})
+    return sorted({name for name in names if classes.find_row(name) is None})
 
 
 class DiTPipeline(StockPipeline):
@@ -231,52 +241,54 @@ class DiTPipeline(StockPipeline):
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipeline: Any = self
-        with _null_row(pipeline.transformer):
+        with _use_null_row(pipeline.transformer):
             return StockPipeline.__call__(pipeline, *args, **kwargs)
 
 
 @contextmanager
-def _null_row(transformer: Any) -> Iterator[None]:
+def _use_null_row(transformer: Any) -> Iterator[None]:
     """Inside the context, label 1000 (Diffusers' null class) selects the table's own null row."""
     # Replace the label before the forward pass, whatever module calls the transformer.
-    null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL)
+    null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL_ROW)
 
-    def own(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def replace_null_label(
+        _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         labels = kwargs["class_labels"]
-        return args, {**kwargs, "class_labels": torch.where(labels == STOCK_NULL, null, labels)}
+        return args, {**kwargs, "class_labels": torch.where(labels == STOCK_NULL_ROW, null, labels)}
 
-    with transformer.register_forward_pre_hook(own, with_kwargs=True):
+    with transformer.register_forward_pre_hook(replace_null_label, with_kwargs=True):
         yield
 
 
-def embedders(transformer: Any) -> list[Any]:
+def get_embedders(transformer: Any) -> list[Any]:
     """The timestep and label embedder of each block."""
     # Diffusers' DiT repeats timestep and label embedders in every block.
     return [block.norm1.emb for block in transformer.transformer_blocks]
 
 
-def keep_labels(transformer: Any) -> None:
+def disable_label_dropout(transformer: Any) -> None:
     """Disable the blocks' own label dropout: `data.caption_dropout` drops a sample's label in all blocks at once.
 
     Diffusers' LabelEmbedding draws separately in each block, so one call would mix a label with the null class.
     """
     # Probability 0 turns off LabelEmbedding's own dropout, which is active in training.
-    for embedder in embedders(transformer):
+    for embedder in get_embedders(transformer):
         embedder.class_embedder.dropout_prob = 0.0
 
 
-def grow(transformer: Any, classes: ClassTable, old: ClassTable) -> None:
+def grow_label_tables(transformer: Any, classes: ClassTable, old_classes: ClassTable) -> None:
     """Extend every block's label table, and the config, to these classes."""
-    for embedder in embedders(transformer):
+    for embedder in get_embedders(transformer):
         labels = embedder.class_embedder
-        weight = classes.grown(labels.embedding_table.weight.data, old)
+        weight = classes.grow_weight(labels.embedding_table.weight.data, old_classes)
         # Frozen like all base weights; parameter groups make them trainable.
         labels.embedding_table = nn.Embedding.from_pretrained(weight, freeze=True)
         labels.num_classes = classes.count
     transformer.register_to_config(num_embeds_ada_norm=classes.count)
 
 
-def initialise(transformer: Any) -> None:
+def initialize_weights(transformer: Any) -> None:
     """Initialise weights as DiT does (arXiv 2212.09748, section 3.2): blocks are the identity and the output is zero.
 
     Linear layers are Xavier-uniform with zero biases. Embedders are N(0, 0.02) and equal in all blocks.
@@ -284,12 +296,12 @@ def initialise(transformer: Any) -> None:
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-            _zero(module.bias)
+            _zero_bias(module.bias)
     patches = transformer.pos_embed.proj
     # Initialise the patch convolution like a linear layer, (width, channels * patch * patch).
     nn.init.xavier_uniform_(patches.weight.view(len(patches.weight), -1))
-    _zero(patches.bias)
-    tables = embedders(transformer)
+    _zero_bias(patches.bias)
+    tables = get_embedders(transformer)
     reference = tables[0]
     for weight in (
         reference.timestep_embedder.linear_1.weight,
@@ -303,9 +315,9 @@ def initialise(transformer: Any) -> None:
     modulations = (block.norm1.linear for block in transformer.transformer_blocks)
     for linear in (*outputs, *modulations):
         nn.init.zeros_(linear.weight)
-        _zero(linear.bias)
+        _zero_bias(linear.bias)
 
 
-def _zero(bias: torch.Tensor | None) -> None:
+def _zero_bias(bias: torch.Tensor | None) -> None:
     if bias is not None:
         nn.init.zeros_(bias)

@@ -8,13 +8,13 @@ import torch
 from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 
 from dit_lora.files import read_json
-from dit_lora.models.video_dit_base import iddpm_scheduler
+from dit_lora.models.video_dit_base import build_iddpm_scheduler
 
 # A few of ImageNet's classes, at their indices; the others are named by number.
-_NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
+_CLASS_NAMES = {1: "goldfish, Carassius auratus", 281: "tabby, tabby cat", 285: "Egyptian cat"}
 
 
-def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
+def build_tiny(_variant: str, folder: Path, num_classes: int = 1000) -> None:
     """Write a pipeline like DiT-XL for 32x32 pixels, with a learned variance and a name for every class."""
     transformer = DiTTransformer2DModel(
         num_attention_heads=2,
@@ -24,19 +24,21 @@ def build_tiny(_variant: str, out: Path, classes: int = 1000) -> None:
         num_layers=2,
         sample_size=4,
         patch_size=2,
-        num_embeds_ada_norm=classes,
+        num_embeds_ada_norm=num_classes,
     )
     pipeline: Any = DiTPipeline(
-        transformer=transformer, vae=tiny_vae(), scheduler=iddpm_scheduler()
+        transformer=transformer, vae=build_tiny_vae(), scheduler=build_iddpm_scheduler()
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
     # save_pretrained does not save the names that were passed to the pipeline.
-    index = read_json(out / "model_index.json")
-    index["id2label"] = {str(row): _NAMES.get(row, f"class {row}") for row in range(classes)}
-    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    index = read_json(folder / "model_index.json")
+    index["id2label"] = {
+        str(row): _CLASS_NAMES.get(row, f"class {row}") for row in range(num_classes)
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def tiny_vae() -> AutoencoderKL:
+def build_tiny_vae() -> AutoencoderKL:
     """A VAE like Stable Diffusion's: 8 pixels per latent, 4 channels, scaling factor 0.18215."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),

@@ -50,6 +50,6 @@ FAMILY = DiffusionFamily(
         },
     },
     # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.
-    comfyui=LayerNames(prefix="transformer.", alpha=False),
+    comfyui=LayerNames(prefix="transformer.", reads_alpha=False),
     tiny_variants=("flux-dev", "flux-schnell", "flux-kontext"),
 )

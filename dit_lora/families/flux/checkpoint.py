@@ -39,31 +39,31 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
-from dit_lora.families.loss_mask import loss_weights
+from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
+from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_index,
-    require_whole_weights,
-    stored_fields,
+    require_complete_weights,
 )
-from dit_lora.families.posterior import drawn, encode_picture, rescaled
+from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
 from dit_lora.families.references import (
     PictureEncoder,
-    References,
-    latents_of,
-    scaled_size,
-    too_small,
+    ReferenceSpec,
+    compute_scaled_size,
+    get_reference_latents,
+    min_side_error,
 )
-from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.refusals import side_errors
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
-from dit_lora.numerics.streams import Draws, moved, normal
+from dit_lora.numerics.streams import DrawFunctions, move_to_device, normal
 
 # The value that is meant to switch guidance off: sd-scripts (docs/flux_train_network.md) and musubi-tuner
 # (flux_kontext_train_network.py) train with it. Diffusers' scripts use 3.5, which is a sampling value.
-TRAINED_GUIDANCE = 1.0
+TRAINING_GUIDANCE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ class FluxCheckpoint(FlowCheckpoint):
     pipeline_class: ClassVar[Any] = FluxPipeline
     transformer_class: ClassVar[Any] = FluxTransformer2DModel
     transform = "flux-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output = "images"
-    takes = (*FlowCheckpoint.takes, "train.guidance_scale")
-    guided_batch = 1  # guidance is an input, or a second call
+    output_field = "images"
+    supported_options = (*FlowCheckpoint.supported_options, "train.guidance_scale")
+    guidance_batch_size = 1  # guidance is an input, or a second call
     text_components: ClassVar[tuple[str, ...]] = (
         "text_encoder",
         "tokenizer",
@@ -88,18 +88,18 @@ class FluxCheckpoint(FlowCheckpoint):
     )
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # The pipeline's vae_scale_factor times its packing by two.
         return 2 * 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
-        problems = wrong_sides(shape, self.side_step)
+    def shape_errors(self, shape: VideoShape) -> list[str]:
+        problems = side_errors(shape, self.size_multiple)
         if shape.frames != 1:
             problems.append(f"data.frames must be 1, FLUX makes images; got {shape.frames}")
         return problems
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        checkpoint = super().for_recipe(recipe)
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        checkpoint = super().apply_recipe(recipe)
         guidance = recipe.train.guidance_scale
         if guidance is None:
             return checkpoint
@@ -110,14 +110,14 @@ class FluxCheckpoint(FlowCheckpoint):
             )
         return replace(checkpoint, guidance=guidance)
 
-    def header(self) -> dict[str, Any]:
+    def training_metadata(self) -> dict[str, Any]:
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
-        return super().header() | guidance
+        return super().training_metadata() | guidance
 
-    def with_header(self, made: Mapping[str, Any]) -> Self:
+    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Adapters that do not record it keep the checkpoint's value.
-        guidance = made.get("guidance_scale", self.guidance)
-        return replace(super().with_header(made), guidance=guidance)
+        guidance = metadata.get("guidance_scale", self.guidance)
+        return replace(super().with_training_metadata(metadata), guidance=guidance)
 
     def notes(self, recipe: Recipe) -> list[str]:
         notes = super().notes(recipe)
@@ -129,11 +129,11 @@ class FluxCheckpoint(FlowCheckpoint):
             "steps: what trains on it may lose that. FLUX.1-dev is the usual base",
         ]
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """The limit of T5. CLIP, which gives a single vector, reads 77 tokens."""
-        return text_limit(self.path, self.text_tokens, folder="tokenizer_2")
+        return load_text_limit(self.path, self.text_tokens, folder="tokenizer_2")
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         # All text components, since a change of any of them changes the embeddings.
         folders = {name: self.path / name for name in self.text_components}
         return {**folders, "tokens": self.text_tokens}
@@ -147,7 +147,7 @@ class FluxCheckpoint(FlowCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 and CLIP as the pipeline uses them: T5 and the transformer attend to T5's padding."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -184,29 +184,31 @@ class FluxCheckpoint(FlowCheckpoint):
 
     def mu(self, size: torch.Size) -> float:
         # Packing makes one token of 2 x 2 latents.
-        return mu_by_tokens(self.scheduler, size[-2] * size[-1] // 4)
+        return compute_mu(self.scheduler, size[-2] * size[-1] // 4)
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
         return {
-            **super().draws(batch),
+            **super().draw_functions(batch),
             "noise": partial(normal, (height * width // 4, 4 * channels)),
         }
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return packed(rescaled(latents, self.vae_config))
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return pack_latents(shift_and_scale_latents(latents, self.vae_config))
 
-    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the latents, (B, S, P); None without masks."""
         latents = batch["latent_mean"]
         # (B, 1, H, W), expanded to all channels before packing, so that every packed value has its weight.
-        weights = loss_weights(batch, self.mask_floor, latents)
-        return None if weights is None else packed(weights.expand_as(latents))
+        weights = compute_loss_weights(batch, self.mask_floor, latents)
+        return None if weights is None else pack_latents(weights.expand_as(latents))
 
     def predict(
         self,
@@ -221,7 +223,10 @@ class FluxCheckpoint(FlowCheckpoint):
         """
         dtype = batch["prompt_embeds"].dtype  # the dtype of the pipeline's latents
         # (B, S, P), followed by the tokens of each reference.
-        tokens = [noisy, *(packed(reference.float()) for reference in latents_of(batch))]
+        tokens = [
+            noisy,
+            *(pack_latents(reference.float()) for reference in get_reference_latents(batch)),
+        ]
         guidance = None
         # One value for the batch, as in the pipeline.
         if self.guidance is not None:
@@ -244,7 +249,7 @@ class FluxCheckpoint(FlowCheckpoint):
             "pooled_projections": batch["pooled_prompt_embeds"],
             # As in encode_prompt: zeros, in the dtype of the text.
             "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            "img_ids": moved(
+            "img_ids": move_to_device(
                 FluxPipeline._prepare_latent_image_ids(
                     len(text), height, width, torch.device("cpu"), text.dtype
                 ),
@@ -258,19 +263,21 @@ class FluxCheckpoint(FlowCheckpoint):
         components = {} if text else dict.fromkeys(self.text_components)
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         # Guidance is an input of the network, so there is no prediction for "".
         return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
 
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        return self.default_of("max_sequence_length")
+        return self.get_call_default("max_sequence_length")
 
-    def default_of(self, argument: str) -> Any:
+    def get_call_default(self, argument: str) -> Any:
         """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
@@ -282,12 +289,12 @@ class FluxKontextCheckpoint(FluxCheckpoint):
     pipeline_class: ClassVar[Any] = FluxKontextPipeline
 
     @property
-    def references(self) -> References:
-        return References(1, 1, self._reference_shape, self._wrong_reference)
+    def references(self) -> ReferenceSpec:
+        return ReferenceSpec(1, 1, self._reference_shape, self._reference_error)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
         """One of the pipeline's preferred sizes, or the reference's own size within `data.reference_resolution`."""
-        step = self.side_step
+        step = self.size_multiple
         if self.reference_resolution is None:
             # The preferred size with the nearest aspect ratio, as the pipeline selects it.
             ratio = width / height
@@ -295,14 +302,16 @@ class FluxKontextCheckpoint(FluxCheckpoint):
                 (abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS
             )
         else:
-            height, width = scaled_size(height, width, self.reference_resolution)
+            height, width = compute_scaled_size(height, width, self.reference_resolution)
         # Round down to whole packed latents.
         return VideoShape(1, height // step * step, width // step * step)
 
-    def _wrong_reference(self, height: int, width: int) -> str | None:
+    def _reference_error(self, height: int, width: int) -> str | None:
         if self.reference_resolution is None:
             return None
-        return too_small(scaled_size(height, width, self.reference_resolution), self.side_step)
+        return min_side_error(
+            compute_scaled_size(height, width, self.reference_resolution), self.size_multiple
+        )
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -310,7 +319,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         """Load the VAE in fp32. Samples keep the image's posterior and the reference's normalised mode, (C, H, W)."""
         vae = memory.load(AutoencoderKL, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae)
-        processor = VaeImageProcessor(vae_scale_factor=self.side_step)
+        processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return encode_picture(vae, pixels)
@@ -326,26 +335,28 @@ class FluxKontextCheckpoint(FluxCheckpoint):
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         positions, text = super()._positions(batch), batch["prompt_embeds"]
-        for latents in latents_of(batch):
+        for latents in get_reference_latents(batch):
             height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
             ids = FluxPipeline._prepare_latent_image_ids(
                 len(text), height, width, torch.device("cpu"), text.dtype
             )
             # The first position axis tells the reference (1) from the image (0).
             ids[..., 0] = 1
-            positions["img_ids"] = torch.cat([positions["img_ids"], moved(ids, text.device)])
+            positions["img_ids"] = torch.cat(
+                [positions["img_ids"], move_to_device(ids, text.device)]
+            )
         return positions
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         # By default, the pipeline generates one megapixel, whatever height and width are passed.
         return {
-            **super().arguments(shape),
+            **super().shape_kwargs(shape),
             "max_area": shape.height * shape.width,
             "_auto_resize": self.reference_resolution is None,
         }
 
 
-def packed(latents: torch.Tensor) -> torch.Tensor:
+def pack_latents(latents: torch.Tensor) -> torch.Tensor:
     """Pack latents (B, C, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
     batch, channels, height, width = latents.shape
     return FluxPipeline._pack_latents(latents, batch, channels, height, width)
@@ -353,17 +364,17 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> FluxCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder", "text_encoder_2")
+    require_complete_weights(model, path, "vae", "text_encoder", "text_encoder_2")
     kontext = index["_class_name"] == FluxKontextPipeline.__name__
     kind = FluxKontextCheckpoint if kontext else FluxCheckpoint
-    return kind(**flux_fields(model, path, FluxTransformer2DModel))
+    return kind(**read_flux_fields(model, path, FluxTransformer2DModel))
 
 
-def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
+def read_flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[str, Any]:
     """The fields that checkpoints of FLUX.1 and FLUX.2 share."""
-    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     parameters = inspect.signature(transformer_class.__init__).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     config = {**defaults, **fields["transformer_config"]}
@@ -373,6 +384,6 @@ def flux_fields(model: ModelConfig, path: Path, transformer_class: Any) -> dict[
         **fields,
         "transformer_config": config,
         "scheduler": scheduler,
-        "guidance": TRAINED_GUIDANCE if config["guidance_embeds"] else None,
+        "guidance": TRAINING_GUIDANCE if config["guidance_embeds"] else None,
         "objective": FlowMatching(shift, scheduler["num_train_timesteps"]),
     }

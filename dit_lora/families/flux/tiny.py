@@ -15,28 +15,28 @@ from diffusers import (
 from dit_lora.families.tiny.text import (
     POOLED_WIDTH,
     TEXT_WIDTH,
-    clip_encoder,
-    clip_tokenizer,
-    t5_encoder,
-    t5_tokenizer,
+    build_clip_encoder,
+    build_clip_tokenizer,
+    build_t5_encoder,
+    build_t5_tokenizer,
 )
 
 # Published: 16.
 LATENT_CHANNELS = 4
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     # Schnell is the only variant without guidance embedding and dynamic shift.
     dev, kontext = variant != "flux-schnell", variant == "flux-kontext"
     kind = FluxKontextPipeline if kontext else FluxPipeline
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = build_clip_tokenizer(), build_t5_tokenizer()
     pipeline: Any = kind(
         tokenizer=clip,
-        text_encoder=clip_encoder(clip),
+        text_encoder=build_clip_encoder(clip),
         tokenizer_2=t5,
-        text_encoder_2=t5_encoder(len(t5)),
-        vae=picture_vae(),
+        text_encoder_2=build_t5_encoder(len(t5)),
+        vae=build_image_vae(),
         transformer=FluxTransformer2DModel(
             in_channels=4 * LATENT_CHANNELS,
             num_layers=2,
@@ -53,10 +53,10 @@ def build_tiny(variant: str, out: Path) -> None:
             shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
         ),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def picture_vae(
+def build_image_vae(
     scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0
 ) -> AutoencoderKL:
     """A small image autoencoder, by default with FLUX.1's scaling and shift; `width` scales its latents to match."""

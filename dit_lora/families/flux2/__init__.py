@@ -38,8 +38,8 @@ FAMILY = DiffusionFamily(
     # layers that only FLUX.2 has, it contains the two of the single blocks.
     comfyui=LayerNames(
         prefix="transformer.",
-        alpha=False,
-        without=(
+        reads_alpha=False,
+        unnamed_layers=(
             "time_guidance_embed.*",
             "double_stream_modulation_*",
             "single_stream_modulation.*",

@@ -38,18 +38,18 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flux.checkpoint import FluxCheckpoint, flux_fields, packed
-from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
+from dit_lora.families.flux.checkpoint import FluxCheckpoint, pack_latents, read_flux_fields
+from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
 from dit_lora.families.references import (
     PictureEncoder,
-    References,
-    latents_of,
-    scaled_size,
-    too_small,
+    ReferenceSpec,
+    compute_scaled_size,
+    get_reference_latents,
+    min_side_error,
 )
-from dit_lora.families.text.chat_template import template_limit
+from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
 # The pipelines' limits for references (Flux2ImageProcessor.check_image_input), and the size to which they scale larger
 # ones by default.
@@ -93,35 +93,37 @@ class Flux2Checkpoint(FluxCheckpoint):
         return max(_MOST_PIXELS, (self.reference_resolution or 0) ** 2)
 
     @property
-    def references(self) -> References:
-        return References(0, None, self._reference_shape, self._wrong_reference)
+    def references(self) -> ReferenceSpec:
+        return ReferenceSpec(0, None, self._reference_shape, self._reference_error)
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        """The reference's own size, rounded down to `side_step`; scaled down if it exceeds `max_reference_pixels`."""
+        """The reference's own size, rounded down to `size_multiple`; scaled down if it exceeds
+        `max_reference_pixels`.
+        """
         # First the recipe's limit, then the pipeline's.
-        height, width = scaled_size(height, width, self.reference_resolution)
+        height, width = compute_scaled_size(height, width, self.reference_resolution)
         if height * width > self.max_reference_pixels:
             # Flux2ImageProcessor._resize_to_target_area
             scale = math.sqrt(self.max_reference_pixels / (width * height))
             height, width = int(height * scale), int(width * scale)
-        step = self.side_step
+        step = self.size_multiple
         return VideoShape(1, height // step * step, width // step * step)
 
-    def _wrong_reference(self, height: int, width: int) -> str | None:
+    def _reference_error(self, height: int, width: int) -> str | None:
         """The error of the pipeline's `check_image_input`, or None."""
-        height, width = scaled_size(height, width, self.reference_resolution)
+        height, width = compute_scaled_size(height, width, self.reference_resolution)
         if max(height, width) > _MOST_RATIO * min(height, width):
             return f"it is {width} x {height}, and one side may be {_MOST_RATIO} times the other"
-        return too_small((height, width), _LEAST_SIDE)
+        return min_side_error((height, width), _LEAST_SIDE)
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template."""
-        return template_limit(self.pipeline_class, self._tokenizer(), self.text_tokens)
+        return measure_template_limit(self.pipeline_class, self._load_tokenizer(), self.text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         return {
-            **super().text_facts(),
-            "layers": list(self._layers),
+            **super().text_cache_key(),
+            "layers": list(self._text_encoder_layers),
             "system_message": self.system_message,
         }
 
@@ -130,14 +132,14 @@ class Flux2Checkpoint(FluxCheckpoint):
         size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
         return {"prompt_embeds": (torch.Size(size), dtype)}
 
-    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         # Pass the tokenizer, because the pipeline would load dev's image processor in its place.
         return load_pretrained(
             self.pipeline_class,
             self.path,
             transformer=None,
             vae=None,
-            tokenizer=self._tokenizer(),
+            tokenizer=self._load_tokenizer(),
             dtype=dtype,
             use_safetensors=True,
         ).to(device)
@@ -147,7 +149,7 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         The transformer attends to the padding, as in the pipeline.
         """
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -157,7 +159,7 @@ class Flux2Checkpoint(FluxCheckpoint):
                     prompt=caption,
                     device=device,
                     max_sequence_length=self.text_tokens,
-                    text_encoder_out_layers=self._layers,
+                    text_encoder_out_layers=self._text_encoder_layers,
                 )[0]
                 for caption in captions
             ]
@@ -174,37 +176,39 @@ class Flux2Checkpoint(FluxCheckpoint):
         """
         vae = memory.load(AutoencoderKLFlux2, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
-        processor = Flux2ImageProcessor(vae_scale_factor=self.side_step)
+        processor = Flux2ImageProcessor(vae_scale_factor=self.size_multiple)
 
-        def latents(values: Any) -> torch.Tensor:
+        def encode_latents(values: Any) -> torch.Tensor:
             squares = Flux2Pipeline._encode_vae_image(pipeline, values.to(device), generator=None)
             return Flux2Pipeline._unpatchify_latents(squares)[0]
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return {"latent_mean": latents(pixels.float() / 127.5 - 1)}
+            return {"latent_mean": encode_latents(pixels.float() / 127.5 - 1)}
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # The same three steps as in the pipeline: scale down, round the sides down, crop.
             picture = Flux2ImageProcessor._resize_if_exceeds_area(
                 picture, self.max_reference_pixels
             )
-            height, width = (side // self.side_step * self.side_step for side in picture.size[::-1])
-            return latents(processor.preprocess(picture, height, width, resize_mode="crop"))
+            height, width = (
+                side // self.size_multiple * self.size_multiple for side in picture.size[::-1]
+            )
+            return encode_latents(processor.preprocess(picture, height, width, resize_mode="crop"))
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Packed latents, (B, S, P). The cached ones are already normalised."""
-        return packed(batch["latent_mean"].float())
+        return pack_latents(batch["latent_mean"].float())
 
     def _positions(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         text, latents = batch["prompt_embeds"], batch["latent_mean"]
         # Every second latent in both directions has the size of the packed grid, which is all the method reads.
         positions = [Flux2Pipeline._prepare_latent_ids(latents[..., ::2, ::2])]
         # The method takes the references of one sample and reads only their sizes.
-        references = [latent[:1, :, ::2, ::2] for latent in latents_of(batch)]
+        references = [latent[:1, :, ::2, ::2] for latent in get_reference_latents(batch)]
         if references:
             reference_positions = Flux2Pipeline._prepare_image_ids(references)
             # The positions are the same for every sample of a batch.
@@ -213,12 +217,12 @@ class Flux2Checkpoint(FluxCheckpoint):
             "txt_ids": Flux2Pipeline._prepare_text_ids(text),
             "img_ids": torch.cat(positions, dim=1),
         }
-        return {name: moved(tensor, text.device) for name, tensor in ids.items()}
+        return {name: move_to_device(tensor, text.device) for name, tensor in ids.items()}
 
     def pipeline(
         self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
     ) -> Any:
-        tokenizer = self._tokenizer() if text else None
+        tokenizer = self._load_tokenizer() if text else None
         pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
         if self.max_reference_pixels > _MOST_PIXELS:
             # The pipeline's limit is hard-coded in `__call__`. Replace its resize so that samples use references as
@@ -231,10 +235,10 @@ class Flux2Checkpoint(FluxCheckpoint):
         return Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
 
     @property
-    def _layers(self) -> tuple[int, ...]:
-        return tuple(self.default_of("text_encoder_out_layers"))
+    def _text_encoder_layers(self) -> tuple[int, ...]:
+        return tuple(self.get_call_default("text_encoder_out_layers"))
 
-    def _tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         """Load only the tokenizer: dev publishes it inside an image processor, which needs torchvision."""
         return load_pretrained(AutoTokenizer, self.path / "tokenizer")
 
@@ -243,39 +247,41 @@ class Flux2Checkpoint(FluxCheckpoint):
 class KleinCheckpoint(Flux2Checkpoint):
     """A FLUX.2 klein checkpoint."""
 
-    distilled: bool
+    is_distilled: bool
     """`is_distilled` of model_index.json: the checkpoint samples in four steps."""
     pipeline_class: ClassVar[Any] = Flux2KleinPipeline
     system_message = None
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        if self.distilled and not recipe.lora.under:
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        if self.is_distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train its base, black-forest-labs/FLUX.2-klein-base-4B or -9B, whose adapter loads "
                 "into both, and sample from this one with validation.model; or give an adapter that undoes it in "
                 "lora.under"
             )
-        return super().for_recipe(recipe)
+        return super().apply_recipe(recipe)
 
     def notes(self, recipe: Recipe) -> list[str]:
         # Skip FLUX.1's notes: klein-base has no guidance embedding either, but is not distilled.
         return super(FluxCheckpoint, self).notes(recipe)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         # Unlike dev, klein-base uses classifier-free guidance, so it takes a negative prompt.
-        arguments = super().conditions(prompt)
-        if empty:
-            arguments["negative_prompt_embeds"] = empty["prompt_embeds"]
+        arguments = super().prompt_kwargs(prompt)
+        if empty_prompt:
+            arguments["negative_prompt_embeds"] = empty_prompt["prompt_embeds"]
         return arguments
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Flux2Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields = flux_fields(model, path, Flux2Transformer2DModel)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields = read_flux_fields(model, path, Flux2Transformer2DModel)
     if index["_class_name"] == Flux2KleinPipeline.__name__:
-        return KleinCheckpoint(**fields, distilled=bool(index.get("is_distilled", False)))
+        return KleinCheckpoint(**fields, is_distilled=bool(index.get("is_distilled", False)))
     return Flux2Checkpoint(**fields)

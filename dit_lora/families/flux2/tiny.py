@@ -17,7 +17,13 @@ from diffusers import (
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration, Qwen3ForCausalLM
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, narrow_posterior
-from dit_lora.families.tiny.chat_text import SIZES, WIDTH, byte_tokenizer, ends, qwen3
+from dit_lora.families.tiny.chat_text import (
+    MODEL_SIZES,
+    TEXT_WIDTH,
+    build_byte_tokenizer,
+    build_qwen3,
+    special_token_ids,
+)
 
 # Published models have 36 (Qwen3 4B and 8B) and 40 layers (Mistral Small 3); the pipelines read up to layers 27 and
 # 30.
@@ -33,15 +39,15 @@ _MISTRAL_TEMPLATE = (
 )
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     klein = variant == "flux2-klein"
     kind = Flux2KleinPipeline if klein else Flux2Pipeline
-    tokenizer, encoder = _qwen() if klein else _mistral()
+    tokenizer, encoder = _build_qwen() if klein else _build_mistral()
     pipeline: Any = kind(
         tokenizer=tokenizer,
         text_encoder=encoder.eval(),
-        vae=_vae(),
+        vae=_build_vae(),
         transformer=Flux2Transformer2DModel(
             in_channels=4 * LATENT_CHANNELS,
             num_layers=2,
@@ -49,33 +55,33 @@ def build_tiny(variant: str, out: Path) -> None:
             attention_head_dim=16,
             num_attention_heads=2,
             # Hidden states of three layers.
-            joint_attention_dim=3 * WIDTH,
+            joint_attention_dim=3 * TEXT_WIDTH,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
             guidance_embeds=not klein,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _qwen() -> tuple[Any, Any]:
-    tokenizer, config = qwen3(_QWEN_LAYERS)
+def _build_qwen() -> tuple[Any, Any]:
+    tokenizer, config = build_qwen3(_QWEN_LAYERS)
     return tokenizer, Qwen3ForCausalLM(config)
 
 
-def _mistral() -> tuple[Any, Any]:
+def _build_mistral() -> tuple[Any, Any]:
     # Published with Pixtral's processor, which contains such a tokenizer and needs torchvision for images.
-    tokenizer = byte_tokenizer(_MISTRAL_TOKENS, end="</s>")
+    tokenizer = build_byte_tokenizer(_MISTRAL_TOKENS, end_token="</s>")
     tokenizer.chat_template = _MISTRAL_TEMPLATE
     config = Mistral3Config(
         text_config={
-            **SIZES,
+            **MODEL_SIZES,
             "model_type": "mistral",
             "vocab_size": len(tokenizer),
             "num_hidden_layers": _MISTRAL_LAYERS,
             "sliding_window": None,
-            **ends(tokenizer),
+            **special_token_ids(tokenizer),
         },
         vision_config={
             "model_type": "pixtral",
@@ -92,7 +98,7 @@ def _mistral() -> tuple[Any, Any]:
     return tokenizer, Mistral3ForConditionalGeneration(config)
 
 
-def _vae() -> AutoencoderKLFlux2:
+def _build_vae() -> AutoencoderKLFlux2:
     vae: Any = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 8, 8),
         latent_channels=LATENT_CHANNELS,

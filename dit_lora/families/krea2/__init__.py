@@ -4,14 +4,14 @@ from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
 
 _LICENSE = License("other", "krea-2-community-license", "https://www.krea.ai/krea-2-licensing")
-_ATTENTION = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
+_ATTENTION_NAMES = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
 # Names in the published files of each block's layers (diffusers: loaders/lora_conversion_utils.py,
 # _convert_non_diffusers_krea2_lora_to_diffusers).
-_IN_BLOCKS = {
-    **{f"attn.{ours}": f"attn.{theirs}" for ours, theirs in _ATTENTION.items()},
+_BLOCK_LAYERS = {
+    **{f"attn.{ours}": f"attn.{theirs}" for ours, theirs in _ATTENTION_NAMES.items()},
     **{f"ff.{name}": f"mlp.{name}" for name in ("gate", "up", "down")},
 }
-_BLOCKS = {
+_BLOCK_NAMES = {
     "transformer_blocks.*": "blocks.*",
     "text_fusion.layerwise_blocks.*": "txtfusion.layerwise_blocks.*",
     "text_fusion.refiner_blocks.*": "txtfusion.refiner_blocks.*",
@@ -38,16 +38,16 @@ FAMILY = DiffusionFamily(
     pipeline_names=("Krea2Pipeline",),
     default_recipe="krea2/raw",
     licenses={"krea/Krea-2-*": _LICENSE},
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     # The published model's own names, which ComfyUI uses and Diffusers' loader converts; that loader accepts no
     # `.alpha`. ComfyUI's map also has Diffusers' names, but for the fusion only those of its first two blocks of each
     # kind.
     comfyui=LayerNames(
-        renamed={
+        renames={
             **{
                 f"{block}.{layer}": f"{theirs}.{name}"
-                for block, theirs in _BLOCKS.items()
-                for layer, name in _IN_BLOCKS.items()
+                for block, theirs in _BLOCK_NAMES.items()
+                for layer, name in _BLOCK_LAYERS.items()
             },
             "img_in": "first",
             "time_embed.linear_1": "tmlp.0",
@@ -58,7 +58,7 @@ FAMILY = DiffusionFamily(
             "text_fusion.projector": "txtfusion.projector",
             "final_layer.linear": "last.linear",
         },
-        alpha=False,
+        reads_alpha=False,
     ),
     tiny_variants=("krea2-raw",),
 )

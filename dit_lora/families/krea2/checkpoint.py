@@ -19,14 +19,18 @@ from transformers import AutoTokenizer
 
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.opening import local_checkpoint, read_index, require_whole_weights
-from dit_lora.families.qwen_latents import PACKED, QwenLatentsCheckpoint, qwen_latents_fields
-from dit_lora.families.text.chat_template import template_limit
+from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
+from dit_lora.families.qwen_latents import (
+    PACK_SIZE,
+    QwenLatentsCheckpoint,
+    read_qwen_latents_fields,
+)
+from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.text.mask import cut_text
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
 DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 
@@ -35,26 +39,26 @@ DISTILLED_MU = 1.15  # Krea2Pipeline.__call__, if `is_distilled`
 class Krea2Checkpoint(QwenLatentsCheckpoint):
     """A Krea 2 checkpoint, Raw or Turbo."""
 
-    distilled: bool
+    is_distilled: bool
     """`is_distilled` of model_index.json: the checkpoint samples in eight steps without guidance."""
-    layers: tuple[int, ...]
+    text_encoder_layers: tuple[int, ...]
     """Indices of the text encoder's hidden states that condition the transformer (0 is the embedding's output)."""
     pipeline_class: ClassVar[Any] = Krea2Pipeline
     transformer_class: ClassVar[Any] = Krea2Transformer2DModel
-    guided_batch = 1  # guidance is a second call
-    guided_above = 0.0  # its guidance scale is the paper's minus one
+    guidance_batch_size = 1  # guidance is a second call
+    guidance_threshold = 0.0  # its guidance scale is the paper's minus one
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        if self.distilled and not recipe.lora.under:
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        if self.is_distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (is_distilled in its model_index.json), and training on it "
                 "undoes that; train krea/Krea-2-Raw, whose adapter loads into both, and sample from this one with "
                 "validation.model; or give an adapter that undoes it in lora.under"
             )
-        return super().for_recipe(recipe)
+        return super().apply_recipe(recipe)
 
     def mu(self, size: torch.Size) -> float:
-        return DISTILLED_MU if self.distilled else super().mu(size)
+        return DISTILLED_MU if self.is_distilled else super().mu(size)
 
     @property
     def text_tokens(self) -> int:
@@ -64,24 +68,28 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         )
         return tokens
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         # Load only the tokenizer: the text encoder has billions of weights.
         tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
-        return template_limit(Krea2Pipeline, tokenizer, self.text_tokens)
+        return measure_template_limit(Krea2Pipeline, tokenizer, self.text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
-        return {**super().text_facts(), "tokens": self.text_tokens, "layers": list(self.layers)}
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {
+            **super().text_cache_key(),
+            "tokens": self.text_tokens,
+            "layers": list(self.text_encoder_layers),
+        }
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         tokens, width = self.text_tokens, self.transformer_config["text_hidden_dim"]
         return {
-            "prompt_embeds": (torch.Size((tokens, len(self.layers), width)), dtype),
+            "prompt_embeds": (torch.Size((tokens, len(self.text_encoder_layers), width)), dtype),
             "prompt_embeds_mask": (torch.Size((tokens,)), torch.bool),
         }
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen3-VL as the pipeline uses it: padding comes before the template's end and takes up no positions."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -96,10 +104,10 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
 
         return encode
 
-    def packed(self, latents: torch.Tensor) -> torch.Tensor:
+    def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         # An instance method of the pipeline, which reads only `patch_size`.
-        pipeline: Any = SimpleNamespace(patch_size=PACKED)
+        pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
         batch, channels, _, height, width = latents.shape
         packed: torch.Tensor = Krea2Pipeline._pack_latents(
             pipeline, latents, batch, channels, height, width
@@ -123,30 +131,32 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
             hidden_states=noisy.to(dtype),
             encoder_hidden_states=text,
             # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
-            timestep=(timesteps / self.train_timesteps).to(dtype),
+            timestep=(timesteps / self.num_train_timesteps).to(dtype),
             position_ids=Krea2Pipeline.prepare_position_ids(
-                text.shape[1], *self.grid(batch), device
+                text.shape[1], *self.token_grid(batch), device
             ),
-            encoder_attention_mask=None if mask is None else moved(mask, device),
+            encoder_attention_mask=None if mask is None else move_to_device(mask, device),
             return_dict=False,
         )[0]
         return prediction
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline's negative arguments have the same names with this prefix.
-        negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
+        negative = {f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}
         return {**prompt, **negative}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields = qwen_latents_fields(model, Krea2Transformer2DModel)
-    layers = _layers(index)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields = read_qwen_latents_fields(model, Krea2Transformer2DModel)
+    layers = _select_text_encoder_layers(index)
     # Both counts come from different files: the transformer's config and model_index.json.
     num_layers = fields["transformer_config"]["num_text_layers"]
     problems = []
@@ -155,18 +165,18 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpo
             f"text_encoder_select_layers must be {num_layers}, as many as its transformer takes (num_text_layers); "
             f"got {len(layers)}"
         )
-    if index.get("patch_size", PACKED) != PACKED:
-        problems.append(f"patch_size must be {PACKED}; got {index['patch_size']}")
+    if index.get("patch_size", PACK_SIZE) != PACK_SIZE:
+        problems.append(f"patch_size must be {PACK_SIZE}; got {index['patch_size']}")
     if problems:
         raise DitLoraError(
-            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
         )
     return Krea2Checkpoint(
-        **fields, distilled=bool(index.get("is_distilled", False)), layers=layers
+        **fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers
     )
 
 
-def _layers(index: Mapping[str, Any]) -> tuple[int, ...]:
+def _select_text_encoder_layers(index: Mapping[str, Any]) -> tuple[int, ...]:
     """Indices of the hidden states that model_index.json selects, or the pipeline's default."""
     # Build the pipeline without components, so that its own code fills in the default layers.
     nothing: Any = None

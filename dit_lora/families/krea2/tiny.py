@@ -7,18 +7,23 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from dit_lora.families.tiny.chat_text import SIZES, WIDTH, byte_tokenizer, ends
-from dit_lora.families.tiny.vae import qwen_image_vae
+from dit_lora.families.tiny.chat_text import (
+    MODEL_SIZES,
+    TEXT_WIDTH,
+    build_byte_tokenizer,
+    special_token_ids,
+)
+from dit_lora.families.tiny.vae import build_qwen_image_vae
 
-_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_OF_PICTURES = {
+_CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VISION_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
 # One token each, as in Qwen's vocabulary: the pipeline assumes 34 tokens before the prompt and 5 after it.
-_WORDS = (
+_TEMPLATE_WORDS = (
     *("system", "user", "assistant", "Describe", " the", " image", " by", " detailing", " color"),
     *(" shape", " size", " texture", " quantity", " text", " spatial", " relationships", " of"),
     *(" objects", " and", " background"),
@@ -27,31 +32,33 @@ _WORDS = (
 _LAYERS, _SELECTED = 5, (1, 2, 4)
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write the pipeline with weights from torch's default generator."""
-    tokenizer = byte_tokenizer((*_TOKENS, *_OF_PICTURES.values(), *_WORDS), end="<|im_end|>")
+    tokenizer = build_byte_tokenizer(
+        (*_CHAT_TOKENS, *_VISION_TOKENS.values(), *_TEMPLATE_WORDS), end_token="<|im_end|>"
+    )
     pipeline: Any = Krea2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=_text_encoder(tokenizer),
-        vae=qwen_image_vae(),
-        transformer=_transformer(),
+        text_encoder=_build_text_encoder(tokenizer),
+        vae=build_qwen_image_vae(),
+        transformer=_build_transformer(),
         # The options that the pipeline expects.
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, max_image_seq_len=6400
         ),
         text_encoder_select_layers=_SELECTED,
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _text_encoder(tokenizer: Any) -> Qwen3VLModel:
+def _build_text_encoder(tokenizer: Any) -> Qwen3VLModel:
     ids: dict[str, Any] = {
-        name: tokenizer.get_vocab()[token] for name, token in _OF_PICTURES.items()
+        name: tokenizer.get_vocab()[token] for name, token in _VISION_TOKENS.items()
     }
     config = Qwen3VLConfig(
         text_config={
-            **SIZES,
-            **ends(tokenizer),
+            **MODEL_SIZES,
+            **special_token_ids(tokenizer),
             "vocab_size": len(tokenizer),
             "num_hidden_layers": _LAYERS,
             "rope_parameters": {
@@ -66,7 +73,7 @@ def _text_encoder(tokenizer: Any) -> Qwen3VLModel:
             "hidden_size": 16,
             "intermediate_size": 24,
             "num_heads": 2,
-            "out_hidden_size": WIDTH,
+            "out_hidden_size": TEXT_WIDTH,
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
         },
@@ -75,7 +82,7 @@ def _text_encoder(tokenizer: Any) -> Qwen3VLModel:
     return Qwen3VLModel(config).eval()
 
 
-def _transformer() -> Any:
+def _build_transformer() -> Any:
     transformer: Any = Krea2Transformer2DModel(
         num_layers=2,
         attention_head_dim=8,
@@ -83,7 +90,7 @@ def _transformer() -> Any:
         num_key_value_heads=2,
         intermediate_size=48,
         timestep_embed_dim=32,
-        text_hidden_dim=WIDTH,
+        text_hidden_dim=TEXT_WIDTH,
         num_text_layers=len(_SELECTED),
         text_num_attention_heads=2,
         text_num_key_value_heads=1,

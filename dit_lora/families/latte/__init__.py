@@ -1,6 +1,6 @@
 """Latte text-to-video (Latte-1)."""
 
-from dit_lora.adapters.layer_names import no_names
+from dit_lora.adapters.layer_names import make_unsupported_names
 from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
@@ -17,10 +17,10 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*", "temporal_transformer_blocks.*"),
     },
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("LattePipeline",),
     default_recipe="latte/latte1_lora",
     licenses={"maxin-cn/Latte-1": License("apache-2.0")},
-    comfyui=no_names("ComfyUI has no Latte"),
+    comfyui=make_unsupported_names("ComfyUI has no Latte"),
     tiny_variants=("latte",),
 )

@@ -20,30 +20,34 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import NoisePrediction, learns_variance, noise_objective
-from dit_lora.families.opening import (
-    local_checkpoint,
-    read_index,
-    require_whole_weights,
-    stored_fields,
+from dit_lora.families.noise_prediction import (
+    NoisePredictionCheckpoint,
+    has_variance_channels,
+    read_noise_objective,
 )
-from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.opening import (
+    get_checkpoint_folder,
+    read_checkpoint_fields,
+    read_index,
+    require_complete_weights,
+)
+from dit_lora.families.refusals import side_errors
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text, text_bias
 
 TEXT_TOKENS = 120  # pipeline_latte.py, encode_prompt: max_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatteCheckpoint(NoisePrediction):
+class LatteCheckpoint(NoisePredictionCheckpoint):
     """A Latte text-to-video checkpoint."""
 
     pipeline_class: ClassVar[Any] = LattePipeline
     transformer_class: ClassVar[Any] = LatteTransformer3DModel
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must match the temporal position table, or be 1; height and width must be multiples of 16."""
-        problems = wrong_sides(shape, self.side_step)
+        problems = side_errors(shape, self.size_multiple)
         # One frame is trained as an image, without temporal attention between frames.
         frames = self.transformer_config["video_length"]
         if shape.frames not in (1, frames):
@@ -52,11 +56,11 @@ class LatteCheckpoint(NoisePrediction):
             )
         return problems
 
-    def text_limit(self) -> TextLimit:
-        return text_limit(self.path, TEXT_TOKENS)
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.path, TEXT_TOKENS)
 
-    def text_facts(self) -> Mapping[str, Any]:
-        return {**super().text_facts(), "tokens": TEXT_TOKENS}
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {**super().text_cache_key(), "tokens": TEXT_TOKENS}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (TEXT_TOKENS, self.transformer_config["caption_channels"])
@@ -70,7 +74,7 @@ class LatteCheckpoint(NoisePrediction):
 
         Captions are only lower-cased: the pipeline's `clean_caption` has no effect unless ftfy and bs4 are installed.
         """
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -118,7 +122,9 @@ class LatteCheckpoint(NoisePrediction):
             return_dict=False,
         )[0]
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
@@ -128,11 +134,11 @@ class LatteCheckpoint(NoisePrediction):
             "prompt_embeds": prompt["prompt_embeds"][:, :num_tokens],
             "negative_prompt": None,
         }
-        if empty:
-            arguments["negative_prompt_embeds"] = empty["prompt_embeds"][:, :num_tokens]
+        if empty_prompt:
+            arguments["negative_prompt_embeds"] = empty_prompt["prompt_embeds"][:, :num_tokens]
         return arguments
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
             "video_length": shape.frames,
             "height": shape.height,
@@ -144,18 +150,18 @@ class LatteCheckpoint(NoisePrediction):
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LatteCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline, broken weights or a model without a variance."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields = stored_fields(model, path)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields = read_checkpoint_fields(model, path)
     config = fields["transformer_config"]
     # null means as many as in_channels.
     config["out_channels"] = config.get("out_channels") or config["in_channels"]
-    if not learns_variance(model.path, config):
+    if not has_variance_channels(model.path, config):
         raise DitLoraError(
             f"{model.path}: LattePipeline takes the first half of what its transformer gives as the noise, "
             f"so out_channels must be {2 * config['in_channels']}; got {config['out_channels']}"
         )
     # Older files lack this option: use the model's default.
     config.setdefault("video_length", 16)
-    return LatteCheckpoint(**fields, objective=noise_objective(model, path))
+    return LatteCheckpoint(**fields, objective=read_noise_objective(model, path))

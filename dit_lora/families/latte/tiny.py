@@ -5,18 +5,18 @@ from typing import Any
 
 from diffusers import LattePipeline, LatteTransformer3DModel
 
-from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
-from dit_lora.models.video_dit_base import iddpm_scheduler
+from dit_lora.families.dit.tiny import build_tiny_vae
+from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
+from dit_lora.models.video_dit_base import build_iddpm_scheduler
 
 
-def build_tiny(_variant: str, out: Path) -> None:
+def build_tiny(_variant: str, folder: Path) -> None:
     """Write a pipeline like Latte-1; its native shape is 4 frames of 32x32."""
-    tokenizer = t5_tokenizer()
+    tokenizer = build_t5_tokenizer()
     pipeline: Any = LattePipeline(
         tokenizer=tokenizer,
-        text_encoder=t5_encoder(len(tokenizer)),
-        vae=tiny_vae(),
+        text_encoder=build_t5_encoder(len(tokenizer)),
+        vae=build_tiny_vae(),
         transformer=LatteTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=16,
@@ -36,6 +36,6 @@ def build_tiny(_variant: str, out: Path) -> None:
             caption_channels=TEXT_WIDTH,
             video_length=4,
         ),
-        scheduler=iddpm_scheduler(),
+        scheduler=build_iddpm_scheduler(),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)

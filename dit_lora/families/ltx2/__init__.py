@@ -2,7 +2,7 @@
 
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
-from dit_lora.families.ltx2.layers import ATTENTION, OF_BLOCKS
+from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, BLOCK_LAYERS
 
 _LICENSE = License(
     "other",
@@ -10,7 +10,7 @@ _LICENSE = License(
     "https://github.com/Lightricks/LTX-2/blob/main/LICENSE",
 )
 
-_MODULATIONS = {
+_MODULATION_NAMES = {
     "time_embed": "adaln_single",
     "audio_time_embed": "audio_adaln_single",
     "prompt_adaln": "prompt_adaln_single",
@@ -20,15 +20,15 @@ _MODULATIONS = {
     "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
     "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
 }
-_EMBEDDING = "emb.timestep_embedder"
+_TIMESTEP_EMBEDDER = "emb.timestep_embedder"
 # The inverse of Diffusers' _convert_non_diffusers_ltx2_lora_to_diffusers (loaders/lora_conversion_utils.py), whose
 # loader rejects `.alpha` tensors.
-_COMFYUI = {
-    **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in OF_BLOCKS},
+_COMFYUI_NAMES = {
+    **{f"transformer_blocks.*.{name}": f"transformer_blocks.*.{name}" for name in BLOCK_LAYERS},
     **{
         f"{ours}.{layer}": f"{theirs}.{layer}"
-        for ours, theirs in _MODULATIONS.items()
-        for layer in ("linear", f"{_EMBEDDING}.linear_1", f"{_EMBEDDING}.linear_2")
+        for ours, theirs in _MODULATION_NAMES.items()
+        for layer in ("linear", f"{_TIMESTEP_EMBEDDER}.linear_1", f"{_TIMESTEP_EMBEDDER}.linear_2")
     },
     "proj_in": "patchify_proj",
     "audio_proj_in": "audio_patchify_proj",
@@ -43,7 +43,9 @@ FAMILY = DiffusionFamily(
     tiny_module="dit_lora.families.ltx2.tiny",
     # Only the video's layers, as the trainer's guide says. With sound, the checkpoint selects the layers of all
     # attentions.
-    lora_targets=tuple(f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION),
+    lora_targets=tuple(
+        f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION_LAYERS
+    ),
     group_patterns={
         "connector": (
             "*proj_in.*",
@@ -64,7 +66,7 @@ FAMILY = DiffusionFamily(
         "Lightricks/LTX-2*": _LICENSE,
         "diffusers/LTX-2.3*": _LICENSE,
     },
-    masked_attention=True,
-    comfyui=LayerNames(alpha=False, renamed=_COMFYUI),
+    has_attention_mask=True,
+    comfyui=LayerNames(reads_alpha=False, renames=_COMFYUI_NAMES),
     tiny_variants=("ltx-2", "ltx-2.3"),
 )

@@ -15,19 +15,19 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from transformers import Gemma3ForConditionalGeneration
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import read_flow_scheduler
 from dit_lora.families.ltx2.in_context import LTX2InContextCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_component_config,
     read_index,
-    require_whole_weights,
-    stored_fields,
+    require_complete_weights,
 )
-from dit_lora.numerics.noise_levels import NoiseLevels
+from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching
 
 # Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
@@ -42,34 +42,37 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
 
     Raises `DitLoraError` for LTX-2.5, contradicting parts, another scheduler or broken weight files.
     """
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    fields = stored_fields(model, path)
+    fields = read_checkpoint_fields(model, path)
     # Older files lack options. The checks below need all of them.
-    fields["transformer_config"] = _filled(
+    fields["transformer_config"] = _fill_defaults(
         LTX2VideoTransformer3DModel, fields["transformer_config"]
     )
-    fields["vae_config"] = _filled(AutoencoderKLLTX2Video, fields["vae_config"])
-    _refuse_newer(model, index, fields["transformer_config"])
+    fields["vae_config"] = _fill_defaults(AutoencoderKLLTX2Video, fields["vae_config"])
+    _refuse_newer_versions(model, index, fields["transformer_config"])
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
     fields |= {
-        name: _filled(kind, read_component_config(path, name)) for name, kind in parts.items()
+        name: _fill_defaults(kind, read_component_config(path, name))
+        for name, kind in parts.items()
     }
-    _require_fitting(model, fields)
-    require_whole_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
-    scheduler = flow_scheduler(model, path)
+    _require_matching_components(model, fields)
+    require_complete_weights(
+        model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder"
+    )
+    scheduler = read_flow_scheduler(model, path)
     # The recipe's task wins, because all tasks use the same weights.
     stored_task = _TASKS.get(index["_class_name"], "t2v")
     task = model.task or stored_task
-    return _kind(task)(
+    return _select_checkpoint_class(task)(
         **fields,
         scheduler=scheduler,
-        objective=_objective(scheduler),
-        task_given=task != stored_task,
+        objective=_build_objective(scheduler),
+        has_task_override=task != stored_task,
     )
 
 
-def _kind(task: str) -> type[LTX2Checkpoint]:
+def _select_checkpoint_class(task: str) -> type[LTX2Checkpoint]:
     """The checkpoint class for a task. All tasks use the same files."""
     if task == "t2v":
         return LTX2Checkpoint
@@ -81,13 +84,13 @@ def _kind(task: str) -> type[LTX2Checkpoint]:
     return LTX2ImageCheckpoint
 
 
-def _filled(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fill a config with its class's defaults."""
     parameters = inspect.signature(model_class.__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
 
 
-def _refuse_newer(
+def _refuse_newer_versions(
     model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]
 ) -> None:
     """Raise for LTX-2.5, which has another text encoder, no feed-forward biases and an embedding for keyframes."""
@@ -108,7 +111,7 @@ def _refuse_newer(
         )
 
 
-def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
+def _require_matching_components(model: ModelConfig, fields: Mapping[str, Any]) -> None:
     """Raise `DitLoraError` if latent channels, patches or text projections of the components do not fit together."""
     transformer, vae, connectors, audio = (
         fields[name] for name in ("transformer_config", "vae_config", "connectors", "audio_vae")
@@ -146,12 +149,12 @@ def _require_fitting(model: ModelConfig, fields: Mapping[str, Any]) -> None:
         )
     if problems:
         raise DitLoraError(
-            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
         )
 
 
-def _objective(scheduler: Mapping[str, Any]) -> FlowMatching:
+def _build_objective(scheduler: Mapping[str, Any]) -> FlowMatching:
     """Flow matching with the vendor's stretched logit-normal noise levels, shifted by the number of tokens."""
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
-    levels = NoiseLevels(density="stretched_logit_normal")
+    levels = NoiseLevelDistribution(density="stretched_logit_normal")
     return FlowMatching(shift, scheduler["num_train_timesteps"], levels)

@@ -23,7 +23,7 @@ _SCALE_SHIFT_BY_EMBEDDING = {
 
 
 @contextmanager
-def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
+def use_modality_timesteps(transformer: nn.Module) -> Iterator[None]:
     """Inside the context, scale and shift of the cross-modal attention use the timesteps of the modality's own tokens.
 
     The gate keeps the other modality's noise level; the call must pass `use_cross_timestep=True`.
@@ -37,14 +37,14 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
         model = model.module
     own_timesteps: dict[str, torch.Tensor] = {}
 
-    def record(embedding: str) -> Any:
+    def make_record_hook(embedding: str) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             # The first argument is the timesteps.
             own_timesteps[embedding] = args[0]
 
         return hook
 
-    def replace(embedding: str) -> Any:
+    def make_replace_hook(embedding: str) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return (own_timesteps[embedding], *args[1:])
 
@@ -53,9 +53,11 @@ def own_timesteps_in_cross_attention(transformer: nn.Module) -> Iterator[None]:
     handles = []
     for embedding, scale_shift in _SCALE_SHIFT_BY_EMBEDDING.items():
         # The forward embeds the modality's own timesteps, flattened, before it computes the modulation.
-        handles.append(model.get_submodule(embedding).register_forward_pre_hook(record(embedding)))
         handles.append(
-            model.get_submodule(scale_shift).register_forward_pre_hook(replace(embedding))
+            model.get_submodule(embedding).register_forward_pre_hook(make_record_hook(embedding))
+        )
+        handles.append(
+            model.get_submodule(scale_shift).register_forward_pre_hook(make_replace_hook(embedding))
         )
     try:
         yield

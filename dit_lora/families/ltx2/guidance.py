@@ -3,7 +3,7 @@
 from typing import Any
 
 # Values at which each kind of guidance has no effect: 0 for terms that are added, 1 for scales.
-_NONE = {
+_GUIDANCE_OFF = {
     "guidance_rescale": 0.0,
     "stg_scale": 0.0,
     "modality_scale": 1.0,
@@ -14,18 +14,19 @@ _NONE = {
 }
 
 
-def guidances(scale: float, *, perturbed: bool) -> dict[str, Any]:
+def guidance_kwargs(guidance_scale: float, *, has_perturbed_attention: bool) -> dict[str, Any]:
     """Pipeline arguments for all guidance other than `guidance_scale`: the pipeline's defaults, or all off.
 
     Above 1, the pipeline's defaults for sound, modalities and perturbed attention apply. Otherwise each step is a
     single call, as distilled checkpoints need.
 
     Args:
-        scale: The video's classifier-free guidance, in the space of clean latents.
-        perturbed: True if the transformer has perturbed attention. Without it (2.0), its extra call would only
+        guidance_scale: The video's classifier-free guidance, in the space of clean latents.
+        has_perturbed_attention: True if the transformer has perturbed attention. Without it (2.0), its extra call
+        would only
             repeat another one.
     """
     # Guidance scales up to 1 mean no guidance, as in the pipeline.
-    if scale <= 1:
-        return dict(_NONE)
-    return {} if perturbed else {"stg_scale": 0.0, "audio_stg_scale": 0.0}
+    if guidance_scale <= 1:
+        return dict(_GUIDANCE_OFF)
+    return {} if has_perturbed_attention else {"stg_scale": 0.0, "audio_stg_scale": 0.0}

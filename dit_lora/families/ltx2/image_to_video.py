@@ -23,8 +23,8 @@ from dit_lora.config.data import VideoShape
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstTokensCheckpoint
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
-from dit_lora.families.pictures import as_picture
-from dit_lora.families.refusals import too_few_frames
+from dit_lora.families.pictures import to_pil_image
+from dit_lora.families.refusals import min_frames_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # The pipeline's default strength of the compression.
@@ -37,14 +37,17 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
     """An LTX-2 or LTX-2.3 checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTX2ImageToVideoPipeline
-    takes: ClassVar[tuple[str, ...]] = (*LTX2Checkpoint.takes, *FirstTokensCheckpoint.takes)
+    supported_options: ClassVar[tuple[str, ...]] = (
+        *LTX2Checkpoint.supported_options,
+        *FirstTokensCheckpoint.supported_options,
+    )
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         step = self.transformer_config["vae_scale_factors"][0]
-        return [*super().wrong_shape(shape), *too_few_frames(shape.frames, step)]
+        return [*super().shape_errors(shape), *min_frames_errors(shape.frames, step)]
 
-    def video_facts(self) -> Mapping[str, Any]:
-        return {**super().video_facts(), "image": IMAGE_TRANSFORM}
+    def latent_cache_key(self) -> Mapping[str, Any]:
+        return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -56,14 +59,17 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             # (height, width, 3), uint8
-            picture = np.array(as_picture(pixels[0] if image is None else image))
+            picture = np.array(to_pil_image(pixels[0] if image is None else image))
             compressed = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
             values = processor.preprocess(compressed).to(device)
-            return {**self.encoded(vae, pixels), "image_latents": self._latents(vae, values)}
+            return {
+                **self.encode_clip(vae, pixels),
+                "image_latents": self._encode_image_latents(vae, values),
+            }
 
-        return self.hearing(encode, device)
+        return self.add_sound_encoder(encode, device)
 
-    def _latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
+    def _encode_image_latents(self, vae: Any, image: torch.Tensor) -> torch.Tensor:
         """The image's latents (C, 1, H, W), made by the pipeline's own method for a video of one frame."""
         # A stand-in for the pipeline, with the attributes that prepare_latents reads.
         pipeline_stub: Any = SimpleNamespace(
@@ -93,10 +99,12 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         return self.pipeline_class._unpack_latents(tokens, 1, *grid)[0]
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.with_picture(super().clean_latents(batch, given), batch, given)
+        return self.replace_first_frame(
+            super().clean_latents(batch, random_tensors), batch, random_tensors
+        )
 
     def predict(
         self,
@@ -106,10 +114,12 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity with the image's tokens in the first frame; equal to one call of the stock pipeline."""
-        return super().predict(transformer, self.with_picture(noisy, batch, {}), timesteps, batch)
+        return super().predict(
+            transformer, self.replace_first_frame(noisy, batch, {}), timesteps, batch
+        )
 
     def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # (B, C, 1, H, W) -> (B, C, F, H, W), repeated for every frame without a copy.
         latents = batch["image_latents"].float().expand_as(batch["latent_mean"])

@@ -18,16 +18,21 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryP
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from diffusers.video_processor import VideoProcessor
 
-from dit_lora.adapters.diffusers_format import DOWNSCALE
+from dit_lora.adapters.diffusers_format import DOWNSCALE_KEY
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.families.base import Sampling, Tensors, VideoEncoder
 from dit_lora.families.ltx2.sound import AudioEncoder
 from dit_lora.families.ltx2.text_to_video import LTX2Checkpoint
-from dit_lora.families.pictures import as_picture
-from dit_lora.families.references import References, latents_of, named, read_clips
+from dit_lora.families.pictures import to_pil_image
+from dit_lora.families.references import (
+    ReferenceSpec,
+    get_reference_latents,
+    name_reference_latents,
+    read_reference_clips,
+)
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +40,14 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     """An LTX-2 or LTX-2.3 checkpoint that generates a video from a reference clip."""
 
     pipeline_class: ClassVar[Any] = LTX2InContextPipeline
-    trained: VideoShape | None = None
+    trained_shape: VideoShape | None = None
     """The recipe's shape; None outside of training."""
 
     @property
-    def references(self) -> References:
-        return References(1, 1, self._reference_shape, clips=True)
+    def references(self) -> ReferenceSpec:
+        return ReferenceSpec(1, 1, self._reference_shape, is_clip=True)
 
-    def downscale(self, shape: VideoShape) -> int:
+    def compute_downscale(self, shape: VideoShape) -> int:
         """The pipeline's `reference_downscale_factor`: the smallest that satisfies `data.reference_resolution`."""
         factor, side = 1, self.reference_resolution
         # The smallest integer factor that brings the reference down to `side` squared pixels.
@@ -51,17 +56,17 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         return factor
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
-        factor = self.downscale(shape)
+        factor = self.compute_downscale(shape)
         return VideoShape(shape.frames, shape.height // factor, shape.width // factor)
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """Also reject sides that the downscale factor does not divide into whole tokens.
 
         Otherwise the reference's positions would not match the video's.
         """
-        problems, factor = super().wrong_shape(shape), self.downscale(shape)
+        problems, factor = super().shape_errors(shape), self.compute_downscale(shape)
         # The reference, `factor` times smaller, must have whole tokens too.
-        step = self.side_step * factor
+        step = self.size_multiple * factor
         if problems or not (shape.height % step or shape.width % step):
             return problems
         return [
@@ -69,23 +74,25 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             f"{shape.width} x {shape.height}, whose sides must then be multiples of {step}"
         ]
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Check the shape again with `data.reference_resolution` applied."""
-        checkpoint = super().for_recipe(recipe)
+        checkpoint = super().apply_recipe(recipe)
         # The base class checked it before `reference_resolution` was set, when the factor was still 1.
-        shape = VideoShape.of(recipe.data)
+        shape = VideoShape.from_data(recipe.data)
         checkpoint.check_shape(shape)
-        return replace(checkpoint, trained=shape)
+        return replace(checkpoint, trained_shape=shape)
 
-    def header(self) -> dict[str, Any]:
+    def training_metadata(self) -> dict[str, Any]:
         """Add the downscale factor of references, under the name that other programs read."""
-        header = super().header()
+        header = super().training_metadata()
         return (
-            header if self.trained is None else {**header, DOWNSCALE: self.downscale(self.trained)}
+            header
+            if self.trained_shape is None
+            else {**header, DOWNSCALE_KEY: self.compute_downscale(self.trained_shape)}
         )
 
     def notes(self, recipe: Recipe) -> list[str]:
-        factor = self.downscale(VideoShape.of(recipe.data))
+        factor = self.compute_downscale(VideoShape.from_data(recipe.data))
         note = f"references: one clip a sample, with reference_downscale_factor={factor} in the pipeline"
         return [*super().notes(recipe), note]
 
@@ -94,46 +101,56 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     ) -> VideoEncoder:
         """Load the VAE in fp32. Samples keep the normalised latents of the clip and of its reference."""
         vae = memory.load(AutoencoderKLLTX2Video, self.path, torch.float32, device)
-        if not self.sound:
-            return _Encoder(self, vae)
-        return _HearingEncoder(self, vae, self.load_audio_encoder(dtype, device))
+        if not self.has_sound:
+            return _ClipEncoder(self, vae)
+        return _ClipSoundEncoder(self, vae, self.load_audio_encoder(dtype, device))
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        return {**super().arguments(shape), DOWNSCALE: self.downscale(shape)}
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {**super().shape_kwargs(shape), DOWNSCALE_KEY: self.compute_downscale(shape)}
 
-    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
+    def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """The reference clip, read as in training; the pipeline scales it down."""
-        fps = how.fps or self.frame_rate
-        clips = read_clips(self.path.name, self.references, how.references, how.shape, fps)
-        conditions = [LTX2ReferenceCondition(frames=_pictures(clip)) for clip in clips]
+        fps = sampling.fps or self.frame_rate
+        clips = read_reference_clips(
+            self.path.name, self.references, sampling.references, sampling.shape, fps
+        )
+        conditions = [LTX2ReferenceCondition(frames=_to_pil_frames(clip)) for clip in clips]
         return {"reference_conditions": conditions}
 
-    def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def append_reference_tokens(
+        self, transformer_kwargs: dict[str, Any], batch: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """The transformer's arguments with the reference's tokens after the video's, (B, S + R, C)."""
-        latents, tokens, timesteps = latents_of(batch), call["hidden_states"], call["timestep"]
+        latents, tokens, timesteps = (
+            get_reference_latents(batch),
+            transformer_kwargs["hidden_states"],
+            transformer_kwargs["timestep"],
+        )
         reference_tokens = [self.pipeline_class._pack_latents(latent.float()) for latent in latents]
         packed_references = torch.cat(reference_tokens, dim=1).to(tokens.dtype)
-        positions = [self._places(batch["latent_mean"], 1)]
+        positions = [self._token_positions(batch["latent_mean"], 1)]
         # The latents' widths tell how many times smaller the references are.
         width = batch["latent_mean"].shape[-1]
-        positions += [self._places(latent, width // latent.shape[-1]) for latent in latents]
+        positions += [
+            self._token_positions(latent, width // latent.shape[-1]) for latent in latents
+        ]
         # Positions and timesteps are repeated for each sample of the batch.
         rows = len(tokens)
         token_timesteps = timesteps[:, None].expand(-1, tokens.shape[1])
         return {
-            **call,
+            **transformer_kwargs,
             "hidden_states": torch.cat([tokens, packed_references], dim=1),
             # Timesteps per token: the step's for the video, 0 for the clean reference.
             "timestep": torch.cat(
                 [token_timesteps, token_timesteps.new_zeros(rows, packed_references.shape[1])],
                 dim=1,
             ),
-            "video_coords": moved(torch.cat(positions, dim=2), tokens.device).expand(
+            "video_coords": move_to_device(torch.cat(positions, dim=2), tokens.device).expand(
                 rows, -1, -1, -1
             ),
         }
 
-    def _places(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
+    def _token_positions(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
         """Start and end of tokens in seconds and in the video's pixels, (1, 3, F H W, 2), as in the transformer."""
         config = self.transformer_config
         rope: Any = SimpleNamespace(
@@ -152,7 +169,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class _ClipEncoder:
     """Encodes clips, and their references as the pipeline does."""
 
     checkpoint: LTX2InContextCheckpoint
@@ -160,19 +177,19 @@ class _Encoder:
 
     @torch.no_grad()
     def __call__(self, pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-        return self.checkpoint.encoded(self.vae, pixels)
+        return self.checkpoint.encode_clip(self.vae, pixels)
 
     @torch.no_grad()
-    def references(self, given: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
-        return named([self._latents(clip, shape) for clip in given])
+    def encode_references(self, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
+        return name_reference_latents([self._encode_reference(clip, shape) for clip in references])
 
-    def _latents(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
+    def _encode_reference(self, clip: torch.Tensor, shape: VideoShape) -> torch.Tensor:
         """The reference's latents (C, F, H, W), made by the pipeline's own method."""
         vae, pipeline = self.vae, self.checkpoint.pipeline_class
         # `frames` collects the latents before they are packed.
         ratio, frames = vae.spatial_compression_ratio, []
 
-        def keep(latents: torch.Tensor, *_sizes: int) -> torch.Tensor:
+        def record_and_pack(latents: torch.Tensor, *_sizes: int) -> torch.Tensor:
             frames.append(latents)
             return pipeline._pack_latents(latents)
 
@@ -183,41 +200,43 @@ class _Encoder:
             transformer_spatial_patch_size=1,
             transformer_temporal_patch_size=1,
             _normalize_latents=pipeline._normalize_latents,
-            _pack_latents=keep,
-            transformer=SimpleNamespace(rope=_NoPlaces()),
+            _pack_latents=record_and_pack,
+            transformer=SimpleNamespace(rope=_NoPositions()),
         )
         pipeline._encode_reference_conditions(
             pipeline_stub,
-            [LTX2ReferenceCondition(frames=_pictures(clip))],
+            [LTX2ReferenceCondition(frames=_to_pil_frames(clip))],
             shape.height,
             shape.width,
             shape.frames,
-            reference_downscale_factor=self.checkpoint.downscale(replace(shape, references=())),
+            reference_downscale_factor=self.checkpoint.compute_downscale(
+                replace(shape, references=())
+            ),
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )
-        # The method packs exactly once, so `keep` has seen one tensor.
+        # The method packs exactly once, so `record_and_pack` has seen one tensor.
         (latents,) = frames
         return latents[0]
 
 
 @dataclass(frozen=True)
-class _HearingEncoder(_Encoder):
+class _ClipSoundEncoder(_ClipEncoder):
     """Also encodes the sound of clips."""
 
-    encode_sound: AudioEncoder
+    audio_encoder: AudioEncoder
 
-    def sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
-        return self.encode_sound(waveform, rate)
+    def encode_sound(self, waveform: torch.Tensor, rate: int) -> Tensors:
+        return self.audio_encoder(waveform, rate)
 
 
-class _NoPlaces:
+class _NoPositions:
     """Replaces the transformer's RoPE while a reference is encoded: positions are computed per batch instead."""
 
     def prepare_video_coords(self, **_sizes: Any) -> torch.Tensor:
         return torch.zeros(1, 3, 0, 2)
 
 
-def _pictures(clip: torch.Tensor) -> list[Any]:
+def _to_pil_frames(clip: torch.Tensor) -> list[Any]:
     """Convert uint8 (frames, 3, height, width) to the PIL images that the pipeline takes as frames."""
-    return [as_picture(frame) for frame in clip]
+    return [to_pil_image(frame) for frame in clip]

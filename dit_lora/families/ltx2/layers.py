@@ -3,7 +3,7 @@
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 """Adapted layers of an attention. With sound, all attentions are adapted.
 
 Source: Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md.
@@ -12,19 +12,23 @@ Source: Lightricks/LTX-2, ltx-trainer, docs/configuration-reference.md.
 SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 
 
-def _layers(attentions: tuple[str, ...], feed_forward: str) -> tuple[str, ...]:
+def _list_layers(attentions: tuple[str, ...], feed_forward: str) -> tuple[str, ...]:
     return (
-        *(f"{attn}.{layer}" for attn in attentions for layer in (*ATTENTION, "to_gate_logits")),
+        *(
+            f"{attn}.{layer}"
+            for attn in attentions
+            for layer in (*ATTENTION_LAYERS, "to_gate_logits")
+        ),
         *(f"{feed_forward}.{layer}" for layer in ("net.0.proj", "net.2")),
     )
 
 
-_OF_SOUND = _layers(SOUND_ATTENTIONS, "audio_ff")
+_SOUND_LAYERS = _list_layers(SOUND_ATTENTIONS, "audio_ff")
 # All linear layers of a block, in the order of the video's and then the sound's.
-OF_BLOCKS = (*_layers(("attn1", "attn2"), "ff"), *_OF_SOUND)
+BLOCK_LAYERS = (*_list_layers(("attn1", "attn2"), "ff"), *_SOUND_LAYERS)
 
 
-def refuse_what_hears(recipe: Recipe) -> None:
+def refuse_sound_layers(recipe: Recipe) -> None:
     """Raise `DitLoraError` if layers for sound would train without sound: they get no gradient."""
     groups = recipe.optim.groups
     if recipe.train.mode == "full" or groups.connector is not None or groups.backbone is not None:
@@ -36,7 +40,7 @@ def refuse_what_hears(recipe: Recipe) -> None:
     names = [
         target
         for target in recipe.lora.targets or ()
-        if any(f".{layer}".endswith(f".{target}") for layer in _OF_SOUND)
+        if any(f".{layer}".endswith(f".{target}") for layer in _SOUND_LAYERS)
     ]
     if names:
         raise DitLoraError(

@@ -19,8 +19,8 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors
 
-_POINTS = 1024  # size of the Fourier transform and its window
-_LEAST = 1e-5
+_FFT_SIZE = 1024  # size of the Fourier transform and its window
+_MIN_MAGNITUDE = 1e-5
 SOUND_TRANSFORM = "ltx2-sound-1: log mel of 1,024 points, posterior mean, normalised by the VAE's own statistics, fp32"
 
 
@@ -31,14 +31,14 @@ class AudioEncoder(Protocol):
         """Encode a floating point `waveform` (channels, N) from -1 to 1, at `rate` samples per second."""
 
 
-def audio_tokens(config: Mapping[str, Any], seconds: float) -> int:
+def count_audio_tokens(config: Mapping[str, Any], seconds: float) -> int:
     """Number of sound tokens that the pipeline uses for a video of this length (pipeline_ltx2.py, __call__)."""
     # Columns of the spectrogram per second, four of which become one token.
     per_second = config["sample_rate"] / config["mel_hop_length"] / 4  # LATENT_DOWNSAMPLE_FACTOR
     return round(seconds * per_second)
 
 
-def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
+def build_audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
     """Load a checkpoint's audio VAE. Samples keep `audio_latent_mean`, normalised tokens (L, W).
 
     It encodes in fp32 and keeps the posterior's mean, like the vendor's trainer.
@@ -55,10 +55,10 @@ def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
 
     @torch.no_grad()
     def encode_audio(waveform: torch.Tensor, rate: int) -> Tensors:
-        _check(waveform, rate, config)
+        _require_valid_waveform(waveform, rate, config)
         # The spectrogram has an extra column at either end: keep as many tokens as the pipeline uses.
-        tokens = audio_tokens(config, waveform.shape[1] / rate)
-        mel = log_mel(waveform.to(device).float(), config)
+        tokens = count_audio_tokens(config, waveform.shape[1] / rate)
+        mel = compute_log_mel(waveform.to(device).float(), config)
         latents = vae.encode(mel[None]).latent_dist.mode()
         packed = LTX2Pipeline._pack_audio_latents(latents)
         normalised = LTX2Pipeline._normalize_audio_latents(
@@ -69,15 +69,21 @@ def audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
     return encode_audio
 
 
-def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+def compute_log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
     """Logarithm of the mel spectrogram, (channels, T, M) with T = N // hop + 1, of a waveform (channels, N)."""
     rate, hop = config["sample_rate"], config["mel_hop_length"]
-    window = torch.hann_window(_POINTS, device=waveform.device)
+    window = torch.hann_window(_FFT_SIZE, device=waveform.device)
     spectrum = torch.stft(
-        waveform, _POINTS, hop, window=window, center=True, pad_mode="reflect", return_complex=True
+        waveform,
+        _FFT_SIZE,
+        hop,
+        window=window,
+        center=True,
+        pad_mode="reflect",
+        return_complex=True,
     ).abs()
     filters = mel_filter_bank(
-        num_frequency_bins=_POINTS // 2 + 1,
+        num_frequency_bins=_FFT_SIZE // 2 + 1,
         num_mel_filters=config["mel_bins"],
         min_frequency=0.0,
         max_frequency=rate / 2,
@@ -87,10 +93,10 @@ def log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
     )
     # (channels, bins, T) -> (channels, T, bins), then the filters reduce bins to M.
     mel = spectrum.mT @ torch.from_numpy(filters).to(spectrum)
-    return mel.clamp(min=_LEAST).log()
+    return mel.clamp(min=_MIN_MAGNITUDE).log()
 
 
-def _check(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
+def _require_valid_waveform(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None:
     """Raise `DitLoraError` if the audio VAE does not accept this waveform."""
     channels, expected_rate = config["in_channels"], config["sample_rate"]
     is_valid = waveform.ndim == 2 and len(waveform) == channels and waveform.is_floating_point()
@@ -100,7 +106,7 @@ def _check(waveform: torch.Tensor, rate: int, config: Mapping[str, Any]) -> None
             f"a second; got {tuple(waveform.shape)} in {str(waveform.dtype).removeprefix('torch.')} at {rate}; "
             "resample it, and give one channel twice"
         )
-    if waveform.shape[1] <= _POINTS // 2:
+    if waveform.shape[1] <= _FFT_SIZE // 2:
         raise DitLoraError(
-            f"LTX-2's audio VAE takes more than {_POINTS // 2} samples; got {waveform.shape[1]}"
+            f"LTX-2's audio VAE takes more than {_FFT_SIZE // 2} samples; got {waveform.shape[1]}"
         )

@@ -16,31 +16,31 @@ import torch
 from dit_lora.families.base import Tensors, TextEncoder
 
 # The connectors return these three, in this order.
-TEXT = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")
+TEXT_TENSORS = ("prompt_embeds", "audio_prompt_embeds", "prompt_attention_mask")
 
 
-def connected(pipeline: Any, tokens: int, device: torch.device) -> TextEncoder:
+def make_text_encoder(pipeline: Any, max_tokens: int, device: torch.device) -> TextEncoder:
     """A caption encoder that runs a pipeline's text encoder and connectors."""
 
     @torch.no_grad()
     def encode(captions: Sequence[str]) -> Tensors:
         # One by one: a caption's tensors must not depend on the others in its batch, and the hidden states are large.
-        rows = [_encoded(pipeline, caption, tokens, device) for caption in captions]
+        rows = [_encode_caption(pipeline, caption, max_tokens, device) for caption in captions]
         # (1, T, ...) of each caption -> (B, T, ...)
         return {
             name: torch.cat(tensors)
-            for name, tensors in zip(TEXT, zip(*rows, strict=True), strict=True)
+            for name, tensors in zip(TEXT_TENSORS, zip(*rows, strict=True), strict=True)
         }
 
     return encode
 
 
-def _encoded(
-    pipeline: Any, caption: str, tokens: int, device: torch.device
+def _encode_caption(
+    pipeline: Any, caption: str, max_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     # Hidden states of all layers, and the mask (1, T).
     states, mask, *_ = pipeline.encode_prompt(
-        caption, do_classifier_free_guidance=False, max_sequence_length=tokens, device=device
+        caption, do_classifier_free_guidance=False, max_sequence_length=max_tokens, device=device
     )
     # Read this after encode_prompt, which sets it.
     side = pipeline.tokenizer.padding_side
@@ -48,38 +48,40 @@ def _encoded(
     return encoded
 
 
-def encoded_prompt(prompt: Tensors, empty: Tensors | None) -> dict[str, Any]:
-    """Pipeline arguments for a prompt's cached tensors, joined so that `connectors_passed` can split them again."""
+def join_prompt_tensors(prompt: Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
+    """Pipeline arguments for a prompt's cached tensors, joined so that `bypass_connectors` can split them again."""
     # The pipeline takes one embedding per prompt, so join the video's and the sound's text along the width.
-    prompts = {"": prompt} | ({"negative_": empty} if empty else {})
+    prompts = {"": prompt} | ({"negative_": empty_prompt} if empty_prompt else {})
     return {
         f"{prefix}{name}": tensor
         for prefix, tensors in prompts.items()
         for name, tensor in {
-            "prompt_embeds": torch.cat([tensors[name] for name in TEXT[:2]], dim=-1),
+            "prompt_embeds": torch.cat([tensors[name] for name in TEXT_TENSORS[:2]], dim=-1),
             "prompt_attention_mask": tensors["prompt_attention_mask"],
         }.items()
     }
 
 
 @contextmanager
-def connectors_passed(
-    pipeline: Any, conditions: Mapping[str, Any], video_width: int
+def bypass_connectors(
+    pipeline: Any, prompt_kwargs: Mapping[str, Any], video_width: int
 ) -> Iterator[None]:
-    """Inside the context, the pipeline accepts prompts from `encoded_prompt`. Other conditions leave it unchanged."""
-    if "prompt_embeds" not in conditions:
+    """Inside the context, the pipeline accepts prompts from `join_prompt_tensors`. Other conditions leave it
+    unchanged.
+    """
+    if "prompt_embeds" not in prompt_kwargs:
         yield
         return
     connectors = pipeline.connectors
-    pipeline.connectors = _Passed(video_width)
+    pipeline.connectors = _SplitConnectors(video_width)
     try:
         yield
     finally:
         pipeline.connectors = connectors
 
 
-class _Passed:
-    """Replaces a pipeline's connectors and splits what `encoded_prompt` joined."""
+class _SplitConnectors:
+    """Replaces a pipeline's connectors and splits what `join_prompt_tensors` joined."""
 
     # Not an nn.Module: a pipeline asks its modules for their device.
     def __init__(self, video_width: int) -> None:

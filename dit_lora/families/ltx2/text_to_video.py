@@ -35,26 +35,26 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import mu_by_tokens, require_steps
-from dit_lora.families.loss_mask import loss_weights
-from dit_lora.families.ltx2.cross_timesteps import own_timesteps_in_cross_attention
-from dit_lora.families.ltx2.guidance import guidances
-from dit_lora.families.ltx2.hearing import HearingCheckpoint
-from dit_lora.families.ltx2.layers import ATTENTION, refuse_what_hears
-from dit_lora.families.ltx2.text import connected, connectors_passed, encoded_prompt
+from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
+from dit_lora.families.loss_mask import compute_loss_weights
+from dit_lora.families.ltx2.cross_timesteps import use_modality_timesteps
+from dit_lora.families.ltx2.guidance import guidance_kwargs
+from dit_lora.families.ltx2.hearing import SoundCheckpoint
+from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, refuse_sound_layers
+from dit_lora.families.ltx2.text import bypass_connectors, join_prompt_tensors, make_text_encoder
 from dit_lora.families.posterior import encode_video
-from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.refusals import frame_count_errors, side_errors
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.objectives import LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Draws, Streams, moved, normal
+from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, move_to_device, normal
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class LTX2Checkpoint(HearingCheckpoint):
+class LTX2Checkpoint(SoundCheckpoint):
     """An LTX-2 or LTX-2.3 checkpoint for text-to-video."""
 
     scheduler: Mapping[str, Any]
@@ -63,53 +63,60 @@ class LTX2Checkpoint(HearingCheckpoint):
     """The connectors' config."""
     fps: float | None = None
     """Frames per second: positions are in seconds. None for the pipeline's default."""
-    task_given: bool = False
+    has_task_override: bool = False
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
-    after_text_encoder: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
+    text_postprocessors: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
     transform = (
         "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
     )
-    takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "model.task", "data.sound")
+    supported_options: ClassVar[tuple[str, ...]] = (
+        *FlowCheckpoint.supported_options,
+        "model.task",
+        "data.sound",
+    )
 
     @property
-    def distilled(self) -> bool:
+    def is_distilled(self) -> bool:
         """True if it generates videos in few steps: its scheduler does not shift by size, unlike the base model's."""
         return not self.scheduler["use_dynamic_shifting"]
 
     @property
     def frame_rate(self) -> float:
-        return self.fps or self.default_of("frame_rate")
+        return self.fps or self.get_call_default("frame_rate")
 
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption: the pipeline's default."""
-        return self.default_of("max_sequence_length")
+        return self.get_call_default("max_sequence_length")
 
-    def default_of(self, argument: str) -> Any:
+    def get_call_default(self, argument: str) -> Any:
         """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # Temporal factor first, then those of height and width.
         _, *sides = self.transformer_config["vae_scale_factors"]
         return lcm(PIPELINE_MULTIPLE, *sides)
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
         temporal = self.transformer_config["vae_scale_factors"][0]
-        return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
+        return [
+            *side_errors(shape, self.size_multiple),
+            *frame_count_errors(shape.frames, temporal),
+        ]
 
-    def for_recipe(self, recipe: Recipe) -> Self:
+    def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply frames per second, which set positions, and sound.
 
         Raises `DitLoraError` for a distilled base model and for layers that would get no gradient.
         """
-        checkpoint = super().for_recipe(recipe)
+        checkpoint = super().apply_recipe(recipe)
         data = recipe.data
-        if self.distilled and not recipe.lora.under:
+        if self.is_distilled and not recipe.lora.under:
             raise DitLoraError(
                 f"{self.path.name} is step-distilled (its scheduler does not shift by size), and training on it "
                 "undoes that; train its base, whose adapter loads into both, and sample from this one with "
@@ -117,23 +124,23 @@ class LTX2Checkpoint(HearingCheckpoint):
             )
         # Check now: otherwise validation samples would fail in the middle of a run.
         steps = recipe.validation.inference_steps
-        require_steps(self.scheduler, steps, "validation.inference_steps")
+        require_min_steps(self.scheduler, steps, "validation.inference_steps")
         if not data.sound:
-            refuse_what_hears(recipe)
-        return replace(checkpoint, fps=data.fps, sound=data.sound)
+            refuse_sound_layers(recipe)
+        return replace(checkpoint, fps=data.fps, has_sound=data.sound)
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
         """The video's attention layers, or all attention layers if sound is trained."""
-        return ATTENTION if self.sound else tuple(defaults)
+        return ATTENTION_LAYERS if self.has_sound else tuple(defaults)
 
-    def with_header(self, made: Mapping[str, Any]) -> Self:
+    def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
         # Frames per second are one of the common fields of the header.
-        fps = made.get("video", {}).get("fps", self.fps)
-        return replace(super().with_header(made), fps=fps)
+        fps = metadata.get("video", {}).get("fps", self.fps)
+        return replace(super().with_training_metadata(metadata), fps=fps)
 
     def notes(self, recipe: Recipe) -> list[str]:
         notes = super().notes(recipe)
-        if self.sound:
+        if self.has_sound:
             return [
                 *notes,
                 "sound: trained beside the video, at noise levels of its own; samples have it",
@@ -144,14 +151,14 @@ class LTX2Checkpoint(HearingCheckpoint):
             "whose sound is left out of samples",
         ]
 
-    def text_limit(self) -> TextLimit:
-        return text_limit(self.path, self.text_tokens)
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.path, self.text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         # The cached tensors come from the connectors, which differ between 2.0 and 2.3 although the text encoder is
         # the same.
         folder = self.path / "connectors"
-        return {**super().text_facts(), "connectors": folder, "tokens": self.text_tokens}
+        return {**super().text_cache_key(), "connectors": folder, "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         tokens, audio_width = self.text_tokens, self._text_width("audio")
@@ -169,7 +176,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         )
         return int(heads * width)
 
-    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the pipeline with only its text encoder and connectors."""
         # None leaves a component out. The connectors stay, because captions pass through them.
         components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
@@ -179,7 +186,7 @@ class LTX2Checkpoint(HearingCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Gemma and the connectors as the pipeline uses them."""
-        return connected(self.text_pipeline(dtype, device), self.text_tokens, device)
+        return make_text_encoder(self.load_text_pipeline(dtype, device), self.text_tokens, device)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -192,11 +199,11 @@ class LTX2Checkpoint(HearingCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            return self.encoded(vae, pixels)
+            return self.encode_clip(vae, pixels)
 
-        return self.hearing(encode, device)
+        return self.add_sound_encoder(encode, device)
 
-    def encoded(self, vae: Any, pixels: torch.Tensor) -> Tensors:
+    def encode_clip(self, vae: Any, pixels: torch.Tensor) -> Tensors:
         """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
         mean = encode_video(vae, pixels)["latent_mean"]
         factor = vae.config.scaling_factor
@@ -210,20 +217,20 @@ class LTX2Checkpoint(HearingCheckpoint):
 
         The vendor's trainer does not clamp it either (Lightricks/LTX-2, ltx-trainer, timestep_samplers.py).
         """
-        return mu_by_tokens(self.scheduler, prod(size[1:]))
+        return compute_mu(self.scheduler, prod(size[1:]))
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """The random tensors of flow matching, with noise for tokens (S, C), and those of sound if it is trained.
 
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
-        video: Draws = {
-            **super().draws(batch),
+        video: DrawFunctions = {
+            **super().draw_functions(batch),
             "noise": partial(normal, (prod(grid), channels)),
         }
         # Cached clips may have sound that this run does not train.
-        if not self.sound:
+        if not self.has_sound:
             return video
         if "audio_latent_mean" not in batch:
             raise DitLoraError(
@@ -232,39 +239,42 @@ class LTX2Checkpoint(HearingCheckpoint):
         # (L, A), tokens and width of the sound.
         size = batch["audio_latent_mean"].shape[1:]
         # `mu` counts the product of all sizes but the first, which here is the number of tokens.
-        shift = self.shift_of(torch.Size([size[1], size[0]]))
+        shift = self.compute_shift(torch.Size([size[1], size[0]]))
         return {
             **video,
             "audio_noise": partial(normal, size),
-            "audio_timestep": lambda rows: self.objective.sigmas(normal((), rows), shift),
+            "audio_timestep": lambda rows: self.objective.compute_sigmas(normal((), rows), shift),
         }
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Packed latents, (B, S, C). The cached ones are already normalised."""
         return LTX2Pipeline._pack_latents(batch["latent_mean"].float())
 
-    def masked(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Loss weights from masks, packed like the video's latents, (B, S, C). Sound is never masked."""
         latents = batch["latent_mean"]
-        weights = loss_weights(batch, self.mask_floor, latents)
+        weights = compute_loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
 
     def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.
 
         The vendor's trainer adds them in the same way (flexible.py, compute_loss). The reported timesteps are the
         video's.
         """
-        if not self.sound:
+        if not self.has_sound:
             return super().losses(transformer, batch, streams)
         # With sound, this repeats the base class's steps for the video and adds those of the sound.
-        draws = streams.drawn(self.draws(batch), batch["latent_mean"].device)
+        draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
-        clean, conditioning_mask = self.clean_latents(batch, draws), self.known(batch, draws)
+        clean, conditioning_mask = (
+            self.clean_latents(batch, draws),
+            self.conditioning_mask(batch, draws),
+        )
         noisy = objective.add_noise(clean, draws["noise"], sigmas)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
@@ -273,16 +283,20 @@ class LTX2Checkpoint(HearingCheckpoint):
         noisy_batch = {
             **batch,
             "audio_noisy": objective.add_noise(sound, draws["audio_noise"], levels),
-            "audio_timestep": levels * self.train_timesteps,
+            "audio_timestep": levels * self.num_train_timesteps,
         }
-        timesteps = sigmas * self.train_timesteps
+        timesteps = sigmas * self.num_train_timesteps
         # (B, S, C) and (B, L, A)
-        video, audio = self.velocities(transformer, noisy, timesteps, noisy_batch, draws)
-        target = objective.target(clean, draws["noise"])
-        losses = mean_squared_error(video, target, self._weights(batch, conditioning_mask))
+        video, audio = self.predict_velocities(transformer, noisy, timesteps, noisy_batch, draws)
+        target = objective.compute_target(clean, draws["noise"])
+        losses = compute_mean_squared_error(
+            video, target, self._loss_weights(batch, conditioning_mask)
+        )
         # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
-        losses = losses + mean_squared_error(audio, objective.target(sound, draws["audio_noise"]))
-        return LossOutput(losses, objective.reported(sigmas))
+        losses = losses + compute_mean_squared_error(
+            audio, objective.compute_target(sound, draws["audio_noise"])
+        )
+        return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
     def predict(
         self,
@@ -292,25 +306,25 @@ class LTX2Checkpoint(HearingCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
-        return self.velocities(transformer, noisy, timesteps, batch, {})[0]
+        return self.predict_velocities(transformer, noisy, timesteps, batch, {})[0]
 
-    def drawn_prediction(
+    def predict_in_training(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        return self.velocities(transformer, noisy, timesteps, batch, given)[0]
+        return self.predict_velocities(transformer, noisy, timesteps, batch, random_tensors)[0]
 
-    def velocities(
+    def predict_velocities(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocities of video (B, S, C) and sound (B, L, A) in one call.
 
@@ -324,7 +338,7 @@ class LTX2Checkpoint(HearingCheckpoint):
         audio, audio_timesteps = batch.get("audio_noisy"), batch.get("audio_timestep")
         has_no_audio = audio is None
         # The transformer takes an integer mask.
-        mask = None if mask is None else moved(mask.long(), text.device)
+        mask = None if mask is None else move_to_device(mask.long(), text.device)
         if audio is None:
             channels = self.transformer_config["audio_in_channels"]
             # A placeholder of one sound token, which the video does not attend to.
@@ -335,7 +349,7 @@ class LTX2Checkpoint(HearingCheckpoint):
             "audio_hidden_states": audio.to(text.dtype),
             "encoder_hidden_states": text,
             "audio_encoder_hidden_states": audio_text,
-            "timestep": self.token_timesteps(timesteps, batch, given),
+            "timestep": self.token_timesteps(timesteps, batch, random_tensors),
             "audio_timestep": timesteps if audio_timesteps is None else audio_timesteps,
             # One noise level per sample, also where tokens have timesteps of their own.
             "sigma": timesteps,
@@ -352,23 +366,23 @@ class LTX2Checkpoint(HearingCheckpoint):
             "return_dict": False,
         }
         # Without sound there is no attention between the modalities.
-        cross_timesteps = (
-            nullcontext() if has_no_audio else own_timesteps_in_cross_attention(transformer)
-        )
+        cross_timesteps = nullcontext() if has_no_audio else use_modality_timesteps(transformer)
         with cross_timesteps:
-            video, sound = transformer(**self.in_context(call, batch))
-        # Drop the output for tokens that `in_context` added.
+            video, sound = transformer(**self.append_reference_tokens(call, batch))
+        # Drop the output for tokens that `append_reference_tokens` added.
         return video[:, : noisy.shape[1]], sound
 
-    def in_context(self, call: dict[str, Any], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def append_reference_tokens(
+        self, transformer_kwargs: dict[str, Any], batch: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """The transformer's arguments with further tokens after the video's. There are none here."""
-        return call
+        return transformer_kwargs
 
     def token_timesteps(
         self,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Timesteps of the video's tokens: one per sample (B,), or one per token (B, S)."""
         return timesteps
@@ -380,10 +394,16 @@ class LTX2Checkpoint(HearingCheckpoint):
         components = {} if text else {"connectors": None}
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        return {"prompt": prompt} if isinstance(prompt, str) else encoded_prompt(prompt, empty)
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
+        return (
+            {"prompt": prompt}
+            if isinstance(prompt, str)
+            else join_prompt_tensors(prompt, empty_prompt)
+        )
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
             "num_frames": shape.frames,
             "height": shape.height,
@@ -391,35 +411,39 @@ class LTX2Checkpoint(HearingCheckpoint):
             "frame_rate": float(self.frame_rate),
         }
 
-    def settings(self, how: Sampling) -> dict[str, Any]:
+    def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Frames per second and guidance. Raises `DitLoraError` for a single step if its timestep would be NaN."""
-        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
-        # Without a frame rate, that of `arguments` applies.
-        rate = {} if how.fps is None else {"frame_rate": float(how.fps)}
+        require_min_steps(
+            self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps"
+        )
+        # Without a frame rate, that of `shape_kwargs` applies.
+        rate = {} if sampling.fps is None else {"frame_rate": float(sampling.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
-        return rate | guidances(how.guidance_scale, perturbed=perturbed)
+        return rate | guidance_kwargs(sampling.guidance_scale, has_perturbed_attention=perturbed)
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
-        with connectors_passed(pipeline, conditions, self._text_width("video")):
-            return super().generate(pipeline, conditions, how)
+    def generate(
+        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
+        with bypass_connectors(pipeline, prompt_kwargs, self._text_width("video")):
+            return super().generate(pipeline, prompt_kwargs, sampling)
 
     def generate_with_sound(
-        self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling
+        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
     ) -> tuple[torch.Tensor, Sound | None]:
-        if not self.sound:
-            return super().generate_with_sound(pipeline, conditions, how)
+        if not self.has_sound:
+            return super().generate_with_sound(pipeline, prompt_kwargs, sampling)
         # The base class returns only the video, so keep the sound of the pipeline's output on the way.
         waveforms: list[torch.Tensor] = []
 
-        def called(**arguments: Any) -> Any:
+        def call_pipeline(**arguments: Any) -> Any:
             output = pipeline(**arguments)
             waveforms.extend(output.audio)
             return output
 
-        with connectors_passed(pipeline, conditions, self._text_width("video")):
-            video = super().generate(called, conditions, how)
+        with bypass_connectors(pipeline, prompt_kwargs, self._text_width("video")):
+            video = super().generate(call_pipeline, prompt_kwargs, sampling)
         return video, Sound(waveforms[0], pipeline.vocoder.config.output_sampling_rate)
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline class, if another task than the checkpoint's was trained."""
-        return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}

@@ -24,13 +24,13 @@ AUDIO_WIDTH = _AUDIO_CHANNELS * _MEL_BINS // 4
 # Widths of the transformer's two streams.
 _WIDTH, _AUDIO_INNER = 32, 16
 # Options of 2.3 that exist for both modalities.
-_NEW = {"gated_attn": True, "cross_attn_mod": True}
+_NEW_CONFIG = {"gated_attn": True, "cross_attn_mod": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ltx-2": {"caption_channels": _TEXT_WIDTH},
     # The options for 2.3 in Diffusers' scripts/convert_ltx2_to_diffusers.py.
     "ltx-2.3": {
-        **_NEW,
-        **{f"audio_{name}": value for name, value in _NEW.items()},
+        **_NEW_CONFIG,
+        **{f"audio_{name}": value for name, value in _NEW_CONFIG.items()},
         "use_prompt_embeddings": False,
         "perturbed_attn": True,
     },
@@ -38,17 +38,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Changes of each variant to the transformer's config."""
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
-    is_new, tokenizer = variant == "ltx-2.3", _tokenizer()
+    is_new, tokenizer = variant == "ltx-2.3", _build_tokenizer()
     pipeline: Any = LTX2Pipeline(
         tokenizer=tokenizer,
-        text_encoder=_gemma(tokenizer),
-        connectors=_connectors(is_new),
-        transformer=_transformer(VARIANTS[variant]),
-        vae=_vae(),
-        audio_vae=_audio_vae(),
-        vocoder=_vocoder(is_new),
+        text_encoder=_build_gemma(tokenizer),
+        connectors=_build_connectors(is_new),
+        transformer=_build_transformer(VARIANTS[variant]),
+        vae=_build_vae(),
+        audio_vae=_build_audio_vae(),
+        vocoder=_build_vocoder(is_new),
         # The options of the published scheduler (scheduler/scheduler_config.json of LTX-2.3's Diffusers files).
         scheduler=FlowMatchEulerDiscreteScheduler(
             base_shift=0.95,
@@ -59,10 +59,10 @@ def build_tiny(variant: str, out: Path) -> None:
             use_dynamic_shifting=True,
         ),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _tokenizer() -> GemmaTokenizer:
+def _build_tokenizer() -> GemmaTokenizer:
     """A tokenizer of the printable ASCII characters. Nothing is trained."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     characters = [c for c in string.printable if not c.isspace()]
@@ -71,7 +71,7 @@ def _tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=2048)
 
 
-def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
+def _build_gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
     config = Gemma3Config(
         text_config={
             "model_type": "gemma3_text",
@@ -107,7 +107,7 @@ def _gemma(tokenizer: GemmaTokenizer) -> Gemma3ForConditionalGeneration:
     return Gemma3ForConditionalGeneration(config).eval()
 
 
-def _connectors(is_new: bool) -> LTX2TextConnectors:
+def _build_connectors(is_new: bool) -> LTX2TextConnectors:
     """Registers replace padding, as in the published ones. Those of 2.3 have gates and one width per modality."""
     connectors: Any = LTX2TextConnectors(
         caption_channels=_TEXT_WIDTH,
@@ -133,7 +133,7 @@ def _connectors(is_new: bool) -> LTX2TextConnectors:
     return connectors.eval()
 
 
-def _transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
+def _build_transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
     """Heads have 16 and 8 elements, not a multiple of 6, so the first rotation angles are 0."""
     return LTX2VideoTransformer3DModel(
         in_channels=LATENT_CHANNELS,
@@ -152,7 +152,7 @@ def _transformer(changes: dict[str, Any]) -> LTX2VideoTransformer3DModel:
     )
 
 
-def _vae() -> AutoencoderKLLTX2Video:
+def _build_vae() -> AutoencoderKLLTX2Video:
     """Downscales time and sides by 8, and sides by 4 more, like the published VAE, at its smallest width."""
     vae: Any = AutoencoderKLLTX2Video(
         latent_channels=LATENT_CHANNELS,
@@ -171,7 +171,7 @@ def _vae() -> AutoencoderKLLTX2Video:
     return vae.eval()
 
 
-def _audio_vae() -> AutoencoderKLLTX2Audio:
+def _build_audio_vae() -> AutoencoderKLLTX2Audio:
     vae: Any = AutoencoderKLLTX2Audio(
         base_channels=AUDIO_WIDTH,
         ch_mult=(1, 1, 1),
@@ -186,7 +186,7 @@ def _audio_vae() -> AutoencoderKLLTX2Audio:
     return vae.eval()
 
 
-def _vocoder(is_new: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
+def _build_vocoder(is_new: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
     common: dict[str, Any] = {
         "in_channels": 2 * _MEL_BINS,
         "hidden_channels": 32,

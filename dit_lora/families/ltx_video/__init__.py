@@ -3,16 +3,16 @@
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
 
-_BLOCK = (
+_BLOCK_LAYERS = (
     *(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *("ff.net.0.proj", "ff.net.2"),
 )
-_SAME = (
-    *(f"transformer_blocks.*.{name}" for name in _BLOCK),
+_UNCHANGED_NAMES = (
+    *(f"transformer_blocks.*.{name}" for name in _BLOCK_LAYERS),
     *("caption_projection.linear_1", "caption_projection.linear_2", "proj_out"),
 )
 # The inverse of TRANSFORMER_KEYS_RENAME_DICT in diffusers' scripts/convert_ltx_to_diffusers.py.
-_RENAMED = {
+_RENAMED_LAYERS = {
     "proj_in": "patchify_proj",
     "time_embed.linear": "adaln_single.linear",
     "time_embed.emb.timestep_embedder.linear_1": "adaln_single.emb.timestep_embedder.linear_1",
@@ -44,9 +44,11 @@ FAMILY = DiffusionFamily(
             "https://huggingface.co/Lightricks/LTX-Video/blob/main/LTX-Video-Open-Weights-License-0.X.txt",
         )
     },
-    masked_attention=True,
+    has_attention_mask=True,
     # The published model's names, from which ComfyUI takes those of its blocks. Diffusers' script renamed only these
     # two layers, and its loader rejects `.alpha` tensors.
-    comfyui=LayerNames(alpha=False, renamed={**{name: name for name in _SAME}, **_RENAMED}),
+    comfyui=LayerNames(
+        reads_alpha=False, renames={**{name: name for name in _UNCHANGED_NAMES}, **_RENAMED_LAYERS}
+    ),
     tiny_variants=("ltx-video", "ltx-video-0.9.1"),
 )

@@ -6,33 +6,33 @@ from typing import Any
 from diffusers import AutoencoderKLLTXVideo, LTXImageToVideoPipeline, LTXVideoTransformer3DModel
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import read_flow_scheduler
 from dit_lora.families.ltx_video.image_to_video import LTXVideoImageCheckpoint
 from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint
 from dit_lora.families.opening import (
-    local_checkpoint,
+    fill_defaults,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_index,
-    require_whole_weights,
-    stored_fields,
-    with_defaults,
+    require_complete_weights,
 )
-from dit_lora.families.refusals import refuse_in_context
+from dit_lora.families.refusals import refuse_ic_lora
 from dit_lora.numerics.objectives import FlowMatching
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, misfit parts or broken weights."""
-    refuse_in_context(model)
-    path = local_checkpoint(model)
+    refuse_ic_lora(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     # Files of 0.9 lack options that later versions introduced.
-    transformer = with_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
-    vae = with_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
-    _require_fitting(model, transformer, vae)
+    transformer = fill_defaults(LTXVideoTransformer3DModel, fields["transformer_config"])
+    vae = fill_defaults(AutoencoderKLLTXVideo, fields["vae_config"])
+    _require_matching_components(model, transformer, vae)
     # None: the shift depends on the number of tokens, through `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     # The recipe's task wins, because both tasks use the same weights.
@@ -43,11 +43,11 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
         **fields | {"transformer_config": transformer, "vae_config": vae},
         scheduler=scheduler,
         objective=FlowMatching(shift, scheduler["num_train_timesteps"]),
-        task_given=task != stored_task,
+        has_task_override=task != stored_task,
     )
 
 
-def _require_fitting(
+def _require_matching_components(
     model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]
 ) -> None:
     """Raise `DitLoraError` for wrong channels, and for patches above 1, whose positions the pipelines get wrong."""
@@ -65,5 +65,5 @@ def _require_fitting(
     ]
     if problems:
         raise DitLoraError(
-            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
         )

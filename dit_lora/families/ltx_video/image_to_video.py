@@ -19,12 +19,16 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstTokensCheckpoint
-from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint, normalised, packed
-from dit_lora.families.pictures import as_picture
-from dit_lora.families.posterior import drawn
-from dit_lora.families.refusals import too_few_frames
+from dit_lora.families.ltx_video.text_to_video import (
+    LTXVideoCheckpoint,
+    normalize_latents,
+    pack_latents,
+)
+from dit_lora.families.pictures import to_pil_image
+from dit_lora.families.posterior import sample_posterior
+from dit_lora.families.refusals import min_frames_errors
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.numerics.streams import Draws, normal
+from dit_lora.numerics.streams import DrawFunctions, normal
 
 IMAGE_TRANSFORM = "ltx-video-i2v-1: the pipeline's preprocessing, posterior of one frame, fp32"
 
@@ -34,14 +38,17 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     """An LTX-Video checkpoint for image-to-video."""
 
     pipeline_class: ClassVar[Any] = LTXImageToVideoPipeline
-    takes: ClassVar[tuple[str, ...]] = (*LTXVideoCheckpoint.takes, *FirstTokensCheckpoint.takes)
+    supported_options: ClassVar[tuple[str, ...]] = (
+        *LTXVideoCheckpoint.supported_options,
+        *FirstTokensCheckpoint.supported_options,
+    )
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
-        frame_problems = too_few_frames(shape.frames, self.temporal_factor)
-        return [*super().wrong_shape(shape), *frame_problems]
+    def shape_errors(self, shape: VideoShape) -> list[str]:
+        frame_problems = min_frames_errors(shape.frames, self.temporal_factor)
+        return [*super().shape_errors(shape), *frame_problems]
 
-    def video_facts(self) -> Mapping[str, Any]:
-        return {**super().video_facts(), "image": IMAGE_TRANSFORM}
+    def latent_cache_key(self) -> Mapping[str, Any]:
+        return {**super().latent_cache_key(), "image": IMAGE_TRANSFORM}
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -52,40 +59,44 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
 
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
-            picture = as_picture(pixels[0] if image is None else image)
+            picture = to_pil_image(pixels[0] if image is None else image)
             # (1, 3, height, width) -> (1, 3, 1, height, width)
             posterior = vae.encode(processor.preprocess(picture).to(device)[:, :, None]).latent_dist
             return {
-                **self.encoded(vae, pixels),
+                **self.encode_clip(vae, pixels),
                 "image_latent_mean": posterior.mean[0],
                 "image_latent_logvar": posterior.logvar[0],
             }
 
         return encode
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Random tensors of the clip, plus the image's dropout and its latent."""
         # (C, 1, H, W)
-        picture: Draws = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
-        return {**super().draws(batch), **picture}
+        picture: DrawFunctions = {
+            "image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])
+        }
+        return {**super().draw_functions(batch), **picture}
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.with_picture(super().clean_latents(batch, given), batch, given)
+        return self.replace_first_frame(
+            super().clean_latents(batch, random_tensors), batch, random_tensors
+        )
 
-    def drawn_prediction(
+    def predict_in_training(
         self,
         transformer: nn.Module,
         noisy: torch.Tensor,
         timesteps: torch.Tensor,
         batch: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
+        random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         # (B, S)
-        token_timesteps = self.token_timesteps(timesteps, batch, given)
-        return self.call(transformer, noisy, token_timesteps, batch)
+        token_timesteps = self.token_timesteps(timesteps, batch, random_tensors)
+        return self.run_transformer(transformer, noisy, token_timesteps, batch)
 
     def predict(
         self,
@@ -96,16 +107,16 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     ) -> torch.Tensor:
         """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image, at the posterior's mean.
-        conditioned = self.with_picture(noisy, batch, {})
-        return self.drawn_prediction(transformer, conditioned, timesteps, batch, {})
+        conditioned = self.replace_first_frame(noisy, batch, {})
+        return self.predict_in_training(transformer, conditioned, timesteps, batch, {})
 
     def picture_tokens(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        latent, noise = batch["image_latent_mean"].float(), given.get("image_posterior")
+        latent, noise = batch["image_latent_mean"].float(), random_tensors.get("image_posterior")
         if noise is not None:
-            latent = drawn(latent, batch["image_latent_logvar"], noise)
+            latent = sample_posterior(latent, batch["image_latent_logvar"], noise)
         # Like the pipeline, without the VAE's scaling factor, which is 1.
         frames = batch["latent_mean"].shape[2]
         # (B, C, 1, H, W) -> (B, C, F, H, W) -> (B, S, C)
-        return packed(normalised(latent, batch).expand(-1, -1, frames, -1, -1))
+        return pack_latents(normalize_latents(latent, batch).expand(-1, -1, frames, -1, -1))

@@ -11,11 +11,11 @@ from diffusers import (
     LTXVideoTransformer3DModel,
 )
 
-from dit_lora.families.tiny.text import TEXT_WIDTH, t5_encoder, t5_tokenizer
+from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
 
 _LATENTS, _WIDTH = 8, 8
 # Decoder options of the published models (diffusers: scripts/convert_ltx_to_diffusers.py), with one layer per block.
-_DECODERS: dict[str, dict[str, Any]] = {
+_DECODER_CONFIGS: dict[str, dict[str, Any]] = {
     "ltx-video": {
         "decoder_block_out_channels": (_WIDTH,) * 4,
         "decoder_layers_per_block": (1,) * 5,
@@ -32,13 +32,13 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
-    tokenizer = t5_tokenizer()
+    tokenizer = build_t5_tokenizer()
     pipeline: Any = LTXPipeline(
         tokenizer=tokenizer,
-        text_encoder=t5_encoder(len(tokenizer)),
-        vae=_vae(_DECODERS[variant]),
+        text_encoder=build_t5_encoder(len(tokenizer)),
+        vae=_build_vae(_DECODER_CONFIGS[variant]),
         transformer=LTXVideoTransformer3DModel(
             in_channels=_LATENTS,
             out_channels=_LATENTS,
@@ -58,15 +58,15 @@ def build_tiny(variant: str, out: Path) -> None:
             shift_terminal=0.1,
         ),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _vae(decoder: dict[str, Any]) -> AutoencoderKLLTXVideo:
+def _build_vae(decoder_config: dict[str, Any]) -> AutoencoderKLLTXVideo:
     vae: Any = AutoencoderKLLTXVideo(
         latent_channels=_LATENTS,
         block_out_channels=(_WIDTH,) * 4,
         layers_per_block=(1,) * 5,
-        **decoder,
+        **decoder_config,
     )
     head = vae.encoder.conv_out.conv
     with torch.no_grad():

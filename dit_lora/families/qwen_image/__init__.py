@@ -19,7 +19,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     default_recipe="qwen_image/base",
     # From the card of each model.

@@ -24,12 +24,12 @@ from dit_lora.families.base import (
     TextEncoder,
     TextLimit,
 )
-from dit_lora.families.flow_scheduler import require_steps
+from dit_lora.families.flow_scheduler import require_min_steps
 from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
-from dit_lora.families.text.captions import one_by_one
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.captions import make_caption_encoder
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import cut_text
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
     pipeline_class: ClassVar[Any] = QwenImagePipeline
     transformer_class: ClassVar[Any] = QwenImageTransformer2DModel
-    guided_batch = 1  # guidance is a second call
+    guidance_batch_size = 1  # guidance is a second call
 
-    def for_recipe(self, recipe: Recipe) -> Self:
-        require_steps(
+    def apply_recipe(self, recipe: Recipe) -> Self:
+        require_min_steps(
             self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
         )
-        return super().for_recipe(recipe)
+        return super().apply_recipe(recipe)
 
     @property
     def text_tokens(self) -> int:
@@ -53,14 +53,14 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         tokens: int = arguments["max_sequence_length"].default
         return tokens
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """Number of caption tokens. Template tokens before the caption are dropped, those after it truncated first."""
-        return text_limit(self.path, self.text_tokens)
+        return load_text_limit(self.path, self.text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
-        stock = bare(self.pipeline_class)
+    def text_cache_key(self) -> Mapping[str, Any]:
+        stock = build_empty_pipeline(self.pipeline_class)
         return {
-            **super().text_facts(),
+            **super().text_cache_key(),
             "tokens": self.text_tokens,
             "template": stock.prompt_template_encode,
             "dropped": stock.prompt_template_encode_start_idx,
@@ -75,9 +75,9 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as the pipeline uses it. Captions are padded with zeros and have a mask."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
-        def encode_one(caption: str) -> Tensors:
+        def encode_caption(caption: str) -> Tensors:
             # Encode without other captions, so that nothing is padded, then pad to the cache's length.
             embeddings, _ = pipeline.encode_prompt(
                 caption, device=device, max_sequence_length=self.text_tokens
@@ -88,7 +88,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             mask = torch.arange(self.text_tokens, device=device) < count
             return {"prompt_embeds": functional.pad(embeddings, padding), "prompt_mask": mask[None]}
 
-        return one_by_one(encode_one)
+        return make_caption_encoder(encode_caption)
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer: Any = super().load_transformer(dtype)
@@ -108,9 +108,9 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         batch: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
-        return self.call(transformer, noisy, timesteps, batch, [self.grid(batch)])
+        return self.run_transformer(transformer, noisy, timesteps, batch, [self.token_grid(batch)])
 
-    def call(
+    def run_transformer(
         self,
         transformer: nn.Module,
         hidden: torch.Tensor,
@@ -127,38 +127,46 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             timestep=timesteps.to(text.dtype) / 1000,
             encoder_hidden_states=text,
             # None if nothing is padded, as in the pipeline: attention then has more and faster backends.
-            encoder_hidden_states_mask=None if mask is None else moved(mask, text.device),
+            encoder_hidden_states_mask=None if mask is None else move_to_device(mask, text.device),
             img_shapes=[shapes] * len(hidden),
             return_dict=False,
         )[0]
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt, "negative_prompt": ""}
-        return _embedded("", prompt) | (_embedded("negative_", empty) if empty else {})
+        return _embedding_kwargs("", prompt) | (
+            _embedding_kwargs("negative_", empty_prompt) if empty_prompt else {}
+        )
 
-    def generate(self, pipeline: Any, conditions: Mapping[str, Any], how: Sampling) -> torch.Tensor:
+    def generate(
+        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
+    ) -> torch.Tensor:
         """Generate one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         The pipeline's `guidance_scale` is for an embedding that no published checkpoint has.
         """
-        require_steps(self.scheduler, how.inference_steps, f"{self.path.name}: inference steps")
+        require_min_steps(
+            self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps"
+        )
 
-        def called(*, guidance_scale: float, **arguments: Any) -> Any:
+        def call_pipeline(*, guidance_scale: float, **arguments: Any) -> Any:
             if guidance_scale <= 1:  # the pipeline warns about a prompt that it does not use
                 arguments = {n: a for n, a in arguments.items() if not n.startswith("negative_")}
             return pipeline(**arguments, true_cfg_scale=guidance_scale)
 
-        return super().generate(called, conditions, how)
+        return super().generate(call_pipeline, prompt_kwargs, sampling)
 
 
-def bare(pipeline_class: Any) -> Any:
+def build_empty_pipeline(pipeline_class: Any) -> Any:
     """The pipeline without components, to read the prompt templates."""
     parameters = inspect.signature(pipeline_class.__init__).parameters
     return pipeline_class(**{name: None for name in parameters if name != "self"})
 
 
-def _embedded(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
+def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
     """Pipeline arguments for embeddings, cut to the length that the pipeline would have given the prompts."""
     embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
     if mask is None:  # the pipeline warns if the mask is missing

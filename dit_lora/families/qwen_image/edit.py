@@ -31,20 +31,20 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.posterior import encode_video
-from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, bare
+from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, build_empty_pipeline
 from dit_lora.families.qwen_image.picture_text import (
-    MOST_RATIO,
-    PictureText,
-    load_pictures,
+    MAX_RATIO,
+    PictureTextEncoder,
+    load_image_processor,
     load_processor,
-    most_tokens,
+    max_image_tokens,
 )
-from dit_lora.families.qwen_latents import PACKED
-from dit_lora.families.references import PictureEncoder, References, latents_of
+from dit_lora.families.qwen_latents import PACK_SIZE
+from dit_lora.families.references import PictureEncoder, ReferenceSpec, get_reference_latents
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
-_AREA = 1024 * 1024  # pipeline_qwenimage_edit.py, __call__
-_IMAGE = "<|image_pad|>"
+_IMAGE_AREA = 1024 * 1024  # pipeline_qwenimage_edit.py, __call__
+_IMAGE_TOKEN = "<|image_pad|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,22 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
     pipeline_class: ClassVar[Any] = QwenImageEditPipeline
     # Qwen-Image-Edit takes exactly one image.
-    most_references: ClassVar[int] = 1
+    max_references: ClassVar[int] = 1
 
     @property
-    def references(self) -> References:
-        return References(
+    def references(self) -> ReferenceSpec:
+        return ReferenceSpec(
             1,
-            self.most_references,
+            self.max_references,
             self._reference_shape,
-            _wrong_reference,
-            in_text=True,
-            scales=False,
+            _reference_error,
+            is_encoded_with_caption=True,
+            is_resizable=False,
         )
 
     def _vae_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width at which the VAE encodes an image of this size."""
-        scaled_width, scaled_height, _ = edit.calculate_dimensions(_AREA, width / height)
+        scaled_width, scaled_height, _ = edit.calculate_dimensions(_IMAGE_AREA, width / height)
         return scaled_height, scaled_width
 
     def _text_size(self, height: int, width: int) -> tuple[int, int]:
@@ -78,42 +78,46 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
     @property
     def _text_area(self) -> int:
         """Approximate number of pixels of an image for the text encoder."""
-        return _AREA
+        return _IMAGE_AREA
 
     def _reference_shape(self, height: int, width: int, shape: VideoShape) -> VideoShape:
         return VideoShape(1, *self._vae_size(height, width))
 
-    def _shown(self, pictures: list[Image.Image]) -> Any:
+    def _prompt_images(self, pictures: list[Image.Image]) -> Any:
         """Images in the form in which the pipeline encodes them with a prompt."""
         return pictures[0]
 
-    def _room(self, pictures: Any) -> int:
+    def _max_prompt_tokens(self, image_processor: Any) -> int:
         """Number of tokens that captions are padded to: the pipeline's default for text, plus those of the images.
 
-        `pictures` is the image processor.
+        `image_processor` is the image processor.
         """
         # An upper bound, so that one padded length fits every caption with its images.
-        return self.text_tokens + self.most_references * most_tokens(pictures, self._text_area)
+        return self.text_tokens + self.max_references * max_image_tokens(
+            image_processor, self._text_area
+        )
 
-    def _around(self, pictures: int) -> str:
+    def _empty_caption_prompt(self, num_images: int) -> str:
         """The prompt of an empty caption, without the tokens of its images."""
-        # The image's own tokens are counted by `_room`.
-        template: str = bare(self.pipeline_class).prompt_template_encode
-        return template.format("").replace(_IMAGE, "")
+        # The image's own tokens are counted by `_max_prompt_tokens`.
+        template: str = build_empty_pipeline(self.pipeline_class).prompt_template_encode
+        return template.format("").replace(_IMAGE_TOKEN, "")
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
         tokenizer = load_processor(self.path).tokenizer
-        num_template_tokens = len(tokenizer(self._around(self.most_references)).input_ids)
+        num_template_tokens = len(
+            tokenizer(self._empty_caption_prompt(self.max_references)).input_ids
+        )
         # The pipeline drops this many tokens at the start of the template from the embeddings.
-        num_dropped = bare(self.pipeline_class).prompt_template_encode_start_idx
+        num_dropped = build_empty_pipeline(self.pipeline_class).prompt_template_encode_start_idx
         return TextLimit(tokenizer, self.text_tokens - (num_template_tokens - num_dropped))
 
-    def text_facts(self) -> Mapping[str, Any]:
-        pictures = load_pictures(self.path)
+    def text_cache_key(self) -> Mapping[str, Any]:
+        pictures = load_image_processor(self.path)
         return {
-            **super().text_facts(),
-            "tokens": self._room(pictures),
+            **super().text_cache_key(),
+            "tokens": self._max_prompt_tokens(pictures),
             "processor": self.path / "processor",
             # Transformers has one for torchvision and one for Pillow, whose pixels differ.
             "pictures": type(pictures).__name__,
@@ -121,7 +125,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (
-            self._room(load_pictures(self.path)),
+            self._max_prompt_tokens(load_image_processor(self.path)),
             self.transformer_config["joint_attention_dim"],
         )
         return {
@@ -129,7 +133,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             "prompt_mask": (torch.Size(size[:1]), torch.bool),
         }
 
-    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         return load_pretrained(
             self.pipeline_class,
             self.path,
@@ -145,18 +149,18 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
         Captions are padded with zeros and have a mask of text and image tokens.
         """
-        pipeline = self.text_pipeline(dtype, device)
-        limit = self._room(pipeline.processor.image_processor)
+        pipeline = self.load_text_pipeline(dtype, device)
+        limit = self._max_prompt_tokens(pipeline.processor.image_processor)
         resize = pipeline.image_processor.resize
 
-        def encode_one(caption: str, given: list[Image.Image]) -> Tensors:
+        def encode_caption(caption: str, references: list[Image.Image]) -> Tensors:
             # Scale as the pipeline does before it encodes the prompt.
             pictures = [
                 resize(picture, *self._text_size(picture.height, picture.width))
-                for picture in given
+                for picture in references
             ]
             embeddings, _ = pipeline.encode_prompt(
-                caption, image=self._shown(pictures), device=device
+                caption, image=self._prompt_images(pictures), device=device
             )
             count = embeddings.shape[1]
             # A ClipError is about this sample only.
@@ -171,7 +175,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
                 "prompt_mask": mask[None],
             }
 
-        return PictureText(self.path.name, encode_one)
+        return PictureTextEncoder(self.path.name, encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -179,7 +183,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         """Load the VAE in fp32. Samples keep the image's posterior and references' normalised mode, (C, 1, H, W)."""
         vae: Any = memory.load(AutoencoderKLQwenImage, self.path, torch.float32, device)
         pipeline: Any = SimpleNamespace(vae=vae, latent_channels=vae.config.z_dim)
-        processor = VaeImageProcessor(vae_scale_factor=self.side_step)
+        processor = VaeImageProcessor(vae_scale_factor=self.size_multiple)
 
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             return encode_video(vae, pixels)
@@ -207,16 +211,18 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         References follow the noisy latents, clean. In 2511 they have timestep 0 (`zero_cond_t`), otherwise the same
         timestep.
         """
-        references = latents_of(batch)
+        references = get_reference_latents(batch)
         # (B, S, P), followed by the tokens of each reference.
         hidden = torch.cat(
-            [noisy, *(self.packed(reference.float()) for reference in references)], dim=1
+            [noisy, *(self.pack_latents(reference.float()) for reference in references)], dim=1
         )
         grids = [
-            (reference.shape[-2] // PACKED, reference.shape[-1] // PACKED)
+            (reference.shape[-2] // PACK_SIZE, reference.shape[-1] // PACK_SIZE)
             for reference in references
         ]
-        prediction = self.call(transformer, hidden, timesteps, batch, [self.grid(batch), *grids])
+        prediction = self.run_transformer(
+            transformer, hidden, timesteps, batch, [self.token_grid(batch), *grids]
+        )
         # Keep the output for the noisy tokens only.
         return prediction[:, : noisy.shape[1]]
 
@@ -226,10 +232,10 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         processor = load_processor(self.path) if text else None
         return self._load_pipeline(dtype, transformer, text, processor=processor)
 
-    def reference_arguments(self, how: Sampling) -> dict[str, Any]:
-        arguments = super().reference_arguments(how)
+    def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
+        arguments = super().reference_kwargs(sampling)
         # Given a list, the pipeline would not scale the image for the text encoder.
-        return {"image": self._shown(arguments["image"])}
+        return {"image": self._prompt_images(arguments["image"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +243,7 @@ class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
     """A Qwen-Image-Edit-2509 or -2511 checkpoint, whose text encoder gets smaller images."""
 
     pipeline_class: ClassVar[Any] = QwenImageEditPlusPipeline
-    most_references = 3  # the cards of 2509 and 2511: "1 to 3 input images"
+    max_references = 3  # the cards of 2509 and 2511: "1 to 3 input images"
 
     def _vae_size(self, height: int, width: int) -> tuple[int, int]:
         # calculate_dimensions returns (width, height).
@@ -252,19 +258,20 @@ class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
     def _text_area(self) -> int:
         return edit_plus.CONDITION_IMAGE_SIZE
 
-    def _shown(self, pictures: list[Image.Image]) -> Any:
+    def _prompt_images(self, pictures: list[Image.Image]) -> Any:
         return pictures
 
-    def _around(self, pictures: int) -> str:
+    def _empty_caption_prompt(self, num_images: int) -> str:
         # QwenImageEditPlusPipeline._get_qwen_prompt_embeds
         names = "".join(
-            f"Picture {number}: <|vision_start|><|vision_end|>" for number in range(1, pictures + 1)
+            f"Picture {number}: <|vision_start|><|vision_end|>"
+            for number in range(1, num_images + 1)
         )
-        template: str = bare(self.pipeline_class).prompt_template_encode
+        template: str = build_empty_pipeline(self.pipeline_class).prompt_template_encode
         return template.format(names)
 
 
-def _wrong_reference(height: int, width: int) -> str | None:
-    if max(height, width) > MOST_RATIO * min(height, width):
-        return f"it is {width} x {height}, and one side may be {MOST_RATIO} times the other"
+def _reference_error(height: int, width: int) -> str | None:
+    if max(height, width) > MAX_RATIO * min(height, width):
+        return f"it is {width} x {height}, and one side may be {MAX_RATIO} times the other"
     return None

@@ -6,17 +6,17 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
     read_component_config,
     read_index,
-    require_whole_weights,
+    require_complete_weights,
 )
 from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint
 from dit_lora.families.qwen_image.edit import QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint
-from dit_lora.families.qwen_latents import qwen_latents_fields
+from dit_lora.families.qwen_latents import read_qwen_latents_fields
 
 # Related pipelines whose checkpoints are not supported, and what they are.
-_OTHERS = {
+_UNSUPPORTED_PIPELINES = {
     "QwenImage21Pipeline": "Qwen-Image 2.1 is another model, with another text encoder and autoencoder",
     "QwenImageLayeredPipeline": "Qwen-Image-Layered takes pictures apart into layers",
 }
@@ -27,16 +27,17 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageChe
 
     Raises `DitLoraError` for another pipeline or scheduler, inputs that no pipeline provides, or broken weight files.
     """
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     name = read_component_config(path).get("_class_name")
-    if name in _OTHERS:
+    if name in _UNSUPPORTED_PIPELINES:
         raise DitLoraError(
-            f"{model.path} is a {name} checkpoint: {_OTHERS[name]}; family {family.name} trains Qwen/Qwen-Image, "
+            f"{model.path} is a {name} checkpoint: {_UNSUPPORTED_PIPELINES[name]}; family "
+            f"{family.name} trains Qwen/Qwen-Image, "
             "Qwen/Qwen-Image-2512, Qwen/Qwen-Image-Edit, Qwen/Qwen-Image-Edit-2509 and Qwen/Qwen-Image-Edit-2511"
         )
     index = read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields = qwen_latents_fields(model, QwenImageTransformer2DModel)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields = read_qwen_latents_fields(model, QwenImageTransformer2DModel)
     config = fields["transformer_config"]
     # With a guidance embedding the transformer cannot run (forward passes its embedder one argument too many). The
     # other two belong to Qwen-Image-Layered.

@@ -14,11 +14,11 @@ from dit_lora.config.data import VideoShape
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors
-from dit_lora.families.references import as_pictures
+from dit_lora.families.references import to_pil_images
 
-MOST_RATIO = 8
+MAX_RATIO = 8
 """Maximum ratio of a reference's long side to its short side. Token counts are reserved for images within it."""
-_STEP = 32
+_SIZE_STEP = 32
 # The pipelines scale images to sides that are multiples of this (calculate_dimensions).
 
 
@@ -37,52 +37,54 @@ class PictureProcessor(Qwen2VLProcessor):
 
 def load_processor(path: Path) -> PictureProcessor:
     """Load a checkpoint's processor."""
-    processor: PictureProcessor = load_pretrained(PictureProcessor, _folder(path))
+    processor: PictureProcessor = load_pretrained(PictureProcessor, _processor_folder(path))
     return processor
 
 
-def load_pictures(path: Path) -> Any:
+def load_image_processor(path: Path) -> Any:
     """Load only the image processor, which tells how many tokens an image has."""
-    return load_pretrained(AutoImageProcessor, _folder(path))
+    return load_pretrained(AutoImageProcessor, _processor_folder(path))
 
 
-def _folder(path: Path) -> Path:
+def _processor_folder(path: Path) -> Path:
     folder = path / "processor"
     if not folder.is_dir():
         raise DitLoraError(f"{path} is not whole; fetch its folder processor again")
     return folder
 
 
-def tokens_of(pictures: Any, height: int, width: int) -> int:
+def count_image_tokens(image_processor: Any, height: int, width: int) -> int:
     """Number of tokens of an image of this size."""
     # The model merges squares of merge_size x merge_size patches into one token.
-    patches: int = pictures.get_number_of_image_patches(height, width, {})
-    return int(patches // pictures.merge_size**2)
+    patches: int = image_processor.get_number_of_image_patches(height, width, {})
+    return int(patches // image_processor.merge_size**2)
 
 
-def most_tokens(pictures: Any, area: int) -> int:
-    """Maximum number of tokens of an image scaled to this area, over all aspect ratios up to `MOST_RATIO`."""
-    return max(tokens_of(pictures, height, width) for height, width in _sizes(area))
+def max_image_tokens(image_processor: Any, area: int) -> int:
+    """Maximum number of tokens of an image scaled to this area, over all aspect ratios up to `MAX_RATIO`."""
+    return max(
+        count_image_tokens(image_processor, height, width) for height, width in _extreme_sizes(area)
+    )
 
 
-def _sizes(area: int) -> Iterable[tuple[int, int]]:
+def _extreme_sizes(area: int) -> Iterable[tuple[int, int]]:
     """Yield each width that images are scaled to with its largest height, and each height with its largest width."""
-    side, stretch = math.sqrt(area) / _STEP, math.sqrt(MOST_RATIO)
+    side, stretch = math.sqrt(area) / _SIZE_STEP, math.sqrt(MAX_RATIO)
     # Sides in multiples of the step, from the narrowest to the widest image.
     for count in range(max(1, round(side / stretch)), round(side * stretch) + 1):
         # The smallest width that rounds to this count, and the height that goes with it.
         short_side = max(count - 0.5, side / stretch)
         long_side = min(round(side * side / short_side), round(side * stretch))
-        yield long_side * _STEP, count * _STEP
-        yield count * _STEP, long_side * _STEP
+        yield long_side * _SIZE_STEP, count * _SIZE_STEP
+        yield count * _SIZE_STEP, long_side * _SIZE_STEP
 
 
 @dataclass(frozen=True)
-class PictureText:
+class PictureTextEncoder:
     """A `TextEncoder` for captions that are encoded together with references."""
 
     model: str
-    encode_one: Callable[[str, list[Image.Image]], Tensors]
+    encode_caption: Callable[[str, list[Image.Image]], Tensors]
 
     def __call__(self, captions: Sequence[str]) -> Tensors:
         raise DitLoraError(
@@ -90,7 +92,7 @@ class PictureText:
         )
 
     @torch.no_grad()
-    def with_references(
-        self, caption: str, given: Sequence[torch.Tensor], shape: VideoShape
+    def encode_with_references(
+        self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape
     ) -> Tensors:
-        return self.encode_one(caption, as_pictures(given))
+        return self.encode_caption(caption, to_pil_images(references))

@@ -17,25 +17,25 @@ from diffusers import (
 )
 from transformers import Qwen2VLProcessor
 
-from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, tiny_chat
-from dit_lora.families.qwen_image.checkpoint import bare
-from dit_lora.families.tiny.vae import qwen_image_vae
+from dit_lora.families.chat.tiny import TEXT_WIDTH, VARIANTS, build_tiny_chat
+from dit_lora.families.qwen_image.checkpoint import build_empty_pipeline
+from dit_lora.families.tiny.vae import build_qwen_image_vae
 from dit_lora.files import read_json
 
-_LATENTS = 16
+_LATENT_CHANNELS = 16
 # Every word of a template with the space before it, the roles, and these signs are single tokens in Qwen's vocabulary.
-_WORDS = re.compile(r"'s|\),| \(| ?[A-Za-z]+")
-_KINDS: dict[str, Any] = {
+_TEMPLATE_WORD = re.compile(r"'s|\),| \(| ?[A-Za-z]+")
+_PIPELINE_CLASSES: dict[str, Any] = {
     "qwen-image": QwenImagePipeline,
     "qwen-image-edit": QwenImageEditPipeline,
     "qwen-image-edit-plus": QwenImageEditPlusPipeline,
 }
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write the pipeline with weights from torch's default generator."""
-    kind = _KINDS[variant]
-    text = _text(kind)
+    kind = _PIPELINE_CLASSES[variant]
+    text = _build_text_components(kind)
     # The processor's files are written separately: Transformers' class contains a video processor, which needs
     # torchvision.
     processor = {} if kind is QwenImagePipeline else {"processor": None}
@@ -50,10 +50,10 @@ def build_tiny(variant: str, out: Path) -> None:
             max_image_seq_len=8192,
             shift_terminal=0.02,
         ),
-        vae=qwen_image_vae(),
+        vae=build_qwen_image_vae(),
         transformer=QwenImageTransformer2DModel(
-            in_channels=4 * _LATENTS,
-            out_channels=_LATENTS,
+            in_channels=4 * _LATENT_CHANNELS,
+            out_channels=_LATENT_CHANNELS,
             num_layers=2,
             attention_head_dim=16,
             num_attention_heads=2,
@@ -65,30 +65,30 @@ def build_tiny(variant: str, out: Path) -> None:
         **processor,
     )
     pipeline._optional_components = [*pipeline._optional_components, *processor]
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
     if processor:
-        _write_processor(text["tokenizer"], out)
+        _write_processor(text["tokenizer"], folder)
 
 
-def _write_processor(tokenizer: Any, out: Path) -> None:
+def _write_processor(tokenizer: Any, folder: Path) -> None:
     """Write the folder `processor` and add it to the pipeline's index."""
     name = Qwen2VLProcessor.__name__
-    tokenizer.save_pretrained(out / "processor")
+    tokenizer.save_pretrained(folder / "processor")
     files = VARIANTS["qwen2.5-vl"].files
     files = {**files, "processor_config.json": {"processor_class": name}}
     for file, values in files.items():
-        _write(out / "processor" / file, values)
-    index = out / "model_index.json"
-    _write(index, {**read_json(index), "processor": ["transformers", name]})
+        _write_json(folder / "processor" / file, values)
+    index = folder / "model_index.json"
+    _write_json(index, {**read_json(index), "processor": ["transformers", name]})
 
 
-def _write(file: Path, values: dict[str, Any]) -> None:
+def _write_json(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _text(kind: Any) -> dict[str, Any]:
-    template: str = bare(kind).prompt_template_encode
+def _build_text_components(pipeline_class: Any) -> dict[str, Any]:
+    template: str = build_empty_pipeline(pipeline_class).prompt_template_encode
     # Special tokens are in the vocabulary already, so replace them by a separator.
-    template_words = _WORDS.findall(re.sub(r"<\|\w+\|>", "\n", template))
-    tokenizer, model = tiny_chat("qwen2.5-vl", sorted({*template_words}))
+    template_words = _TEMPLATE_WORD.findall(re.sub(r"<\|\w+\|>", "\n", template))
+    tokenizer, model = build_tiny_chat("qwen2.5-vl", sorted({*template_words}))
     return {"tokenizer": tokenizer, "text_encoder": model}

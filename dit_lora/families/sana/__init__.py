@@ -1,6 +1,6 @@
 """Sana text-to-image: 0.6B, 1.6B, and 1.5 of 1.6B and 4.8B."""
 
-from dit_lora.adapters.layer_names import no_names
+from dit_lora.adapters.layer_names import make_unsupported_names
 from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
@@ -19,12 +19,12 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("SanaPipeline",),
     default_recipe="sana/600m_512",
     # Its cards: "NSCL v2-custom, ./LICENSE.txt", and Gemma's terms for the text encoder.
     licenses={"Efficient-Large-Model/S[Aa][Nn][Aa]*": License("other", "nscl-v2-custom")},
-    comfyui=no_names(
+    comfyui=make_unsupported_names(
         "ComfyUI has no Sana; the nodes that have one (ComfyUI_ExtraModels) load no LoRA for it"
     ),
     tiny_variants=("sana-600m", "sana-1.5", "sana-fp16"),

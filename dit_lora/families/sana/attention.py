@@ -22,8 +22,8 @@ class Fp32LinearAttention:
     Without autocast, its result is bitwise equal to the stock processor's.
     """
 
-    def __init__(self, stock: Callable[..., torch.Tensor]) -> None:
-        self.stock = stock
+    def __init__(self, processor: Callable[..., torch.Tensor]) -> None:
+        self.wrapped_processor = processor
 
     # Attention.forward passes only the arguments that this signature names.
     def __call__(
@@ -38,10 +38,14 @@ class Fp32LinearAttention:
         rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
         kind = hidden_states.device.type
         if not torch.is_autocast_enabled(kind):
-            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **rotary)
-        outer = _under_autocast(attn, kind, torch.get_autocast_dtype(kind))
+            return self.wrapped_processor(
+                attn, hidden_states, encoder_hidden_states, attention_mask, **rotary
+            )
+        outer = _wrap_for_autocast(attn, kind, torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return self.stock(outer, hidden_states, encoder_hidden_states, attention_mask, **rotary)
+            return self.wrapped_processor(
+                outer, hidden_states, encoder_hidden_states, attention_mask, **rotary
+            )
 
 
 class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
@@ -60,23 +64,25 @@ class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
         )
 
 
-def keep_linear_attention_fp32(transformer: nn.Module, *, saturates: bool) -> None:
+def keep_linear_attention_fp32(transformer: nn.Module, *, should_saturate: bool) -> None:
     """Wrap the processor of every self-attention layer. The wrappers are not saved with the model."""
-    wrap = SaturatingLinearAttention if saturates else Fp32LinearAttention
+    wrap = SaturatingLinearAttention if should_saturate else Fp32LinearAttention
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]
         attention: Any = block.attn1  # type: ignore[union-attr]
         attention.set_processor(wrap(attention.processor))
 
 
-def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
+def _wrap_for_autocast(attn: Attention, device_type: str, dtype: torch.dtype) -> Any:
     """A stand-in for an attention layer, for the stock processor: its modules still run under autocast."""
 
-    def outside(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def run_with_autocast(
+        module: nn.Module | None,
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if module is None:
             return None
 
         def call(values: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(kind, dtype=dtype):
+            with torch.autocast(device_type, dtype=dtype):
                 return module(values)
 
         return call
@@ -84,10 +90,10 @@ def _under_autocast(attn: Attention, kind: str, dtype: torch.dtype) -> Any:
     # The attributes that the stock processor reads.
     return SimpleNamespace(
         heads=attn.heads,
-        to_q=outside(attn.to_q),
-        to_k=outside(attn.to_k),
-        to_v=outside(attn.to_v),
-        norm_q=outside(attn.norm_q),
-        norm_k=outside(attn.norm_k),
-        to_out=[outside(module) for module in attn.to_out],
+        to_q=run_with_autocast(attn.to_q),
+        to_k=run_with_autocast(attn.to_k),
+        to_v=run_with_autocast(attn.to_v),
+        norm_q=run_with_autocast(attn.norm_q),
+        norm_k=run_with_autocast(attn.norm_k),
+        to_out=[run_with_autocast(module) for module in attn.to_out],
     )

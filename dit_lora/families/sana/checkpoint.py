@@ -38,59 +38,59 @@ from dit_lora.families.base import (
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import (
-    local_checkpoint,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_component_config,
     read_index,
-    require_whole_weights,
-    stored_fields,
+    require_complete_weights,
 )
-from dit_lora.families.refusals import wrong_sides
+from dit_lora.families.refusals import side_errors
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.families.text.captions import as_arguments, one_by_one
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.text.mask import text_bias
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.guard.stored_precision import stored_dtype
+from dit_lora.guard.stored_precision import read_stored_dtype
 from dit_lora.numerics.objectives import FlowMatching
 
 PIPELINE_MULTIPLE = 32  # required by check_inputs of both pipelines, for any autoencoder
 # Key in a model_index.json that we write. Diffusers ignores keys that begin with an underscore.
-_TRAINED_IN = "_trained_in"
+_TRAINED_IN_KEY = "_trained_in"
 # Checkpoints that Sana's model zoo lists as fp16 (NVlabs/Sana, asset/docs/model_zoo.md). Those in bf16 end in _BF16 or
 # are SANA1.5.
-_FP16_TRAINED = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_diffusers)?")
+_FP16_TRAINED_NAME = re.compile(r"Sana_(600M|1600M)_(512|1024)px(_MultiLing)?(_diffusers)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SanaCheckpoint(FlowCheckpoint):
     """A Sana text-to-image checkpoint."""
 
-    saturates: bool = False
+    should_saturate: bool = False
     """True if it was trained in fp16, whose range its linear attention relies on."""
     pipeline_class: ClassVar[Any] = SanaPipeline
     transformer_class: ClassVar[Any] = SanaTransformer2DModel
     transform = "sana-1: pixels / 127.5 - 1, latent"
-    output = "images"
+    output_field = "images"
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # DC-AE halves the sides between its stages.
         factor = 2 ** (len(self.vae_config["encoder_block_out_channels"]) - 1)
         return lcm(PIPELINE_MULTIPLE, factor * self.transformer_config["patch_size"])
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
-        problems = wrong_sides(shape, self.side_step)
+    def shape_errors(self, shape: VideoShape) -> list[str]:
+        problems = side_errors(shape, self.size_multiple)
         if shape.frames != 1:
             problems.append(f"data.frames must be 1, Sana makes images; got {shape.frames}")
         return problems
 
-    def text_limit(self) -> TextLimit:
-        return text_limit(self.path, self._text_tokens)
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.path, self._text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         # The instruction is encoded with every caption, so the embeddings depend on it.
         return {
-            **super().text_facts(),
+            **super().text_cache_key(),
             "tokens": self._text_tokens,
             "instruction": self._instruction,
         }
@@ -108,9 +108,9 @@ class SanaCheckpoint(FlowCheckpoint):
         Of the result, the first and the last 299 tokens are kept. "" is encoded without the instruction, like the
         pipeline's negative prompt.
         """
-        pipeline, instruction = self.text_pipeline(dtype, device), self._instruction
+        pipeline, instruction = self.load_text_pipeline(dtype, device), self._instruction
 
-        def encode_one(caption: str) -> Tensors:
+        def encode_caption(caption: str) -> Tensors:
             # (1, T, D) and (1, T)
             embeddings, mask, _, _ = pipeline.encode_prompt(
                 caption,
@@ -121,7 +121,7 @@ class SanaCheckpoint(FlowCheckpoint):
             )
             return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
 
-        return one_by_one(encode_one)
+        return make_caption_encoder(encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -137,11 +137,11 @@ class SanaCheckpoint(FlowCheckpoint):
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
         transformer = super().load_transformer(dtype)
-        keep_linear_attention_fp32(transformer, saturates=self.saturates)
+        keep_linear_attention_fp32(transformer, should_saturate=self.should_saturate)
         return transformer
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # Without a posterior, every epoch uses the same latents.
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
@@ -170,50 +170,52 @@ class SanaCheckpoint(FlowCheckpoint):
 
         The transformer is clamped to fp16's range if the checkpoint relies on it.
         """
-        if transformer is None and self.saturates:
+        if transformer is None and self.should_saturate:
             transformer = self.load_transformer(dtype)
         return super().pipeline(dtype, transformer, text)
 
     @property
-    def in_fp32(self) -> tuple[str, ...]:
+    def fp32_components(self) -> tuple[str, ...]:
         return ("vae",)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        arguments = as_arguments(prompt, empty)
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
+        arguments = make_prompt_kwargs(prompt, empty_prompt)
         # The pipeline rejects its default, "", together with embeddings.
-        return {**arguments, "negative_prompt": None} if empty else arguments
+        return {**arguments, "negative_prompt": None} if empty_prompt else arguments
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         # Without binning, which would replace the shape by the nearest of the pipeline's list.
         return {"height": shape.height, "width": shape.width, "use_resolution_binning": False}
 
     def index_changes(self) -> dict[str, Any]:
         """Record the fp16 training: a fully trained model is stored in fp32 but still relies on fp16's range."""
-        return {_TRAINED_IN: "fp16"} if self.saturates else {}
+        return {_TRAINED_IN_KEY: "fp16"} if self.should_saturate else {}
 
     @property
     def _text_tokens(self) -> int:
-        return self._default_of("max_sequence_length")
+        return self._get_call_default("max_sequence_length")
 
     @property
     def _instruction(self) -> Sequence[str]:
-        return self._default_of("complex_human_instruction")
+        return self._get_call_default("complex_human_instruction")
 
-    def _default_of(self, argument: str) -> Any:
+    def _get_call_default(self, argument: str) -> Any:
         """Default value of an argument of the pipeline's `__call__`."""
         return inspect.signature(self.pipeline_class.__call__).parameters[argument].default
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaCheckpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or objective, or broken weight files."""
-    opened = read_sana(family, model)
+    opened = read_sana_fields(family, model)
     # Random weights were not trained in fp16, so nothing has to be clamped.
     from_scratch = model.from_scratch is not None
-    saturates = not from_scratch and trained_in_fp16(opened["path"], model)
-    return SanaCheckpoint(**opened, saturates=saturates)
+    saturates = not from_scratch and is_trained_in_fp16(opened["path"], model)
+    return SanaCheckpoint(**opened, should_saturate=saturates)
 
 
-def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
+def is_trained_in_fp16(path: Path, model: ModelConfig) -> bool:
     """True if the transformer was trained in fp16, by its files, their dtype, the index or the published name.
 
     The name is the last test, for a published checkpoint whose fp32 file was the only one downloaded.
@@ -222,22 +224,22 @@ def trained_in_fp16(path: Path, model: ModelConfig) -> bool:
     return (
         # Files of a variant: diffusion_pytorch_model.fp16.safetensors.
         any(".fp16" in file.name for file in files)
-        or stored_dtype(files) is torch.float16
-        or read_component_config(path).get(_TRAINED_IN) == "fp16"
-        or _FP16_TRAINED.fullmatch(model.path.rstrip("/").split("/")[-1]) is not None
+        or read_stored_dtype(files) is torch.float16
+        or read_component_config(path).get(_TRAINED_IN_KEY) == "fp16"
+        or _FP16_TRAINED_NAME.fullmatch(model.path.rstrip("/").split("/")[-1]) is not None
     )
 
 
-def read_sana(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
+def read_sana_fields(family: DiffusionFamily, model: ModelConfig) -> dict[str, Any]:
     """The fields that checkpoints of Sana and SANA-Video share."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
-    objective = flow_objective(model, read_component_config(path, "scheduler"))
-    require_whole_weights(model, path, "vae", "text_encoder")
-    return {**stored_fields(model, path), "objective": objective}
+    objective = build_flow_objective(model, read_component_config(path, "scheduler"))
+    require_complete_weights(model, path, "vae", "text_encoder")
+    return {**read_checkpoint_fields(model, path), "objective": objective}
 
 
-def flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
+def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
     """The objective with the shift of the checkpoint's scheduler.
 
     Solvers call it `flow_shift`, FlowMatchEulerDiscreteScheduler calls it `shift`. If the latter were built from a

@@ -17,9 +17,9 @@ TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a pipeline like Sana; a variant like 1.5 normalises q and k, another stores its transformer in fp16."""
-    tokenizer = gemma_tokenizer()
+    tokenizer = build_gemma_tokenizer()
     transformer: Any = SanaTransformer2DModel(
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -36,15 +36,15 @@ def build_tiny(variant: str, out: Path) -> None:
     )
     pipeline: Any = SanaPipeline(
         tokenizer=tokenizer,
-        text_encoder=gemma_encoder(len(tokenizer)),
-        vae=_autoencoder(),
+        text_encoder=build_gemma_encoder(len(tokenizer)),
+        vae=_build_autoencoder(),
         transformer=transformer.half() if variant == "sana-fp16" else transformer,
-        scheduler=flow_scheduler(flow_shift=3.0),
+        scheduler=build_flow_scheduler(flow_shift=3.0),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def gemma_tokenizer() -> GemmaTokenizer:
+def build_gemma_tokenizer() -> GemmaTokenizer:
     """A tokenizer of the printable ASCII characters, space and newline. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
@@ -54,7 +54,7 @@ def gemma_tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
 
 
-def gemma_encoder(vocab_size: int) -> Gemma2Model:
+def build_gemma_encoder(vocab_size: int) -> Gemma2Model:
     config = Gemma2Config(
         vocab_size=vocab_size,
         hidden_size=TEXT_WIDTH,
@@ -70,7 +70,7 @@ def gemma_encoder(vocab_size: int) -> Gemma2Model:
     return Gemma2Model(config).eval()
 
 
-def _autoencoder() -> AutoencoderDC:
+def _build_autoencoder() -> AutoencoderDC:
     """Halves the sides four times (DC-AE: five times), with DC-AE's two kinds of blocks."""
     blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock", "EfficientViTBlock")
     # One entry per stage.
@@ -96,7 +96,7 @@ def _autoencoder() -> AutoencoderDC:
     return vae.eval()
 
 
-def flow_scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
+def build_flow_scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
     # The options of the published checkpoints (diffusers: scripts/convert_sana_to_diffusers.py).
     return DPMSolverMultistepScheduler(
         flow_shift=flow_shift, use_flow_sigmas=True, prediction_type="flow_prediction"

@@ -1,6 +1,6 @@
 """SANA-Video text-to-video: the checkpoints with Wan's autoencoder (2B, 480p)."""
 
-from dit_lora.adapters.layer_names import no_names
+from dit_lora.adapters.layer_names import make_unsupported_names
 from dit_lora.families.family import DiffusionFamily, License
 
 FAMILY = DiffusionFamily(
@@ -18,7 +18,7 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("SanaVideoPipeline",),
     default_recipe="sana/video_2b",
     licenses={
@@ -28,6 +28,6 @@ FAMILY = DiffusionFamily(
             "https://www.nvidia.com/en-us/agreements/enterprise-software/nvidia-open-model-license/",
         )
     },
-    comfyui=no_names("ComfyUI has no SANA-Video"),
+    comfyui=make_unsupported_names("ComfyUI has no SANA-Video"),
     tiny_variants=("sana-video",),
 )

@@ -19,9 +19,9 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.posterior import drawn, encode_video, normalised
-from dit_lora.families.refusals import wrong_frames, wrong_sides
-from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana
+from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.refusals import frame_count_errors, side_errors
+from dit_lora.families.sana.checkpoint import PIPELINE_MULTIPLE, SanaCheckpoint, read_sana_fields
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 # flow_shift of NVlabs/Sana configs/sana_video_config/Sana_2000M_480px_AdamW_fsdp.yaml. The published scheduler has 8,
@@ -42,18 +42,21 @@ class SanaVideoCheckpoint(SanaCheckpoint):
     pipeline_class: ClassVar[Any] = SanaVideoPipeline
     transformer_class: ClassVar[Any] = SanaVideoTransformer3DModel
     transform = "sana-video-1: pixels / 127.5 - 1, posterior mean and logvar"
-    output = "frames"
+    output_field = "frames"
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         spatial = self.vae_config["scale_factor_spatial"]
         # (time, height, width)
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         temporal = self.vae_config["scale_factor_temporal"]
-        return [*wrong_sides(shape, self.side_step), *wrong_frames(shape.frames, temporal)]
+        return [
+            *side_errors(shape, self.size_multiple),
+            *frame_count_errors(shape.frames, temporal),
+        ]
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -68,19 +71,21 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         return encode
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # (B, C, F, H, W)
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return normalised(latents, self.vae_config)
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return normalize_latents(latents, self.vae_config)
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
-        return {"frames": shape.frames, **super().arguments(shape)}
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
+        return {"frames": shape.frames, **super().shape_kwargs(shape)}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaVideoCheckpoint:
     """Read the configs. Raises `DitLoraError` as for Sana, and for another autoencoder than Wan's."""
-    opened = read_sana(family, model)
+    opened = read_sana_fields(family, model)
     vae = opened["vae_config"]
     kind = vae.get("_class_name")
     if kind != AutoencoderKLWan.__name__:

@@ -9,19 +9,19 @@ from diffusers import AutoencoderKLWan, SanaVideoPipeline, SanaVideoTransformer3
 from dit_lora.families.sana.tiny import (
     LATENT_CHANNELS,
     TEXT_WIDTH,
-    flow_scheduler,
-    gemma_encoder,
-    gemma_tokenizer,
+    build_flow_scheduler,
+    build_gemma_encoder,
+    build_gemma_tokenizer,
 )
 
 
-def build_tiny(_variant: str, out: Path) -> None:
+def build_tiny(_variant: str, folder: Path) -> None:
     """Write a pipeline like SANA-Video with Wan's autoencoder, whose latents have per-channel mean and deviation."""
-    tokenizer = gemma_tokenizer()
+    tokenizer = build_gemma_tokenizer()
     pipeline: Any = SanaVideoPipeline(
         tokenizer=tokenizer,
-        text_encoder=gemma_encoder(len(tokenizer)),
-        vae=_wan_vae(),
+        text_encoder=build_gemma_encoder(len(tokenizer)),
+        vae=_build_wan_vae(),
         transformer=SanaVideoTransformer3DModel(
             in_channels=LATENT_CHANNELS,
             out_channels=LATENT_CHANNELS,
@@ -35,12 +35,12 @@ def build_tiny(_variant: str, out: Path) -> None:
             sample_size=30,
             rope_max_seq_len=64,
         ),
-        scheduler=flow_scheduler(flow_shift=8.0),
+        scheduler=build_flow_scheduler(flow_shift=8.0),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _wan_vae() -> AutoencoderKLWan:
+def _build_wan_vae() -> AutoencoderKLWan:
     vae: Any = AutoencoderKLWan(
         base_dim=4,
         z_dim=LATENT_CHANNELS,

@@ -43,6 +43,6 @@ FAMILY = DiffusionFamily(
         )
     },
     # ComfyUI's map has Diffusers' names, with their prefix (comfy/utils.py, mmdit_to_diffusers).
-    comfyui=LayerNames(prefix="transformer.", alpha=False),
+    comfyui=LayerNames(prefix="transformer.", reads_alpha=False),
     tiny_variants=("sd3.5-medium", "sd3.5-large"),
 )

@@ -25,20 +25,20 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler, mu_by_tokens
+from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
 from dit_lora.families.opening import (
-    default_of,
-    local_checkpoint,
+    fill_defaults,
+    get_call_default,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_component_config,
     read_index,
-    require_whole_weights,
-    stored_fields,
-    with_defaults,
+    require_complete_weights,
 )
-from dit_lora.families.posterior import drawn, encode_picture, rescaled
-from dit_lora.families.refusals import beyond_positions, wrong_sides
-from dit_lora.families.text.captions import as_arguments, one_by_one
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
+from dit_lora.families.refusals import position_limit_errors, side_errors
+from dit_lora.families.text.captions import make_caption_encoder, make_prompt_kwargs
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
@@ -59,21 +59,21 @@ class SD3Checkpoint(FlowCheckpoint):
     pipeline_class: ClassVar[Any] = StableDiffusion3Pipeline
     transformer_class: ClassVar[Any] = SD3Transformer2DModel
     transform = "sd3-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output = "images"
+    output_field = "images"
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # The pipeline's vae_scale_factor times the patch size.
         factor = 2 ** (len(self.vae_config["block_out_channels"]) - 1)
         return int(factor * self.transformer_config["patch_size"])
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         # Positions are cut from the centre of a larger square table.
-        max_side = self.transformer_config["pos_embed_max_size"] * self.side_step
+        max_side = self.transformer_config["pos_embed_max_size"] * self.size_multiple
         ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}
         problems = [
-            *wrong_sides(shape, self.side_step),
-            *beyond_positions(ends, "pos_embed_max_size"),
+            *side_errors(shape, self.size_multiple),
+            *position_limit_errors(ends, "pos_embed_max_size"),
         ]
         if shape.frames != 1:
             problems.append(
@@ -94,11 +94,11 @@ class SD3Checkpoint(FlowCheckpoint):
         second = ("to_q", "to_k", "to_v", "to_out.0") if config["dual_attention_layers"] else ()
         return (*defaults, *queries, *(f"attn2.{name}" for name in second))
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """The limit of T5. The CLIPs read the first 77 tokens of a caption."""
-        return text_limit(self.path, self.text_tokens, folder="tokenizer_3")
+        return load_text_limit(self.path, self.text_tokens, folder="tokenizer_3")
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         folders = {name: self.path / name for name in TEXT_COMPONENTS}
         return {**folders, "tokens": self.text_tokens}
 
@@ -112,9 +112,9 @@ class SD3Checkpoint(FlowCheckpoint):
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load both CLIPs and T5 as the pipeline uses them; they and the transformer attend to all padding."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
-        def encode_one(caption: str) -> Tensors:
+        def encode_caption(caption: str) -> Tensors:
             # (1, T, D) and (1, pooled width)
             embeddings, _, pooled, _ = pipeline.encode_prompt(
                 prompt=caption,
@@ -126,7 +126,7 @@ class SD3Checkpoint(FlowCheckpoint):
             )
             return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
-        return one_by_one(encode_one)
+        return make_caption_encoder(encode_caption)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -144,16 +144,18 @@ class SD3Checkpoint(FlowCheckpoint):
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
         if not self.scheduler["use_dynamic_shifting"]:
             return super().mu(size)
-        return mu_by_tokens(
+        return compute_mu(
             self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2
         )
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return rescaled(latents, self.vae_config)
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
         self,
@@ -179,27 +181,29 @@ class SD3Checkpoint(FlowCheckpoint):
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
-        return as_arguments(prompt, empty)
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
+        return make_prompt_kwargs(prompt, empty_prompt)
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
 
     @property
     def text_tokens(self) -> int:
         """Number of T5 tokens of every caption: the pipeline's default."""
-        tokens: int = default_of(self.pipeline_class, "max_sequence_length")
+        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
         return tokens
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoint:
     """Read the configs. Raises `DitLoraError` for another pipeline or scheduler, or broken weight files."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
     # Only encoders have weights.
-    require_whole_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
-    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
-    fields["transformer_config"] = with_defaults(
+    require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
+    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
+    fields["transformer_config"] = fill_defaults(
         SD3Transformer2DModel, fields["transformer_config"]
     )
     # None: the shift depends on the number of patches, through `mu`.

@@ -9,32 +9,32 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, build_image_vae
 from dit_lora.families.tiny.text import (
     TEXT_WIDTH,
-    clip_tokenizer,
-    projected_clip_encoder,
-    t5_encoder,
-    t5_tokenizer,
+    build_clip_tokenizer,
+    build_projected_clip_encoder,
+    build_t5_encoder,
+    build_t5_tokenizer,
 )
 
 # Concatenated, they are narrower than T5 and get padded, as in the published models.
 _CLIP_WIDTHS = (8, 16)
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
-    clip_l, clip_g = (projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
+    clip, t5 = build_clip_tokenizer(), build_t5_tokenizer()
+    clip_l, clip_g = (build_projected_clip_encoder(clip, width) for width in _CLIP_WIDTHS)
     pipeline: Any = StableDiffusion3Pipeline(
         tokenizer=clip,
         text_encoder=clip_l,
         tokenizer_2=clip,
         text_encoder_2=clip_g,
         tokenizer_3=t5,
-        text_encoder_3=t5_encoder(len(t5)),
+        text_encoder_3=build_t5_encoder(len(t5)),
         # The factors of Diffusers' scripts/convert_sd3_to_diffusers.py.
-        vae=picture_vae(scaling_factor=1.5305, shift_factor=0.0609, width=2.0),
+        vae=build_image_vae(scaling_factor=1.5305, shift_factor=0.0609, width=2.0),
         transformer=SD3Transformer2DModel(
             sample_size=8,
             in_channels=LATENT_CHANNELS,
@@ -51,4 +51,4 @@ def build_tiny(variant: str, out: Path) -> None:
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)

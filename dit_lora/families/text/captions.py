@@ -8,31 +8,31 @@ import torch
 from dit_lora.families.base import Tensors, TextEncoder
 
 
-def one_by_one(encode_one: Callable[[str], Tensors]) -> TextEncoder:
+def make_caption_encoder(encode_caption: Callable[[str], Tensors]) -> TextEncoder:
     """A caption encoder that encodes captions one at a time, so that no result depends on the rest of its batch.
 
     Args:
-        encode_one: Encodes one caption to tensors (1, ...).
+        encode_caption: Encodes one caption to tensors (1, ...).
     """
 
     @torch.no_grad()
     def encode(captions: Sequence[str]) -> Tensors:
         # Tensors (1, ...) by name, one dict per caption.
-        rows = [encode_one(caption) for caption in captions]
+        rows = [encode_caption(caption) for caption in captions]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     return encode
 
 
-def as_arguments(prompt: str | Tensors, empty: Tensors | None) -> dict[str, Any]:
+def make_prompt_kwargs(prompt: str | Tensors, empty_prompt: Tensors | None) -> dict[str, Any]:
     """Pipeline arguments for a prompt.
 
     Args:
         prompt: The text, or its tensors.
-        empty: The tensors of "", used as the negative prompt. None without guidance.
+        empty_prompt: The tensors of "", used as the negative prompt. None without guidance.
     """
     if isinstance(prompt, str):
         return {"prompt": prompt}
     # Cached tensors have the names of the pipeline's arguments.
-    negative = {f"negative_{name}": tensor for name, tensor in (empty or {}).items()}
+    negative = {f"negative_{name}": tensor for name, tensor in (empty_prompt or {}).items()}
     return {**prompt, **negative}

@@ -10,27 +10,27 @@ from torch import nn
 from dit_lora.families.base import TextLimit
 
 
-def template_limit(
+def measure_template_limit(
     pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any
 ) -> TextLimit:
     """Number of tokens left for a caption out of `max_tokens`. `arguments` go to `encode_prompt`."""
-    probe = _Probe()
+    probe = _PaddingCounter()
     pipeline = pipeline_class(
         scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
     )
     # The padding that an empty caption leaves is the number of tokens a caption can have.
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
-    return TextLimit(tokenizer, probe.pads)
+    return TextLimit(tokenizer, probe.num_pads)
 
 
-class _Probe(nn.Module):
+class _PaddingCounter(nn.Module):
     """Replaces the text encoder and counts the padding tokens it gets for an empty caption."""
 
     dtype, device = torch.float32, torch.device("cpu")
-    pads = 0
+    num_pads = 0
 
     def forward(self, *, attention_mask: torch.Tensor, **_: Any) -> Any:
-        self.pads = int((attention_mask == 0).sum())
+        self.num_pads = int((attention_mask == 0).sum())
         # Zeros for whichever layers the pipeline reads.
         states = torch.zeros(1, attention_mask.shape[1], 1)
         return SimpleNamespace(hidden_states=defaultdict(lambda: states))

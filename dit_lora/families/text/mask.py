@@ -1,13 +1,13 @@
 """Caption masks (B, T), evaluated on the device they are on.
 
-In a training step that is the host (`dit_lora.data.loading.batch.ON_HOST`).
+In a training step that is the host (`dit_lora.data.loading.batch.HOST_TENSORS`).
 """
 
 import torch
 
-from dit_lora.numerics.streams import moved
+from dit_lora.numerics.streams import move_to_device
 
-MASKED = -10000.0
+MASKED_BIAS = -10000.0
 """Attention bias of a masked token (diffusers: sana_transformer.py and latte_transformer_3d.py, forward)."""
 
 
@@ -33,7 +33,7 @@ def cut_text(
     if len(columns) == 0 or int(columns[-1]) == len(columns) - 1:
         shortened = embeddings[:, : len(columns)]
     else:
-        shortened = embeddings.index_select(1, moved(columns, embeddings.device))
+        shortened = embeddings.index_select(1, move_to_device(columns, embeddings.device))
     is_text = is_text[:, columns]
     return shortened, None if bool(is_text.all()) else is_text
 
@@ -47,11 +47,11 @@ def text_bias(mask: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor | No
     if bool(is_text.all()):
         return None
     # (B, T), then (B, 1, T) for all queries.
-    bias = torch.where(is_text, 0.0, MASKED).to(embeddings.dtype)
-    return moved(bias[:, None], embeddings.device)
+    bias = torch.where(is_text, 0.0, MASKED_BIAS).to(embeddings.dtype)
+    return move_to_device(bias[:, None], embeddings.device)
 
 
-def own_tokens(embeddings: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+def unpad_captions(embeddings: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Embeddings of each caption without its padding, (length, ...), from captions (B, T, ...) padded at the end."""
     lengths = mask.sum(1).tolist()
     return [row[:length] for row, length in zip(embeddings, lengths, strict=True)]

@@ -6,9 +6,9 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config
 
-WIDTH = 16
-SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
+TEXT_WIDTH = 16
+MODEL_SIZES: dict[str, Any] = {
+    "hidden_size": TEXT_WIDTH,
     "intermediate_size": 24,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -27,30 +27,33 @@ _QWEN_TEMPLATE = (
 )
 
 
-def qwen3(layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
+def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
     """Qwen3's tokenizer, and the config of a model with this many layers for it."""
-    tokenizer = byte_tokenizer(_QWEN_TOKENS, end="<|im_end|>")
+    tokenizer = build_byte_tokenizer(_QWEN_TOKENS, end_token="<|im_end|>")
     tokenizer.chat_template = _QWEN_TEMPLATE
     config = Qwen3Config(
-        **SIZES, vocab_size=len(tokenizer), num_hidden_layers=layers, **ends(tokenizer)
+        **MODEL_SIZES,
+        vocab_size=len(tokenizer),
+        num_hidden_layers=num_layers,
+        **special_token_ids(tokenizer),
     )
     return tokenizer, config
 
 
-def byte_tokenizer(special: tuple[str, ...], end: str) -> Qwen2Tokenizer:
+def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str) -> Qwen2Tokenizer:
     """A tokenizer of single bytes and special tokens; the first special token is padding. Nothing is trained."""
     # Sorted, so that ids do not depend on the order of a dict.
     vocab = {piece: index for index, piece in enumerate(sorted(ByteLevel.alphabet()))}
     none: Any = None  # an unknown token would enlarge the vocabulary
     tokenizer = Qwen2Tokenizer(
-        vocab=vocab, merges=[], unk_token=none, pad_token=special[0], eos_token=end
+        vocab=vocab, merges=[], unk_token=none, pad_token=special_tokens[0], eos_token=end_token
     )
-    tokens = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokens = [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     tokenizer.add_tokens(tokens, special_tokens=True)
     return tokenizer
 
 
-def ends(tokenizer: Any) -> dict[str, Any]:
+def special_token_ids(tokenizer: Any) -> dict[str, Any]:
     """Token ids of a tokenizer's end and padding, named as in a model's config."""
     return {
         "bos_token_id": None,

@@ -23,7 +23,7 @@ TEXT_WIDTH = 32
 POOLED_WIDTH = 16
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def build_t5_tokenizer() -> T5Tokenizer:
     """A tokenizer of the printable ASCII characters, inside a word and at its start. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     special = ["<pad>", "</s>", "<unk>"]
@@ -33,7 +33,7 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=vocab, extra_ids=0)
 
 
-def t5_encoder(vocab_size: int) -> T5EncoderModel:
+def build_t5_encoder(vocab_size: int) -> T5EncoderModel:
     config = T5Config(
         vocab_size=vocab_size,
         d_model=TEXT_WIDTH,
@@ -46,7 +46,7 @@ def t5_encoder(vocab_size: int) -> T5EncoderModel:
     return T5EncoderModel(config).eval()
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def build_clip_tokenizer() -> CLIPTokenizer:
     """A tokenizer of the printable ASCII characters, inside a word and at its end. Nothing is trained."""
     characters = [c for c in string.printable if not c.isspace()]
     # CLIP's BPE marks the end of a word with </w>.
@@ -56,11 +56,13 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def build_clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     return CLIPTextModel(_clip_config(tokenizer, POOLED_WIDTH)).eval()
 
 
-def projected_clip_encoder(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModelWithProjection:
+def build_projected_clip_encoder(
+    tokenizer: CLIPTokenizer, width: int
+) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
 
 
@@ -79,7 +81,7 @@ def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
     )
 
 
-def umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
+def build_umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
     """T5 with separate relative positions in every layer; padding is masked."""
     config = UMT5Config(
         vocab_size=vocab_size,

@@ -6,15 +6,15 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 
 
-def qwen_image_vae() -> AutoencoderKLQwenImage:
+def build_qwen_image_vae() -> AutoencoderKLQwenImage:
     """Qwen-Image's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
-    vae: AutoencoderKLQwenImage = narrow(
+    vae: AutoencoderKLQwenImage = scale_posterior(
         AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 24
     )
     return vae
 
 
-def narrow(vae: Any, width: float) -> Any:
+def scale_posterior(vae: Any, width: float) -> Any:
     """Make the posterior narrow and its mean as wide as `latents_std`, as in a trained VAE."""
     # The first half of the output channels is the mean, the second the log variance.
     head, latents = vae.quant_conv, vae.config.z_dim

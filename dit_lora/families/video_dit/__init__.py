@@ -1,6 +1,6 @@
 """The video DiT, conditioned on classes or on text."""
 
-from dit_lora.adapters.layer_names import no_names
+from dit_lora.adapters.layer_names import make_unsupported_names
 from dit_lora.families.family import DiffusionFamily
 
 FAMILY = DiffusionFamily(
@@ -18,9 +18,9 @@ FAMILY = DiffusionFamily(
         ),
         "backbone": ("transformer_blocks.*",),
     },
-    masked_attention=True,  # masks the padding of captions
+    has_attention_mask=True,  # masks the padding of captions
     pipeline_names=("VideoDiTPipeline",),
     default_recipe="video_dit/ucf101_lora",
-    comfyui=no_names("ComfyUI has no such model"),
+    comfyui=make_unsupported_names("ComfyUI has no such model"),
     tiny_variants=("video-dit-class", "video-dit-text"),
 )

@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from dit_lora.families.dit.tiny import tiny_vae
-from dit_lora.families.tiny.text import POOLED_WIDTH, clip_encoder, clip_tokenizer
+from dit_lora.families.dit.tiny import build_tiny_vae
+from dit_lora.families.tiny.text import POOLED_WIDTH, build_clip_encoder, build_clip_tokenizer
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
-from dit_lora.models.video_dit_base import iddpm_scheduler
+from dit_lora.models.video_dit_base import build_iddpm_scheduler
 from dit_lora.models.video_dit_pipeline import VideoDiTPipeline
 
 # The class names of `dit-lora tiny shapes`.
 CLASSES = ("blue disc", "blue square", "green disc", "green square", "red disc", "red square")
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a pipeline like VDiT-XL/1x2x2 for 4 frames of 32x48, with six classes or conditioned on CLIP."""
     text = variant == "video-dit-text"
     # Exactly one of the two conditions.
@@ -29,21 +29,21 @@ def build_tiny(variant: str, out: Path) -> None:
         sample_width=6,
         **condition,  # type: ignore[arg-type]
     )
-    _as_if_trained(transformer)
-    tokenizer = clip_tokenizer() if text else None
+    _randomize_zero_weights(transformer)
+    tokenizer = build_clip_tokenizer() if text else None
     labels = {str(row): name for row, name in enumerate(CLASSES)}
     pipeline: Any = VideoDiTPipeline(
         transformer=transformer,
-        vae=tiny_vae(),
-        scheduler=iddpm_scheduler(),
-        text_encoder=clip_encoder(tokenizer) if tokenizer else None,
+        vae=build_tiny_vae(),
+        scheduler=build_iddpm_scheduler(),
+        text_encoder=build_clip_encoder(tokenizer) if tokenizer else None,
         tokenizer=tokenizer,
         id2label=None if text else labels,
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _as_if_trained(transformer: VideoDiTTransformer3DModel) -> None:
+def _randomize_zero_weights(transformer: VideoDiTTransformer3DModel) -> None:
     """Randomise the zero-initialised layers: a fresh adaLN-zero model outputs zeros and passes no gradient on."""
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():

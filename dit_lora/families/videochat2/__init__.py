@@ -19,12 +19,12 @@ FAMILY = ChatFamily(
         "down_proj",
         "lm_head",
     ),
-    lora_within=("language_model", "lm_head"),
+    lora_parent_modules=("language_model", "lm_head"),
     group_patterns={
         "connector": ("model.projection.*", "model.query_tokens", "model.extra_query_tokens"),
         "backbone": ("model.vision_encoder.*", "model.vision_layernorm.*", "model.qformer.*"),
     },
     default_recipe="videochat2/mistral_stage3",
-    tells_times=False,
+    has_default_timestamps=False,
     tiny_variants=("videochat2-mistral", "videochat2-vicuna", "videochat2-phi3", "videochat2-hd"),
 )

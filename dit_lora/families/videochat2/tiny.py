@@ -78,17 +78,26 @@ _WORDS = [
     "What",
 ]
 # Markers of the prompt formats, each merged into one token.
-_MARKS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
+_PROMPT_MARKERS = (
+    "[INST]",
+    "[/INST]",
+    "###",
+    "Human:",
+    "Assistant:",
+    "<Video>",
+    "</Video>",
+    "<Image>",
+)
 # From Phi-3's tokenizer.json: control tokens that swallow the white space after them.
-_PHI3_CONTROL = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
+_PHI3_CONTROL_TOKENS = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
 _MAX_POSITIONS = 512
 
 
-def build_tiny(variant: str, out: Path) -> None:
-    """Write a checkpoint to `out`: config, weights, the language model's tokenizer and qformer_tokenizer/."""
-    tokenizer = llm_tokenizer(VARIANTS[variant])
-    qformer_tokenizer = bert_tokenizer()
-    config = tiny_config(variant, tokenizer, len(qformer_tokenizer))
+def build_tiny(variant: str, folder: Path) -> None:
+    """Write a checkpoint to `folder`: config, weights, the language model's tokenizer and qformer_tokenizer/."""
+    tokenizer = build_llm_tokenizer(VARIANTS[variant])
+    qformer_tokenizer = build_bert_tokenizer()
+    config = build_tiny_config(variant, tokenizer, len(qformer_tokenizer))
     model = VideoChat2ForConditionalGeneration(config).eval()
     # As in a trained model, no bias is zero and images influence the answer. With Transformers' standard deviation of
     # 0.02, layers this narrow pass on a hundredth of their input.
@@ -98,12 +107,14 @@ def build_tiny(variant: str, out: Path) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape)
             else:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    qformer_tokenizer.save_pretrained(out / "qformer_tokenizer")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    qformer_tokenizer.save_pretrained(folder / "qformer_tokenizer")
 
 
-def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> VideoChat2Config:
+def build_tiny_config(
+    variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int
+) -> VideoChat2Config:
     """A config with three vision blocks of 16-pixel patches, two Q-Former layers and two language model layers."""
     return VideoChat2Config(
         vision_config={
@@ -125,7 +136,7 @@ def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> 
             "vocab_size": qformer_vocab,
             "use_text": True,
         },
-        text_config=_text_config(
+        text_config=_build_text_config(
             VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1
         ),
         num_query_tokens=3,
@@ -137,37 +148,39 @@ def tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> 
     )
 
 
-def _text_config(format_: str, tokenizer: LlamaTokenizer, contexts: int) -> PreTrainedConfig:
+def _build_text_config(
+    prompt_format: str, tokenizer: LlamaTokenizer, context_factor: int
+) -> PreTrainedConfig:
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "max_position_embeddings": contexts * _MAX_POSITIONS,
+        "max_position_embeddings": context_factor * _MAX_POSITIONS,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if format_ == "mistral":
+    if prompt_format == "mistral":
         return MistralConfig(**common, num_key_value_heads=2, sliding_window=None)
-    if format_ == "vicuna":
+    if prompt_format == "vicuna":
         return LlamaConfig(**common, num_key_value_heads=4)
     return Phi3Config(**common, num_key_value_heads=4)
 
 
-def llm_tokenizer(format_: str) -> LlamaTokenizer:
+def build_llm_tokenizer(prompt_format: str) -> LlamaTokenizer:
     """A BPE like Llama's, as all three language models use: a short list of whole words, characters and bytes."""
     characters = [c for c in string.printable if not c.isspace()]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters]
     merges: list[tuple[str, str]] = []
-    for word in [*(f"▁{w}" for w in _WORDS), *_MARKS]:
+    for word in [*(f"▁{w}" for w in _WORDS), *_PROMPT_MARKERS]:
         for end in range(1, len(word)):  # a prefix at a time: the▁ is ▁+t, ▁t+h, ▁th+e
             merge = (word[:end], word[end])
             if merge not in merges:
                 merges.append(merge)
                 pieces.append(word[: end + 1])
-    control = _PHI3_CONTROL if format_ == "phi3" else ()
+    control = _PHI3_CONTROL_TOKENS if prompt_format == "phi3" else ()
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer: Any = LlamaTokenizer(
         vocab=vocab,
@@ -183,7 +196,7 @@ def llm_tokenizer(format_: str) -> LlamaTokenizer:
     return tokenizer
 
 
-def bert_tokenizer() -> BertTokenizer:
+def build_bert_tokenizer() -> BertTokenizer:
     """BERT's WordPiece over the same words and all ASCII characters, with the original's [DEC] token."""
     # Lower case only, as in bert-base-uncased.
     characters = [c for c in string.printable if not c.isspace() and not c.isupper()]

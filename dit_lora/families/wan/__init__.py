@@ -23,7 +23,7 @@ FAMILY = DiffusionFamily(
     pipeline_packages=("ftfy",),
     # The inverse of Diffusers' _convert_non_diffusers_wan_lora_to_diffusers (loaders/lora_conversion_utils.py).
     comfyui=LayerNames(
-        renamed={
+        renames={
             **{
                 f"blocks.*.{ours}.{layer}": f"blocks.*.{theirs}.{name}"
                 for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))

@@ -12,69 +12,73 @@ from diffusers import (
 )
 
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import (
-    local_checkpoint,
+    fill_defaults,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_component_config,
     read_index,
-    require_whole_weights,
-    stored_fields,
-    with_defaults,
+    require_complete_weights,
 )
-from dit_lora.families.refusals import refuse_in_context
+from dit_lora.families.refusals import refuse_ic_lora
 from dit_lora.families.wan.text_to_video import WanCheckpoint
 from dit_lora.numerics.objectives import FlowMatching
 
-_IMAGE = "WanImageToVideoPipeline"
+_IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoint:
     """Read the configs. Raises `DitLoraError` for contradicting parts, an unsupported task or broken weight files."""
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     index = read_index(model, path, family.pipeline_names)
-    fields = stored_fields(model, path)
+    fields = read_checkpoint_fields(model, path)
     # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
-    fields["transformer_config"] = with_defaults(
+    fields["transformer_config"] = fill_defaults(
         WanTransformer3DModel, fields["transformer_config"]
     )
-    fields["vae_config"] = with_defaults(AutoencoderKLWan, fields["vae_config"])
-    task, kind = _kind(model, index)
+    fields["vae_config"] = fill_defaults(AutoencoderKLWan, fields["vae_config"])
+    task, kind = _select_task_and_class(model, index)
     # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
     has_condition_channels = task == "i2v" and not index.get("expand_timesteps")
-    _require_fitting(model, index, fields, beside=has_condition_channels)
-    clip = ("image_encoder",) if _is_there(index, "image_encoder") else ()
-    second = ("transformer_2",) if _is_there(index, "transformer_2") else ()
-    require_whole_weights(model, path, "vae", "text_encoder", *clip, *second)
+    _require_matching_components(
+        model, index, fields, has_condition_channels=has_condition_channels
+    )
+    clip = ("image_encoder",) if _has_component(index, "image_encoder") else ()
+    second = ("transformer_2",) if _has_component(index, "transformer_2") else ()
+    require_complete_weights(model, path, "vae", "text_encoder", *clip, *second)
     boundary = index.get("boundary_ratio")
-    objective = _objective(model, read_component_config(path, "scheduler"))
+    objective = _build_objective(model, read_component_config(path, "scheduler"))
     if boundary is not None:
         # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
         level_range = (
             {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
         )
-        objective = replace(objective, levels=replace(objective.levels, **level_range))
+        objective = replace(objective, distribution=replace(objective.distribution, **level_range))
     return kind(
         **fields,
         objective=objective,
-        boundary=boundary,
-        task_given=task != _own_task(index),
+        expert_boundary=boundary,
+        has_task_override=task != _get_stored_task(index),
     )
 
 
-def _is_there(index: Mapping[str, Any], component: str) -> bool:
+def _has_component(index: Mapping[str, Any], component: str) -> bool:
     """True if the pipeline has this component. Absent ones are missing from the index, or have two nulls."""
     return (index.get(component) or [None])[0] is not None
 
 
-def _own_task(index: Mapping[str, Any]) -> str:
-    return "i2v" if index["_class_name"] == _IMAGE else "t2v"
+def _get_stored_task(index: Mapping[str, Any]) -> str:
+    return "i2v" if index["_class_name"] == _IMAGE_PIPELINE else "t2v"
 
 
-def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
+def _select_task_and_class(
+    model: ModelConfig, index: Mapping[str, Any]
+) -> tuple[str, type[WanCheckpoint]]:
     """The task to train and its checkpoint class. TI2V-5B (`expand_timesteps`) supports both tasks."""
-    refuse_in_context(model)
-    stored_task, has_both_tasks = _own_task(index), bool(index.get("expand_timesteps"))
+    refuse_ic_lora(model)
+    stored_task, has_both_tasks = _get_stored_task(index), bool(index.get("expand_timesteps"))
     task = model.task or stored_task
     if task != stored_task and not has_both_tasks:
         does = {"t2v": "makes videos of text alone", "i2v": "starts from an image"}[stored_task]
@@ -90,17 +94,21 @@ def _kind(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCh
     return task, WanTokenImageCheckpoint if has_both_tasks else WanImageCheckpoint
 
 
-def _require_fitting(
-    model: ModelConfig, index: Mapping[str, Any], fields: Mapping[str, Any], *, beside: bool
+def _require_matching_components(
+    model: ModelConfig,
+    index: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    *,
+    has_condition_channels: bool,
 ) -> None:
     """Check channels, the boundary with its second expert, and the image embedding with its encoder.
 
-    `beside` is true if a mask and a condition are concatenated with the latents.
+    `has_condition_channels` is true if a mask and a condition are concatenated with the latents.
     """
     transformer, vae = fields["transformer_config"], fields["vae_config"]
     # Without a condition, the inputs are the noisy latents.
     latents, inputs = vae["z_dim"], vae["z_dim"]
-    if beside:
+    if has_condition_channels:
         inputs += vae["scale_factor_temporal"] + latents  # mask and condition (prepare_latents)
     problems = [
         f"{name} must be {value}; got {transformer[name]}"
@@ -108,7 +116,7 @@ def _require_fitting(
         if transformer[name] != value
     ]
     # The boundary splits the noise levels between two experts.
-    boundary, has_second = index.get("boundary_ratio"), _is_there(index, "transformer_2")
+    boundary, has_second = index.get("boundary_ratio"), _has_component(index, "transformer_2")
     if (boundary is not None) != has_second:
         present = "a transformer_2" if has_second else "no transformer_2"
         problems.append(
@@ -118,24 +126,24 @@ def _require_fitting(
         problems.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
     has_image_embedding, has_encoder = (
         transformer["image_dim"] is not None,
-        _is_there(index, "image_encoder"),
+        _has_component(index, "image_encoder"),
     )
-    if has_image_embedding and not (has_encoder and _is_there(index, "image_processor")):
+    if has_image_embedding and not (has_encoder and _has_component(index, "image_processor")):
         problems.append(
             "its transformer attends to an image's embedding (image_dim), and model_index.json has no image_encoder "
             "with an image_processor"
         )
-    if has_image_embedding and not beside:
+    if has_image_embedding and not has_condition_channels:
         problems.append(
             "its transformer attends to an image's embedding (image_dim), its pipeline has no image"
         )
     if problems:
         raise DitLoraError(
-            listed(f"{model.path}: the parts of this checkpoint do not fit", problems)
+            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
         )
 
 
-def _objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
+def _build_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:
     """Flow matching with logit-normal noise levels and the shift that the pipeline samples with."""
     name, timesteps = scheduler.get("_class_name"), scheduler.get("num_train_timesteps", 1000)
     # The scheduler of the published checkpoints; it names its shift `flow_shift`.

@@ -16,7 +16,7 @@ from diffusers.utils import is_ftfy_available
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.config.experts import EXPERTS
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import (
@@ -27,50 +27,50 @@ from dit_lora.families.base import (
     VideoEncoder,
 )
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.opening import default_of, read_component_config
-from dit_lora.families.posterior import drawn, encode_video, normalised
-from dit_lora.families.refusals import beyond_positions, wrong_frames, wrong_sides
-from dit_lora.families.text.limit import text_limit
+from dit_lora.families.opening import get_call_default, read_component_config
+from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
+from dit_lora.families.refusals import frame_count_errors, position_limit_errors, side_errors
+from dit_lora.families.text.limit import load_text_limit
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 
 PIPELINE_MULTIPLE = 16  # required by check_inputs of both pipelines, for any autoencoder
 # Components that stay in the pipeline that encodes captions.
-_READS_TEXT = ("text_encoder", "tokenizer", "scheduler")
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanCheckpoint(FlowCheckpoint):
     """A Wan checkpoint for text-to-video."""
 
-    boundary: float | None = None
+    expert_boundary: float | None = None
     """Noise level from which `transformer` denoises; below it, `transformer_2` does. None with a single expert."""
-    task_given: bool = False
+    has_task_override: bool = False
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = WanPipeline
     transformer_class: ClassVar[Any] = WanTransformer3DModel
     transform = "wan-1: pixels / 127.5 - 1, posterior mean and logvar"
-    takes: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.takes, "model.task")
+    supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "model.task")
 
     @property
-    def parts(self) -> Mapping[str, str]:
-        return {} if self.boundary is None else EXPERTS
+    def expert_names(self) -> Mapping[str, str]:
+        return {} if self.expert_boundary is None else EXPERT_NAMES
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         spatial = self.vae_config["scale_factor_spatial"]
         return lcm(PIPELINE_MULTIPLE, spatial * lcm(patch_height, patch_width))
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
+    def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 4n + 1: the VAE silently drops the rest."""
         temporal = self.vae_config["scale_factor_temporal"]
         return [
-            *wrong_sides(shape, self.side_step),
-            *wrong_frames(shape.frames, temporal),
-            *self._beyond_positions(shape),
+            *side_errors(shape, self.size_multiple),
+            *frame_count_errors(shape.frames, temporal),
+            *self._position_limit_errors(shape),
         ]
 
-    def _beyond_positions(self, shape: VideoShape) -> list[str]:
+    def _position_limit_errors(self, shape: VideoShape) -> list[str]:
         """One message per size that exceeds the position tables."""
         max_positions = self.transformer_config["rope_max_seq_len"]
         # (time, height, width)
@@ -84,7 +84,7 @@ class WanCheckpoint(FlowCheckpoint):
             "height": (shape.height, max_positions * patches[1] * spatial),
             "width": (shape.width, max_positions * patches[2] * spatial),
         }
-        return beyond_positions(ends, "rope_max_seq_len")
+        return position_limit_errors(ends, "rope_max_seq_len")
 
     @property
     def text_tokens(self) -> int:
@@ -93,16 +93,16 @@ class WanCheckpoint(FlowCheckpoint):
         It is the default of the pipeline's `__call__`, not of `encode_prompt`, because attention to an image assumes
         that the last 512 tokens are text (transformer_wan.py, WanAttnProcessor).
         """
-        tokens: int = default_of(self.pipeline_class, "max_sequence_length")
+        tokens: int = get_call_default(self.pipeline_class, "max_sequence_length")
         return tokens
 
-    def text_limit(self) -> TextLimit:
-        return text_limit(self.path, self.text_tokens)
+    def load_text_limit(self) -> TextLimit:
+        return load_text_limit(self.path, self.text_tokens)
 
-    def text_facts(self) -> Mapping[str, Any]:
+    def text_cache_key(self) -> Mapping[str, Any]:
         # If ftfy is installed, the pipeline cleans prompts with it first, which also straightens quotes
         # (prompt_clean).
-        return {**super().text_facts(), "tokens": self.text_tokens, "ftfy": is_ftfy_available()}
+        return {**super().text_cache_key(), "tokens": self.text_tokens, "ftfy": is_ftfy_available()}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.text_tokens, self.transformer_config["text_dim"])
@@ -118,19 +118,19 @@ class WanCheckpoint(FlowCheckpoint):
             "characters and straightens quotes with it first. To train as it samples there: pip install ftfy",
         ]
 
-    def text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         """Load the pipeline with only its text encoder: no transformer and no image encoder."""
         # Entries of components are [library, class]; other entries are options of the pipeline.
         index = read_component_config(self.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
-        unused = dict.fromkeys(name for name in components if name not in _READS_TEXT)
+        unused = dict.fromkeys(name for name in components if name not in _TEXT_COMPONENTS)
         return load_pretrained(
             self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **unused
         ).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
@@ -158,11 +158,13 @@ class WanCheckpoint(FlowCheckpoint):
         return encode
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # (B, C, F, H, W)
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return normalised(latents, self.vae_config)
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return normalize_latents(latents, self.vae_config)
 
     def predict(
         self,
@@ -176,9 +178,9 @@ class WanCheckpoint(FlowCheckpoint):
         For TI2V-5B the pipeline repeats the timestep for every token. One timestep per sample gives the same result
         without computing the modulation of every token.
         """
-        return self.call(transformer, noisy, timesteps, batch)
+        return self.run_transformer(transformer, noisy, timesteps, batch)
 
-    def call(
+    def run_transformer(
         self,
         transformer: nn.Module,
         hidden: torch.Tensor,
@@ -200,18 +202,22 @@ class WanCheckpoint(FlowCheckpoint):
         )[0]
 
     @property
-    def in_fp32(self) -> tuple[str, ...]:
+    def fp32_components(self) -> tuple[str, ...]:
         """The VAE, as in Diffusers' examples."""
         return ("vae",)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | ({"negative_prompt_embeds": empty["prompt_embeds"]} if empty else {})
+        return arguments | (
+            {"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {}
+        )
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
             "num_frames": shape.frames,
             "height": shape.height,
@@ -221,4 +227,4 @@ class WanCheckpoint(FlowCheckpoint):
 
     def index_changes(self) -> dict[str, Any]:
         """The pipeline class, if another task than the checkpoint's was trained."""
-        return {"_class_name": self.pipeline_class.__name__} if self.task_given else {}
+        return {"_class_name": self.pipeline_class.__name__} if self.has_task_override else {}

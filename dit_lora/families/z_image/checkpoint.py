@@ -30,22 +30,22 @@ from dit_lora.families.base import (
 )
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
-from dit_lora.families.flow_scheduler import flow_scheduler
+from dit_lora.families.flow_scheduler import read_flow_scheduler
 from dit_lora.families.opening import (
-    local_checkpoint,
+    fill_defaults,
+    get_checkpoint_folder,
+    read_checkpoint_fields,
     read_index,
-    require_whole_weights,
-    stored_fields,
-    with_defaults,
+    require_complete_weights,
 )
-from dit_lora.families.posterior import drawn, encode_picture, rescaled
-from dit_lora.families.refusals import wrong_sides
-from dit_lora.families.text.chat_template import template_limit
-from dit_lora.families.text.mask import own_tokens
+from dit_lora.families.posterior import encode_picture, sample_posterior, shift_and_scale_latents
+from dit_lora.families.refusals import side_errors
+from dit_lora.families.text.chat_template import measure_template_limit
+from dit_lora.families.text.mask import unpad_captions
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
-PATCH = 2  # default of the transformer's `patch_size`, which the pipeline does not change
+PATCH_SIZE = 2  # default of the transformer's `patch_size`, which the pipeline does not change
 # From the published scheduler_config.json files, the only files in which base and Turbo differ. InvokeAI tells them
 # apart in the same way (invoke-ai/InvokeAI#8799).
 BASE_SHIFT, TURBO_SHIFT = 6.0, 3.0
@@ -55,7 +55,7 @@ TRAINING_SHIFT = 2.0
 Source: musubi-tuner, docs/zimage.md, `--discrete_flow_shift 2.0`. With the base's sampling shift of 6, 3.7 % of the
 noise levels would be below 0.5; with 2 it is 24 %.
 """
-DE_DISTILLATION = (
+DE_DISTILLATION_ADAPTER = (
     "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
 )
 
@@ -67,18 +67,18 @@ class ZImageCheckpoint(FlowCheckpoint):
     pipeline_class: ClassVar[Any] = ZImagePipeline
     transformer_class: ClassVar[Any] = ZImageTransformer2DModel
     transform = "z-image-1: pixels / 127.5 - 1, posterior mean and logvar, fp32"
-    output = "images"
+    output_field = "images"
     scheduler_shift: float
     """Shift that the pipeline samples with. Training uses `TRAINING_SHIFT`."""
-    guided_above = 0.0  # the pipeline computes cond + w (cond - uncond)
+    guidance_threshold = 0.0  # the pipeline computes cond + w (cond - uncond)
 
     @property
-    def side_step(self) -> int:
+    def size_multiple(self) -> int:
         # The pipeline's vae_scale_factor times the patch size.
-        return int(PATCH * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
+        return int(PATCH_SIZE * 2 ** (len(self.vae_config["block_out_channels"]) - 1))
 
-    def wrong_shape(self, shape: VideoShape) -> list[str]:
-        problems = wrong_sides(shape, self.side_step)
+    def shape_errors(self, shape: VideoShape) -> list[str]:
+        problems = side_errors(shape, self.size_multiple)
         if shape.frames != 1:
             problems.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
         # Numbers of positions for text and images, rows and columns.
@@ -87,9 +87,10 @@ class ZImageCheckpoint(FlowCheckpoint):
             ("height", shape.height, rows),
             ("width", shape.width, columns),
         ):
-            if value > max_value * self.side_step:
+            if value > max_value * self.size_multiple:
                 problems.append(
-                    f"data.{name} can be {max_value * self.side_step} at most, where its positions end (axes_lens); "
+                    f"data.{name} can be {max_value * self.size_multiple} at most, where its "
+                    "positions end (axes_lens); "
                     f"got {value}"
                 )
         return problems
@@ -97,7 +98,7 @@ class ZImageCheckpoint(FlowCheckpoint):
     def notes(self, recipe: Recipe) -> list[str]:
         notes, name = super().notes(recipe), recipe.model.path
         turbo_sign = (
-            None if self.from_scratch is not None else sign_of_turbo(name, self.scheduler_shift)
+            None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
         )
         if turbo_sign is None or recipe.lora.under:
             return notes
@@ -106,20 +107,20 @@ class ZImageCheckpoint(FlowCheckpoint):
             f"distilled: {name} may be Z-Image-Turbo, by {turbo_sign} (no file of it says so): trained as it is, it "
             "forgets to make images in eight steps. Train it over an adapter that takes the distillation back, "
             "lora.under="
-            f"[{DE_DISTILLATION}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
+            f"[{DE_DISTILLATION_ADAPTER}]; or train Tongyi-MAI/Z-Image and sample from this one with validation.model",
         ]
 
-    def text_limit(self) -> TextLimit:
+    def load_text_limit(self) -> TextLimit:
         """Number of caption tokens that fit in the chat template."""
         from transformers import AutoTokenizer
 
         tokenizer = load_pretrained(AutoTokenizer, self.path / "tokenizer")
-        return template_limit(
+        return measure_template_limit(
             self.pipeline_class, tokenizer, self.text_tokens, do_classifier_free_guidance=False
         )
 
-    def text_facts(self) -> Mapping[str, Any]:
-        return {**super().text_facts(), "tokens": self.text_tokens}
+    def text_cache_key(self) -> Mapping[str, Any]:
+        return {**super().text_cache_key(), "tokens": self.text_tokens}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         # The cache stores captions at one length, although the pipeline does not pad them.
@@ -134,9 +135,9 @@ class ZImageCheckpoint(FlowCheckpoint):
 
         The pipeline's embeddings have no padding. The cache pads them with zeros to one length and keeps a mask.
         """
-        pipeline = self.text_pipeline(dtype, device)
+        pipeline = self.load_text_pipeline(dtype, device)
 
-        def encode_one(caption: str) -> torch.Tensor:
+        def encode_caption(caption: str) -> torch.Tensor:
             # Pass a new list, because the pipeline writes the templated caption into it.
             (embeddings,), _ = pipeline.encode_prompt(
                 [caption],
@@ -149,7 +150,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         @torch.no_grad()
         def encode(captions: Sequence[str]) -> Tensors:
             # One by one: a caption's tensors must not depend on the others in its batch.
-            encoded = [encode_one(caption) for caption in captions]
+            encoded = [encode_caption(caption) for caption in captions]
             size = (len(encoded), self.text_tokens)
             padded = encoded[0].new_zeros((*size, encoded[0].shape[-1]))
             mask = torch.zeros(size, dtype=torch.bool, device=device)
@@ -173,11 +174,13 @@ class ZImageCheckpoint(FlowCheckpoint):
         return encode
 
     def clean_latents(
-        self, batch: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
-        latents = drawn(batch["latent_mean"], batch["latent_logvar"], given["posterior"])
-        return rescaled(latents, self.vae_config)
+        latents = sample_posterior(
+            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
+        )
+        return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
         self,
@@ -196,22 +199,26 @@ class ZImageCheckpoint(FlowCheckpoint):
         outputs = transformer(
             list(latents.unbind(0)),
             (1000 - timesteps) / 1000,
-            own_tokens(embeddings, batch["prompt_attention_mask"]),
+            unpad_captions(embeddings, batch["prompt_attention_mask"]),
             return_dict=False,
         )[0]
         # The network's time and velocity are reversed.
         return -torch.stack(outputs).squeeze(2)
 
-    def conditions(self, prompt: str | Tensors, empty: Tensors | None = None) -> dict[str, Any]:
+    def prompt_kwargs(
+        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
+    ) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        captions = own_tokens(**_masked(prompt))
+        captions = unpad_captions(**_unpad_arguments(prompt))
         arguments: dict[str, Any] = {"prompt_embeds": captions}
-        if empty:
-            arguments["negative_prompt_embeds"] = own_tokens(**_masked(empty)) * len(captions)
+        if empty_prompt:
+            arguments["negative_prompt_embeds"] = unpad_captions(
+                **_unpad_arguments(empty_prompt)
+            ) * len(captions)
         return arguments
 
-    def arguments(self, shape: VideoShape) -> dict[str, Any]:
+    def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {"height": shape.height, "width": shape.width}
 
     @property
@@ -222,11 +229,11 @@ class ZImageCheckpoint(FlowCheckpoint):
         return tokens
 
 
-def _masked(text: Tensors) -> dict[str, torch.Tensor]:
+def _unpad_arguments(text: Tensors) -> dict[str, torch.Tensor]:
     return {"embeddings": text["prompt_embeds"], "mask": text["prompt_attention_mask"]}
 
 
-def sign_of_turbo(name: str, shift: float) -> str | None:
+def find_turbo_sign(name: str, shift: float) -> str | None:
     """What suggests that a checkpoint is Turbo: its folder or Hub name, or its scheduler's shift; else None."""
     # The last part of a path or Hub id.
     folder_name = name.rstrip("/").rpartition("/")[2].lower()
@@ -245,19 +252,22 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
 
     Raises `DitLoraError` for another pipeline or scheduler, broken weights, or positions or patches that do not fit.
     """
-    path = local_checkpoint(model)
+    path = get_checkpoint_folder(model)
     read_index(model, path, family.pipeline_names)
-    require_whole_weights(model, path, "vae", "text_encoder")
-    fields, scheduler = stored_fields(model, path), flow_scheduler(model, path)
+    require_complete_weights(model, path, "vae", "text_encoder")
+    fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
     if scheduler["use_dynamic_shifting"]:
         raise DitLoraError(
             f"{model.path}: its scheduler shifts by image size (use_dynamic_shifting); Z-Image's checkpoints have "
             "one shift"
         )
-    config = with_defaults(ZImageTransformer2DModel, fields["transformer_config"])
-    if (PATCH, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
+    config = fill_defaults(ZImageTransformer2DModel, fields["transformer_config"])
+    if (PATCH_SIZE, 1) not in zip(
+        config["all_patch_size"], config["all_f_patch_size"], strict=True
+    ):
         raise DitLoraError(
-            f"{model.path}: ZImagePipeline asks for patches of {PATCH}x{PATCH}x1; its transformer has all_patch_size="
+            f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its "
+            "transformer has all_patch_size="
             f"{list(config['all_patch_size'])}, all_f_patch_size={list(config['all_f_patch_size'])}"
         )
     checkpoint = ZImageCheckpoint(

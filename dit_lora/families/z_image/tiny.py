@@ -7,28 +7,28 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from transformers import Qwen3Model
 
-from dit_lora.families.flux.tiny import LATENT_CHANNELS, picture_vae
-from dit_lora.families.tiny.chat_text import WIDTH, qwen3
+from dit_lora.families.flux.tiny import LATENT_CHANNELS, build_image_vae
+from dit_lora.families.tiny.chat_text import TEXT_WIDTH, build_qwen3
 from dit_lora.families.z_image.checkpoint import BASE_SHIFT, TURBO_SHIFT
 
 
-def build_tiny(variant: str, out: Path) -> None:
+def build_tiny(variant: str, folder: Path) -> None:
     """Write a variant's pipeline with weights from torch's default generator."""
     # Enough layers for the second to last hidden states, which the pipeline reads.
-    tokenizer, config = qwen3(layers=3)
+    tokenizer, config = build_qwen3(num_layers=3)
     pipeline: Any = ZImagePipeline(
         tokenizer=tokenizer,
         text_encoder=Qwen3Model(config).eval(),
-        vae=picture_vae(),
-        transformer=_transformer(),
+        vae=build_image_vae(),
+        transformer=_build_transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(
             shift=TURBO_SHIFT if variant == "z-image-turbo" else BASE_SHIFT
         ),
     )
-    pipeline.save_pretrained(out, safe_serialization=True)
+    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def _transformer() -> ZImageTransformer2DModel:
+def _build_transformer() -> ZImageTransformer2DModel:
     transformer: Any = ZImageTransformer2DModel(
         in_channels=LATENT_CHANNELS,
         dim=32,
@@ -36,7 +36,7 @@ def _transformer() -> ZImageTransformer2DModel:
         n_refiner_layers=1,
         n_heads=2,
         n_kv_heads=2,
-        cap_feat_dim=WIDTH,
+        cap_feat_dim=TEXT_WIDTH,
         axes_dims=[8, 4, 4],
         axes_lens=[1024, 32, 32],
     )

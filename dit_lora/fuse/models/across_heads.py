@@ -9,62 +9,68 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.fuse.attention import FusedProcessor, Rotary, attend, project_output, project_qkv
-from dit_lora.fuse.patches import other_norm
+from dit_lora.fuse.attention import (
+    FusedProcessor,
+    RotaryTables,
+    attend,
+    project_output,
+    project_qkv,
+)
+from dit_lora.fuse.patches import find_unsupported_norm
 
 
 class AcrossHeadsProcessor(FusedProcessor, ABC):
     """Processor base class: RMSNorm of q and k across heads, and their rotation, in one pass."""
 
-    def attended(
+    def compute_attention(
         self,
         attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None,
         mask: torch.Tensor | None,
-        rotary: Rotary | None,
+        rotary: RotaryTables | None,
     ) -> torch.Tensor:
         """Attention of (B, S, D) over (B, K, .), or over itself if that is None, and its projection (B, S, D)."""
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         # (B, S, D) to (B, S, H, D / H).
-        query = self._normed(attn, query, attn.norm_q, rotary)
-        key = self._normed(attn, key, attn.norm_k, rotary)
+        query = self._normalize_heads(attn, query, attn.norm_q, rotary)
+        key = self._normalize_heads(attn, key, attn.norm_k, rotary)
         value = value.unflatten(2, (attn.heads, -1))
         # (B, S, H, D / H) back to (B, S, D).
         attended = attend(query, key, value, mask, self.backend).flatten(2)
         return project_output(attn, attended)
 
-    def _normed(
-        self, attn: Any, projected: torch.Tensor, norm: Any, rotary: Rotary | None
+    def _normalize_heads(
+        self, attn: Any, query_or_key: torch.Tensor, norm: Any, rotary: RotaryTables | None
     ) -> torch.Tensor:
         """Norm and rotate q or k (B, S, D), and split it into heads (B, S, H, D / H)."""
         if self.fusion.is_on("qk_norm_rope"):
             # Heads are a view of the width: the kernel's means run over all heads of a token.
-            tables = None if rotary is None else self.tables(*rotary)
-            heads = projected.unflatten(2, (attn.heads, -1))
-            rotation = self.rotation(attn)
+            tables = None if rotary is None else self.convert_tables(*rotary)
+            heads = query_or_key.unflatten(2, (attn.heads, -1))
+            rotation = self.get_rotation(attn)
             return self.norm_and_rotate(
                 heads, norm, tables, "rms", across_heads=True, rotation=rotation
             )
         # Off: the module norms the whole width, and the model's own code rotates.
-        normed = norm(projected)
+        normed = norm(query_or_key)
         if rotary is not None:
-            normed = self.rotated(attn, normed, rotary)
+            normed = self.rotate(attn, normed, rotary)
         return normed.unflatten(2, (attn.heads, -1))
 
-    def rotation(self, attn: Any) -> str:
+    def get_rotation(self, attn: Any) -> str:
         """Which elements of a head form a rotated pair, as `qk_norm_rope` names it."""
         return "interleaved"
 
     @abstractmethod
-    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Convert the model's rotary tables to those that `qk_norm_rope` takes."""
 
     @abstractmethod
-    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the model's own code. Used while the kernel is off."""
 
 
-def rms_why_not(attn: Any) -> str | None:
+def find_rms_norm_problem(attn: Any) -> str | None:
     """Why the kernel cannot compute this layer's norms of q and k; None if both are RMSNorm across heads."""
-    return other_norm((attn.norm_q, attn.norm_k), nn.RMSNorm)
+    return find_unsupported_norm((attn.norm_q, attn.norm_k), nn.RMSNorm)

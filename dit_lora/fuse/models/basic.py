@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.patches import ForwardPatch, class_name, other_norm
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.patches import ForwardPatch, find_unsupported_norm, get_class_name
 from dit_lora_kernels.ada_norm import Stream
 
 _ZERO, _SINGLE = "ada_norm_zero", "ada_norm_single"
@@ -48,15 +48,15 @@ def block_forward(
             class_labels,
             added_cond_kwargs,
         )
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = _compute_modulation(
         block, hidden_states, timestep, class_labels
     )
     # An fp32 table makes the stock block's residual stream fp32.
     x = hidden_states
     if gate.dtype is not x.dtype:
         x = x.to(torch.promote_types(x.dtype, gate.dtype))
-    norm, norm_ff = _norms(block)
-    normed, x = norm_stream(norm, Stream(x, shift, scale))
+    norm, norm_ff = _get_norms(block)
+    normed, x = normalize_stream(norm, Stream(x, shift, scale))
     y = block.attn1(normed, encoder_hidden_states=None, attention_mask=attention_mask)
     stream = Stream(x, shift_ff, scale_ff, y, gate)
     # The second attention takes the residual stream without a norm, so the first one's output is added before it.
@@ -66,13 +66,13 @@ def block_forward(
             x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask
         )
         stream = Stream(x, shift_ff, scale_ff, y)
-    normed, x = norm_stream(norm_ff, stream)
+    normed, x = normalize_stream(norm_ff, stream)
     # (B, D) to (B, 1, D), to broadcast over the tokens.
     gate_ff = gate_ff[:, None] if gate_ff.ndim == 2 else gate_ff
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
-def _modulation(
+def _compute_modulation(
     block: Any,
     hidden_states: torch.Tensor,
     timestep: torch.Tensor | None,
@@ -92,14 +92,14 @@ def _modulation(
     return norm.linear(norm.silu(condition)).chunk(6, 1)
 
 
-def _norms(block: Any) -> tuple[Any, Any]:
+def _get_norms(block: Any) -> tuple[Any, Any]:
     """The LayerNorms before attention and before the feed-forward."""
     if block.norm_type == _SINGLE:
         return block.norm1, block.norm2
     return block.norm1.norm, block.norm3
 
 
-def _why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
     if block.norm_type not in (_ZERO, _SINGLE):
         return f"its norm is {block.norm_type}"
@@ -109,13 +109,16 @@ def _why_not(block: Any) -> str | None:
         return "its first attention is to the text"
     if block.norm_type == _ZERO and block.attn2 is not None:
         return "it has a second attention"
-    if block.norm_type == _ZERO and class_name(block.norm1) != _ZERO_NORM:
+    if block.norm_type == _ZERO and get_class_name(block.norm1) != _ZERO_NORM:
         return f"its norm1 is a {type(block.norm1).__name__}"
-    return other_norm(_norms(block), nn.LayerNorm)
+    return find_unsupported_norm(_get_norms(block), nn.LayerNorm)
 
 
 FORWARDS = (
     ForwardPatch(
-        "diffusers.models.attention.BasicTransformerBlock", "ada_norm", block_forward, _why_not
+        "diffusers.models.attention.BasicTransformerBlock",
+        "ada_norm",
+        block_forward,
+        _find_block_problem,
     ),
 )

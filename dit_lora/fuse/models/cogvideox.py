@@ -15,13 +15,13 @@ from diffusers.models.attention_processor import Attention
 from dit_lora.fuse.attention import (
     FusedProcessor,
     Recomputable,
-    Rotary,
+    RotaryTables,
     attend,
-    heads_mask,
     project_output,
+    reshape_mask,
 )
 from dit_lora.fuse.lora import project
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 
 
@@ -30,19 +30,19 @@ def block_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `CogVideoXBlock`: video (B, V, D) and text (B, T, D) after attention and feed-forward."""
     text = encoder_hidden_states.shape[1]
     # Both streams get their own shift, scale and gate from one projection.
-    modulation = _modulation(block.norm1, temb)
-    streams = modulation.on(Stream(encoder_hidden_states), Stream(hidden_states))
-    joint, _ = _normed(block.norm1, streams)
+    modulation = _compute_modulation(block.norm1, temb)
+    streams = modulation.modulate(Stream(encoder_hidden_states), Stream(hidden_states))
+    joint, _ = _normalize_streams(block.norm1, streams)
     extra = dict(attention_kwargs or {})
     if isinstance(block.attn1.processor, CogVideoXProcessor):
         # The norm's backward keeps its input: its output need not be kept for the adapters.
-        recompute = partial(_joint, block.norm1, streams)
+        recompute = partial(_recompute_joint, block.norm1, streams)
         extra["joint_hidden_states"] = Recomputable(joint, recompute)
     attended, attended_text = block.attn1(
         hidden_states=joint[:, text:],
@@ -50,13 +50,13 @@ def block_forward(
         image_rotary_emb=image_rotary_emb,
         **extra,
     )
-    gates, modulation = modulation, _modulation(block.norm2, temb)
-    streams = modulation.on(
+    gates, modulation = modulation, _compute_modulation(block.norm2, temb)
+    streams = modulation.modulate(
         Stream(encoder_hidden_states, y=attended_text, gate=gates.text_gate),
         Stream(hidden_states, y=attended, gate=gates.gate),
     )
     # The next norm adds attention's gated outputs, and also returns the sums.
-    joint, (encoder_hidden_states, hidden_states) = _normed(block.norm2, streams)
+    joint, (encoder_hidden_states, hidden_states) = _normalize_streams(block.norm2, streams)
     output = block.ff(joint)
     return (
         # No norm follows the feed-forward in this block, so its gated output is added here.
@@ -75,7 +75,7 @@ class _Modulation(NamedTuple):
     text_scale: torch.Tensor
     text_gate: torch.Tensor
 
-    def on(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
+    def modulate(self, text: Stream, video: Stream) -> tuple[Stream, Stream]:
         """Both streams with their shift and scale."""
         return (
             text._replace(shift=self.text_shift, scale=self.text_scale),
@@ -83,12 +83,12 @@ class _Modulation(NamedTuple):
         )
 
 
-def _modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
+def _compute_modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
     """Modulation tables of a `CogVideoXLayerNormZero` for temb (B, .)."""
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
-def _normed(
+def _normalize_streams(
     norm: Any, streams: tuple[Stream, Stream]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
@@ -96,16 +96,16 @@ def _normed(
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
 
 
-def _joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
-    """Recompute the buffer of `_normed`, bit for bit."""
-    return _normed(norm, streams)[0]
+def _recompute_joint(norm: Any, streams: tuple[Stream, Stream]) -> torch.Tensor:
+    """Recompute the buffer of `_normalize_streams`, bit for bit."""
+    return _normalize_streams(norm, streams)[0]
 
 
 class CogVideoXProcessor(FusedProcessor):
     """`CogVideoXAttnProcessor2_0` without copies: takes the joint buffer; norms and rotates q and k in one pass."""
 
     @property
-    def is_stock(self) -> bool:
+    def should_use_stock(self) -> bool:
         """False under context parallelism: the stock processor would only attend to this rank's tokens."""
         # The base class returns True for any parallel configuration. `super` is not used here, because Dynamo cannot
         # trace such a property.
@@ -117,10 +117,10 @@ class CogVideoXProcessor(FusedProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: RotaryTables | None = None,
         joint_hidden_states: Recomputable | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_stock:
+        if self.should_use_stock:
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
@@ -131,14 +131,14 @@ class CogVideoXProcessor(FusedProcessor):
             projected = project(projections, joint)
         else:
             joint = joint_hidden_states.tensor
-            with joint_hidden_states.not_kept():
+            with joint_hidden_states.skip_saving():
                 projected = project(projections, joint)
         # (B, T + V, D) to (B, T + V, H, D / H).
         query, key, value = (tensor.unflatten(-1, (attn.heads, -1)) for tensor in projected)
         # Text comes first and has no positions: rotation starts after it.
-        query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "layer", text)
-        key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "layer", text)
-        mask = heads_mask(attn, attention_mask, joint)
+        query = self.norm_and_rotate_heads(query, attn.norm_q, image_rotary_emb, "layer", text)
+        key = self.norm_and_rotate_heads(key, attn.norm_k, image_rotary_emb, "layer", text)
+        mask = reshape_mask(attn, attention_mask, joint)
         attended = attend(query, key, value, mask, self.backend, self._parallel_config).flatten(2)
         attended = project_output(attn, attended)
         return attended[:, text:], attended[:, :text]
@@ -151,6 +151,6 @@ PROCESSORS = (
         "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
         ATTENTION,
         CogVideoXProcessor,
-        also=qk_always,
+        get_extra_ops=get_qk_op,
     ),
 )

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output
+from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output
 from dit_lora.fuse.models.two_streams import (
     TwoStreamProcessor,
-    attention_why_not,
-    block_why_not,
-    each,
-    enter,
-    enter_joined,
-    joined_heads,
-    joined_why_not,
-    leave,
-    spared,
+    build_recompute_kwargs,
+    enter_block,
+    enter_joint_block,
+    find_attention_problem,
+    find_block_problem,
+    find_joint_block_problem,
+    join_heads,
+    leave_block,
+    split_recomputable,
 )
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 
 
 def block_forward(
@@ -31,26 +31,28 @@ def block_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `FluxTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # Each stream is normed into a separate buffer, because their projections have separate weights.
-    image, x, modulation = enter(block.norm1, hidden_states, temb)
-    text, context, text_modulation = enter(block.norm1_context, encoder_hidden_states, temb)
+    image, x, modulation = enter_block(block.norm1, hidden_states, temb)
+    text, context, text_modulation = enter_block(block.norm1_context, encoder_hidden_states, temb)
     attended, attended_text, *image_prompt = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
-        **spared(block.attn, image, text),
+        **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave(block.norm2, block.ff, x, attended, modulation)
+    x = leave_block(block.norm2, block.ff, x, attended, modulation)
     # IP-adapter processors return what their image adds as a third output.
     for prompted in image_prompt:
         x = x + prompted
-    context = leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
-    return clipped(context), x
+    context = leave_block(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    )
+    return clip_to_fp16_range(context), x
 
 
 def single_forward(
@@ -58,23 +60,23 @@ def single_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `FluxSingleTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
     # The stock block joins the streams by a copy; here the norm writes them into one buffer.
-    joined = enter_joined(block, encoder_hidden_states, hidden_states, temb)
+    joined = enter_joint_block(block, encoder_hidden_states, hidden_states, temb)
     attended = block.attn(
         hidden_states=joined.normed.tensor,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
-        **spared(block.attn, joined.normed),
+        **build_recompute_kwargs(block.attn, joined.normed),
     )
-    context, x = joined.leave(block, attended)
-    return clipped(context), clipped(x)
+    context, x = joined.leave_block(block, attended)
+    return clip_to_fp16_range(context), clip_to_fp16_range(x)
 
 
-def clipped(x: torch.Tensor) -> torch.Tensor:
+def clip_to_fp16_range(x: torch.Tensor) -> torch.Tensor:
     """Clip x to fp16's range if it is in fp16, as Flux's blocks do, so that it stays finite."""
     return x.clip(-65504, 65504) if x.dtype is torch.float16 else x
 
@@ -82,7 +84,7 @@ def clipped(x: torch.Tensor) -> torch.Tensor:
 class FluxProcessor(TwoStreamProcessor):
     """`FluxAttnProcessor` that norms and rotates q and k of each stream in one pass. Text comes first."""
 
-    def head_shape(self, attn: Any) -> tuple[int, int]:
+    def get_head_shape(self, attn: Any) -> tuple[int, int]:
         """(-1, D), where D is the width of a head."""
         # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.head_dim
@@ -93,31 +95,35 @@ class FluxProcessor(TwoStreamProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: RotaryTables | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         # A layer with text projections needs separate text; without them, text is already joined to the image.
         joint = attn.added_kv_proj_dim is not None
         matching = joint is (encoder_hidden_states is not None)
-        if self.is_stock or attn.fused_projections or not matching:
+        if self.should_use_stock or attn.fused_projections or not matching:
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        image_recomputable, text_recomputable = each(recomputable)
-        image_rows = _rows(image_rotary_emb, slice(text, None), hidden_states)
-        heads = self.image_heads(attn, hidden_states, image_rows, image_recomputable)
+        image_recomputable, text_recomputable = split_recomputable(recomputable)
+        image_rows = _select_rows(image_rotary_emb, slice(text, None), hidden_states)
+        heads = self.compute_image_heads(attn, hidden_states, image_rows, image_recomputable)
         # A single-stream block projects attention's output itself, together with the feed-forward's hidden values.
         if encoder_hidden_states is None:
             return attend(*heads, attention_mask, self.backend).flatten(2)
-        text_rows = _rows(image_rotary_emb, slice(text), hidden_states)
-        text_heads = self.text_heads(attn, encoder_hidden_states, text_rows, text_recomputable)
-        joint_heads = joined_heads(text_heads, heads)
+        text_rows = _select_rows(image_rotary_emb, slice(text), hidden_states)
+        text_heads = self.compute_text_heads(
+            attn, encoder_hidden_states, text_rows, text_recomputable
+        )
+        joint_heads = join_heads(text_heads, heads)
         attended = attend(*joint_heads, attention_mask, self.backend).flatten(2)
         return project_output(attn, attended[:, text:]), attn.to_add_out(attended[:, :text])
 
 
-def _rows(rotary: Rotary | None, tokens: slice, like: torch.Tensor) -> Rotary | None:
+def _select_rows(
+    rotary: RotaryTables | None, tokens: slice, like: torch.Tensor
+) -> RotaryTables | None:
     """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`."""
     if rotary is None:
         return None
@@ -128,11 +134,17 @@ def _rows(rotary: Rotary | None, tokens: slice, like: torch.Tensor) -> Rotary | 
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 FORWARDS = (
-    ForwardPatch(f"{_FLUX}.FluxTransformerBlock", "ada_norm", block_forward, block_why_not),
-    ForwardPatch(f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, joined_why_not),
+    ForwardPatch(f"{_FLUX}.FluxTransformerBlock", "ada_norm", block_forward, find_block_problem),
+    ForwardPatch(
+        f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, find_joint_block_problem
+    ),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_FLUX}.FluxAttnProcessor", ATTENTION, FluxProcessor, attention_why_not, also=qk_always
+        f"{_FLUX}.FluxAttnProcessor",
+        ATTENTION,
+        FluxProcessor,
+        find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dit_lora.fuse.attention import Recomputable, Rotary, attend
-from dit_lora.fuse.models.flux import FluxProcessor, clipped
+from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
+from dit_lora.fuse.models.flux import FluxProcessor, clip_to_fp16_range
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
-    attention_why_not,
-    enter_by,
-    leave,
-    modulated,
-    norms_why_not,
-    spared,
+    build_recompute_kwargs,
+    enter_modulated_block,
+    find_attention_problem,
+    find_norms_problem,
+    leave_block,
+    modulate,
 )
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, class_name, qk_always
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
 from dit_lora_kernels.ada_norm import Stream
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
@@ -40,7 +40,7 @@ def block_forward(
     encoder_hidden_states: torch.Tensor,
     temb_mod_img: torch.Tensor,
     temb_mod_txt: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `Flux2TransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward."""
@@ -59,18 +59,22 @@ def block_forward(
     # (B, 6 D) to six tables (B, D).
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
-    image, x = enter_by(block.norm1, hidden_states, modulation)
-    text, context = enter_by(block.norm1_context, encoder_hidden_states, text_modulation)
+    image, x = enter_modulated_block(block.norm1, hidden_states, modulation)
+    text, context = enter_modulated_block(
+        block.norm1_context, encoder_hidden_states, text_modulation
+    )
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
-        **spared(block.attn, image, text),
+        **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave(block.norm2, block.ff, x, attended, modulation)
-    context = leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
-    return clipped(context), x
+    x = leave_block(block.norm2, block.ff, x, attended, modulation)
+    context = leave_block(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    )
+    return clip_to_fp16_range(context), x
 
 
 def single_forward(
@@ -78,7 +82,7 @@ def single_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None,
     temb_mod: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
     split_hidden_states: bool = False,
     text_seq_len: int | None = None,
@@ -97,14 +101,14 @@ def single_forward(
     else:
         # One set of tables for both streams, which are joined in this block.
         shift, scale, gate = temb_mod.chunk(3, dim=1)
-        normed, (x,) = modulated((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
+        normed, (x,) = modulate((Stream(hidden_states, shift, scale),), eps=block.norm.eps)
         attended = block.attn(
             hidden_states=normed.tensor,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
-            **spared(block.attn, normed),
+            **build_recompute_kwargs(block.attn, normed),
         )
-        x = clipped(torch.addcmul(x, gate[:, None], attended))
+        x = clip_to_fp16_range(torch.addcmul(x, gate[:, None], attended))
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 
@@ -113,7 +117,7 @@ def swiglu_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     # One split: its backward writes the joint gradient once. Two slices would write one each and add them.
     gate, linear = x.chunk(2, dim=-1)
     activated = Recomputable(module.gate_fn(gate), partial(functional.silu, gate))
-    with activated.not_kept():
+    with activated.skip_saving():
         return activated.tensor * linear
 
 
@@ -125,13 +129,13 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         attn: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: RotaryTables | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
-        if self.is_stock:
+        if self.should_use_stock:
             output: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
             return output
-        with recomputable[0].not_kept() if recomputable else nullcontext():
+        with recomputable[0].skip_saving() if recomputable else nullcontext():
             projected = attn.to_qkv_mlp_proj(hidden_states)
         # One split: its backward writes the joint gradient once.
         inner = attn.inner_dim
@@ -139,65 +143,72 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         # q, k and v (B, S, D) each, and the feed-forward's gate and linear halves.
         *heads, hidden = projected.split(sizes, dim=-1)
         query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in heads)
-        query = self.normed(query, attn.norm_q, image_rotary_emb)
-        key = self.normed(key, attn.norm_k, image_rotary_emb)
+        query = self.normalize_heads(query, attn.norm_q, image_rotary_emb)
+        key = self.normalize_heads(key, attn.norm_k, image_rotary_emb)
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         joint = Recomputable(
             torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1),
-            partial(_joint, attended, hidden),
+            partial(_recompute_joint, attended, hidden),
         )
         # Both parts are saved for backward anyway, so an adapter need not save their concatenation.
-        with joint.not_kept():
+        with joint.skip_saving():
             output = attn.to_out(joint.tensor)
         return output
 
 
-def _joint(attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _recompute_joint(attention_output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Recompute the input of a single block's `to_out`, bit for bit."""
     gate, linear = hidden.chunk(2, dim=-1)
-    return torch.cat([attended, functional.silu(gate) * linear], dim=-1)
+    return torch.cat([attention_output, functional.silu(gate) * linear], dim=-1)
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why a double block keeps its own forward; None if it can be patched."""
-    return norms_why_not(block.norm1, block.norm1_context, block.norm2, block.norm2_context)
+    return find_norms_problem(block.norm1, block.norm1_context, block.norm2, block.norm2_context)
 
 
-def _single_attention_why_not(attn: Any) -> str | None:
+def _find_single_attention_problem(attn: Any) -> str | None:
     """Why a single block's attention keeps its own processor; None if it can be patched."""
-    if class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
+    if get_class_name(attn.mlp_act_fn) != f"{_FLUX2}.Flux2SwiGLU":
         return f"its activation is a {type(attn.mlp_act_fn).__name__}"
-    return _swiglu_why_not(attn.mlp_act_fn) or attention_why_not(attn)
+    return _find_swiglu_problem(attn.mlp_act_fn) or find_attention_problem(attn)
 
 
-def _swiglu_why_not(module: Any) -> str | None:
+def _find_swiglu_problem(module: Any) -> str | None:
     """Why this activation keeps its own forward; None if it can be patched."""
-    is_stock = class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
+    is_stock = get_class_name(module.gate_fn) == "torch.nn.modules.activation.SiLU"
     return None if is_stock else f"its activation is a {type(module.gate_fn).__name__}"
 
 
-def _single_why_not(block: Any) -> str | None:
+def _find_single_block_problem(block: Any) -> str | None:
     """Why a single block keeps its own forward; None if it can be patched."""
-    return norms_why_not(block.norm)
+    return find_norms_problem(block.norm)
 
 
 FORWARDS = (
-    ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _find_block_problem),
     ForwardPatch(
-        f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, _single_why_not
+        f"{_FLUX2}.Flux2SingleTransformerBlock",
+        "ada_norm",
+        single_forward,
+        _find_single_block_problem,
     ),
-    ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _swiglu_why_not),
+    ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _find_swiglu_problem),
 )
 # The double blocks' attention is that of FLUX.1: text first, one rotation, norms for each stream.
 PROCESSORS = (
     ProcessorPatch(
-        f"{_FLUX2}.Flux2AttnProcessor", ATTENTION, FluxProcessor, attention_why_not, also=qk_always
+        f"{_FLUX2}.Flux2AttnProcessor",
+        ATTENTION,
+        FluxProcessor,
+        find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
     ProcessorPatch(
         f"{_FLUX2}.Flux2ParallelSelfAttnProcessor",
         ATTENTION,
         Flux2SingleProcessor,
-        _single_attention_why_not,
-        also=qk_always,
+        _find_single_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

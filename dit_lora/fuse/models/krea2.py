@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Recomputable, Rotary, attend
+from dit_lora.fuse.attention import Recomputable, RotaryTables, attend
 from dit_lora.fuse.lora import project
-from dit_lora.fuse.models.swiglu import swiglu
-from dit_lora.fuse.models.two_streams import TwoStreamProcessor, spared
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, class_name, qk_always
+from dit_lora.fuse.models.swiglu import apply_swiglu
+from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_class_name, get_qk_op
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
@@ -29,7 +29,7 @@ def block_forward(
     block: Any,
     hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    image_rotary_emb: Rotary,
+    image_rotary_emb: RotaryTables,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forward of `Krea2TransformerBlock`: tokens (B, S, D) after attention and feed-forward; temb is (B, 1, 6 D)."""
@@ -38,14 +38,14 @@ def block_forward(
     scale, shift, gate, scale_ff, shift_ff, gate_ff = modulation.unbind(-2)  # (B, 1, D) each
     # An fp32 table makes the stock block's residual stream fp32.
     x = hidden_states.to(torch.promote_types(hidden_states.dtype, gate.dtype))
-    normed, x = _normed(block.norm1, Stream(x, shift, scale))
+    normed, x = _normalize_stream(block.norm1, Stream(x, shift, scale))
     attended = block.attn(
         normed.tensor,
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
-        **spared(block.attn, normed),
+        **build_recompute_kwargs(block.attn, normed),
     )
-    normed, x = _normed(block.norm2, Stream(x, shift_ff, scale_ff, attended, gate))
+    normed, x = _normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, attended, gate))
     return torch.addcmul(x, gate_ff, block.ff(normed.tensor))
 
 
@@ -53,73 +53,73 @@ def text_forward(
     block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Forward of `Krea2TextFusionBlock`: text (B, S, D), or the encoder layers of each token (B S, L, D)."""
-    normed, x = _normed(block.norm1, Stream(hidden_states))
+    normed, x = _normalize_stream(block.norm1, Stream(hidden_states))
     attended = block.attn(
-        normed.tensor, attention_mask=attention_mask, **spared(block.attn, normed)
+        normed.tensor, attention_mask=attention_mask, **build_recompute_kwargs(block.attn, normed)
     )
-    normed, x = _normed(block.norm2, Stream(x, y=attended))
+    normed, x = _normalize_stream(block.norm2, Stream(x, y=attended))
     return x + block.ff(normed.tensor)
 
 
 def final_forward(layer: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
     """Forward of `Krea2FinalLayer`: tokens (B, S, D) to the output (B, S, .); temb is (B, 1, D)."""
     scale, shift = (temb + layer.scale_shift_table).chunk(2, dim=1)
-    normed, _ = _normed(layer.norm, Stream(hidden_states, shift, scale))
-    with normed.not_kept():
+    normed, _ = _normalize_stream(layer.norm, Stream(hidden_states, shift, scale))
+    with normed.skip_saving():
         output: torch.Tensor = layer.linear(normed.tensor)
     return output
 
 
 def swiglu_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Forward of `Krea2SwiGLU` for (B, S, D)."""
-    return swiglu(ff.gate, ff.up, ff.down, hidden_states)
+    return apply_swiglu(ff.gate, ff.up, ff.down, hidden_states)
 
 
-def multiplier(norm: Any) -> torch.Tensor:
+def compute_norm_factor(norm: Any) -> torch.Tensor:
     """The factor (D,) of a zero-centered norm, in its weight's dtype as in `Krea2RMSNorm`."""
     return norm.weight + 1.0  # type: ignore[no-any-return]
 
 
-def _normed(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
+def _normalize_stream(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Tensor]:
     """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
-    normed, (x,) = joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)
+    normed, (x,) = joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
     # The norm's backward saves its input, from which its output can be recomputed for the adapters.
     return Recomputable(
-        normed, partial(_norm_again, norm, stream._replace(x=x, y=None, gate=None))
+        normed, partial(_recompute_norm, norm, stream._replace(x=x, y=None, gate=None))
     ), x
 
 
-def _norm_again(norm: Any, stream: Stream) -> torch.Tensor:
+def _recompute_norm(norm: Any, stream: Stream) -> torch.Tensor:
     """Recompute the normed stream (B, S, D), bit for bit."""
-    return joint_ada_norm((stream,), multiplier(norm), norm="rms", eps=norm.eps)[0]
+    return joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)[0]
 
 
 class Krea2Processor(TwoStreamProcessor):
     """`Krea2AttnProcessor` with one pass for norm and rotation of q and k, and one projection call for all inputs."""
 
-    def weight(self, norm: Any) -> torch.Tensor | None:
+    def get_norm_weight(self, norm: Any) -> torch.Tensor | None:
         """The factor of a norm of q or k, which is its weight plus one."""
-        return None if norm is None else multiplier(norm)
+        return None if norm is None else compute_norm_factor(norm)
 
     def __call__(
         self,
         attn: Any,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: RotaryTables | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
-        if self.is_stock:
+        if self.should_use_stock:
             stock_output: torch.Tensor = self.stock(
                 attn, hidden_states, attention_mask, image_rotary_emb
             )
             return stock_output
         layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
-        with recomputable[0].not_kept() if recomputable else nullcontext():
+        with recomputable[0].skip_saving() if recomputable else nullcontext():
             *projected, gate = project(layers, hidden_states)
         query, key, value = (tensor.unflatten(-1, (-1, attn.head_dim)) for tensor in projected)
-        query = self.normed_heads(query, attn.norm_q, image_rotary_emb, "rms")
-        key = self.normed_heads(key, attn.norm_k, image_rotary_emb, "rms")
+        query = self.norm_and_rotate_heads(query, attn.norm_q, image_rotary_emb, "rms")
+        key = self.norm_and_rotate_heads(key, attn.norm_k, image_rotary_emb, "rms")
         # Repeat each of the K heads for every query head that reads it, as the stock processor does: PyTorch's fast
         # kernels support a mask, or other ranks' tokens, only then.
         repeats = attn.num_heads // attn.num_kv_heads
@@ -130,39 +130,39 @@ class Krea2Processor(TwoStreamProcessor):
         gate = torch.sigmoid(gate)
         # Both factors are saved anyway, so an adapter of the projection need not save their product.
         gated = Recomputable(attended * gate, partial(torch.mul, attended, gate))
-        with gated.not_kept():
+        with gated.skip_saving():
             output: torch.Tensor = attn.to_out[0](gated.tensor)
         return output
 
 
-def _norms_why_not(*norms: Any) -> str | None:
+def _find_norms_problem(*norms: Any) -> str | None:
     """A reason that names the first norm that is not a `Krea2RMSNorm`; None if all are."""
     for norm in norms:
         # By name: Diffusers imports a model's module only when the model is used.
-        if class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
+        if get_class_name(norm) != f"{_KREA2}.Krea2RMSNorm":
             return f"one of its norms is a {type(norm).__name__}"
     return None
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why a block of either kind keeps its own forward; None if it can be patched."""
-    return _norms_why_not(block.norm1, block.norm2)
+    return _find_norms_problem(block.norm1, block.norm2)
 
 
-def _final_why_not(layer: Any) -> str | None:
+def _find_final_layer_problem(layer: Any) -> str | None:
     """Why the final layer keeps its own forward; None if it can be patched."""
-    return _norms_why_not(layer.norm)
+    return _find_norms_problem(layer.norm)
 
 
-def _attention_why_not(attn: Any) -> str | None:
+def _find_attention_problem(attn: Any) -> str | None:
     """Why attention keeps its own processor; None if it can be patched."""
-    return _norms_why_not(attn.norm_q, attn.norm_k)
+    return _find_norms_problem(attn.norm_q, attn.norm_k)
 
 
 FORWARDS = (
-    ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _block_why_not),
-    ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _block_why_not),
-    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _final_why_not),
+    ForwardPatch(f"{_KREA2}.Krea2TransformerBlock", "ada_norm", block_forward, _find_block_problem),
+    ForwardPatch(f"{_KREA2}.Krea2TextFusionBlock", "ada_norm", text_forward, _find_block_problem),
+    ForwardPatch(f"{_KREA2}.Krea2FinalLayer", "ada_norm", final_forward, _find_final_layer_problem),
     ForwardPatch(f"{_KREA2}.Krea2SwiGLU", "ada_norm", swiglu_forward),
 )
 PROCESSORS = (
@@ -170,7 +170,7 @@ PROCESSORS = (
         f"{_KREA2}.Krea2AttnProcessor",
         ATTENTION,
         Krea2Processor,
-        _attention_why_not,
-        also=qk_always,
+        _find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

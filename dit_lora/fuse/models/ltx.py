@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from diffusers.models.normalization import RMSNorm
 
-from dit_lora.fuse.attention import Rotary, heads_mask
-from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora.fuse.attention import RotaryTables, reshape_mask
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.patches import (
+    ATTENTION,
+    ForwardPatch,
+    ProcessorPatch,
+    find_unsupported_norm,
+    get_qk_op,
+)
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -23,7 +29,7 @@ def block_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    image_rotary_emb: Rotary | None = None,
+    image_rotary_emb: RotaryTables | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forward of `LTXVideoTransformerBlock`: video tokens (B, S, D) after both attentions and feed-forward."""
@@ -31,7 +37,7 @@ def block_forward(
     # Each block adds its own table to the shared rows. G is 1, or S if each token has its own timestep.
     modulation = block.scale_shift_table.to(temb.device) + rows
     shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
-    normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
+    normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
     y = block.attn1(
         hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -43,7 +49,7 @@ def block_forward(
         attention_mask=encoder_attention_mask,
     )
     # The next norm adds the attention to the text, without a gate.
-    normed, x = norm_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
+    normed, x = normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
     return torch.addcmul(x, gate_ff, block.ff(normed))
 
 
@@ -56,39 +62,47 @@ class LTXProcessor(AcrossHeadsProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Rotary | None = None,
+        image_rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
-        if self.is_stock:
+        if self.should_use_stock:
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        mask = heads_mask(attn, attention_mask, source)
-        return self.attended(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
+        mask = reshape_mask(attn, attention_mask, source)
+        return self.compute_attention(
+            attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb
+        )
 
-    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """The tables unchanged, (B, S, D): the kernel takes a row with the angles of all heads for each token."""
         return cos, sin
 
-    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with tables of the same width."""
         # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
-        return apply_rotary_emb(normed, rotary)
+        return apply_rotary_emb(query_or_key, rotary)
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return other_norm((block.norm1, block.norm2), RMSNorm)
+    return find_unsupported_norm((block.norm1, block.norm2), RMSNorm)
 
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 FORWARDS = (
-    ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(
+        f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _find_block_problem
+    ),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_LTX}.LTXVideoAttnProcessor", ATTENTION, LTXProcessor, rms_why_not, also=qk_always
+        f"{_LTX}.LTXVideoAttnProcessor",
+        ATTENTION,
+        LTXProcessor,
+        find_rms_norm_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

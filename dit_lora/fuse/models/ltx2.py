@@ -15,50 +15,56 @@ from diffusers.models.normalization import RMSNorm
 
 from dit_lora.fuse.attention import (
     Recomputable,
-    Rotary,
+    RotaryTables,
     attend,
-    heads_mask,
     project_output,
     project_qkv,
+    reshape_mask,
 )
-from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.patches import (
+    ATTENTION,
+    ForwardPatch,
+    ProcessorPatch,
+    find_unsupported_norm,
+    get_qk_op,
+)
 from dit_lora_kernels.ada_norm import Stream
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 _AV_NORMS = ("audio_to_video_norm", "video_to_audio_norm")
-Rows = tuple[torch.Tensor, ...]
+ModulationRows = tuple[torch.Tensor, ...]
 """Modulation rows, each (B, G, D)."""
 
 
-class _Side(NamedTuple):
+class _StreamState(NamedTuple):
     """The state of one of a block's two streams while it passes through the block."""
 
     block: Any
     prefix: str
     """Prefix of the names of its modules: empty, or `audio_`."""
     x: torch.Tensor
-    rows: Rows
+    rows: ModulationRows
     """Shift, scale and gate of self-attention, then of the feed-forward, and in LTX-2.3 of attention to the text."""
     y: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     """y is a pending branch output. The next norm adds it to x, times `gate` if there is one."""
 
-    def part(self, name: str) -> Any:
+    def get_part(self, name: str) -> Any:
         return getattr(self.block, f"{self.prefix}{name}")
 
-    def normed(
+    def normalize(
         self, norm: Any, shift: torch.Tensor | None, scale: torch.Tensor | None
-    ) -> tuple[torch.Tensor, "_Side"]:
+    ) -> tuple[torch.Tensor, "_StreamState"]:
         """x plus the pending y, normed and modulated; and the stream with y added."""
-        shift, scale, gate = _alike(shift, scale, self.gate)
+        shift, scale, gate = _expand_tables(shift, scale, self.gate)
         stream = Stream(self.x, shift, scale, self.y, gate)
-        normed, x = norm_stream(norm, stream, "rms")
+        normed, x = normalize_stream(norm, stream, "rms")
         return normed, self._replace(x=x, y=None, gate=None)
 
 
-def _alike(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _expand_tables(*tables: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Expand modulation rows (B, 1 or G, D) to the same number of groups. A single row stands for all tokens."""
     # 1 if all rows are for the whole sample.
     groups = max([1, *(table.shape[1] for table in tables if table is not None)])
@@ -79,10 +85,10 @@ def block_forward(
     temb_ca_audio_gate: torch.Tensor,
     temb_prompt: torch.Tensor | None = None,
     temb_prompt_audio: torch.Tensor | None = None,
-    video_rotary_emb: Rotary | None = None,
-    audio_rotary_emb: Rotary | None = None,
-    ca_video_rotary_emb: Rotary | None = None,
-    ca_audio_rotary_emb: Rotary | None = None,
+    video_rotary_emb: RotaryTables | None = None,
+    audio_rotary_emb: RotaryTables | None = None,
+    ca_video_rotary_emb: RotaryTables | None = None,
+    ca_audio_rotary_emb: RotaryTables | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
     audio_encoder_attention_mask: torch.Tensor | None = None,
     self_attention_mask: torch.Tensor | None = None,
@@ -99,16 +105,16 @@ def block_forward(
     if block.perturbed_attn:
         perturbed = {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
     # Keep the order of the stock block, so that dropout draws the same random numbers.
-    video = _entered(block, "", hidden_states, temb)
-    video = _self_attended(video, video_rotary_emb, self_attention_mask, perturbed)
-    sound = _entered(block, "audio_", audio_hidden_states, temb_audio)
-    sound = _self_attended(sound, audio_rotary_emb, audio_self_attention_mask, perturbed)
-    video = _text_attended(video, encoder_hidden_states, temb_prompt, encoder_attention_mask)
-    sound = _text_attended(
+    video = _enter_block(block, "", hidden_states, temb)
+    video = _apply_self_attention(video, video_rotary_emb, self_attention_mask, perturbed)
+    sound = _enter_block(block, "audio_", audio_hidden_states, temb_audio)
+    sound = _apply_self_attention(sound, audio_rotary_emb, audio_self_attention_mask, perturbed)
+    video = _apply_text_attention(video, encoder_hidden_states, temb_prompt, encoder_attention_mask)
+    sound = _apply_text_attention(
         sound, audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask
     )
     if use_a2v_cross_attention or use_v2a_cross_attention:
-        video, sound = _heard_and_seen(
+        video, sound = _apply_cross_modal_attention(
             (video, sound),
             (
                 (temb_ca_scale_shift, temb_ca_gate, ca_video_rotary_emb),
@@ -117,95 +123,98 @@ def block_forward(
             (a2v_cross_attention_mask, v2a_cross_attention_mask),
             (use_a2v_cross_attention, use_v2a_cross_attention),
         )
-    return _left(video), _left(sound)
+    return _apply_feed_forward(video), _apply_feed_forward(sound)
 
 
-def _rows(table: torch.Tensor, temb: torch.Tensor) -> Rows:
+def _compute_rows(table: torch.Tensor, temb: torch.Tensor) -> ModulationRows:
     """Modulation rows: the block's own table (rows, D) plus the shared embedding (B, G, rows * D)."""
     return (table.to(temb.device) + temb.unflatten(-1, table.shape)).unbind(dim=2)
 
 
-def _entered(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _Side:
+def _enter_block(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -> _StreamState:
     """A stream's state at the start of the block."""
     # Six rows, or nine in LTX-2.3, which also modulates attention to the text.
-    rows = _rows(getattr(block, f"{prefix}scale_shift_table"), temb)
+    rows = _compute_rows(getattr(block, f"{prefix}scale_shift_table"), temb)
     # An fp32 table makes the stock block's residual stream fp32.
-    return _Side(block, prefix, x.to(torch.promote_types(x.dtype, rows[0].dtype)), rows)
+    return _StreamState(block, prefix, x.to(torch.promote_types(x.dtype, rows[0].dtype)), rows)
 
 
-def _self_attended(
-    side: _Side, rotary: Rotary | None, mask: torch.Tensor | None, perturbed: dict[str, Any]
-) -> _Side:
+def _apply_self_attention(
+    state: _StreamState,
+    rotary: RotaryTables | None,
+    mask: torch.Tensor | None,
+    perturbation_kwargs: dict[str, Any],
+) -> _StreamState:
     # Rows 0 to 2 belong to self-attention.
-    shift, scale, gate = side.rows[:3]
-    normed, side = side.normed(side.part("norm1"), shift, scale)
-    y = side.part("attn1")(
+    shift, scale, gate = state.rows[:3]
+    normed, state = state.normalize(state.get_part("norm1"), shift, scale)
+    y = state.get_part("attn1")(
         hidden_states=normed,
         encoder_hidden_states=None,
         query_rotary_emb=rotary,
         attention_mask=mask,
-        **perturbed,
+        **perturbation_kwargs,
     )
-    return side._replace(y=y, gate=gate)
+    return state._replace(y=y, gate=gate)
 
 
-def _text_attended(
-    side: _Side, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
-) -> _Side:
+def _apply_text_attention(
+    state: _StreamState, text: torch.Tensor, temb: torch.Tensor | None, mask: torch.Tensor | None
+) -> _StreamState:
     """Attend to the text (B, T, .). LTX-2.3 modulates its queries and keys."""
     # Rows 6 to 8 exist only in LTX-2.3; otherwise this attention has no modulation.
-    shift, scale, gate = side.rows[6:9] or (None, None, None)
-    normed, side = side.normed(side.part("norm2"), shift, scale)
-    if side.block.cross_attn_adaln:
-        table = side.part("prompt_scale_shift_table")
+    shift, scale, gate = state.rows[6:9] or (None, None, None)
+    normed, state = state.normalize(state.get_part("norm2"), shift, scale)
+    if state.block.cross_attn_adaln:
+        table = state.get_part("prompt_scale_shift_table")
         if temb is None:  # the same at every timestep
-            rows: Rows = table[None, None].to(side.x).unbind(dim=2)
+            rows: ModulationRows = table[None, None].to(state.x).unbind(dim=2)
         else:
-            rows = _rows(table, temb)
+            rows = _compute_rows(table, temb)
         text = text * (1 + rows[1]) + rows[0]
-    y = side.part("attn2")(
+    y = state.get_part("attn2")(
         normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
     )
-    return side._replace(y=y, gate=gate)
+    return state._replace(y=y, gate=gate)
 
 
-Shared = tuple[torch.Tensor, torch.Tensor, Rotary | None]
+CrossModalInputs = tuple[torch.Tensor, torch.Tensor, RotaryTables | None]
 """What all blocks share for one stream's attention to the other: shifts and scales, gate, rotary tables."""
 
 
-def _heard_and_seen(
-    sides: tuple[_Side, _Side],
-    shared: tuple[Shared, Shared],
+def _apply_cross_modal_attention(
+    states: tuple[_StreamState, _StreamState],
+    shared_inputs: tuple[CrossModalInputs, CrossModalInputs],
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
-    used: tuple[bool, bool],
-) -> tuple[_Side, _Side]:
+    enabled: tuple[bool, bool],
+) -> tuple[_StreamState, _StreamState]:
     """Attention from video to audio and from audio to video. Both read the other stream as it was before."""
-    block = sides[0].block
+    block = states[0].block
     tables = (
         block.video_a2v_cross_attn_scale_shift_table,
         block.audio_a2v_cross_attn_scale_shift_table,
     )
     # For each stream: scale and shift for video's queries, then for audio's queries; and the gate of its own output.
     rows = [
-        _rows(table[:4], stream_shared[0])
-        for table, stream_shared in zip(tables, shared, strict=True)
+        _compute_rows(table[:4], stream_shared[0])
+        for table, stream_shared in zip(tables, shared_inputs, strict=True)
     ]
     gates = [
-        _rows(table[4:], stream_shared[1])[0]
-        for table, stream_shared in zip(tables, shared, strict=True)
+        _compute_rows(table[4:], stream_shared[1])[0]
+        for table, stream_shared in zip(tables, shared_inputs, strict=True)
     ]
-    rotary = [stream_shared[2] for stream_shared in shared]
-    updated: list[_Side] = list(sides)
+    rotary = [stream_shared[2] for stream_shared in shared_inputs]
+    updated: list[_StreamState] = list(states)
     answers: list[torch.Tensor | None] = [None, None]
     # 0: video queries audio. 1: audio queries video.
     for asking, layer in enumerate((block.audio_to_video_attn, block.video_to_audio_attn)):
-        if not used[asking]:
+        if not enabled[asking]:
             continue
         normed: list[torch.Tensor] = []
         for stream, name in enumerate(_AV_NORMS):
             # Here scale comes before shift, unlike in the other tables.
             scale, shift = rows[stream][2 * asking : 2 * asking + 2]
-            tokens, updated[stream] = updated[stream].normed(getattr(block, name), shift, scale)
+            tokens, updated[stream] = updated[stream].normalize(getattr(block, name), shift, scale)
             normed.append(tokens)
         answers[asking] = layer(
             normed[asking],
@@ -221,12 +230,12 @@ def _heard_and_seen(
     return video, sound
 
 
-def _left(side: _Side) -> torch.Tensor:
+def _apply_feed_forward(state: _StreamState) -> torch.Tensor:
     """The stream's tokens (B, S, D) after the feed-forward."""
     # Rows 3 to 5 belong to the feed-forward.
-    shift, scale, gate = side.rows[3:6]
-    normed, side = side.normed(side.part("norm3"), shift, scale)
-    return torch.addcmul(side.x, gate, side.part("ff")(normed))
+    shift, scale, gate = state.rows[3:6]
+    normed, state = state.normalize(state.get_part("norm3"), shift, scale)
+    return torch.addcmul(state.x, gate, state.get_part("ff")(normed))
 
 
 class LTX2Processor(AcrossHeadsProcessor):
@@ -241,12 +250,12 @@ class LTX2Processor(AcrossHeadsProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        query_rotary_emb: Rotary | None = None,
-        key_rotary_emb: Rotary | None = None,
+        query_rotary_emb: RotaryTables | None = None,
+        key_rotary_emb: RotaryTables | None = None,
         perturbation_mask: torch.Tensor | None = None,
         all_perturbed: bool | None = None,
     ) -> torch.Tensor:
-        if self.is_stock or perturbation_mask is not None or all_perturbed:
+        if self.should_use_stock or perturbation_mask is not None or all_perturbed:
             output: torch.Tensor = self.stock(
                 attn,
                 hidden_states,
@@ -254,40 +263,42 @@ class LTX2Processor(AcrossHeadsProcessor):
                 attention_mask,
                 query_rotary_emb,
                 key_rotary_emb,
-                **self._perturbed(perturbation_mask, all_perturbed),
+                **self._build_perturbation_kwargs(perturbation_mask, all_perturbed),
             )
             return output
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        mask = heads_mask(attn, attention_mask, source)
+        mask = reshape_mask(attn, attention_mask, source)
         gates = None
         if attn.to_gate_logits is not None:
             gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))  # (B, S, H)
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
-        query = self._normed(attn, query, attn.norm_q, query_rotary_emb)
+        query = self._normalize_heads(attn, query, attn.norm_q, query_rotary_emb)
         key_rotary = query_rotary_emb if key_rotary_emb is None else key_rotary_emb
-        key = self._normed(attn, key, attn.norm_k, key_rotary)
+        key = self._normalize_heads(attn, key, attn.norm_k, key_rotary)
         value = value.unflatten(2, (attn.heads, -1))
         attended = attend(query, key, value, mask, self.backend).to(query.dtype)
         if gates is None:
             return project_output(attn, attended.flatten(2))
-        gated = Recomputable(_gated(attended, gates), partial(_gated, attended, gates))
+        gated = Recomputable(_apply_gates(attended, gates), partial(_apply_gates, attended, gates))
         # Both factors are saved for backward anyway, so an adapter need not save the product.
-        with gated.not_kept():
+        with gated.skip_saving():
             return project_output(attn, gated.tensor)
 
-    def _perturbed(self, mask: torch.Tensor | None, all_perturbed: bool | None) -> dict[str, Any]:
+    def _build_perturbation_kwargs(
+        self, mask: torch.Tensor | None, all_perturbed: bool | None
+    ) -> dict[str, Any]:
         """The arguments that only one of the two stock processors accepts, without those that are None."""
         arguments = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
         return {name: value for name, value in arguments.items() if value is not None}
 
-    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """Split tables (B, H, S, D / 2 H) as (B, S, H, D / 2 H), each angle once. Interleaved (B, S, D) stays."""
         return (cos, sin) if cos.ndim == 3 else (cos.transpose(1, 2), sin.transpose(1, 2))
 
-    def rotation(self, attn: Any) -> str:
+    def get_rotation(self, attn: Any) -> str:
         return "half" if attn.rope_type == "split" else "interleaved"
 
-    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the layer's type of rotation."""
         # Imported late: a model's module is imported with the model, not with all patches.
         from diffusers.models.transformers.transformer_ltx2 import (
@@ -298,24 +309,30 @@ class LTX2Processor(AcrossHeadsProcessor):
         apply = (
             apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
         )
-        return apply(normed, rotary)
+        return apply(query_or_key, rotary)
 
 
-def _gated(attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def _apply_gates(attention_output: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """Multiply each head (B, S, H, D / H) by its gate, and concatenate the heads to (B, S, D)."""
-    return (attended * gates[..., None]).flatten(2)
+    return (attention_output * gates[..., None]).flatten(2)
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
     norm_names = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
-    return other_norm((getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm)
+    return find_unsupported_norm(
+        (getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm
+    )
 
 
 FORWARDS = (
-    ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(
+        f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _find_block_problem
+    ),
 )
 PROCESSORS = tuple(
-    ProcessorPatch(f"{_LTX2}.{name}", ATTENTION, LTX2Processor, rms_why_not, also=qk_always)
+    ProcessorPatch(
+        f"{_LTX2}.{name}", ATTENTION, LTX2Processor, find_rms_norm_problem, get_extra_ops=get_qk_op
+    )
     for name in ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
 )

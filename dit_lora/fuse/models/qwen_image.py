@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from dit_lora.fuse.attention import Recomputable, attend, project_output
-from dit_lora.fuse.models.complex_rotary import tables_of
-from dit_lora.fuse.models.flux import clipped
+from dit_lora.fuse.models.complex_rotary import get_rotary_tables
+from dit_lora.fuse.models.flux import clip_to_fp16_range
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
-    attention_why_not,
-    each,
-    enter_by,
-    joined_heads,
-    leave,
-    norms_why_not,
-    spared,
+    build_recompute_kwargs,
+    enter_modulated_block,
+    find_attention_problem,
+    find_norms_problem,
+    join_heads,
+    leave_block,
+    split_recomputable,
 )
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_always
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 
 
 def block_forward(
@@ -41,29 +41,29 @@ def block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward of `QwenImageTransformerBlock`: text (B, T, D) and image (B, I, D) after attention and feed-forward.
 
-    `modulate_index` is always None here: `_block_why_not` rejects the blocks that use it.
+    `modulate_index` is always None here: `_find_block_problem` rejects the blocks that use it.
     """
     modulation = Modulation(*block.img_mod(temb).chunk(6, dim=-1))
     text_modulation = Modulation(*block.txt_mod(temb).chunk(6, dim=-1))
-    image, x = enter_by(block.img_norm1, hidden_states, modulation)
-    text, context = enter_by(block.txt_norm1, encoder_hidden_states, text_modulation)
+    image, x = enter_modulated_block(block.img_norm1, hidden_states, modulation)
+    text, context = enter_modulated_block(block.txt_norm1, encoder_hidden_states, text_modulation)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
         encoder_hidden_states_mask=encoder_hidden_states_mask,
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
-        **spared(block.attn, image, text),
+        **build_recompute_kwargs(block.attn, image, text),
     )
-    x = leave(block.img_norm2, block.img_mlp, x, attended, modulation)
-    context = leave(block.txt_norm2, block.txt_mlp, context, attended_text, text_modulation)
-    return clipped(context), clipped(x)
+    x = leave_block(block.img_norm2, block.img_mlp, x, attended, modulation)
+    context = leave_block(block.txt_norm2, block.txt_mlp, context, attended_text, text_modulation)
+    return clip_to_fp16_range(context), clip_to_fp16_range(x)
 
 
 class QwenImageProcessor(TwoStreamProcessor):
     """`QwenDoubleStreamAttnProcessor2_0` that norms and rotates q and k of each stream in one pass. Text is first."""
 
-    def head_shape(self, attn: Any) -> tuple[int, int]:
+    def get_head_shape(self, attn: Any) -> tuple[int, int]:
         """(-1, D), where D is the width of a head."""
         # As in the stock processor: the number of heads follows from the projection's width.
         return -1, attn.inner_dim // attn.heads
@@ -79,7 +79,7 @@ class QwenImageProcessor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Without text, or with another kind of mask, the stock processor raises its own error.
-        if self.is_stock or encoder_hidden_states is None or attention_mask is not None:
+        if self.should_use_stock or encoder_hidden_states is None or attention_mask is not None:
             stock_output: tuple[torch.Tensor, torch.Tensor] = self.stock(
                 attn,
                 hidden_states,
@@ -89,44 +89,48 @@ class QwenImageProcessor(TwoStreamProcessor):
                 image_rotary_emb,
             )
             return stock_output
-        image_recomputable, text_recomputable = each(recomputable)
+        image_recomputable, text_recomputable = split_recomputable(recomputable)
         # The model passes one complex table for the image and one for the text.
         rotary, text_rotary = (
-            (None, None) if image_rotary_emb is None else map(tables_of, image_rotary_emb)
+            (None, None) if image_rotary_emb is None else map(get_rotary_tables, image_rotary_emb)
         )
-        heads = self.image_heads(attn, hidden_states, rotary, image_recomputable)
-        text_heads = self.text_heads(attn, encoder_hidden_states, text_rotary, text_recomputable)
-        mask = _joint_mask(encoder_hidden_states_mask, hidden_states.shape[1])
-        attended = attend(*joined_heads(text_heads, heads), mask, self.backend).flatten(2)
+        heads = self.compute_image_heads(attn, hidden_states, rotary, image_recomputable)
+        text_heads = self.compute_text_heads(
+            attn, encoder_hidden_states, text_rotary, text_recomputable
+        )
+        mask = _extend_mask(encoder_hidden_states_mask, hidden_states.shape[1])
+        attended = attend(*join_heads(text_heads, heads), mask, self.backend).flatten(2)
         # Text tokens come first in the joint sequence.
         count = encoder_hidden_states.shape[1]
         return project_output(attn, attended[:, count:]), attn.to_add_out(attended[:, :count])
 
 
-def _joint_mask(mask: torch.Tensor | None, image: int) -> torch.Tensor | None:
+def _extend_mask(mask: torch.Tensor | None, num_image_tokens: int) -> torch.Tensor | None:
     """Extend a text mask (B, T) to text and image, (B, 1, 1, T + I). Image tokens are never masked."""
     if mask is None:
         return None
-    return torch.cat([mask, mask.new_ones(len(mask), image)], dim=1)[:, None, None, :]
+    return torch.cat([mask, mask.new_ones(len(mask), num_image_tokens)], dim=1)[:, None, None, :]
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why a block keeps its own forward; None if it can be patched."""
     if block.zero_cond_t:
         return "its modulation differs from token to token (zero_cond_t)"
-    return norms_why_not(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2)
+    return find_norms_problem(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2)
 
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 FORWARDS = (
-    ForwardPatch(f"{_QWEN}.QwenImageTransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(
+        f"{_QWEN}.QwenImageTransformerBlock", "ada_norm", block_forward, _find_block_problem
+    ),
 )
 PROCESSORS = (
     ProcessorPatch(
         f"{_QWEN}.QwenDoubleStreamAttnProcessor2_0",
         ATTENTION,
         QwenImageProcessor,
-        attention_why_not,
-        also=qk_always,
+        find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

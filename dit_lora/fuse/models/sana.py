@@ -21,14 +21,20 @@ from torch.nn import functional
 from dit_lora.fuse.attention import (
     FusedProcessor,
     Recomputable,
-    Rotary,
+    RotaryTables,
     SharedInputProcessor,
-    plain,
+    find_plain_attention_problem,
     project_qkv,
 )
 from dit_lora.fuse.lora import is_hooked
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, qk_if_normed
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.patches import (
+    ATTENTION,
+    ForwardPatch,
+    Fusion,
+    ProcessorPatch,
+    get_qk_op_if_normed,
+)
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import Stream
@@ -60,10 +66,10 @@ def block_forward(
         "encoder_hidden_states": encoder_hidden_states,
         "attention_mask": encoder_attention_mask,
     }
-    return through_block(block, hidden_states, tables.chunk(6, dim=1), text, feed_forward)
+    return run_block(block, hidden_states, tables.chunk(6, dim=1), text, feed_forward)
 
 
-def through_block(
+def run_block(
     block: Any,
     hidden_states: torch.Tensor,
     tables: Sequence[torch.Tensor],
@@ -85,24 +91,24 @@ def through_block(
     """
     shift, scale, gate, ff_shift, ff_scale, ff_gate = tables
     stream = Stream(hidden_states, shift, scale)
-    tokens, hidden_states = norm_stream(block.norm1, stream)
+    tokens, hidden_states = normalize_stream(block.norm1, stream)
     if isinstance(block.attn1.processor, SanaLinearProcessor):
         # The norm's backward saves its input, so its output need not be saved for the adapters.
-        extra["normed"] = Recomputable(tokens, partial(_norm_again, block.norm1, stream))
+        extra["normed"] = Recomputable(tokens, partial(_recompute_norm, block.norm1, stream))
     # Added here, not in the next norm: attention to the text takes the sum without a norm.
     hidden_states = torch.addcmul(hidden_states, gate, block.attn1(tokens, **extra))
     attended = None if block.attn2 is None else block.attn2(hidden_states, **text)
     stream = Stream(hidden_states, ff_shift, ff_scale, attended)
-    tokens, hidden_states = norm_stream(block.norm2, stream)
+    tokens, hidden_states = normalize_stream(block.norm2, stream)
     return torch.addcmul(hidden_states, ff_gate, feed_forward(tokens))
 
 
-def _norm_again(norm: nn.LayerNorm, stream: Stream) -> torch.Tensor:
+def _recompute_norm(norm: nn.LayerNorm, stream: Stream) -> torch.Tensor:
     """Recompute the normed stream (B, S, D), bit for bit."""
-    return norm_stream(norm, stream)[0]
+    return normalize_stream(norm, stream)[0]
 
 
-def wrapped_norm(block: Any) -> str | None:
+def find_norm_problem(block: Any) -> str | None:
     """Why the block's norms cannot be fused; None if they are plain LayerNorms (no adapter's wrapper around them)."""
     norms = (getattr(block, name, None) for name in ("norm1", "norm2"))
     return None if all(type(n) is nn.LayerNorm for n in norms) else "its norms are not LayerNorm"
@@ -112,7 +118,7 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Forward of `GLUMBConv`, (B, D, H, W) to the same. Makes no copies if both are channels last in memory."""
     # (B, H, W, D): the 1x1 convolutions are matrix products and the norm is over the last dimension, without copies.
     image = hidden_states.permute(0, 2, 3, 1)
-    output = mix(ff, image)
+    output = apply_convolutions(ff, image)
     if ff.norm_type == "rms_norm":
         output = ff.norm(output)
     if ff.residual_connection:
@@ -120,62 +126,66 @@ def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return output.permute(0, 3, 1, 2)
 
 
-def mix(ff: Any, image: torch.Tensor) -> torch.Tensor:
+def apply_convolutions(ff: Any, image: torch.Tensor) -> torch.Tensor:
     """Run `conv_inverted`, `conv_depth` and `conv_point` with the fused kernel: (B, H, W, D) to the same."""
     # (B, H, W, D) to the wider hidden channels, which hold gate and value.
-    hidden = _pointwise(ff.conv_inverted, image)
+    hidden = _apply_pointwise(ff.conv_inverted, image)
     hidden = silu_dwconv_glu(hidden, ff.conv_depth.weight, ff.conv_depth.bias)
-    return _pointwise(ff.conv_point, hidden)
+    return _apply_pointwise(ff.conv_point, hidden)
 
 
-def _pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
+def _apply_pointwise(conv: Any, image: torch.Tensor) -> torch.Tensor:
     """A 1x1 convolution of (B, H, W, channels) as a matrix product; calls the module if that does more."""
     # PyTorch's convolution saves its input for backward even if its weight is frozen; a matrix product does not.
-    if _is_bare(conv):
+    if _is_plain_conv(conv):
         return functional.linear(image, conv.weight.flatten(1), conv.bias)
     return conv(image.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
-def _is_bare(conv: Any) -> bool:
+def _is_plain_conv(conv: Any) -> bool:
     """True if calling the module only runs its convolution: no adapter, no hooks."""
     return type(conv) is nn.Conv2d and not is_hooked(conv)
 
 
-def wrapped_depthwise(ff: Any) -> str | None:
+def find_depthwise_problem(ff: Any) -> str | None:
     """Why the depthwise convolution must be called as a module; None if the kernel can use its weights."""
-    return None if _is_bare(ff.conv_depth) else "its depthwise convolution has an adapter or hooks"
+    return (
+        None
+        if _is_plain_conv(ff.conv_depth)
+        else "its depthwise convolution has an adapter or hooks"
+    )
 
 
-def _across_heads(
-    processor: FusedProcessor, attn: Attention, norm: Any, projected: torch.Tensor
+def _normalize_across_heads(
+    processor: FusedProcessor, attn: Attention, norm: Any, query_or_key: torch.Tensor
 ) -> torch.Tensor:
     """q or k (B, S, D) after RMSNorm across heads in one pass. Other norms are called; None is skipped."""
     if norm is None:
-        return projected
+        return query_or_key
     # The same class could also norm over the width of one head, which is not the same function.
-    across = type(norm) is RMSNorm and norm.dim == projected.shape[-1:]
+    across = type(norm) is RMSNorm and norm.dim == query_or_key.shape[-1:]
     if not across or not processor.fusion.is_on("qk_norm_rope"):
-        return norm(projected)
-    heads = projected.unflatten(-1, (attn.heads, -1))
+        return norm(query_or_key)
+    heads = query_or_key.unflatten(-1, (attn.heads, -1))
     return processor.norm_and_rotate(heads, norm, None, "rms", across_heads=True).flatten(2)
 
 
 class SanaProcessor(SharedInputProcessor):
     """`SanaAttnProcessor2_0` with one projection call for k and v, and RMSNorm across heads in one pass."""
 
-    def normed(
+    def normalize_qk(
         self, attn: Attention, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k (B, S, D) after the layer's norms."""
-        query = _across_heads(self, attn, attn.norm_q, query)
-        return query, _across_heads(self, attn, attn.norm_k, key)
+        query = _normalize_across_heads(self, attn, attn.norm_q, query)
+        return query, _normalize_across_heads(self, attn, attn.norm_k, key)
 
 
 class SanaLinearProcessor(FusedProcessor):
     """`SanaLinearAttnProcessor2_0` with sums in fp32 even under autocast, and one projection call for q, k and v."""
 
     @property
-    def is_stock(self) -> bool:
+    def should_use_stock(self) -> bool:
         """True if the stock processor must run. Also while this attention's kernel is off."""
         # The base class's conditions and one more. `super` is not used: Dynamo cannot trace such a property.
         is_enabled = self.fusion.is_on(ATTENTION) and self.fusion.is_on("relu_linear_attention")
@@ -190,33 +200,33 @@ class SanaLinearProcessor(FusedProcessor):
         *,
         normed: Recomputable | None = None,
     ) -> torch.Tensor:
-        if self.is_stock or encoder_hidden_states is not None:
+        if self.should_use_stock or encoder_hidden_states is not None:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
         # The stock processor clips its fp16 output too.
-        output = self.attended(attn, hidden_states, None, normed)
+        output = self.compute_attention(attn, hidden_states, None, normed)
         return saturate(output) if hidden_states.dtype is torch.float16 else output
 
-    def attended(
+    def compute_attention(
         self,
         attn: Attention,
         hidden_states: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: RotaryTables | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
         """Self-attention of (B, S, D) and its projection. `rotary` tables (1, S, head width) rotate the numerator."""
-        with nullcontext() if normed is None else normed.not_kept():
+        with nullcontext() if normed is None else normed.skip_saving():
             query, key, value = project_qkv(attn, hidden_states, None)
-        query = _across_heads(self, attn, attn.norm_q, query)
-        key = _across_heads(self, attn, attn.norm_k, key)
+        query = _normalize_across_heads(self, attn, attn.norm_q, query)
+        key = _normalize_across_heads(self, attn, attn.norm_k, key)
         query, key, value = (t.unflatten(-1, (attn.heads, -1)) for t in (query, key, value))
 
-        def again() -> torch.Tensor:
+        def compute_heads() -> torch.Tensor:
             with attention_call():
                 return relu_linear_attention(query, key, value, *(rotary or ())).flatten(2)
 
-        attended = again()
+        attended = compute_heads()
         # Cheap to recompute, and q, k and v are saved for backward: the projection's adapter need not save it.
-        with Recomputable(attended, again).not_kept():
+        with Recomputable(attended, compute_heads).skip_saving():
             projected = attn.to_out[0](attended)
         return attn.to_out[1](projected)
 
@@ -224,18 +234,18 @@ class SanaLinearProcessor(FusedProcessor):
 class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
     """`SanaLinearProcessor` for a stock processor that clips to fp16's range in every dtype."""
 
-    def attended(
+    def compute_attention(
         self,
         attn: Attention,
         hidden_states: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: RotaryTables | None,
         normed: Recomputable | None,
     ) -> torch.Tensor:
         """Attention as in the base class, clipped to fp16's range."""
-        return saturate(super().attended(attn, hidden_states, rotary, normed))
+        return saturate(super().compute_attention(attn, hidden_states, rotary, normed))
 
 
-def _linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
+def _make_linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProcessor:
     """Make the processor that treats values beyond fp16's range as this stock processor does."""
     if isinstance(stock, SaturatingProcessor):
         return SaturatingSanaLinearProcessor(stock, fusion, attn)
@@ -244,17 +254,21 @@ def _linear_processor(stock: Any, fusion: Fusion, attn: Attention) -> FusedProce
 
 _SANA = "diffusers.models.transformers.sana_transformer"
 FORWARDS = (
-    ForwardPatch(f"{_SANA}.SanaTransformerBlock", "ada_norm", block_forward, wrapped_norm),
-    ForwardPatch(f"{_SANA}.GLUMBConv", "silu_dwconv_glu", feed_forward, wrapped_depthwise),
+    ForwardPatch(f"{_SANA}.SanaTransformerBlock", "ada_norm", block_forward, find_norm_problem),
+    ForwardPatch(f"{_SANA}.GLUMBConv", "silu_dwconv_glu", feed_forward, find_depthwise_problem),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_SANA}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=qk_if_normed
+        f"{_SANA}.SanaAttnProcessor2_0",
+        ATTENTION,
+        SanaProcessor,
+        find_plain_attention_problem,
+        get_extra_ops=get_qk_op_if_normed,
     ),
     ProcessorPatch(
         "diffusers.models.attention_processor.SanaLinearAttnProcessor2_0",
         "relu_linear_attention",
-        _linear_processor,
-        also=qk_if_normed,
+        _make_linear_processor,
+        get_extra_ops=get_qk_op_if_normed,
     ),
 )

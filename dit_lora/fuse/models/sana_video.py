@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import Recomputable, Rotary, plain
+from dit_lora.fuse.attention import Recomputable, RotaryTables, find_plain_attention_problem
 from dit_lora.fuse.models.sana import (
     SanaLinearProcessor,
     SanaProcessor,
-    mix,
-    through_block,
-    wrapped_depthwise,
-    wrapped_norm,
+    apply_convolutions,
+    find_depthwise_problem,
+    find_norm_problem,
+    run_block,
 )
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.saturation import SaturatingProcessor
 
 
@@ -35,7 +35,7 @@ def block_forward(
     frames: int | None = None,
     height: int | None = None,
     width: int | None = None,
-    rotary_emb: Rotary | None = None,
+    rotary_emb: RotaryTables | None = None,
 ) -> torch.Tensor:
     """Forward of `SanaVideoTransformerBlock`: tokens (B, S, D) after both attentions and the feed-forward."""
     assert timestep is not None
@@ -51,14 +51,14 @@ def block_forward(
         "encoder_hidden_states": encoder_hidden_states,
         "attention_mask": encoder_attention_mask,
     }
-    return through_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
+    return run_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
 
 
 def feed_forward(ff: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Forward of `GLUMBTempConv`, (B, F, H, W, D) to the same."""
     # Frames as samples up to the convolution over time, whose images are (B, D, F, H * W).
     batch, frames, height, width, channels = hidden_states.shape
-    output = mix(ff, hidden_states.reshape(-1, height, width, channels))
+    output = apply_convolutions(ff, hidden_states.reshape(-1, height, width, channels))
     pixels = output.view(batch, frames, height * width, channels).permute(0, 3, 1, 2)
     # Call the module, with its adapters and hooks: the convolution over time is not part of the kernel.
     output = (pixels + ff.conv_temp(pixels)).permute(0, 2, 3, 1).view(hidden_states.shape)
@@ -78,38 +78,46 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
+        rotary_emb: RotaryTables | None = None,
         *,
         normed: Recomputable | None = None,
     ) -> torch.Tensor:
-        if self.is_stock or encoder_hidden_states is not None or rotary_emb is None:
+        if self.should_use_stock or encoder_hidden_states is not None or rotary_emb is None:
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb
             )
         # (1, S, 1, head width) to (1, S, head width): all heads share the tables.
         cos, sin = (table.squeeze(2) for table in rotary_emb)
-        return self.attended(attn, hidden_states, (cos, sin), normed)
+        return self.compute_attention(attn, hidden_states, (cos, sin), normed)
 
 
-def _saturated(attn: Any) -> str | None:
+def _find_saturation_problem(attn: Any) -> str | None:
     """Why a stock processor that clips its output stays; None for others. The fused one here does not clip."""
     return "its output saturates" if isinstance(attn.processor, SaturatingProcessor) else None
 
 
 _MODULE = "diffusers.models.transformers.transformer_sana_video"
 FORWARDS = (
-    ForwardPatch(f"{_MODULE}.SanaVideoTransformerBlock", "ada_norm", block_forward, wrapped_norm),
-    ForwardPatch(f"{_MODULE}.GLUMBTempConv", "silu_dwconv_glu", feed_forward, wrapped_depthwise),
+    ForwardPatch(
+        f"{_MODULE}.SanaVideoTransformerBlock", "ada_norm", block_forward, find_norm_problem
+    ),
+    ForwardPatch(
+        f"{_MODULE}.GLUMBTempConv", "silu_dwconv_glu", feed_forward, find_depthwise_problem
+    ),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_MODULE}.SanaAttnProcessor2_0", ATTENTION, SanaProcessor, plain, also=qk_if_normed
+        f"{_MODULE}.SanaAttnProcessor2_0",
+        ATTENTION,
+        SanaProcessor,
+        find_plain_attention_problem,
+        get_extra_ops=get_qk_op_if_normed,
     ),
     ProcessorPatch(
         f"{_MODULE}.SanaLinearAttnProcessor3_0",
         "relu_linear_attention",
         SanaVideoLinearProcessor,
-        _saturated,
-        also=qk_if_normed,
+        _find_saturation_problem,
+        get_extra_ops=get_qk_op_if_normed,
     ),
 )

@@ -15,16 +15,16 @@ from dit_lora.fuse.attention import Recomputable, attend, project_output
 from dit_lora.fuse.models.two_streams import (
     Modulation,
     TwoStreamProcessor,
-    attention_why_not,
-    each,
-    enter,
-    joined_heads,
-    leave,
-    modulated,
-    norms_why_not,
-    spared,
+    build_recompute_kwargs,
+    enter_block,
+    find_attention_problem,
+    find_norms_problem,
+    join_heads,
+    leave_block,
+    modulate,
+    split_recomputable,
 )
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, qk_if_normed
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op_if_normed
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -46,33 +46,37 @@ def block_forward(
     # The first six tables are as in every block; three more belong to the second attention.
     modulation = Modulation(*tables[:6])
     stream = Stream(hidden_states, modulation.shift, modulation.scale)
-    image, (x,) = modulated((stream,), eps=norm.norm.eps)
+    image, (x,) = modulate((stream,), eps=norm.norm.eps)
     if block.use_dual_attention:  # SD 3.5: the image also attends to itself, with its own tables
         shift, scale, second_gate = tables[6:]
-        second, (x,) = modulated((Stream(x, shift, scale),), eps=norm.norm.eps)
+        second, (x,) = modulate((Stream(x, shift, scale),), eps=norm.norm.eps)
     # The last block, after which nobody reads the text: scale first, and no gate.
     if block.context_pre_only:
         emb = context_norm.linear(context_norm.silu(temb).to(encoder_hidden_states.dtype))
         scale, shift = emb.chunk(2, dim=1)
         stream = Stream(encoder_hidden_states, shift, scale)
-        text, _ = modulated((stream,), eps=context_norm.norm.eps)
+        text, _ = modulate((stream,), eps=context_norm.norm.eps)
     else:
-        text, context, text_modulation = enter(context_norm, encoder_hidden_states, temb)
+        text, context, text_modulation = enter_block(context_norm, encoder_hidden_states, temb)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
         **extra,
-        **spared(block.attn, image, text),
+        **build_recompute_kwargs(block.attn, image, text),
     )
     if block.use_dual_attention:
         x = torch.addcmul(x, modulation.gate[:, None], attended)
-        attended = block.attn2(hidden_states=second.tensor, **extra, **spared(block.attn2, second))
+        attended = block.attn2(
+            hidden_states=second.tensor, **extra, **build_recompute_kwargs(block.attn2, second)
+        )
         modulation = modulation._replace(gate=second_gate)
-    # `leave` adds the second attention with its own gate; the first one is already in x.
-    x = leave(block.norm2, block.ff, x, attended, modulation)
+    # `leave_block` adds the second attention with its own gate; the first one is already in x.
+    x = leave_block(block.norm2, block.ff, x, attended, modulation)
     if block.context_pre_only:
         return None, x
-    return leave(block.norm2_context, block.ff_context, context, attended_text, text_modulation), x
+    return leave_block(
+        block.norm2_context, block.ff_context, context, attended_text, text_modulation
+    ), x
 
 
 class JointProcessor(TwoStreamProcessor):
@@ -86,16 +90,18 @@ class JointProcessor(TwoStreamProcessor):
         attention_mask: torch.Tensor | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if self.is_stock:
+        if self.should_use_stock:
             return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask)
-        image_recomputable, text_recomputable = each(recomputable)
-        heads = self.image_heads(attn, hidden_states, recomputable=image_recomputable)
+        image_recomputable, text_recomputable = split_recomputable(recomputable)
+        heads = self.compute_image_heads(attn, hidden_states, recomputable=image_recomputable)
         if encoder_hidden_states is None:
             attended = attend(*heads, None, self.backend).flatten(2)
             return project_output(attn, attended)
-        text_heads = self.text_heads(attn, encoder_hidden_states, recomputable=text_recomputable)
+        text_heads = self.compute_text_heads(
+            attn, encoder_hidden_states, recomputable=text_recomputable
+        )
         # No mask: the stock processor accepts one and ignores it.
-        attended = attend(*joined_heads(heads, text_heads), None, self.backend).flatten(2)
+        attended = attend(*join_heads(heads, text_heads), None, self.backend).flatten(2)
         image = hidden_states.shape[1]
         attended, text = attended[:, :image], attended[:, image:]
         # After the last block nobody reads the text, so it has no output projection.
@@ -103,15 +109,18 @@ class JointProcessor(TwoStreamProcessor):
         return project_output(attn, attended), text
 
 
-def _why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if it can be patched. The last block has no second text norm."""
     norms = [block.norm1.norm, block.norm1_context.norm, block.norm2]
-    return norms_why_not(*norms, *([] if block.context_pre_only else [block.norm2_context]))
+    return find_norms_problem(*norms, *([] if block.context_pre_only else [block.norm2_context]))
 
 
 FORWARDS = (
     ForwardPatch(
-        "diffusers.models.attention.JointTransformerBlock", "ada_norm", block_forward, _why_not
+        "diffusers.models.attention.JointTransformerBlock",
+        "ada_norm",
+        block_forward,
+        _find_block_problem,
     ),
 )
 PROCESSORS = (
@@ -119,7 +128,7 @@ PROCESSORS = (
         "diffusers.models.attention_processor.JointAttnProcessor2_0",
         ATTENTION,
         JointProcessor,
-        attention_why_not,
-        also=qk_if_normed,
+        find_attention_problem,
+        get_extra_ops=get_qk_op_if_normed,
     ),
 )

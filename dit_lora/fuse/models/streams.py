@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dit_lora.fuse.attention import Norm
+from dit_lora.fuse.attention import NormKind
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 
 
-def norm_stream(
-    norm: Any, stream: Stream, kind: Norm = "layer"
+def normalize_stream(
+    norm: Any, stream: Stream, kind: NormKind = "layer"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the stream's gated y to x, then norm and modulate the sum. Both results are (B, S, D).
 

@@ -10,19 +10,19 @@ from dit_lora.fuse.attention import Recomputable
 from dit_lora.fuse.lora import project
 
 
-def swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def apply_swiglu(gate: nn.Module, up: nn.Module, down: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)) for x (B, S, D)."""
     gated, linear = project((gate, up), x)
     activated = Recomputable(functional.silu(gated), partial(functional.silu, gated))
-    with activated.not_kept():
+    with activated.skip_saving():
         inner = activated.tensor * linear
     # Recomputed in backward, so that an adapter of the last layer need not save its input.
-    hidden = Recomputable(inner, partial(_hidden, gated, linear))
-    with hidden.not_kept():
+    hidden = Recomputable(inner, partial(_recompute_hidden, gated, linear))
+    with hidden.skip_saving():
         output: torch.Tensor = down(hidden.tensor)
     return output
 
 
-def _hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+def _recompute_hidden(gated: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
     """Recompute the hidden values, bit for bit."""
     return functional.silu(gated) * linear

@@ -15,12 +15,19 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from dit_lora.fuse.attention import NORMS, FusedProcessor, Heads, Norm, Recomputable, Rotary
+from dit_lora.fuse.attention import (
+    QK_NORM_NAMES,
+    FusedProcessor,
+    NormKind,
+    QueryKeyValue,
+    Recomputable,
+    RotaryTables,
+)
 from dit_lora.fuse.lora import project
-from dit_lora.fuse.patches import other_norm
+from dit_lora.fuse.patches import find_unsupported_norm
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
 
-HEAD_NORMS: dict[type, Norm] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
+HEAD_NORM_KINDS: dict[type, NormKind] = {nn.LayerNorm: "layer", nn.RMSNorm: "rms", RMSNorm: "rms"}
 
 
 class Modulation(NamedTuple):
@@ -34,21 +41,21 @@ class Modulation(NamedTuple):
     gate_ff: torch.Tensor
 
 
-def modulated(
+def modulate(
     streams: Sequence[Stream], *, eps: float
 ) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
     """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
-    return Recomputable(buffer, partial(_buffer, streams, eps)), residuals
+    return Recomputable(buffer, partial(_recompute_buffer, streams, eps)), residuals
 
 
-def _buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
-    """Recompute the buffer of `modulated`, bit for bit."""
+def _recompute_buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
+    """Recompute the buffer of `modulate`, bit for bit."""
     return joint_ada_norm(streams, norm="layer", eps=eps)[0]
 
 
-def enter(
+def enter_block(
     norm: Any, x: torch.Tensor, temb: torch.Tensor
 ) -> tuple[Recomputable, torch.Tensor, Modulation]:
     """Norm and modulate a stream (B, S, D) for attention, as `AdaLayerNormZero.forward` does with temb (B, D).
@@ -57,28 +64,30 @@ def enter(
         The input of attention, x to continue with, and the modulation.
     """
     modulation = Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
-    return *enter_by(norm.norm, x, modulation), modulation
+    return *enter_modulated_block(norm.norm, x, modulation), modulation
 
 
-def enter_by(
+def enter_modulated_block(
     norm: Any, x: torch.Tensor, modulation: Modulation
 ) -> tuple[Recomputable, torch.Tensor]:
     """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
-    normed, (x,) = modulated((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
+    normed, (x,) = modulate((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
 
 
-def leave(
-    norm: Any, ff: Any, x: torch.Tensor, attended: torch.Tensor, modulation: Modulation
+def leave_block(
+    norm: Any, ff: Any, x: torch.Tensor, attention_output: torch.Tensor, modulation: Modulation
 ) -> torch.Tensor:
     """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
     # The norm before the feed-forward adds attention's output; no norm follows the feed-forward, hence addcmul.
     _, _, gate, shift_ff, scale_ff, gate_ff = modulation
-    normed, x = ada_norm(x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attended, gate=gate)
+    normed, x = ada_norm(
+        x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attention_output, gate=gate
+    )
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
-class Joined(NamedTuple):
+class JoinedStreams(NamedTuple):
     """Both streams inside a block that norms them together and runs feed-forward and attention in parallel."""
 
     normed: Recomputable
@@ -87,13 +96,15 @@ class Joined(NamedTuple):
     """Each stream x (B, S, D) to continue with."""
     gate: torch.Tensor
     """(B, 1, D)."""
-    inner: torch.Tensor
+    ff_hidden: torch.Tensor
     """The feed-forward's hidden values, of both streams."""
 
-    def leave(self, block: Any, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave_block(
+        self, block: Any, attention_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the outputs of attention (B, S of both, D) and feed-forward to both streams, through the gate."""
         # One layer projects both, concatenated in the order of the stock block's weights.
-        output = block.proj_out(torch.cat([attended, self.inner], dim=2))
+        output = block.proj_out(torch.cat([attention_output, self.ff_hidden], dim=2))
         # In the order in which they were joined.
         first_stream, second_stream = self.streams
         count = first_stream.shape[1]
@@ -103,112 +114,126 @@ class Joined(NamedTuple):
         )
 
 
-def enter_joined(
-    block: Any, first: torch.Tensor, second: torch.Tensor, temb: torch.Tensor
-) -> Joined:
+def enter_joint_block(
+    block: Any, first_stream: torch.Tensor, second_stream: torch.Tensor, temb: torch.Tensor
+) -> JoinedStreams:
     """Norm two streams (B, S, D) together, in this order, for a block with one `AdaLayerNormZeroSingle`."""
     shift, scale, gate = block.norm.linear(block.norm.silu(temb)).chunk(3, dim=1)
-    streams = [Stream(x, shift, scale) for x in (first, second)]
-    normed, residuals = modulated(streams, eps=block.norm.norm.eps)
+    streams = [Stream(x, shift, scale) for x in (first_stream, second_stream)]
+    normed, residuals = modulate(streams, eps=block.norm.norm.eps)
     # Adapters on the feed-forward need not save its input either: it is the same buffer as attention's.
-    with normed.not_kept():
+    with normed.skip_saving():
         inner = block.proj_mlp(normed.tensor)
-    return Joined(normed, residuals, gate[:, None], block.act_mlp(inner))
+    return JoinedStreams(normed, residuals, gate[:, None], block.act_mlp(inner))
 
 
 class TwoStreamProcessor(FusedProcessor):
     """Base class of processors of both streams: computes q, k and v of a stream, ready for attention."""
 
-    def head_shape(self, attn: Any) -> tuple[int, int]:
+    def get_head_shape(self, attn: Any) -> tuple[int, int]:
         """(H, D) for `unflatten`; -1 for the size that follows from the other."""
         return attn.heads, -1
 
-    def image_heads(
+    def compute_image_heads(
         self,
         attn: Any,
         x: torch.Tensor,
-        rotary: Rotary | None = None,
+        rotary: RotaryTables | None = None,
         recomputable: Recomputable | None = None,
-    ) -> Heads:
+    ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of image or video tokens x (B, S, .)."""
         layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
-        return self._heads(attn, layers, norms, x, rotary, recomputable)
+        return self._compute_heads(attn, layers, norms, x, rotary, recomputable)
 
-    def text_heads(
+    def compute_text_heads(
         self,
         attn: Any,
         x: torch.Tensor,
-        rotary: Rotary | None = None,
+        rotary: RotaryTables | None = None,
         recomputable: Recomputable | None = None,
-    ) -> Heads:
+    ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of text tokens x (B, S, .), with the layers for text."""
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         norms = (attn.norm_added_q, attn.norm_added_k)
-        return self._heads(attn, layers, norms, x, rotary, recomputable)
+        return self._compute_heads(attn, layers, norms, x, rotary, recomputable)
 
-    def _heads(
+    def _compute_heads(
         self,
         attn: Any,
         layers: Sequence[nn.Module],
         norms: tuple[Any, Any],
         x: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: RotaryTables | None,
         recomputable: Recomputable | None,
-    ) -> Heads:
+    ) -> QueryKeyValue:
         """Project x to q, k and v. q and k are normed per head, and their first R tokens are rotated."""
         # Adapters save a view of the block's buffer for their gradients: backward recomputes it instead.
-        with recomputable.not_kept() if recomputable is not None else nullcontext():
+        with recomputable.skip_saving() if recomputable is not None else nullcontext():
             projected = project(layers, x)
         # (B, S, .) to (B, S, H, D).
-        query, key, value = (tensor.unflatten(-1, self.head_shape(attn)) for tensor in projected)
-        return self.normed(query, norms[0], rotary), self.normed(key, norms[1], rotary), value
+        query, key, value = (
+            tensor.unflatten(-1, self.get_head_shape(attn)) for tensor in projected
+        )
+        return (
+            self.normalize_heads(query, norms[0], rotary),
+            self.normalize_heads(key, norms[1], rotary),
+            value,
+        )
 
-    def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
+    def normalize_heads(
+        self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None
+    ) -> torch.Tensor:
         """q or k (B, S, H, D) after its norm and rotation, each of which may be missing."""
-        # `attention_why_not` rejected layers with norms of other classes.
-        kind = "layer" if norm is None else HEAD_NORMS[type(norm)]
-        return self.normed_heads(heads, norm, rotary, kind)
+        # `find_attention_problem` rejected layers with norms of other classes.
+        kind = "layer" if norm is None else HEAD_NORM_KINDS[type(norm)]
+        return self.norm_and_rotate_heads(heads, norm, rotary, kind)
 
 
-def joined_heads(first: Heads, second: Heads) -> Heads:
+def join_heads(first_heads: QueryKeyValue, second_heads: QueryKeyValue) -> QueryKeyValue:
     """Concatenate q, k and v of two streams along the tokens: (B, S of both, H, D)."""
-    query, key, value = (torch.cat(pair, dim=1) for pair in zip(first, second, strict=True))
+    query, key, value = (
+        torch.cat(pair, dim=1) for pair in zip(first_heads, second_heads, strict=True)
+    )
     return query, key, value
 
 
-def spared(attn: Any, *normed: Recomputable) -> dict[str, tuple[Recomputable, ...]]:
+def build_recompute_kwargs(
+    attn: Any, *norm_outputs: Recomputable
+) -> dict[str, tuple[Recomputable, ...]]:
     """Keyword argument that lets a fused processor recompute these normed inputs instead of saving them."""
     # A stock processor rejects unknown arguments, so it gets none.
     takes = isinstance(attn.processor, TwoStreamProcessor)
-    return {"recomputable": normed} if takes else {}
+    return {"recomputable": norm_outputs} if takes else {}
 
 
-def each(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
+def split_recomputable(
+    recomputable: tuple[Recomputable, ...],
+) -> tuple[Recomputable | None, Recomputable | None]:
     """Split into the image's and the text's `Recomputable`: the same for joined streams, None without any."""
     return (recomputable[0], recomputable[-1]) if recomputable else (None, None)
 
 
-def norms_why_not(*norms: Any) -> str | None:
+def find_norms_problem(*norms: Any) -> str | None:
     """Why these norms cannot be fused; None if all are LayerNorms without weights, as the fused forwards assume."""
-    if reason := other_norm(norms, nn.LayerNorm):
+    if reason := find_unsupported_norm(norms, nn.LayerNorm):
         return reason
     affine = any(norm.elementwise_affine for norm in norms)
     return "one of its norms has weights" if affine else None
 
 
-def block_why_not(block: Any) -> str | None:
+def find_block_problem(block: Any) -> str | None:
     """Why a block of Flux keeps its stock forward; None if it can be fused."""
-    return norms_why_not(
+    return find_norms_problem(
         block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context
     )
 
 
-def joined_why_not(block: Any) -> str | None:
+def find_joint_block_problem(block: Any) -> str | None:
     """Why a block that norms both streams together keeps its own forward; None if it can be patched."""
-    return norms_why_not(block.norm.norm)
+    return find_norms_problem(block.norm.norm)
 
 
-def attention_why_not(attn: Any) -> str | None:
+def find_attention_problem(attn: Any) -> str | None:
     """Why `qk_norm_rope` cannot compute a norm of q or k; None if it can compute all."""
-    norms = (getattr(attn, name, None) for name in NORMS)
-    return other_norm((norm for norm in norms if norm is not None), *HEAD_NORMS)
+    norms = (getattr(attn, name, None) for name in QK_NORM_NAMES)
+    return find_unsupported_norm((norm for norm in norms if norm is not None), *HEAD_NORM_KINDS)

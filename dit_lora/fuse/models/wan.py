@@ -11,10 +11,16 @@ import torch
 from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
-from dit_lora.fuse.attention import Rotary, rotate_pairs
-from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, rms_why_not
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora.fuse.attention import RotaryTables, rotate_pairs
+from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.patches import (
+    ATTENTION,
+    ForwardPatch,
+    ProcessorPatch,
+    find_unsupported_norm,
+    get_qk_op,
+)
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -23,27 +29,27 @@ def block_forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
-    rotary_emb: Rotary,
+    rotary_emb: RotaryTables,
 ) -> torch.Tensor:
     """Forward of `WanTransformerBlock`: video tokens (B, S, D) after both attentions and feed-forward.
 
     The residual stream keeps its dtype; the modulation is fp32.
     """
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = _modulation(block, temb)
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = _compute_modulation(block, temb)
     # The stock block computes norms in fp32 and rounds them to the stream's dtype; so does the kernel.
-    normed, x = norm_stream(block.norm1, Stream(hidden_states, shift, scale))
+    normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale))
     y = block.attn1(normed, None, None, rotary_emb)
     # Attention to the text takes the residual stream as it is.
     if isinstance(block.norm2, nn.Identity):
-        normed = x = _gated(x, gate, y)
+        normed = x = _add_gated(x, gate, y)
     else:
-        normed, x = norm_stream(block.norm2, Stream(x, y=y, gate=gate))
+        normed, x = normalize_stream(block.norm2, Stream(x, y=y, gate=gate))
     y = block.attn2(normed, encoder_hidden_states, None, None)
-    normed, x = norm_stream(block.norm3, Stream(x, shift_ff, scale_ff, y))
-    return _gated(x, gate_ff, block.ffn(normed))
+    normed, x = normalize_stream(block.norm3, Stream(x, shift_ff, scale_ff, y))
+    return _add_gated(x, gate_ff, block.ffn(normed))
 
 
-def _modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _compute_modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Shift, scale, gate of attention, then of the feed-forward, each (B, G, D). temb is (B, 6, D) or (B, S, 6, D)."""
     # The table is (1, 6, D). With (B, G, 6, D) it broadcasts over batch and tokens.
     temb = temb.float()
@@ -52,7 +58,7 @@ def _modulation(block: Any, temb: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (block.scale_shift_table + temb).unbind(2)
 
 
-def _gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _add_gated(x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x + gate * y (B, S, D) in x's dtype, which may differ from the gate's."""
     return torch.addcmul(x, gate.to(x.dtype), y)
 
@@ -66,40 +72,52 @@ class WanProcessor(AcrossHeadsProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
+        rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
-        if self.is_stock or attn.fused_projections:
+        if self.should_use_stock or attn.fused_projections:
             return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
-        return self.attended(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        return self.compute_attention(
+            attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+        )
 
-    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """The model's tables (1, S, 1, D / H) as (1, S, D / H). They hold each angle twice; all heads share them."""
         return cos.squeeze(2), sin.squeeze(2)
 
-    def rotated(self, attn: Any, normed: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate each head of q or k (B, S, D) with tables (1, S, 1, D / H)."""
         # Diffusers reads cosines at even and sines at odd indices of its doubled tables.
         cos, sin = rotary
-        heads = normed.unflatten(2, (attn.heads, -1))
+        heads = query_or_key.unflatten(2, (attn.heads, -1))
         return rotate_pairs(heads, cos[..., 0::2], sin[..., 1::2]).flatten(2)
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return other_norm((block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity)
+    return find_unsupported_norm(
+        (block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity
+    )
 
 
-def _attention_why_not(attn: Any) -> str | None:
+def _find_attention_problem(attn: Any) -> str | None:
     """Why this layer keeps its own processor; None if `WanProcessor` does the same."""
-    return "it attends to an image too" if attn.add_k_proj is not None else rms_why_not(attn)
+    return (
+        "it attends to an image too" if attn.add_k_proj is not None else find_rms_norm_problem(attn)
+    )
 
 
 _WAN = "diffusers.models.transformers.transformer_wan"
-FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _block_why_not),)
+FORWARDS = (
+    ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _find_block_problem),
+)
 PROCESSORS = (
     ProcessorPatch(
-        f"{_WAN}.WanAttnProcessor", ATTENTION, WanProcessor, _attention_why_not, also=qk_always
+        f"{_WAN}.WanAttnProcessor",
+        ATTENTION,
+        WanProcessor,
+        _find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

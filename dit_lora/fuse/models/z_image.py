@@ -14,12 +14,22 @@ from typing import Any
 import torch
 from diffusers.models.normalization import RMSNorm
 
-from dit_lora.fuse.attention import Recomputable, Rotary, attend, project_output, rotate_pairs
-from dit_lora.fuse.models.complex_rotary import tables_of
-from dit_lora.fuse.models.streams import norm_stream
-from dit_lora.fuse.models.swiglu import swiglu
-from dit_lora.fuse.models.two_streams import TwoStreamProcessor, attention_why_not, spared
-from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, other_norm, qk_always
+from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, rotate_pairs
+from dit_lora.fuse.models.complex_rotary import get_rotary_tables
+from dit_lora.fuse.models.streams import normalize_stream
+from dit_lora.fuse.models.swiglu import apply_swiglu
+from dit_lora.fuse.models.two_streams import (
+    TwoStreamProcessor,
+    build_recompute_kwargs,
+    find_attention_problem,
+)
+from dit_lora.fuse.patches import (
+    ATTENTION,
+    ForwardPatch,
+    ProcessorPatch,
+    find_unsupported_norm,
+    get_qk_op,
+)
 from dit_lora_kernels.ada_norm import Stream
 
 _Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
@@ -49,30 +59,30 @@ def block_forward(
         scale, gate, scale_ff, gate_ff = block.adaLN_modulation(adaln_input).chunk(4, dim=1)
         gate, gate_ff = gate.tanh(), gate_ff.tanh()
     stream = Stream(x, scale=scale)
-    normed, x = norm_stream(block.attention_norm1, stream, "rms")
+    normed, x = normalize_stream(block.attention_norm1, stream, "rms")
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
-    recomputable = Recomputable(normed, partial(_again, block.attention_norm1, stream))
+    recomputable = Recomputable(normed, partial(_recompute_norm, block.attention_norm1, stream))
     attended = block.attention(
         normed,
         attention_mask=attn_mask,
         freqs_cis=freqs_cis,
-        **spared(block.attention, recomputable),
+        **build_recompute_kwargs(block.attention, recomputable),
     )
-    attended, _ = norm_stream(block.attention_norm2, Stream(attended), "rms")
+    attended, _ = normalize_stream(block.attention_norm2, Stream(attended), "rms")
     stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
-    normed, x = norm_stream(block.ffn_norm1, stream, "rms")
-    output, _ = norm_stream(block.ffn_norm2, Stream(block.feed_forward(normed)), "rms")
+    normed, x = normalize_stream(block.ffn_norm1, stream, "rms")
+    output, _ = normalize_stream(block.ffn_norm2, Stream(block.feed_forward(normed)), "rms")
     return x + output if gate_ff is None else torch.addcmul(x, gate_ff[:, None], output)
 
 
-def _again(norm: Any, stream: Stream) -> torch.Tensor:
+def _recompute_norm(norm: Any, stream: Stream) -> torch.Tensor:
     """Recompute the normed stream (B, S, D), bit for bit."""
-    return norm_stream(norm, stream, "rms")[0]
+    return normalize_stream(norm, stream, "rms")[0]
 
 
 def feed_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Forward of `FeedForward` for x (B, S, D)."""
-    return swiglu(module.w1, module.w3, module.w2, x)
+    return apply_swiglu(module.w1, module.w3, module.w2, x)
 
 
 class ZImageProcessor(TwoStreamProcessor):
@@ -87,22 +97,24 @@ class ZImageProcessor(TwoStreamProcessor):
         freqs_cis: torch.Tensor | None = None,
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
-        if self.is_stock:
+        if self.should_use_stock:
             output: torch.Tensor = self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis
             )
             return output
-        rotary = None if freqs_cis is None else tables_of(freqs_cis)
-        heads = self.image_heads(attn, hidden_states, rotary, *recomputable)
+        rotary = None if freqs_cis is None else get_rotary_tables(freqs_cis)
+        heads = self.compute_image_heads(attn, hidden_states, rotary, *recomputable)
         if attention_mask is not None and attention_mask.ndim == 2:
             # (B, K) to (B, 1, 1, K).
             attention_mask = attention_mask[:, None, None]
         return project_output(attn, attend(*heads, attention_mask, self.backend).flatten(2))
 
-    def normed(self, heads: torch.Tensor, norm: Any, rotary: Rotary | None) -> torch.Tensor:
+    def normalize_heads(
+        self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None
+    ) -> torch.Tensor:
         """q or k (B, S, H, D) after its norm and rotation with tables (B, S, D). Uses the kernel if it is on."""
         if rotary is None or self.fusion.is_on("qk_norm_rope"):
-            return super().normed(heads, norm, rotary)
+            return super().normalize_heads(heads, norm, rotary)
         if norm is not None:
             heads = norm(heads)
         # (B, S, D) with each angle twice, to (B, S, 1, D / 2) for all heads.
@@ -110,14 +122,16 @@ class ZImageProcessor(TwoStreamProcessor):
         return rotate_pairs(heads, cos, sin)
 
 
-def _block_why_not(block: Any) -> str | None:
+def _find_block_problem(block: Any) -> str | None:
     """Return why a block keeps its own forward; None if it need not."""
     names = ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
-    return other_norm((getattr(block, name) for name in names), RMSNorm)
+    return find_unsupported_norm((getattr(block, name) for name in names), RMSNorm)
 
 
 FORWARDS = (
-    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _block_why_not),
+    ForwardPatch(
+        f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _find_block_problem
+    ),
     ForwardPatch(f"{_Z_IMAGE}.FeedForward", "ada_norm", feed_forward),
 )
 PROCESSORS = (
@@ -125,7 +139,7 @@ PROCESSORS = (
         f"{_Z_IMAGE}.ZSingleStreamAttnProcessor",
         ATTENTION,
         ZImageProcessor,
-        attention_why_not,
-        also=qk_always,
+        find_attention_problem,
+        get_extra_ops=get_qk_op,
     ),
 )

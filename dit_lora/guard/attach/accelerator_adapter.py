@@ -12,8 +12,13 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.ranks import alone, gather_object, process_count, process_index
-from dit_lora.patching import is_a
+from dit_lora.numerics.ranks import (
+    act_as_single_process,
+    gather_object,
+    get_num_processes,
+    get_process_index,
+)
+from dit_lora.patching import is_instance_of
 from dit_lora.terminal import echo
 
 if TYPE_CHECKING:  # the guard needs only torch
@@ -27,28 +32,28 @@ class Host:
     """Device, ranks and prepared objects of the guarded loop; `accelerator` is None in plain PyTorch."""
 
     def __init__(self, accelerator: "Accelerator | None", device: torch.device) -> None:
-        if accelerator is not None and not is_a(accelerator, "accelerate:Accelerator"):
+        if accelerator is not None and not is_instance_of(accelerator, "accelerate:Accelerator"):
             raise DitLoraError(
                 "Guard.attach: the first argument is an accelerate.Accelerator, or None for a loop in plain "
                 f"PyTorch; got {type(accelerator).__name__}"
             )
         self.accelerator = accelerator
-        self._rank = process_index()
+        self._rank = get_process_index()
         self.device = accelerator.device if accelerator is not None else device
         self.is_shared = False
         """True if ranks train one model together, so that they must agree on each step."""
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks that agree on each step; 1 once the loop has ended its process group."""
-        return process_count() if self.is_shared else 1
+        return get_num_processes() if self.is_shared else 1
 
-    def look_for_ranks(self, parameters: Sequence[nn.Parameter]) -> None:
+    def detect_shared_training(self, parameters: Sequence[nn.Parameter]) -> None:
         """Find out whether the ranks train these parameters together: by DDP, sharded, or under Accelerate.
 
         Processes that each train a separate model need not agree: one may skip a step that the others take.
         """
-        if self.is_shared or process_count() == 1:
+        if self.is_shared or get_num_processes() == 1:
             return
         is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         # Processes of one Accelerator train one model together.
@@ -56,45 +61,49 @@ class Host:
         self.is_shared = is_sharded or accelerated or _is_wrapped(parameters)
 
     @property
-    def process(self) -> int:
+    def process_rank(self) -> int:
         """Rank of this process in the process group."""
         # The loop may destroy its process group before the guard logs its last message.
-        self._rank = max(self._rank, process_index())
+        self._rank = max(self._rank, get_process_index())
         return self._rank
 
     @property
     def rank(self) -> int:
         """Rank of this process among those that train one model; 0 if it trains a separate model."""
-        return self.process if self.is_shared else 0
+        return self.process_rank if self.is_shared else 0
 
     @property
-    def is_apart(self) -> bool:
+    def is_independent(self) -> bool:
         """True if there are other processes, and nothing such as DDP shows that they train the same model."""
-        return not self.is_shared and process_count() > 1
+        return not self.is_shared and get_num_processes() > 1
 
     @contextmanager
-    def ranks_that_agree(self) -> Iterator[None]:
+    def limit_collectives(self) -> Iterator[None]:
         """Inside the context, collective calls reach the ranks that train one model, and no other process."""
         if self.is_shared:
             yield
         else:
-            with alone():
+            with act_as_single_process():
                 yield
 
-    def own_folder(self, folder: Path) -> Path:
+    def get_process_folder(self, folder: Path) -> Path:
         """The folder that this process writes to: a subfolder if each process trains a separate model."""
-        return folder if self.is_shared or not self.process else folder / f"process_{self.process}"
+        return (
+            folder
+            if self.is_shared or not self.process_rank
+            else folder / f"process_{self.process_rank}"
+        )
 
-    def say(self, words: str) -> None:
+    def log(self, message: str) -> None:
         """Log a warning that begins with "guard: "; only rank 0 logs for ranks that train together."""
         if self.rank != 0:
             return
-        if not self.is_shared and self.process:
-            words = words.replace("guard: ", f"guard: process {self.process}: ", 1)
+        if not self.is_shared and self.process_rank:
+            message = message.replace("guard: ", f"guard: process {self.process_rank}: ", 1)
         if _LOG.manager.disable >= logging.WARNING:  # a trainer has silenced the whole process
-            echo(words, err=True)
+            echo(message, err=True)
         else:
-            _LOG.warning("%s", words)
+            _LOG.warning("%s", message)
 
     @property
     def syncs_gradients(self) -> bool:
@@ -102,9 +111,9 @@ class Host:
         return self.accelerator is None or self.accelerator.sync_gradients
 
     @property
-    def steps_now(self) -> bool:
+    def is_step_due(self) -> bool:
         """True if the loop calls `optimizer.step` after this backward, the last one of an accumulation."""
-        return self.syncs_gradients and not self.under_deepspeed
+        return self.syncs_gradients and not self.uses_deepspeed
 
     @property
     def scaler(self) -> Any | None:
@@ -112,7 +121,7 @@ class Host:
         return self.accelerator.scaler if self.accelerator is not None else None
 
     @property
-    def under_deepspeed(self) -> bool:
+    def uses_deepspeed(self) -> bool:
         # Accelerate's DistributedType is a string enum.
         return self.accelerator is not None and self.accelerator.distributed_type == "DEEPSPEED"
 
@@ -123,32 +132,32 @@ class Host:
         project = self.accelerator.project_dir if self.accelerator is not None else None
         return Path(project) if project is not None else Path("dit_lora_guard")
 
-    def models(self, given: Sequence[nn.Module]) -> list[nn.Module]:
-        """The `given` models and those that Accelerate has prepared, unwrapped, each once."""
+    def unwrap_models(self, named_models: Sequence[nn.Module]) -> list[nn.Module]:
+        """The `named_models` models and those that Accelerate has prepared, unwrapped, each once."""
         prepared = self.accelerator._models if self.accelerator is not None else []
-        unwrapped = [bare_model(model) for model in [*given, *prepared]]
+        unwrapped = [unwrap_model(model) for model in [*named_models, *prepared]]
         # By id, since a model may be both named and prepared.
         return list({id(model): model for model in unwrapped}.values())
 
-    def prepared(self, optimizer: Any) -> Any:
+    def find_prepared_optimizer(self, optimizer: Any) -> Any:
         """Accelerate's wrapper of this optimizer, which the loop steps; without Accelerate the optimizer itself."""
         wrappers = self.accelerator._optimizers if self.accelerator is not None else []
         # The loop calls the wrapper's `step`, so that method has to be watched.
         return next((wrapper for wrapper in wrappers if wrapper.optimizer is optimizer), optimizer)
 
-    def summed(self, flags: torch.Tensor) -> list[float]:
+    def sum_flags(self, flags: torch.Tensor) -> list[float]:
         """Sum flags over ranks and read them from the device once. Collective."""
-        if self.ranks > 1:
+        if self.num_ranks > 1:
             # all_reduce sums by default.
             distributed.all_reduce(flags)
         return flags.tolist()
 
-    def any_rank(self, flag: bool | torch.Tensor) -> bool:
-        return bool(self.summed(torch.as_tensor(flag, device=self.device).float().reshape(1))[0])
+    def is_true_on_any_rank(self, flag: bool | torch.Tensor) -> bool:
+        return bool(self.sum_flags(torch.as_tensor(flag, device=self.device).float().reshape(1))[0])
 
-    def gathered(self, objects: Sequence[T]) -> list[T]:
+    def gather_objects(self, objects: Sequence[T]) -> list[T]:
         """Gather the objects of all ranks, in rank order. Collective."""
-        with self.ranks_that_agree():
+        with self.limit_collectives():
             return gather_object(list(objects))
 
 
@@ -159,13 +168,13 @@ def _is_wrapped(parameters: Sequence[nn.Parameter]) -> bool:
     for candidate in gc.get_objects():
         kind = type(candidate)
         # Check the type, not isinstance: proxy objects may run code when asked for their class.
-        if kind.__name__ in _SHARING and issubclass(kind, nn.Module):
+        if kind.__name__ in _SHARED_MODEL_CLASSES and issubclass(kind, nn.Module):
             return any(id(parameter) in parameter_ids for parameter in candidate.parameters())
     return False
 
 
-_SHARING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-_WRAPPERS = (
+_SHARED_MODEL_CLASSES = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+_WRAPPER_CLASSES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
@@ -173,15 +182,15 @@ _WRAPPERS = (
 )
 
 
-def bare_model(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Unwrap a model from DDP, FSDP or DeepSpeed; `torch.compile` and Accelerate's autocast stay in place."""
     # Wrappers may be nested.
-    while any(is_a(model, f"{module}:{name}") for module, name in _WRAPPERS):
+    while any(is_instance_of(model, f"{module}:{name}") for module, name in _WRAPPER_CLASSES):
         model = model.module  # type: ignore[assignment]
     return model
 
 
-def found_infinity(scaler: Any, optimizer: Any) -> bool:
+def has_found_infinity(scaler: Any, optimizer: Any) -> bool:
     """True if the scaler found an infinite gradient, including when a fused optimizer reads the flag on the device."""
     # A disabled scaler has no per-optimizer state.
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})

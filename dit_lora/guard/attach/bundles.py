@@ -17,23 +17,23 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.call_tree import CallReader, CallWriter
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.bundle import WEIGHTS, Bundle, too_large, write_bundle
-from dit_lora.numerics.dtensors import gathered, stock_class
+from dit_lora.guard.bundle import WEIGHTS, Bundle, format_oversize_message, write_bundle
+from dit_lora.numerics.dtensors import gather_tensors, get_original_class
 
 _LOG = logging.getLogger("dit_lora")
 _PACKAGES = ("torch", "accelerate", "diffusers", "peft", "transformers", "safetensors", "triton")
 
 
 @dataclass
-class Bundles:
+class BundleWriter:
     """Writes the replay bundles of one process, up to the number that `config.bundles` allows."""
 
     host: Host
     config: LadderConfig
     folder: Path | None
     """The guard's folder; None writes nothing."""
-    _written: int = 0
-    _said: set[str] = field(default_factory=set)
+    _num_written: int = 0
+    _logged_messages: set[str] = field(default_factory=set)
 
     def write(
         self,
@@ -41,44 +41,40 @@ class Bundles:
         event: Mapping[str, Any],
         facts: Mapping[str, Any],
         *,
-        all_of: bool,
+        is_shared: bool,
     ) -> str | None:
         """Write the inputs, weights and random state of a failed call; returns the bundle's relative path, or None.
 
-        With `all_of`, every rank passes the same call, as sharded weights need, and the main process writes. A bundle
-        must not end a run: failures are logged and raise nothing.
+        With `is_shared`, every rank passes the same call, as sharded weights need, and the main process writes. A
+        bundle must not end a run: failures are logged and raise nothing.
         """
-        if (
-            self.folder is None
-            or self._written >= self.config.bundles
-            or not self._can_be_written()
-        ):
+        if self.folder is None or self._num_written >= self.config.bundles or not self._can_write():
             return None
         # Count the attempt, so that a full disk is not tried again at every failure.
-        self._written += 1
+        self._num_written += 1
         assert call.owner is not None  # set for every recorded call
         trained = {name: p for name, p in call.owner.named_parameters() if p.requires_grad}
         size, missing_parts = sum(p.numel() * p.element_size() for p in trained.values()), []
         if size > self.config.bundle_mib * 2**20:
             # Do not gather them either: sharded weights may not fit into the memory of one rank.
-            trained, missing_parts = {}, [too_large(WEIGHTS, size)]
+            trained, missing_parts = {}, [format_oversize_message(WEIGHTS, size)]
         # Collective: every rank takes part, and only the main process keeps the result.
-        weights = gathered(trained, keep=self.host.rank == 0) if all_of else trained
-        if all_of and self.host.rank != 0:
+        weights = gather_tensors(trained, keep_values=self.host.rank == 0) if is_shared else trained
+        if is_shared and self.host.rank != 0:
             return None
         writer = CallWriter(call.generator)
         # This also collects the call's tensors and whatever cannot be stored in the writer.
-        packed = packed_call(call, writer)
+        packed = pack_call(call, writer)
         replay = {name: event[name] for name in ("step", "micro_step", "rank")}
         metadata_facts = {
             **facts,
             "event": dict(event),
             "call": packed,
-            "model": about_model(call.owner),
+            "model": describe_model(call.owner),
             "replay": {**replay, "ids": list(call.ids)},
-            "packages": versions(),
+            "packages": list_package_versions(),
         }
-        folder = self._place(event)
+        folder = self._choose_folder(event)
         try:
             missing = write_bundle(
                 folder,
@@ -86,24 +82,24 @@ class Bundles:
                 writer.tensors,
                 weights,
                 limit_mib=self.config.bundle_mib,
-                lacks=[*writer.left_out, *missing_parts],
+                missing_parts=[*writer.omitted_values, *missing_parts],
             )
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", folder, error.strerror)
             return None
         if missing:
-            self._say_once(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
+            self._warn_once(f"{folder} cannot be replayed: it lacks {'; '.join(missing)}")
         return f"bundles/{folder.name}"
 
-    def _can_be_written(self) -> bool:
-        if self.host.under_deepspeed:  # its engine holds the weights
+    def _can_write(self) -> bool:
+        if self.host.uses_deepspeed:  # its engine holds the weights
             return False
         if util.find_spec("safetensors") is None:
-            self._say_once("no bundles are written, for which safetensors has to be installed")
+            self._warn_once("no bundles are written, for which safetensors has to be installed")
             return False
         return True
 
-    def _place(self, event: Mapping[str, Any]) -> Path:
+    def _choose_folder(self, event: Mapping[str, Any]) -> Path:
         assert self.folder is not None
         position = f"rank_{event['rank']}_micro_step_{event['micro_step']}"
         name = f"step_{event['step']:06d}_{position}"
@@ -112,36 +108,36 @@ class Bundles:
         num_earlier = len(list(bundles.glob(f"{name}*")))
         return bundles / (f"{name}_again_{num_earlier}" if num_earlier else name)
 
-    def _say_once(self, words: str) -> None:
-        if words not in self._said:
-            self._said.add(words)
-            _LOG.warning("guard: %s", words)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._logged_messages:
+            self._logged_messages.add(message)
+            _LOG.warning("guard: %s", message)
 
 
-def packed_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
+def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
     """Convert a call to JSON values. Its tensors are collected in `writer`."""
     packed: dict[str, Any] = {
         "args": [
-            writer.node(value, f"argument {number}") for number, value in enumerate(call.args)
+            writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)
         ],
-        "kwargs": [[name, writer.node(value, name)] for name, value in call.kwargs.items()],
-        "output_is_finite": call.output_is_finite,
+        "kwargs": [[name, writer.to_node(value, name)] for name, value in call.kwargs.items()],
+        "output_is_finite": call.has_finite_output,
     }
     packed["output_gradients"] = [
-        writer.node(gradient, "gradient of the output") for gradient in call.output_gradients
+        writer.to_node(gradient, "gradient of the output") for gradient in call.output_gradients
     ]
     states = {
         "random_state": call.random_state,
         "cuda_random_state": call.cuda_random_state,
         "generator_state": call.generator[1] if call.generator is not None else None,
     }
-    packed |= {name: writer.node(tensor, name) for name, tensor in states.items()}
+    packed |= {name: writer.to_node(tensor, name) for name, tensor in states.items()}
     if call.generator is not None:
         packed["generator_device"] = call.generator[0].device.type
     return packed
 
 
-def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
+def unpack_call(bundle: Bundle, model: nn.Module, device: torch.device) -> CapturedCall:
     """Rebuild the call in a bundle so that it runs on `model`.
 
     Raises:
@@ -151,27 +147,27 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
     # Generator states have to stay on the CPU; inputs go to the model's device below.
     states = CallReader(bundle.samples, torch.device("cpu"), None)
     try:
-        generator, state = None, states.value(facts["generator_state"])
+        generator, state = None, states.read_node(facts["generator_state"])
         if state is not None:
             # A generator state from another device type cannot be loaded here.
             kind = facts["generator_device"]
             generator = torch.Generator(device if kind == device.type else "cpu")
             state = state if generator.device.type == kind else generator.get_state()
         inputs = CallReader(bundle.samples, device, generator)
-        cuda = states.value(facts["cuda_random_state"])
+        cuda = states.read_node(facts["cuda_random_state"])
         # Older bundles store the gradient of a single output.
         gradients = facts.get("output_gradients") or [facts["output_gradient"]]
         # The replay recomputes the outputs; only whether they were finite is needed here.
         output = torch.tensor(0.0 if facts["output_is_finite"] else torch.nan)
         return CapturedCall(
-            args=tuple(inputs.value(node) for node in facts["args"]),
-            kwargs={name: inputs.value(node) for name, node in facts["kwargs"]},
-            names=tuple(bundle.facts["replay"]["ids"]),
-            random_state=states.value(facts["random_state"]),
+            args=tuple(inputs.read_node(node) for node in facts["args"]),
+            kwargs={name: inputs.read_node(node) for name, node in facts["kwargs"]},
+            sample_names=tuple(bundle.facts["replay"]["ids"]),
+            random_state=states.read_node(facts["random_state"]),
             cuda_random_state=cuda if device.type == "cuda" else None,
             generator=(generator, state) if generator is not None else None,
             outputs=(output,) * len(gradients),
-            output_gradients=[inputs.value(node) for node in gradients],
+            output_gradients=[inputs.read_node(node) for node in gradients],
             owner=model,
             micro_step=bundle.facts["replay"]["micro_step"],
         )
@@ -179,17 +175,17 @@ def unpacked_call(bundle: Bundle, model: nn.Module, device: torch.device) -> Cap
         raise DitLoraError(f"the bundle is torn: its call cannot be read ({error})") from error
 
 
-def about_model(model: nn.Module) -> dict[str, Any]:
+def describe_model(model: nn.Module) -> dict[str, Any]:
     """Class name and parameter shapes, which identify a model in a bundle."""
-    return {"class": stock_class(model).__name__, "parameters": parameters_in_words(model)}
+    return {"class": get_original_class(model).__name__, "parameters": describe_parameters(model)}
 
 
-def parameters_in_words(model: nn.Module) -> list[str]:
+def describe_parameters(model: nn.Module) -> list[str]:
     # A list of lines, not a dict: redaction would take a key that contains "token" for a secret.
     return [f"{n} {'x'.join(map(str, p.shape)) or 'scalar'}" for n, p in model.named_parameters()]
 
 
-def versions() -> dict[str, str]:
+def list_package_versions() -> dict[str, str]:
     """Installed versions of the packages in `_PACKAGES`, by name."""
     installed = {}
     for name in _PACKAGES:

@@ -12,23 +12,23 @@ from typing import Any, TypeVar
 _LOG = logging.getLogger("dit_lora")
 T = TypeVar("T")
 # Messages that were logged: an error in a hook would otherwise repeat at every step.
-_reported: set[str] = set()
+_logged_messages: set[str] = set()
 
 
-def contain(
+def try_call(
     attempt: Callable[[], T],
     *,
     on_error: Callable[[Exception], None] = lambda error: None,
-    passes: tuple[type[BaseException], ...] = (),
+    reraised: tuple[type[BaseException], ...] = (),
 ) -> T | None:
     """The result of `attempt()`.
 
-    If it raises an `Exception` not in `passes`, calls `on_error(error)` and returns None.
+    If it raises an `Exception` not in `reraised`, calls `on_error(error)` and returns None.
     """
     try:
         return attempt()
     # Errors that the caller has to see, such as the guard's own stop.
-    except passes:
+    except reraised:
         raise
     except Exception as error:
         _LOG.debug("guard: an attempt failed: %r", error, exc_info=error)
@@ -36,33 +36,33 @@ def contain(
         return None
 
 
-def contain_error(
-    attempt: Callable[[], T], what: str, *, passes: tuple[type[BaseException], ...] = ()
+def try_or_warn(
+    attempt: Callable[[], T], activity: str, *, reraised: tuple[type[BaseException], ...] = ()
 ) -> T | None:
     """Call `attempt`, which should never fail, and log the first error of each kind as a warning."""
     try:
         return attempt()
-    except passes:
+    except reraised:
         raise
     except Exception as error:
-        _report(what, error)
+        _warn_about_error(activity, error)
         return None
 
 
-def contained(
-    what: str, *, passes: tuple[type[BaseException], ...] = ()
+def warn_on_error(
+    activity: str, *, reraised: tuple[type[BaseException], ...] = ()
 ) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-    """Decorator that applies `contain_error` to every call of a method."""
+    """Decorator that applies `try_or_warn` to every call of a method."""
 
     def decorate(method: Callable[..., T]) -> Callable[..., T | None]:
         @functools.wraps(method)
         def attempt(*args: Any, **kwargs: Any) -> T | None:
             try:
                 return method(*args, **kwargs)
-            except passes:
+            except reraised:
                 raise
             except Exception as error:
-                _report(what, error)
+                _warn_about_error(activity, error)
                 return None
 
         return attempt
@@ -70,9 +70,9 @@ def contained(
     return decorate
 
 
-def _report(what: str, error: Exception) -> None:
-    message = f"{what}: {type(error).__name__}: {error}"
-    if message not in _reported:
-        _reported.add(message)
+def _warn_about_error(activity: str, error: Exception) -> None:
+    message = f"{activity}: {type(error).__name__}: {error}"
+    if message not in _logged_messages:
+        _logged_messages.add(message)
         _LOG.warning("guard: internal error, the script goes on without this check: %s", message)
         _LOG.debug("guard: traceback", exc_info=error)

@@ -17,61 +17,65 @@ from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.calls.call_rows import SamplePart, iter_parts
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.gather_calls import RankCalls
-from dit_lora.guard.attach.containment import contain
-from dit_lora.guard.attach.experiments import undisturbed
+from dit_lora.guard.attach.containment import try_call
+from dit_lora.guard.attach.experiments import preserve_state
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.samples.loaded_batches import bad_rows, describe_values, row_name
+from dit_lora.guard.attach.samples.loaded_batches import (
+    describe_values,
+    find_bad_rows,
+    format_row_name,
+)
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.episode import Found
-from dit_lora.guard.replay import MicroBatch, run
-from dit_lora.guard.state import bad_state, run_away
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.episode import RankDiagnosis
+from dit_lora.guard.replay import MicroBatch, replay_micro_batch
+from dit_lora.guard.state import diagnose_diverged_weights, find_bad_state
+from dit_lora.guard.verdict import Diagnosis
 
-LOSS_WORDS = (
+BAD_LOSS_MESSAGE = (
     "the model's output is finite, but the gradient that came back to it is not: a target, another model or the "
     "loop's own loss arithmetic makes it so"
 )
-_LOSS_ALONE_WORDS = (
+_FINITE_GRADIENT_MESSAGE = (
     "the model's output and the gradient that came back to it are finite: the loop's own loss arithmetic, or another "
     "output of the model, makes the loss so"
 )
-_TWICE_WORDS = (
+_DOUBLE_BACKWARD_MESSAGE = (
     "the loop differentiates through this call's gradient (create_graph=True), "
     "which a replay of the call cannot repeat"
 )
-_MANY_WORDS = "not looked into: too many steps in a row have failed"
-_OVERWRITTEN_WORDS = (
+_MANY_FAILURES_MESSAGE = "not looked into: too many steps in a row have failed"
+_OVERWRITTEN_MESSAGE = (
     "the call's inputs were overwritten in place since, so a replay would prove nothing"
 )
 
 
-def state_verdict(watched: WatchedModels, kind: str, step: int, rank: int) -> Verdict | None:
+def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
     """Check every model's weights and optimizer state for bad values; None if all are finite."""
-    placeholder = no_micro_batch(step, rank)
-    diagnosis = bad_state(placeholder, watched.together)
+    placeholder = make_placeholder_batch(step, rank)
+    diagnosis = find_bad_state(placeholder, watched.joint_context)
     if diagnosis is None and kind == "diverged_weights":
-        return run_away(placeholder, watched.together)
+        return diagnose_diverged_weights(placeholder, watched.joint_context)
     return diagnosis
 
 
 @dataclass
-class CallDiagnosis:
+class CallDiagnoser:
     """Diagnoses the calls of one failed step."""
 
     watched: WatchedModels
     namer: SampleNamer
     kind: str
     step: int
-    is_raised: bool = False
+    is_raised_by_torch: bool = False
     """True if torch has raised or will raise an error for this step, possibly in the middle of its backward."""
-    has_experiments: bool = True
+    runs_experiments: bool = True
     """False to run no experiments, after many failed steps in a row."""
 
-    def verdicts(self, of_rank: RankCalls) -> list[Found[CapturedCall]]:
+    def diagnose_micro_batches(self, rank_calls: RankCalls) -> list[RankDiagnosis[CapturedCall]]:
         """One verdict per micro-batch with bad values, or per micro-batch if none has. Collective in lockstep."""
         # A call without an output ended in an error, or its step is over.
-        calls = [call for call in of_rank.calls if call.outputs]
+        calls = [call for call in rank_calls.calls if call.outputs]
         # Calls are in order, so those of a micro-batch are neighbours, as groupby needs.
         groups = [list(group) for _, group in groupby(calls, lambda call: call.micro_step)]
         # A bad output explains the bad gradients that other calls of the step get.
@@ -80,115 +84,129 @@ class CallDiagnosis:
             if any(map(is_bad, groups)):
                 groups = [group for group in groups if is_bad(group)]
                 break
-        return [self._of_micro_batch(group, of_rank) for group in groups]
+        return [self._diagnose_micro_batch(group, rank_calls) for group in groups]
 
-    def bad_samples(
+    def find_bad_samples(
         self,
         calls: Sequence[CapturedCall],
         controls: Mapping[int, CapturedCall],
         rank: int,
-    ) -> list[Found[CapturedCall]]:
+    ) -> list[RankDiagnosis[CapturedCall]]:
         """Samples that were already bad when loaded, by name. Runs no experiment."""
         results = []
         for call in calls:
-            diagnosis = self._from_inputs(call, controls.get(id(call.owner)), rank)
+            diagnosis = self._diagnose_inputs(call, controls.get(id(call.owner)), rank)
             if diagnosis is None or diagnosis.cause != "data":
-                items = self.namer.bad_items(call, 0)
+                items = self.namer.find_bad_items(call, 0)
                 if not items:
                     continue
-                diagnosis = self._verdict(call, rank, "data", _each(items), tuple(items), {})
-            results.append(Found(_of_model(diagnosis, self.watched.prefixes[id(call.owner)]), call))
+                diagnosis = self._make_diagnosis(
+                    call, rank, "data", _format_descriptions(items), tuple(items), {}
+                )
+            results.append(
+                RankDiagnosis(
+                    _add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call
+                )
+            )
         return results
 
-    def _of_micro_batch(
-        self, group: Sequence[CapturedCall], of_rank: RankCalls
-    ) -> Found[CapturedCall]:
+    def _diagnose_micro_batch(
+        self, group: Sequence[CapturedCall], rank_calls: RankCalls
+    ) -> RankDiagnosis[CapturedCall]:
         """The verdict on the call where the bad values start.
 
         A model's output is the next model's input; gradients flow in the opposite direction.
         """
-        bad_output = next((call for call in group if not call.output_is_finite), None)
+        bad_output = next((call for call in group if not call.has_finite_output), None)
         if bad_output is not None:
-            return self._of_call(bad_output, of_rank)
+            return self._diagnose_call(bad_output, rank_calls)
         # Only the last model's output gradient comes from the loss; others get theirs from a later model.
-        result = self._of_call(group[-1], of_rank, is_last=True)
+        result = self._diagnose_call(group[-1], rank_calls, is_last=True)
         # The backward runs from the last model to the first: if a model is healthy, examine the one before it.
         for call in reversed(group[:-1]):
-            if result.verdict.cause != "transient":
+            if result.diagnosis.cause != "transient":
                 break
-            result = self._of_call(call, of_rank)
+            result = self._diagnose_call(call, rank_calls)
         return result
 
-    def _of_call(
-        self, call: CapturedCall, of_rank: RankCalls, *, is_last: bool = False
-    ) -> Found[CapturedCall]:
-        control = of_rank.controls.get(id(call.owner))
-        diagnosis = self._from_inputs(call, control, of_rank.rank)
+    def _diagnose_call(
+        self, call: CapturedCall, rank_calls: RankCalls, *, is_last: bool = False
+    ) -> RankDiagnosis[CapturedCall]:
+        control = rank_calls.controls.get(id(call.owner))
+        diagnosis = self._diagnose_inputs(call, control, rank_calls.rank)
         # torch raises in the middle of a backward, so the gradient may not have reached the output.
-        has_failed_before = self.is_raised and not call.has_gradient
+        has_failed_before = self.is_raised_by_torch and not call.has_gradient
         # The output is good and the loss is not: the fault lies after the output.
-        is_loss_failure = self.kind == "non_finite_loss" and call.output_is_finite
+        is_loss_failure = self.kind == "non_finite_loss" and call.has_finite_output
         if (
             diagnosis is None
             and is_last
             and (has_failed_before or is_loss_failure or call.has_bad_gradient)
         ):
-            diagnosis = self._from_loss(call, of_rank.rank)
+            diagnosis = self._diagnose_loss(call, rank_calls.rank)
         if diagnosis is None:
-            diagnosis = self._from_experiments(call, control, of_rank.rank)
-        return Found(_of_model(diagnosis, self.watched.prefixes[id(call.owner)]), call)
+            diagnosis = self._diagnose_by_experiments(call, control, rank_calls.rank)
+        return RankDiagnosis(
+            _add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call
+        )
 
-    def _from_inputs(
+    def _diagnose_inputs(
         self, call: CapturedCall, control: CapturedCall | None, rank: int
-    ) -> Verdict | None:
+    ) -> Diagnosis | None:
         """The verdict on an empty batch or on bad argument values; None if the inputs are good."""
         if call.num_samples == 0:
-            return self._verdict(call, rank, "inputs", "the batch has no samples", (), {})
-        tolerated = {part.path for part in _bad_parts(control)} if control else set()
+            return self._make_diagnosis(call, rank, "inputs", "the batch has no samples", (), {})
+        tolerated = {part.path for part in _find_bad_parts(control)} if control else set()
         # Ignore arguments in which a healthy call had bad values too, such as masks of -inf.
-        bad = [part for part in _bad_parts(call) if part.path not in tolerated]
+        bad = [part for part in _find_bad_parts(call) if part.path not in tolerated]
         if not bad:
             return None
         samples: dict[str, str] = {}
         unnamed: dict[str, str] = {}
         for part in bad:
-            name = self.namer.name(call, part)
+            name = self.namer.find_name(call, part)
             description = describe_values(part.path, part.values)
             if name is not None:
                 samples.setdefault(name, description)
-            elif part.row is not None and _num_bad(bad, part.path) < part.num_parts:
-                unnamed.setdefault(row_name(part.row, call.micro_step), description)
+            elif part.row is not None and _count_bad_parts(bad, part.path) < part.num_parts:
+                unnamed.setdefault(format_row_name(part.row, call.micro_step), description)
             else:  # every row is bad, so no single row is named
                 unnamed.setdefault("", description)
         if unnamed and not samples:
             # The bad rows of the call have to match as many bad items of its batch.
             rows = {part.row for part in bad if part.row is not None}
-            samples = self.namer.bad_items(call, len(rows))
+            samples = self.namer.find_bad_items(call, len(rows))
         # A row number within a ready batch says little; name its file where that is proven.
-        samples = self.namer.with_file_names(samples, bad)
+        samples = self.namer.use_file_names(samples, bad)
         evidence = {"inputs": [describe_values(part.path, part.values) for part in bad[:20]]}
         if samples:
-            return self._verdict(call, rank, "data", _each(samples), tuple(samples), evidence)
-        message = _each(unnamed)
+            return self._make_diagnosis(
+                call, rank, "data", _format_descriptions(samples), tuple(samples), evidence
+            )
+        message = _format_descriptions(unnamed)
         # The value is an output of an earlier step, so nothing in this batch made it.
         if any(self.watched.log.is_earlier_output(part.values) for part in bad):
             message += "; it was carried over from an earlier call"
-            return self._verdict(call, rank, "unknown", message, (), evidence)
+            return self._make_diagnosis(call, rank, "unknown", message, (), evidence)
         # An empty name stands for an argument that is bad in all rows.
         named_rows = tuple(name for name in unnamed if name)
-        return self._verdict(call, rank, "inputs", message, named_rows, evidence)
+        return self._make_diagnosis(call, rank, "inputs", message, named_rows, evidence)
 
-    def _from_loss(self, call: CapturedCall, rank: int) -> Verdict:
+    def _diagnose_loss(self, call: CapturedCall, rank: int) -> Diagnosis:
         """The verdict on a call whose output is good and whose output gradient is bad."""
         rows = call.bad_gradient_rows
         evidence: dict[str, Any] = {"of_the_loop": True, "rows_with_bad_gradient": rows[:50]}
-        items = self.namer.bad_items(call, len(rows))
+        items = self.namer.find_bad_items(call, len(rows))
         if items:
-            return self._verdict(call, rank, "data", _each(items), tuple(items), evidence)
-        message = LOSS_WORDS
+            return self._make_diagnosis(
+                call, rank, "data", _format_descriptions(items), tuple(items), evidence
+            )
+        message = BAD_LOSS_MESSAGE
         peak = call.gradient_peak
         if call.has_gradient and not call.has_bad_gradient:
-            return self._verdict(call, rank, "unknown", _LOSS_ALONE_WORDS, (), evidence)
+            return self._make_diagnosis(
+                call, rank, "unknown", _FINITE_GRADIENT_MESSAGE, (), evidence
+            )
         if not call.has_gradient:
             message = "the backward failed in the loss, before it came to the model's output"
         elif isfinite(peak):
@@ -196,77 +214,85 @@ class CallDiagnosis:
                 f"the gradient that came back from the loss reaches {peak:.3g}, whose square overflows fp32 in the "
                 "optimizer"
             )
-        return self._verdict(call, rank, "unknown", message, (), evidence)
+        return self._make_diagnosis(call, rank, "unknown", message, (), evidence)
 
-    def _from_experiments(
+    def _diagnose_by_experiments(
         self, call: CapturedCall, control: CapturedCall | None, rank: int
-    ) -> Verdict:
-        if not self.has_experiments:
-            return self._verdict(call, rank, "unknown", _MANY_WORDS, (), {})
+    ) -> Diagnosis:
+        if not self.runs_experiments:
+            return self._make_diagnosis(call, rank, "unknown", _MANY_FAILURES_MESSAGE, (), {})
         if call.is_differentiated_twice:
-            return self._verdict(call, rank, "unknown", _TWICE_WORDS, (), {})
+            return self._make_diagnosis(call, rank, "unknown", _DOUBLE_BACKWARD_MESSAGE, (), {})
         if not call.is_intact:
-            return self._verdict(call, rank, "unknown", _OVERWRITTEN_WORDS, (), {})
+            return self._make_diagnosis(call, rank, "unknown", _OVERWRITTEN_MESSAGE, (), {})
         # A control whose inputs were overwritten is no longer the healthy call.
         if control is not None and not control.is_intact:
             control = None
-        with undisturbed(self.watched.all_models()):
-            if self.watched.lockstep:
+        with preserve_state(self.watched.all_models()):
+            if self.watched.collective_forward:
                 # All ranks run this together: a rank that gave up would leave the others waiting.
-                return self._experiment(call, control, rank)
+                return self._run_experiments(call, control, rank)
             failure: list[str] = []
-            diagnosis = contain(
-                lambda: self._experiment(call, control, rank),
+            diagnosis = try_call(
+                lambda: self._run_experiments(call, control, rank),
                 on_error=lambda error: failure.append(f"{type(error).__name__}: {error}"),
             )
         if diagnosis is not None:
             return diagnosis
-        message = f"not found: the call cannot be run again by itself ({_short(failure[0])})"
-        return self._verdict(call, rank, "unknown", message, (), {})
+        message = f"not found: the call cannot be run again by itself ({_shorten(failure[0])})"
+        return self._make_diagnosis(call, rank, "unknown", message, (), {})
 
-    def _experiment(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Verdict:
-        context = self.watched.suspects[id(call.owner)]
+    def _run_experiments(
+        self, call: CapturedCall, control: CapturedCall | None, rank: int
+    ) -> Diagnosis:
+        context = self.watched.contexts[id(call.owner)]
 
-        def batch(captured: CapturedCall, step: int) -> MicroBatch:
-            return captured.micro_batch(
+        def make_micro_batch(captured: CapturedCall, step: int) -> MicroBatch:
+            return captured.to_micro_batch(
                 context.model, step=step, micro_step=call.micro_step, rank=rank, position=call
             )
 
         # `position` lets the control run with the failed call's random state.
-        healthy = batch(_of_earlier_step(control), self.step - 1) if control is not None else None
-        failed = batch(call, self.step)
+        healthy = (
+            make_micro_batch(_mark_as_earlier_step(control), self.step - 1)
+            if control is not None
+            else None
+        )
+        failed = make_micro_batch(call, self.step)
         diagnosis = diagnose(failed, context, kind=self.kind, control=healthy)
         if diagnosis.cause == "precision":
-            diagnosis = _with_failing_rows(diagnosis, failed, healthy, context.model)
+            diagnosis = _add_failing_rows(diagnosis, failed, healthy, context.model)
         # A model with batch norm cannot run a single sample. Exchange one row at a time instead.
         if diagnosis.cause == "unknown":
             name = None
-            if not diagnosis.evidence.get("every_sample") and not self.watched.lockstep:
-                name = contain(lambda: self.namer.row_by_replacement(call, context.model))
+            if not diagnosis.evidence.get("every_sample") and not self.watched.collective_forward:
+                name = try_call(lambda: self.namer.find_row_by_replacement(call, context.model))
             if name is None:
                 return replace(diagnosis, sample_ids=())
-            message = f"it is healthy with another sample in this one's place{_origin(diagnosis)}"
+            message = (
+                f"it is healthy with another sample in this one's place{_extract_origin(diagnosis)}"
+            )
             return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
         if not diagnosis.sample_ids:
             return diagnosis
         # The experiments know rows only; find out which samples these are.
-        names = self.namer.names_of_failing_rows(
+        names = self.namer.name_failing_rows(
             call, control, diagnosis.sample_ids, context.model, failed
         )
         return diagnosis.with_sample_ids(names)
 
-    def _verdict(
+    def _make_diagnosis(
         self,
         call: CapturedCall,
         rank: int,
         cause: Any,
-        words: str,
+        message: str,
         sample_ids: tuple[str, ...],
         evidence: Mapping[str, Any],
-    ) -> Verdict:
-        return Verdict(
+    ) -> Diagnosis:
+        return Diagnosis(
             cause,
-            words,
+            message,
             step=self.step,
             rank=rank,
             micro_step=call.micro_step,
@@ -275,21 +301,21 @@ class CallDiagnosis:
         )
 
 
-def no_micro_batch(step: int, rank: int) -> MicroBatch:
+def make_placeholder_batch(step: int, rank: int) -> MicroBatch:
     """A placeholder micro-batch for steps whose state is checked and which cannot be replayed."""
 
-    def refuse(*_: Any) -> Any:
+    def raise_error(*_: Any) -> Any:
         raise DitLoraError("there is nothing to replay")
 
-    return MicroBatch((), step, 0, rank, {}, forward=refuse, single=refuse)
+    return MicroBatch((), step, 0, rank, {}, forward=raise_error, select_sample=raise_error)
 
 
-def no_call(step: int, rank: int) -> Verdict:
+def diagnose_missing_call(step: int, rank: int) -> Diagnosis:
     message = "no call of a watched model led to these gradients, so there is nothing to replay"
-    return Verdict("unknown", message, step, rank)
+    return Diagnosis("unknown", message, step, rank)
 
 
-def _bad_parts(call: CapturedCall) -> list[SamplePart]:
+def _find_bad_parts(call: CapturedCall) -> list[SamplePart]:
     """Parts of arguments with values that are not finite or whose square overflows fp32."""
     if not call.is_intact:  # overwritten arguments are no longer those of the call
         return []
@@ -297,74 +323,76 @@ def _bad_parts(call: CapturedCall) -> list[SamplePart]:
         part
         for parts in iter_parts(call.arguments)
         for part in parts
-        if part.values.is_floating_point() and bad_rows(part.values.reshape(1, -1))
+        if part.values.is_floating_point() and find_bad_rows(part.values.reshape(1, -1))
     ]
 
 
-def _num_bad(parts: Sequence[SamplePart], path: str) -> int:
+def _count_bad_parts(parts: Sequence[SamplePart], path: str) -> int:
     return sum(part.path == path for part in parts)
 
 
 def _has_bad_output(group: Sequence[CapturedCall]) -> bool:
-    return any(not call.output_is_finite for call in group)
+    return any(not call.has_finite_output for call in group)
 
 
 def _has_bad_gradient(group: Sequence[CapturedCall]) -> bool:
     return any(call.has_bad_gradient for call in group)
 
 
-def _with_failing_rows(
-    verdict: Verdict, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
-) -> Verdict:
+def _add_failing_rows(
+    diagnosis: Diagnosis, failed: MicroBatch, healthy: MicroBatch | None, model: torch.nn.Module
+) -> Diagnosis:
     """Add the samples that fail when run individually, unless every sample does."""
 
     def fails(micro_batch: MicroBatch) -> bool:
-        return not run(micro_batch, model).is_healthy(needs_gradient=False)
+        return not replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)
 
     # Run every sample by itself.
-    singles = [failed.single(row) for row in range(len(failed.ids))]
+    singles = [failed.select_sample(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    are_all_failing = len(failing) == len(singles) and (healthy is None or fails(healthy.single(0)))
+    are_all_failing = len(failing) == len(singles) and (
+        healthy is None or fails(healthy.select_sample(0))
+    )
     if are_all_failing:
-        return verdict
-    return replace(verdict, sample_ids=tuple(single.ids[0] for single in failing))
+        return diagnosis
+    return replace(diagnosis, sample_ids=tuple(single.ids[0] for single in failing))
 
 
-def _of_earlier_step(call: CapturedCall) -> CapturedCall:
+def _mark_as_earlier_step(call: CapturedCall) -> CapturedCall:
     """Mark row names as an earlier step's, since row numbers of different batches do not correspond."""
-    if call.names:
+    if call.sample_names:
         return call
-    return replace(call, names=tuple(f"{name} of an earlier step" for name in call.ids))
+    return replace(call, sample_names=tuple(f"{name} of an earlier step" for name in call.ids))
 
 
-def _of_model(verdict: Verdict, prefix: str) -> Verdict:
+def _add_model_name(diagnosis: Diagnosis, prefix: str) -> Diagnosis:
     """Add the model's name to a verdict if there are several models."""
-    if not prefix or verdict.cause == "transient":
-        return verdict
+    if not prefix or diagnosis.cause == "transient":
+        return diagnosis
     # A prefix is a model's name with a dot, as in the names of its parameters.
-    message = f"{prefix.removesuffix('.')}: {verdict.words}"
-    module = None if verdict.module is None else prefix + verdict.module
-    return replace(verdict, words=message, module=module)
+    message = f"{prefix.removesuffix('.')}: {diagnosis.words}"
+    module = None if diagnosis.module is None else prefix + diagnosis.module
+    return replace(diagnosis, words=message, module=module)
 
 
-def _origin(verdict: Verdict) -> str:
+def _extract_origin(diagnosis: Diagnosis) -> str:
     """The end of a verdict's message that says where the first bad value was seen."""
     # The replay appends "; first nan in the forward: <op> at <module>" to its message.
-    _, separator, origin = verdict.words.partition("; first ")
+    _, separator, origin = diagnosis.words.partition("; first ")
     return separator + origin
 
 
-def _each(described: Mapping[str, str]) -> str:
+def _format_descriptions(descriptions: Mapping[str, str]) -> str:
     """The description of one sample, or of each sample with its name."""
-    if len(described) == 1:
-        return next(iter(described.values()))
+    if len(descriptions) == 1:
+        return next(iter(descriptions.values()))
     return "; ".join(
         f"{name}: {description}" if name else description
-        for name, description in list(described.items())[:20]
+        for name, description in list(descriptions.items())[:20]
     )
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     first_line = text.strip().splitlines()[0] if text.strip() else text
     return first_line if len(first_line) <= 120 else f"{first_line[:117]}..."

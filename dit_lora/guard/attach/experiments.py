@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.numerics.layouts import strided_values
+from dit_lora.numerics.layouts import get_strided_values
 
 _MAX_BUFFER_BYTES = 2**30
-_PLAIN = (bool, int, float, str, type(None))
-_OWN = ("_parameters", "_buffers", "_modules")
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_TORCH_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
+def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
     """Restore everything that running the models changes, apart from gradients.
 
     Covers buffers, plain attributes and the contents of lists, dicts and sets of every module, and the states of
@@ -27,11 +27,11 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     """
     # A module that several models share is saved once.
     modules = {id(module): module for model in models for module in model.modules()}
-    attributes = [_Attributes(module) for module in modules.values()]
-    buffers = _Buffers(list(modules.values()))
+    attributes = [_AttributeBackup(module) for module in modules.values()]
+    buffers = _BufferBackup(list(modules.values()))
     parameters = {id(p): p for model in models for p in model.parameters()}
-    python_state, numpy_state = random.getstate(), _numpy_state()
-    hooks = _without_accumulation_hooks(list(parameters.values()))
+    python_state, numpy_state = random.getstate(), _get_numpy_state()
+    hooks = _remove_accumulation_hooks(list(parameters.values()))
     try:
         yield
     finally:
@@ -45,7 +45,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
         buffers.restore()
 
 
-def _without_accumulation_hooks(
+def _remove_accumulation_hooks(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[Any, Any]]:
     saved = []
@@ -57,12 +57,12 @@ def _without_accumulation_hooks(
     return saved
 
 
-def _numpy_state() -> Any:
+def _get_numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state() if numpy is not None else None
 
 
-class _Attributes:
+class _AttributeBackup:
     """A copy of a module's plain attributes and containers, without its tensors and submodules."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,10 +71,10 @@ class _Attributes:
         self._contents: list[tuple[Any, Any]] = []
         for name, value in vars(module).items():
             # These hold parameters, buffers, submodules and hooks, which are not copied here.
-            if name in _OWN or name.endswith("_hooks") or "_hooks_" in name:
+            if name in _TORCH_ATTRIBUTES or name.endswith("_hooks") or "_hooks_" in name:
                 continue
             # Immutable values and tensors may be rebound; the old reference restores them.
-            if isinstance(value, (*_PLAIN, torch.Tensor, tuple)):
+            if isinstance(value, (*_PLAIN_TYPES, torch.Tensor, tuple)):
                 self._values[name] = value
             # Containers may be written to in place, so keep a copy of their contents.
             elif type(value) in (list, dict, set, deque, OrderedDict, defaultdict):
@@ -96,28 +96,28 @@ class _Attributes:
                 container.update(content)
 
 
-class _Buffers:
+class _BufferBackup:
     """Copies of the modules' buffers, up to 1 GiB, to undo what a forward writes to them."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._held: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
+        self._saved_buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor | None]] = []
         remaining_bytes = _MAX_BUFFER_BYTES
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.device.type == "meta":
                     continue
-                stored = strided_values(buffer.detach())
+                stored = get_strided_values(buffer.detach())
                 remaining_bytes -= stored.nbytes
                 values = stored.clone() if remaining_bytes >= 0 else None
-                self._held.append((module, name, buffer, values))
+                self._saved_buffers.append((module, name, buffer, values))
 
     @torch.no_grad()
     def restore(self) -> None:
-        for module, name, buffer, values in self._held:
+        for module, name, buffer, values in self._saved_buffers:
             # A forward may have replaced the buffer by another tensor.
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
             # Batch norm's own writes do not raise the version, so this must not either.
             if values is not None:
                 with torch.autograd._unsafe_preserve_version_counter(buffer):
-                    strided_values(buffer).copy_(values)
+                    get_strided_values(buffer).copy_(values)

@@ -6,20 +6,20 @@ from typing import Any
 from torch import nn
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.dtensors import stock_class
+from dit_lora.numerics.dtensors import get_original_class
 
 Models = dict[str, nn.Module]
 """Models by the prefix of their parameters' names, which is empty for a single model."""
 
 
-def trained_models(
+def find_trained_models(
     models: Sequence[nn.Module],
     optimizers: Sequence[Any],
     *,
-    through: Sequence[nn.Module] = (),
+    called_models: Sequence[nn.Module] = (),
     required: nn.Module | None = None,
 ) -> Models:
-    """Models with parameters in the optimizers, and those in `through`, which a loss passes through, in order.
+    """Models with parameters in the optimizers, and those in `called_models`, which a loss passes through, in order.
 
     Optimizer parameters outside every model (a textual inversion's vector, say) form an extra model, which is never
     called.
@@ -38,17 +38,18 @@ def trained_models(
     for model in models:
         model_ids = {id(p) for p in model.parameters()} & remaining.keys()
         # A model that the loss passes through may be frozen and still has calls to diagnose.
-        if model_ids or any(model is candidate for candidate in through):
+        if model_ids or any(model is candidate for candidate in called_models):
             owning_models.append(model)
         elif model is required:
             raise DitLoraError(
-                f"Guard: the optimizer holds no parameter of the {_name(model)}; give the model and the "
+                f"Guard: the optimizer holds no parameter of the {_get_class_name(model)}; give the model and the "
                 "optimizer that trains it, under Accelerate both as accelerator.prepare returned them"
             )
         # A parameter shared by several models belongs to the first of them.
         remaining = {key: p for key, p in remaining.items() if key not in model_ids}
     named_models = {
-        f"{name}.": model for name, model in zip(_unique(owning_models), owning_models, strict=True)
+        f"{name}.": model
+        for name, model in zip(_make_unique_names(owning_models), owning_models, strict=True)
     }
     if remaining:
         holder = nn.Module()
@@ -62,7 +63,7 @@ def trained_models(
     return dict(zip([""], named_models.values(), strict=False))
 
 
-def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
+def find_called_parts(models: Models, called: Sequence[nn.Module]) -> Models:
     """Submodules of the models that the loop calls directly, by the prefix of their parameters' names."""
     # Whole models have their own entries.
     part_ids = {id(module) for module in called} - {id(model) for model in models.values()}
@@ -74,10 +75,10 @@ def parts_of(models: Models, called: Sequence[nn.Module]) -> Models:
     }
 
 
-def held_parameters(
-    models: Models, optimizers: Sequence[Any], trained: Collection[int]
+def find_optimizer_parameters(
+    models: Models, optimizers: Sequence[Any], trained_ids: Collection[int]
 ) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizers train, by name; `trained` holds ids of those trained before."""
+    """The parameters that the optimizers train, by name; `trained_ids` holds ids of those trained before."""
     optimizer_ids = {
         id(p)
         for optimizer in optimizers
@@ -89,11 +90,12 @@ def held_parameters(
         for prefix, model in models.items()
         for name, parameter in model.named_parameters()
         # GAN loops freeze parameters for a while; those trained before still count.
-        if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained)
+        if id(parameter) in optimizer_ids
+        and (parameter.requires_grad or id(parameter) in trained_ids)
     }
 
 
-def trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
+def find_trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
     """All parameters that require a gradient, by name. For DeepSpeed, whose optimizer holds copies."""
     return {
         prefix + name: parameter
@@ -103,15 +105,15 @@ def trainable_parameters(models: Models) -> dict[str, nn.Parameter]:
     }
 
 
-def _name(model: nn.Module) -> str:
-    return stock_class(model).__name__
+def _get_class_name(model: nn.Module) -> str:
+    return get_original_class(model).__name__
 
 
-def _unique(models: Sequence[nn.Module]) -> list[str]:
+def _make_unique_names(models: Sequence[nn.Module]) -> list[str]:
     """Class names, with a number from the second model of a class on."""
     names: list[str] = []
     for model in models:
-        name = _name(model)
+        name = _get_class_name(model)
         count = sum(earlier.split("_")[0] == name for earlier in names)
         names.append(f"{name}_{count + 1}" if count else name)
     return names

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.finite_values import SQUARE_LIMIT, is_finite_any, plain_values
-from dit_lora.numerics.dtensors import local
+from dit_lora.guard.attach.finite_values import SQUARE_LIMIT, is_finite_tensor, to_strided_real
+from dit_lora.numerics.dtensors import get_local_tensor
 
 CHECKS = ("loss", "gradient", "zero_gradient", "weights", "frozen")
 """`loss`: report a loss that is not finite though every gradient is. `gradient`: every gradient is finite.
@@ -24,14 +24,14 @@ CHECKS = ("loss", "gradient", "zero_gradient", "weights", "frozen")
 every trained weight is finite after the step. `frozen`: frozen weights and buffers have the bits of the start, except
 for what the loop itself changes; compared when a step fails and in `require_finite`."""
 
-_SMALL = 65_536  # elements up to which tensors are joined
-_MAX_JOINED = 256  # tensors, of up to 64 MiB together
-_GRADIENT = attrgetter("grad")
-_ADDRESS = torch.Tensor.data_ptr
+_MAX_SMALL_ELEMENTS = 65_536  # elements up to which tensors are joined
+_MAX_JOINED_TENSORS = 256  # tensors, of up to 64 MiB together
+_get_gradient = attrgetter("grad")
+_get_address = torch.Tensor.data_ptr
 _NUM_ADDRESS_GROUPS = 8  # groups of weights; the addresses of one group are compared at each step
 
 
-def check_names(names: Collection[str]) -> frozenset[str]:
+def validate_check_names(names: Collection[str]) -> frozenset[str]:
     """The checks with these names, as a set.
 
     Raises:
@@ -43,37 +43,37 @@ def check_names(names: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _peak(tensors: Sequence[torch.Tensor]) -> float:
+def _compute_peak(tensors: Sequence[torch.Tensor]) -> float:
     """Largest magnitude of tensors of any kind; NaN if any value is."""
-    peaks = [values.abs().max() for t in tensors if (values := plain_values(t)).numel()]
+    peaks = [values.abs().max() for t in tensors if (values := to_strided_real(t)).numel()]
     if not peaks:
         return 0.0
     # The key sorts NaN above every number.
     return max((float(peak) for peak in peaks), key=lambda peak: (peak != peak, peak))
 
 
-def largest_magnitude(tensors: Iterable[torch.Tensor]) -> float:
+def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
     """Largest magnitude among tensors of any kind and size; NaN if any value is NaN."""
     joined: list[torch.Tensor] = []
     unjoined: list[torch.Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) is torch.Tensor and tensor.dtype is torch.float32
-        is_small = is_plain and tensor.is_cpu and tensor.numel() <= _SMALL
+        is_small = is_plain and tensor.is_cpu and tensor.numel() <= _MAX_SMALL_ELEMENTS
         # Sparse, sharded or GPU tensors, and large ones, are measured one by one.
         (joined if is_small and tensor.layout is torch.strided else unjoined).append(tensor)
-    peaks = [_peak(unjoined)]
-    for start in range(0, len(joined), _MAX_JOINED):
-        flat = torch._C._nn.flatten_dense_tensors(joined[start : start + _MAX_JOINED])  # type: ignore[attr-defined]
+    peaks = [_compute_peak(unjoined)]
+    for start in range(0, len(joined), _MAX_JOINED_TENSORS):
+        flat = torch._C._nn.flatten_dense_tensors(joined[start : start + _MAX_JOINED_TENSORS])  # type: ignore[attr-defined]
         peaks.append(float(flat.abs().max()) if flat.numel() else 0.0)
     return max(peaks, key=lambda peak: (peak != peak, peak))
 
 
-class _Peaks:
+class _PeakFinder:
     """Largest magnitude among tensors that come from the same parameters at each step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._is_plain = all(
-            type(local(p.detach())) is torch.Tensor
+            type(get_local_tensor(p.detach())) is torch.Tensor
             and not isinstance(p, DTensor)
             and p.layout is torch.strided
             for p in parameters
@@ -84,26 +84,30 @@ class _Peaks:
     def is_plain_on_cpu(self) -> bool:
         return self._is_plain and self._on_cpu
 
-    def of(self, tensors: list[torch.Tensor], large: Sequence[torch.Tensor] = ()) -> float:
-        if not tensors and not large:
+    def find(
+        self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor] = ()
+    ) -> float:
+        if not tensors and not large_tensors:
             return 0.0
         if self._is_plain:
             try:
-                return self._fast(tensors, large)
+                return self._find_fast(tensors, large_tensors)
             except (RuntimeError, NotImplementedError):  # sparse gradients, or several devices
                 pass
-        return _peak([*tensors, *large])
+        return _compute_peak([*tensors, *large_tensors])
 
-    def _fast(self, tensors: list[torch.Tensor], large: Sequence[torch.Tensor]) -> float:
+    def _find_fast(
+        self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]
+    ) -> float:
         if not self._on_cpu:
             # One call for all tensors, and a single read from the device.
-            norms = torch._foreach_norm([*tensors, *large], float("inf"))
+            norms = torch._foreach_norm([*tensors, *large_tensors], float("inf"))
             return float(torch.stack(norms).max())
         peaks: list[float] = []
         if tensors:
             joined = torch._C._nn.flatten_dense_tensors(tensors)  # type: ignore[attr-defined]
             peaks.append(float(joined.abs().max()) if joined.numel() else 0.0)
-        peaks += [float(torch.linalg.vector_norm(tensor, float("inf"))) for tensor in large]
+        peaks += [float(torch.linalg.vector_norm(tensor, float("inf"))) for tensor in large_tensors]
         return max(peaks, key=lambda peak: (peak != peak, peak))
 
 
@@ -113,33 +117,33 @@ class OptimizerChecks:
     Args:
         parameters: The trained parameters, by name.
         optimizer: The optimizer, which may hold frozen parameters too.
-        checked: Ids of parameters that were checked before, and so were finite once.
+        checked_ids: Ids of parameters that were checked before, and so were finite once.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         optimizer: Any,
-        checked: Collection[int] = (),
+        checked_ids: Collection[int] = (),
     ) -> None:
         # A weight that is not finite from the start is intended by the loop, for example a mask.
-        self.not_checked = [
-            name for name, p in parameters if id(p) not in checked and not is_finite_any(p)
+        self.unchecked_names = [
+            name for name, p in parameters if id(p) not in checked_ids and not is_finite_tensor(p)
         ]
-        skipped = set(self.not_checked)
+        skipped = set(self.unchecked_names)
         self.parameters = [(name, p) for name, p in parameters if name not in skipped]
         checked_parameters = [p for _, p in self.parameters]
         trained = {id(p) for _, p in parameters}
         groups = getattr(optimizer, "param_groups", ())
         # Parameters that the optimizer holds and that require no gradient so far.
         self._frozen = [p for group in groups for p in group["params"] if id(p) not in trained]
-        self._turn = 0
-        small = [p for p in checked_parameters if p.numel() <= _SMALL]
+        self._group_index = 0
+        small = [p for p in checked_parameters if p.numel() <= _MAX_SMALL_ELEMENTS]
         self._groups = _groups_to_join(small)
         self._small = [p for group in self._groups for p in group]
         # Copying a large tensor costs more than a call, so these are not joined.
-        self._large = [p for p in checked_parameters if p.numel() > _SMALL]
-        self._peaks = _Peaks(checked_parameters)
+        self._large = [p for p in checked_parameters if p.numel() > _MAX_SMALL_ELEMENTS]
+        self._peaks = _PeakFinder(checked_parameters)
         dtypes = {p.dtype for p in checked_parameters}
         # Tensors can be concatenated if they are plain, on the CPU and of one dtype.
         self._can_join = (
@@ -147,90 +151,90 @@ class OptimizerChecks:
             and len(dtypes) == 1
             and dtypes <= {torch.float32, torch.float64, torch.bfloat16}
         )
-        self._squares = _squares_gradients(optimizer)
+        self._has_second_moments = _squares_gradients(optimizer)
         self._lacks_gradients = False
         self._views: list[torch.Tensor] = []
         self._unjoined: list[torch.Tensor] = []
-        self._viewed: list[tuple[list[nn.Parameter], list[int]]] = []
+        self._address_groups: list[tuple[list[nn.Parameter], list[int]]] = []
         """Groups of weights with their addresses; the first weight is in every group. Empty before the first check."""
-        self.clipped_names: list[str] = []
+        self.bad_before_clipping: list[str] = []
         """Parameters whose gradient was not finite before clipping spread it."""
 
     @property
-    def has_unfrozen(self) -> bool:
+    def has_unfrozen_parameter(self) -> bool:
         """True if a parameter that was frozen at construction now has a gradient."""
         return bool(self._frozen) and any(p.grad is not None for p in self._frozen)
 
-    def gradients_are_healthy(self) -> bool:
+    def has_healthy_gradients(self) -> bool:
         """True if all current gradients are finite, not all zero, and small enough to be squared in fp32.
 
-        The usual case in as few operations as possible; False means that `gradient_peak` has to be computed.
+        The usual case in as few operations as possible; False means that `compute_gradient_peak` has to be computed.
         """
         if not self._can_join:
             return False
         norms = 0.0
         try:
             for group in self._groups:
-                joined = self._joined_gradients(group)
+                joined = self._join_gradients(group)
                 # The norm is not finite if any value is not, and it is at least the largest magnitude.
                 norms += float(torch.linalg.vector_norm(joined)) if joined is not None else 0.0
         except (RuntimeError, NotImplementedError):  # sparse gradients, or several dtypes
             return False
         large = [grad for p in self._large if (grad := p.grad) is not None]
         if large:
-            norms += self._peaks.of([], large)
+            norms += self._peaks.find([], large)
         # The sum of norms bounds the largest magnitude. NaN fails both comparisons.
         return 0 < norms < SQUARE_LIMIT
 
-    def _joined_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
+    def _join_gradients(self, group: list[nn.Parameter]) -> torch.Tensor | None:
         """The gradients of a group of parameters as one tensor; None if there are none."""
         # Scalars have no dimension to concatenate along.
         join = torch.cat if group[0].ndim else torch.stack
         if not self._lacks_gradients:
             try:
-                return join(list(map(_GRADIENT, group)))
+                return join(list(map(_get_gradient, group)))
             except TypeError:  # a gradient is None, and will probably be None in later steps too
                 self._lacks_gradients = True
         grads = [grad for p in group if (grad := p.grad) is not None]
         return join(grads) if grads else None
 
-    def gradient_peak(self) -> float:
+    def compute_gradient_peak(self) -> float:
         """Largest magnitude of the current gradients; 0 without gradients, NaN if any value is NaN."""
         small = [grad for p in self._small if (grad := p.grad) is not None]
         large = [grad for p in self._large if (grad := p.grad) is not None]
         with torch.no_grad():
-            return self._peaks.of(small, large)
+            return self._peaks.find(small, large)
 
-    def gradient_is_bad(self, peak: float) -> bool:
+    def is_bad_gradient(self, peak: float) -> bool:
         """True for NaN and Inf, and for finite gradients whose square overflows in an optimizer with second
         moments.
         """
         if not isfinite(peak):
             return True
-        return peak > SQUARE_LIMIT and self._squares and not self._is_wide()
+        return peak > SQUARE_LIMIT and self._has_second_moments and not self._is_float64()
 
-    def note_bad_gradients(self) -> None:
+    def record_bad_gradients(self) -> None:
         """Record which gradients are bad, before clipping spreads one NaN to all of them."""
-        self.clipped_names = self.bad_gradients()
+        self.bad_before_clipping = self.find_bad_gradients()
 
-    def forget(self) -> None:
+    def clear_bad_gradients(self) -> None:
         """Drop recorded bad gradients, after the loop has cleared or recomputed its gradients."""
-        self.clipped_names = []
+        self.bad_before_clipping = []
 
-    def bad_gradients(self) -> list[str]:
+    def find_bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is bad. Slow; used for failed steps."""
         return [
             name
             for name, p in self.parameters
-            if p.grad is not None and self.gradient_is_bad(_peak([p.grad]))
+            if p.grad is not None and self.is_bad_gradient(_compute_peak([p.grad]))
         ]
 
-    def weights_are_finite(self) -> bool:
+    def has_finite_weights(self) -> bool:
         """True if every trained weight is finite."""
         if not self._can_join:
             with torch.no_grad():
-                return isfinite(self._peaks.of([*self._small, *self._large]))
-        if not self._views_are_current():
+                return isfinite(self._peaks.find([*self._small, *self._large]))
+        if not self._has_current_views():
             self._view_weights()
         if self._views:
             flat = torch.cat(self._views)
@@ -238,19 +242,19 @@ class OptimizerChecks:
             norm = float(torch.linalg.vector_norm(flat))
             if not isfinite(norm) and not isfinite(float(flat.abs().max())):
                 return False
-        return not self._unjoined or isfinite(self._peaks.of([], self._unjoined))
+        return not self._unjoined or isfinite(self._peaks.find([], self._unjoined))
 
-    def _views_are_current(self) -> bool:
+    def _has_current_views(self) -> bool:
         """False if a weight has been moved to other memory with `.data`.
 
         Each call checks the first weight and an eighth of all weights.
         """
-        if not self._viewed:
+        if not self._address_groups:
             return False
-        self._turn = (self._turn + 1) % _NUM_ADDRESS_GROUPS
+        self._group_index = (self._group_index + 1) % _NUM_ADDRESS_GROUPS
         # A weight that has moved leaves its view on the old memory.
-        parameters, addresses = self._viewed[self._turn]
-        return list(map(_ADDRESS, parameters)) == addresses
+        parameters, addresses = self._address_groups[self._group_index]
+        return list(map(_get_address, parameters)) == addresses
 
     def _view_weights(self) -> None:
         # A flat view shares the weight's memory, so views have to be made only once.
@@ -263,12 +267,12 @@ class OptimizerChecks:
             [*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]]
             for number in range(_NUM_ADDRESS_GROUPS)
         ]
-        self._viewed = [(group, list(map(_ADDRESS, group))) for group in groups]
+        self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
 
-    def bad_weights(self) -> list[str]:
-        return [name for name, p in self.parameters if not is_finite_any(p)]
+    def find_bad_weights(self) -> list[str]:
+        return [name for name, p in self.parameters if not is_finite_tensor(p)]
 
-    def _is_wide(self) -> bool:
+    def _is_float64(self) -> bool:
         return all(p.dtype is torch.float64 for _, p in self.parameters)
 
 

@@ -6,64 +6,68 @@ from typing import Any
 import torch
 
 from dit_lora.guard.attach.samples.tensors import iter_tensors
-from dit_lora.numerics.dtensors import local
-from dit_lora.numerics.finite import describe_bad, is_finite
-from dit_lora.numerics.layouts import strided_values
+from dit_lora.numerics.dtensors import get_local_tensor
+from dit_lora.numerics.finite import describe_bad_values, is_finite
+from dit_lora.numerics.layouts import get_strided_values
 
 _MAX_NAMED = 5
 SQUARE_LIMIT = 1.8e19
 """Square root of fp32's largest number: larger gradients overflow when an optimizer squares them in fp32."""
 
 
-def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+def to_strided_real(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor of any layout or dtype as a strided real tensor; the local shard of a sharded tensor."""
-    values = strided_values(local(tensor.detach()))
+    values = get_strided_values(get_local_tensor(tensor.detach()))
     if values.is_complex():
         values = torch.view_as_real(values)
     # Dtypes of one byte, such as fp8, lack most operations; bf16 holds all of their values.
     return values.to(torch.bfloat16) if values.element_size() == 1 else values
 
 
-def is_finite_any(tensor: torch.Tensor) -> bool:
+def is_finite_tensor(tensor: torch.Tensor) -> bool:
     """True if all values of a tensor of any layout are finite."""
-    return tensor.device.type == "meta" or is_finite(plain_values(tensor))
+    return tensor.device.type == "meta" or is_finite(to_strided_real(tensor))
 
 
-def has_bad_values(value: Any) -> bool:
+def has_nonfinite_values(value: Any) -> bool:
     """True if any tensor or array in a value is not finite."""
-    return not all(is_finite_any(tensor) for _, tensor in iter_tensors(value))
+    return not all(is_finite_tensor(tensor) for _, tensor in iter_tensors(value))
 
 
-def find_bad_tensors(value: Any, tolerated: Collection[str], scalars: Collection[str]) -> list[str]:
+def find_bad_tensors(
+    value: Any, tolerated_names: Collection[str], scalar_names: Collection[str]
+) -> list[str]:
     """Describe the tensors in a value that are not finite.
 
     Args:
         value: The object to save: a module, a state dict, a dict of these.
-        tolerated: Names of weights and buffers that held infinity when the guard started, such as masks of -inf.
-        scalars: Names of scalar weights and buffers. Other scalars, such as best scores, may be infinite.
+        tolerated_names: Names of weights and buffers that held infinity when the guard started, such as masks of -inf.
+        scalar_names: Names of scalar weights and buffers. Other scalars, such as best scores, may be infinite.
     """
     bad = []
     for path, tensor in iter_tensors(value):
         # A saved path may have prefixes in front of the model's own name.
-        if is_finite_any(tensor) or path.endswith(tuple(tolerated)):
+        if is_finite_tensor(tensor) or path.endswith(tuple(tolerated_names)):
             continue
-        if not tensor.ndim and not bool(tensor.isnan()) and not path.endswith(tuple(scalars)):
+        if not tensor.ndim and not bool(tensor.isnan()) and not path.endswith(tuple(scalar_names)):
             continue
-        description = describe_bad(path or "the tensor", plain_values(tensor))
+        description = describe_bad_values(path or "the tensor", to_strided_real(tensor))
         if description is not None:
             bad.append(description)
     return bad
 
 
-def name_bad_tensors(bad: Collection[str]) -> str:
+def format_bad_tensors(bad: Collection[str]) -> str:
     """Join the first five descriptions and count the rest."""
     text = ", ".join(list(bad)[:_MAX_NAMED])
     return text + (f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else "")
 
 
-def names_with_infinity(model: torch.nn.Module) -> list[str]:
+def find_infinite_names(model: torch.nn.Module) -> list[str]:
     """Names of weights and buffers that hold Inf but no NaN, as masks do."""
     # NaN is never intended; Inf may be, as in attention masks.
     named = [*model.named_parameters(), *model.named_buffers()]
-    bad = [(name, plain_values(tensor)) for name, tensor in named if not is_finite_any(tensor)]
+    bad = [
+        (name, to_strided_real(tensor)) for name, tensor in named if not is_finite_tensor(tensor)
+    ]
     return [name for name, values in bad if not bool(values.isnan().any())]

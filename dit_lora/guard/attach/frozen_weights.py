@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from dit_lora.guard.frozen import Digests, FrozenRecord, changed_between
+from dit_lora.guard.frozen import Digests, FrozenRecord, find_changed_digests
 
-_FEW = 8
+_MAX_TRACED_CHANGES = 8
 """If code wrote to more tensors than this, it was intended, for example by fusing an adapter."""
-_AT_ONCE = 2
+_MAX_DAMAGED = 2
 """If more tensors than this changed without a recorded write, it was intended too: bad memory is local."""
 
 
-class LoopRecord(FrozenRecord):
+class LoopFrozenRecord(FrozenRecord):
     """Digests of the frozen weights and buffers that the loop itself does not change.
 
     Excluded are buffers that a model call writes to, tensors that differ after a healthy step, such as counters and
@@ -20,104 +20,115 @@ class LoopRecord(FrozenRecord):
     its version counter.
     """
 
-    def __init__(self, model: nn.Module, trained: Collection[int]) -> None:
-        self._trained = trained
+    def __init__(self, model: nn.Module, trained_ids: Collection[int]) -> None:
+        self._trained_ids = trained_ids
         """Ids of parameters that are trained and frozen in turns, as in a GAN."""
         super().__init__(model)
-        self._versions = self._at_call = self._versions_now()
-        self._addresses = self._addresses_at_call = self._addresses_now()
-        self._loops_own: set[str] = set()
-        self._after_first: Digests | None = None
-        self.is_settled = False
+        self._versions = self._versions_at_call = self._read_versions()
+        self._addresses = self._addresses_at_call = self._read_addresses()
+        self._changed_by_loop: set[str] = set()
+        self._digests_after_first: Digests | None = None
+        self.is_calibrated = False
         """True once the tensors that healthy steps change are known."""
 
-    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_frozen_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # A GAN freezes one network while it trains the other: such weights do change.
         alternating_names = {
-            f"weight {name}" for name, p in self._model.named_parameters() if id(p) in self._trained
+            f"weight {name}"
+            for name, p in self._model.named_parameters()
+            if id(p) in self._trained_ids
         }
         return (
-            (name, values) for name, values in super()._untrained() if name not in alternating_names
+            (name, values)
+            for name, values in super()._iter_frozen_tensors()
+            if name not in alternating_names
         )
 
-    def call_begins(self) -> None:
-        self._at_call, self._addresses_at_call = self._versions_now(), self._addresses_now()
+    def before_call(self) -> None:
+        self._versions_at_call, self._addresses_at_call = (
+            self._read_versions(),
+            self._read_addresses(),
+        )
 
-    def call_ends(self) -> None:
+    def after_call(self) -> None:
         """Exclude the buffers that the model has written to since its call started, healthy or not."""
         # Writes raise the version counter; a new tensor in its place has another address.
-        written = _differing(self._at_call, self._versions_now())
-        written |= _differing(self._addresses_at_call, self._addresses_now())
+        written = _find_differing(self._versions_at_call, self._read_versions())
+        written |= _find_differing(self._addresses_at_call, self._read_addresses())
         # Only buffers: sharding and offloading replace the weights' storage while the model runs.
-        self._loops_own |= {name for name in written if name.startswith("buffer ")}
+        self._changed_by_loop |= {name for name in written if name.startswith("buffer ")}
 
-    def settle(self) -> None:
+    def calibrate(self) -> None:
         """Exclude the tensors that a healthy step has changed.
 
         A weight that changed without a recorded write is excluded only if the next healthy step changes it too.
         """
-        altered = set(super()._altered())
-        if self._after_first is not None:
-            self._loops_own.update(changed_between(self._after_first, self._taken()))
+        altered = set(super()._find_changed())
+        if self._digests_after_first is not None:
+            self._changed_by_loop.update(
+                find_changed_digests(self._digests_after_first, self._compute_digests())
+            )
         # Changed without a recorded write. Whether the loop did that shows at the next healthy step.
-        elif unexplained := {n for n in self._damaged(altered) if n.startswith("weight ")}:
-            self._loops_own |= altered - unexplained
-            self._after_first = self._taken()
+        elif unexplained := {n for n in self._find_damaged(altered) if n.startswith("weight ")}:
+            self._changed_by_loop |= altered - unexplained
+            self._digests_after_first = self._compute_digests()
             return
         else:
-            self._loops_own |= altered
-        self._after_first, self.is_settled = None, True
+            self._changed_by_loop |= altered
+        self._digests_after_first, self.is_calibrated = None, True
 
-    def is_damaged(self) -> bool:
+    def has_damage(self) -> bool:
         """True if a tensor changed although no code wrote to it and no step failed. Other changes are excluded from
         now on.
         """
         # Bits that differ from the start, apart from tensors that the loop is known to change.
-        altered = set(super()._altered()) - self._loops_own
-        damaged = self._damaged(altered)
-        self._loops_own |= altered - damaged
+        altered = set(super()._find_changed()) - self._changed_by_loop
+        damaged = self._find_damaged(altered)
+        self._changed_by_loop |= altered - damaged
         return bool(damaged)
 
-    def is_own(self, described: str) -> bool:
+    def is_changed_by_loop(self, description: str) -> bool:
         """True if the described tensor, "<kind> <name> ...", is changed by the loop itself."""
         # Names are "weight <name>" or "buffer <name>".
-        kind, name, *_ = described.split(" ")
-        return f"{kind} {name}" in self._loops_own
+        kind, name, *_ = description.split(" ")
+        return f"{kind} {name}" in self._changed_by_loop
 
-    def _damaged(self, altered: set[str]) -> set[str]:
+    def _find_damaged(self, altered: set[str]) -> set[str]:
         """The altered tensors that only faulty memory can explain."""
-        return _few(altered - self._traced(altered), _AT_ONCE)
+        return _keep_if_few(altered - self._find_traced(altered), _MAX_DAMAGED)
 
-    def _traced(self, altered: set[str]) -> set[str]:
+    def _find_traced(self, altered: set[str]) -> set[str]:
         """The altered tensors that code has written to.
 
         Code that bypasses the version counter with `.data`, such as averages and fused adapters, writes to many
         tensors at once or replaces their storage.
         """
         # `.data =` replaces the storage without raising the version counter.
-        moved = _differing(self._addresses, self._addresses_now())
+        moved = _find_differing(self._addresses, self._read_addresses())
         # Tensors that move but keep their bits were offloaded, for example: then a new address proves no write.
-        replaced = moved if moved - self._loops_own <= altered else set()
-        return altered & (replaced | _differing(self._versions, self._versions_now()))
+        replaced = moved if moved - self._changed_by_loop <= altered else set()
+        return altered & (replaced | _find_differing(self._versions, self._read_versions()))
 
-    def _altered(self) -> list[str]:
+    def _find_changed(self) -> list[str]:
         """Names of tensors with changed bits that the loop does not change itself, for a failed step."""
-        names = [name for name in super()._altered() if name not in self._loops_own]
+        names = [name for name in super()._find_changed() if name not in self._changed_by_loop]
         altered = set(names)
         # Writes to a few tensors may be the damage; writes to many are intended.
-        reported = self._damaged(altered) | _few(self._traced(altered), _FEW)
+        reported = self._find_damaged(altered) | _keep_if_few(
+            self._find_traced(altered), _MAX_TRACED_CHANGES
+        )
         return [name for name in names if name in reported]
 
-    def _versions_now(self) -> dict[str, int]:
-        return {name: values._version for name, values in self._untrained()}
+    def _read_versions(self) -> dict[str, int]:
+        return {name: values._version for name, values in self._iter_frozen_tensors()}
 
-    def _addresses_now(self) -> dict[str, int]:
-        return {name: values.data_ptr() for name, values in self._untrained()}
-
-
-def _differing(before: Mapping[str, int], now: Mapping[str, int]) -> set[str]:
-    return {name for name, value in before.items() if now.get(name) != value}
+    def _read_addresses(self) -> dict[str, int]:
+        return {name: values.data_ptr() for name, values in self._iter_frozen_tensors()}
 
 
-def _few(names: set[str], most: int) -> set[str]:
-    return names if len(names) <= most else set()
+def _find_differing(before: Mapping[str, int], after: Mapping[str, int]) -> set[str]:
+    return {name for name, value in before.items() if after.get(name) != value}
+
+
+def _keep_if_few(names: set[str], max_count: int) -> set[str]:
+    return names if len(names) <= max_count else set()

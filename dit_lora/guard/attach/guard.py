@@ -18,32 +18,32 @@ import torch
 from torch import nn
 
 from dit_lora.config.ladder import LadderConfig, LoopConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.guard.attach.accelerator_adapter import Host
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
-from dit_lora.guard.attach.containment import contain_error
-from dit_lora.guard.attach.finite_checks import CHECKS, check_names
-from dit_lora.guard.attach.guard_json import GuardFile, models_in_words, optimizers_in_words
+from dit_lora.guard.attach.containment import try_or_warn
+from dit_lora.guard.attach.finite_checks import CHECKS, validate_check_names
+from dit_lora.guard.attach.guard_json import GuardFile, describe_models, describe_optimizers
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
-from dit_lora.guard.attach.monitoring import Looks
+from dit_lora.guard.attach.monitoring import HealthyStepChecks
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.recovery import PluginRecovery
+from dit_lora.guard.attach.recovery import LoopRecovery
 from dit_lora.guard.attach.step_hooks import StepHooks
-from dit_lora.guard.attach.training_state import Averages, LoopState
+from dit_lora.guard.attach.training_state import LoopState, MovingAverage
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.gate import ACCELERATED, NonFiniteError
-from dit_lora.guard.suspects import Suspects
-from dit_lora.patching import is_a
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.patching import is_instance_of
 
 if TYPE_CHECKING:  # the guard needs only torch
     from accelerate import Accelerator
 
-_ANCHOR = "_dit_lora_guard"
+_GUARD_ATTRIBUTE = "_dit_lora_guard"
 
 
-class _Anchor:
+class _GuardReference:
     """Keeps a guard alive as long as its optimizer. Copies and pickles of the optimizer contain None instead."""
 
     def __init__(self, guard: "Guard") -> None:
@@ -59,15 +59,15 @@ class _Anchor:
 class _GatedMethod:
     """Wraps the `step` of a schedule or an average, which does nothing for a skipped step."""
 
-    def __init__(self, owner: Any, is_shut: Callable[[Any], bool]) -> None:
+    def __init__(self, owner: Any, should_skip: Callable[[Any], bool]) -> None:
         self._owner = weakref.ref(owner)
-        self._is_shut = is_shut
+        self._should_skip = should_skip
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The schedule may be gone by the time that its step is called.
         owner = self._owner()
-        is_shut = owner is not None and contain_error(
-            lambda: self._is_shut(owner), "holding a schedule"
+        is_shut = owner is not None and try_or_warn(
+            lambda: self._should_skip(owner), "holding a schedule"
         )
         return None if is_shut else original(*args, **kwargs)
 
@@ -88,38 +88,40 @@ class Guard:
     ) -> None:
         self._host = host
         self._interceptions = Interceptions()
-        self._gated: list[_GatedMethod] = []
+        self._gated_methods: list[_GatedMethod] = []
         # The watched models fill in the parameters.
-        self._state = LoopState({}, optimizers, every=config.snapshot_every)
+        self._state = LoopState({}, optimizers, interval_steps=config.snapshot_every)
         if discovery is None:
             discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
         self._watched = WatchedModels(
             host, models, self._state, discovery, compares_frozen="frozen" in checks
         )
-        self._state.models = lambda: self._watched.models
+        self._state.get_models = lambda: self._watched.models
         self._file = GuardFile(host, folder)
-        self._recovery = PluginRecovery(
+        self._recovery = LoopRecovery(
             host,
             self._state,
             config,
             folder,
             self._watched,
             SampleNamer(EVENTS.batches),
-            note=self._note,
+            on_event=self._write_counts,
             guard_id=self._file.id,
         )
         self._config, self._checks = config, checks
-        self._looks = Looks(
+        self._healthy_checks = HealthyStepChecks(
             host,
             self._watched,
             config,
             folder,
             guard_id=self._file.id,
-            write=self._recovery.write,
+            write=self._recovery.write_event,
         )
-        self._steps = StepHooks(host, self._watched, self._recovery, checks, self._looks)
+        self._step_hooks = StepHooks(
+            host, self._watched, self._recovery, checks, self._healthy_checks
+        )
         self._load_hooks: set[int] = set()
-        self._has_closed = False
+        self._has_logged_summary = False
 
     @classmethod
     def attach(
@@ -129,7 +131,7 @@ class Guard:
         optimizer: Any,
         *,
         lr_scheduler: Any = None,
-        ema: Averages | None = None,
+        ema: MovingAverage | None = None,
         config: LadderConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
@@ -154,13 +156,13 @@ class Guard:
         Raises:
             DitLoraError: If the optimizer holds no parameter of a model, or a setting is out of bounds.
         """
-        models = _listed(model)
+        models = _to_list(model)
         if not models:
             raise DitLoraError("Guard.attach: model is a torch.nn.Module; got none")
-        return cls.over(
+        return cls.create(
             accelerator,
             models,
-            _listed(optimizer),
+            _to_list(optimizer),
             lr_scheduler=lr_scheduler,
             ema=ema,
             config=config,
@@ -175,7 +177,7 @@ class Guard:
         optimizer: Any,
         *,
         lr_scheduler: Any = None,
-        ema: Averages | None = None,
+        ema: MovingAverage | None = None,
         config: LadderConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
@@ -194,10 +196,10 @@ class Guard:
                 step that
                 it skips because an output is not finite is diagnosed.
         """
-        return cls.over(
+        return cls.create(
             None,
-            _listed(model),
-            _listed(optimizer),
+            _to_list(model),
+            _to_list(optimizer),
             lr_scheduler=lr_scheduler,
             ema=ema,
             config=config,
@@ -206,14 +208,14 @@ class Guard:
         )
 
     @classmethod
-    def over(
+    def create(
         cls,
         accelerator: "Accelerator | None",
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
         *,
         lr_scheduler: Any = None,
-        ema: Averages | None = None,
+        ema: MovingAverage | None = None,
         config: LadderConfig | None = None,
         folder: str | Path | None = None,
         checks: Collection[str] = CHECKS,
@@ -230,24 +232,24 @@ class Guard:
         if not parameters:
             raise DitLoraError("Guard: there is no optimizer that holds a parameter; got none")
         host = Host(accelerator, parameters[0].device)
-        host.look_for_ranks(parameters)
+        host.detect_shared_training(parameters)
         guard = cls(
             host,
             models,
-            [host.prepared(optimizer) for optimizer in optimizers],
-            config=LoopConfig.of(config or LoopConfig()),
-            folder=host.own_folder(Path(folder)) if folder is not None else None,
-            checks=check_names(checks),
+            [host.find_prepared_optimizer(optimizer) for optimizer in optimizers],
+            config=LoopConfig.from_ladder(config or LoopConfig()),
+            folder=host.get_process_folder(Path(folder)) if folder is not None else None,
+            checks=validate_check_names(checks),
             discovery=discovery,
         )
-        guard._warn_of_narrow_weights()
-        guard._watch(_listed(lr_scheduler), ema)
+        guard._warn_about_half_weights()
+        guard._install_hooks(_to_list(lr_scheduler), ema)
         return guard
 
     @property
     def step(self) -> int:
         """Number of the current optimizer step, from 1."""
-        return self._steps.number
+        return self._step_hooks.number
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -255,9 +257,9 @@ class Guard:
         return self._recovery.events
 
     @property
-    def suspects(self) -> Suspects:
+    def context(self) -> DiagnosisContext:
         """The diagnosis context of the first model: the parts that a diagnosis may inspect and switch off."""
-        return next(iter(self._watched.suspects.values()))
+        return next(iter(self._watched.contexts.values()))
 
     @contextmanager
     def microbatch(
@@ -269,21 +271,21 @@ class Guard:
         index exceeds a model's embedding table, the sample is named before the error is raised (on a CPU; a GPU ends
         the process).
         """
-        self._watched.log.given_names = tuple(ids)
-        self._watched.draw_from(generator)
+        self._watched.log.sample_names = tuple(ids)
+        self._watched.set_generator(generator)
         try:
             yield
         except IndexError:
             # PyTorch's error names neither the sample nor the table.
-            offenders = contain_error(self._watched.find_out_of_range, "an index out of range")
+            offenders = try_or_warn(self._watched.find_out_of_range, "an index out of range")
             if offenders:
-                self._recovery.say(
-                    listed("guard: no table of the model has these indices", offenders)
+                self._recovery.log(
+                    format_list("guard: no table of the model has these indices", offenders)
                 )
             raise
         finally:
-            self._watched.log.given_names = ()
-            self._watched.draw_from(None)
+            self._watched.log.sample_names = ()
+            self._watched.set_generator(None)
 
     def before_save(self, saved: Any = None) -> None:
         """Restore the last good state if trained weights are bad, and report values in `saved` that are not finite.
@@ -291,32 +293,32 @@ class Guard:
         `torch.save` and safetensors do this automatically while a guard lives; call it before saving in another way.
         Not collective: the rank that saves may call it without the others.
         """
-        self._steps.saving(saved, "what is saved")
+        self._step_hooks.before_save(saved, "what is saved")
 
     def before_clipping(self) -> None:
         """Call this before clipping with a function other than `clip_grad_norm_`, so that the bad gradient is
         named.
         """
-        self._steps.before_clipping()
+        self._step_hooks.before_clipping()
 
     def add_schedule(self, schedule: Any) -> None:
         """Hold a learning rate schedule in skipped steps too, and restore it together with the weights."""
         self._state.schedules.append(schedule)
-        self._gate(schedule)
+        self._gate_step(schedule)
 
-    def trains_with(self, optimizer: Any) -> bool:
+    def is_watching(self, optimizer: Any) -> bool:
         """True if this guard watches the optimizer."""
-        return any(watched.inner is optimizer for watched in self._steps.optimizers)
+        return any(watched.inner is optimizer for watched in self._step_hooks.optimizers)
 
     def detach(self) -> None:
         """Stop guarding the loop, and report the number of steps that were not taken."""
-        self._close()
-        EVENTS.remove(self._steps)
+        self._log_summary()
+        EVENTS.remove(self._step_hooks)
         self._watched.stop()
         self._interceptions.undo()
         for optimizer in self._state.optimizers:
             # Without this reference the guard can be freed.
-            vars(_inner(optimizer)).pop(_ANCHOR, None)
+            vars(_unwrap_optimizer(optimizer)).pop(_GUARD_ATTRIBUTE, None)
 
     def require_finite(self) -> None:
         """Check before saving that weights, optimizer state and averages are finite and unaltered. Collective.
@@ -328,102 +330,108 @@ class Guard:
                 weight or a
                 buffer, which snapshots do not hold.
         """
-        self._steps.require_finite()
-        self._note()
+        self._step_hooks.require_finite()
+        self._write_counts()
 
     def check_state(self) -> None:
         """Check like `require_finite`, but only log what cannot be restored. Collective."""
-        contain_error(
-            lambda: self._steps.require_finite(may_raise=False),
+        try_or_warn(
+            lambda: self._step_hooks.require_finite(may_raise=False),
             "looking at what is trained",
-            passes=(NonFiniteError,),
+            reraised=(NonFiniteError,),
         )
-        self._note()
+        self._write_counts()
 
-    def closing_line(self) -> str | None:
+    def format_summary(self) -> str | None:
         """One line on the number of steps that were not taken; None if all were."""
-        return self._recovery.budget.closing()
+        return self._recovery.budget.format_summary()
 
-    def _watch(self, schedules: list[Any], ema: Averages | None) -> None:
-        accelerator, interceptions, hooks = self._host.accelerator, self._interceptions, self._steps
+    def _install_hooks(self, schedules: list[Any], ema: MovingAverage | None) -> None:
+        accelerator, interceptions, hooks = (
+            self._host.accelerator,
+            self._interceptions,
+            self._step_hooks,
+        )
         if accelerator is not None:
-            interceptions.method(accelerator, "end_training", self._end)
+            interceptions.intercept_method(accelerator, "end_training", self._end_training)
             # A loaded checkpoint makes earlier snapshots invalid.
-            interceptions.method(accelerator, "load_state", hooks.load)
-            if self._host.under_deepspeed:
-                interceptions.method(accelerator, "backward", hooks.deepspeed_backward)
+            interceptions.intercept_method(accelerator, "load_state", hooks.load_state)
+            if self._host.uses_deepspeed:
+                interceptions.intercept_method(accelerator, "backward", hooks.deepspeed_backward)
         for watched in hooks.optimizers:
-            interceptions.method(watched.optimizer, "step", watched.step)
-            interceptions.method(watched.optimizer, "load_state_dict", watched.loaded)
+            interceptions.intercept_method(watched.optimizer, "step", watched.step)
+            interceptions.intercept_method(watched.optimizer, "load_state_dict", watched.after_load)
             # A script may drop the guard object, so it has to live as long as the optimizer.
-            setattr(watched.inner, _ANCHOR, _Anchor(self))
-        self._watched.on_survey = self._survey
-        self._survey()
-        for owner in [*schedules, *_listed(ema)]:
-            self._gate(owner)
+            setattr(watched.inner, _GUARD_ATTRIBUTE, _GuardReference(self))
+        self._watched.on_refresh = self._refresh_models
+        self._refresh_models()
+        for owner in [*schedules, *_to_list(ema)]:
+            self._gate_step(owner)
         self._state.ema = ema
         self._state.schedules = [*(accelerator._schedulers if accelerator else []), *schedules]
         # Take a snapshot of the start, so that a failure in the first steps can be undone.
-        if not self._host.under_deepspeed:  # its optimizer state is the engine's
+        if not self._host.uses_deepspeed:  # its optimizer state is the engine's
             self._state.take(0)
         # Events of the process come only now, when everything that handles them exists.
         EVENTS.add(hooks)
         EVENTS.follow_accelerate()
 
-    def _gate(self, owner: Any) -> None:
+    def _gate_step(self, owner: Any) -> None:
         """Make `owner.step` do nothing in a skipped step: neither the learning rate nor an average may move."""
-        gated = _GatedMethod(owner, self._steps.is_gate_shut)
-        self._gated.append(gated)
-        self._interceptions.method(owner, "step", gated.step)
+        gated = _GatedMethod(owner, self._step_hooks.should_skip_update)
+        self._gated_methods.append(gated)
+        self._interceptions.intercept_method(owner, "step", gated.step)
 
-    def _survey(self) -> None:
-        self._steps.survey()
-        self._file.note(
-            models=models_in_words(self._watched.models),
-            optimizers=optimizers_in_words(self._state.optimizers),
+    def _refresh_models(self) -> None:
+        self._step_hooks.refresh()
+        self._file.update(
+            models=describe_models(self._watched.models),
+            optimizers=describe_optimizers(self._state.optimizers),
             checks=sorted(self._checks),
             settings=asdict(self._config),
         )
 
-    def _note(self, **facts: Any) -> None:
+    def _write_counts(self, **facts: Any) -> None:
         """Write the number of steps taken and lost so far."""
         budget = self._recovery.budget
-        disabled = sorted(self._watched.switched_off)
-        self._file.note(taken=budget.taken, lost=budget.lost, switched_off=disabled, **facts)
+        disabled = sorted(self._watched.disabled_names)
+        self._file.update(
+            taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts
+        )
 
-    def _warn_of_narrow_weights(self) -> None:
+    def _warn_about_half_weights(self) -> None:
         """Warn about fp16 weights, where AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and about bf16 weights."""
         dtypes = {p.dtype for p in self._state.parameters.values()}
         if torch.float16 in dtypes:
-            self._host.say(
+            self._host.log(
                 "guard: trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast them to fp32"
             )
         if torch.bfloat16 in dtypes:
-            self._host.say(
+            self._host.log(
                 "guard: trained parameters are bf16: small updates round to nothing; use fp32"
             )
 
-    def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        contain_error(self._close, "closing the guard")
+    def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try_or_warn(self._log_summary, "closing the guard")
         return original(*args, **kwargs)
 
-    def _close(self) -> None:
+    def _log_summary(self) -> None:
         """Log and write the number of steps that were not taken."""
-        self._looks.end()
-        self._note(ended=True)
-        line = self.closing_line()
+        self._healthy_checks.close()
+        self._write_counts(ended=True)
+        line = self.format_summary()
         # Log once: the end of training and `detach` may both call this.
-        if line and not self._has_closed:
-            self._has_closed = True
-            self._host.say(f"guard: {line}")
+        if line and not self._has_logged_summary:
+            self._has_logged_summary = True
+            self._host.log(f"guard: {line}")
 
 
-def _inner(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer without Accelerate's wrapper."""
-    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
+    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     """The value as a list; None becomes an empty list."""
     if value is None:
         return []

@@ -12,18 +12,18 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import read_inside, write_whole
+from dit_lora.files import read_inside, write_atomically
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.bundles import versions
+from dit_lora.guard.attach.bundles import list_package_versions
 from dit_lora.guard.attach.find_models import Models
 from dit_lora.guard.gate import ACCELERATED
-from dit_lora.numerics.dtensors import stock_class
+from dit_lora.numerics.dtensors import get_original_class
 from dit_lora.parsing import parse_json
-from dit_lora.patching import is_a
+from dit_lora.patching import is_instance_of
 
 _LOG = logging.getLogger("dit_lora")
-NAME = "guard.json"
-FORMAT = 1
+FILE_NAME = "guard.json"
+FORMAT_VERSION = 1
 
 
 class GuardFile:
@@ -33,40 +33,42 @@ class GuardFile:
         self.id = secrets.token_hex(4)
         """Identifies this guard's events among those of other guards in the same folder."""
         self._host = host
-        self._path = folder / NAME if folder is not None else None
-        self._part: dict[str, Any] = {
+        self._path = folder / FILE_NAME if folder is not None else None
+        self._entry: dict[str, Any] = {
             "id": self.id,
             "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "script": Path(sys.argv[0]).name if sys.argv else "",
             "loop": "Accelerate" if host.accelerator is not None else "plain PyTorch",
             "device": str(host.device),
-            "versions": versions(),
+            "versions": list_package_versions(),
             "taken": 0,
             "lost": 0,
             "switched_off": [],
             "ended": False,
         }
 
-    def note(self, **facts: Any) -> None:
+    def update(self, **facts: Any) -> None:
         """Update the entry and write it. If the folder cannot be written, logs that once and goes on."""
-        self._part |= {"ranks": self._host.ranks, **facts}
+        self._entry |= {"ranks": self._host.num_ranks, **facts}
         if self._path is None or self._host.rank != 0:
             return
         # Keep what other guards of this folder have written; this guard's entry moves to the end.
-        other_entries = [entry for entry in starts_in(self._path.parent) if entry["id"] != self.id]
-        content = {"format": FORMAT, "starts": [*other_entries, self._part]}
+        other_entries = [
+            entry for entry in read_entries(self._path.parent) if entry["id"] != self.id
+        ]
+        content = {"format": FORMAT_VERSION, "starts": [*other_entries, self._entry]}
         try:
-            write_whole(self._path, dumps(content, indent=1) + "\n")
+            write_atomically(self._path, dumps(content, indent=1) + "\n")
         except OSError as error:
             _LOG.warning("guard: cannot write %s: %s", self._path, error.strerror)
             # Later updates are skipped, so the warning is not repeated.
             self._path = None
 
 
-def starts_in(folder: Path) -> list[dict[str, Any]]:
+def read_entries(folder: Path) -> list[dict[str, Any]]:
     """The entries of guard.json, the most recently written last; empty if the file cannot be read."""
     try:
-        content = parse_json(read_inside(folder, folder / NAME))
+        content = parse_json(read_inside(folder, folder / FILE_NAME))
     except (OSError, ValueError):
         return []
     # A file of another program or a torn one counts as empty.
@@ -78,7 +80,7 @@ def starts_in(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def models_in_words(models: Models) -> list[dict[str, Any]]:
+def describe_models(models: Models) -> list[dict[str, Any]]:
     """Class, parameter counts and dtypes of each model, for guard.json."""
     entries = []
     for prefix, model in models.items():
@@ -90,8 +92,8 @@ def models_in_words(models: Models) -> list[dict[str, Any]]:
         }
         entries.append(
             {
-                "name": prefix.removesuffix(".") or stock_class(model).__name__,
-                "class": stock_class(model).__name__,
+                "name": prefix.removesuffix(".") or get_original_class(model).__name__,
+                "class": get_original_class(model).__name__,
                 "parameters": sum(parameter.numel() for parameter in parameters),
                 "trained": sum(parameter.numel() for parameter in trained),
                 "dtypes": list(dtypes),
@@ -100,9 +102,9 @@ def models_in_words(models: Models) -> list[dict[str, Any]]:
     return entries
 
 
-def optimizers_in_words(optimizers: Sequence[Any]) -> list[str]:
+def describe_optimizers(optimizers: Sequence[Any]) -> list[str]:
     unwrapped = (
-        optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
+        optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
         for optimizer in optimizers
     )
     return [type(optimizer).__name__ for optimizer in unwrapped]

@@ -21,7 +21,7 @@ models nor optimizers alive that the loop has dropped.
 """
 
 
-def _skip_frame(function: Callable[..., Any]) -> None:
+def _exclude_from_dynamo(function: Callable[..., Any]) -> None:
     """Keep dynamo from compiling this function's own frame; the frames that it calls are compiled as usual."""
     # There is no public function for this; the name has changed between torch versions.
     eval_frame: Any = torch._C._dynamo.eval_frame
@@ -44,7 +44,7 @@ class _WeakHandler:
         self.owner: weakref.ref[Any] = weakref.ref(method.__self__)
         self.function: Callable[..., Any] = method.__func__
 
-    def is_of(self, handler: Handler) -> bool:
+    def refers_to(self, handler: Handler) -> bool:
         method: Any = handler
         return self.owner() is method.__self__ and self.function is method.__func__
 
@@ -58,7 +58,7 @@ class _ClassMethodPatch:
         self.handlers: dict[int, tuple[weakref.ref[Any], list[_WeakHandler]]] = {}
         """Object id to a weak reference and the handlers, outermost last."""
         # False for an inherited method, whose replacement is deleted afterwards and not restored.
-        self._is_own = name in vars(cls)
+        self._is_class_attribute = name in vars(cls)
         self._original = getattr(cls, name)
         self._replacement = self._make_replacement()
         setattr(cls, name, self._replacement)
@@ -67,14 +67,14 @@ class _ClassMethodPatch:
         handlers = self.handlers
         is_compiling = torch.compiler.is_compiling
         original = self._original
-        if not self._is_own:
+        if not self._is_class_attribute:
             cls, name = self.cls, self.name
 
             # Look up an inherited method at each call: other code may replace it on the base class.
             def original(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return getattr(super(cls, self), name)(*args, **kwargs)
 
-            _skip_frame(original)
+            _exclude_from_dynamo(original)
 
         @functools.wraps(self._original)
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class _ClassMethodPatch:
             return call(*args, **kwargs)
 
         # As the first frame of a compiled region, this frame runs uncompiled and the frames below it are compiled.
-        _skip_frame(replacement)
+        _exclude_from_dynamo(replacement)
         return replacement
 
     def add(self, owner: Any, handler: Handler) -> None:
@@ -102,17 +102,19 @@ class _ClassMethodPatch:
             handlers = self.handlers
 
             # Ids are reused, so the entry must end with the object.
-            def forget(_ref: weakref.ref[Any]) -> None:
+            def remove_entry(_ref: weakref.ref[Any]) -> None:
                 handlers.pop(key, None)
 
-            self.handlers[key] = (weakref.ref(owner, forget), [])
+            self.handlers[key] = (weakref.ref(owner, remove_entry), [])
         self.handlers[key][1].append(_WeakHandler(handler))
 
     def remove(self, key: int, handler: Handler) -> None:
         entry = self.handlers.get(key)
         if entry is not None:
             # Handlers whose owner is gone are removed too.
-            entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.is_of(handler)]
+            entry[1][:] = [
+                h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)
+            ]
             if not entry[1]:
                 del self.handlers[key]
         if not self.handlers:
@@ -121,7 +123,7 @@ class _ClassMethodPatch:
     def _restore(self) -> None:
         # If other code has patched on top of this patch, leave it: it passes every call on.
         if vars(self.cls).get(self.name) is self._replacement:
-            if self._is_own:
+            if self._is_class_attribute:
                 setattr(self.cls, self.name, self._original)
             else:
                 delattr(self.cls, self.name)
@@ -135,33 +137,33 @@ class Interceptions:
     """The methods and functions that one guard intercepts; `undo` restores them in reverse order."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo_functions: list[Callable[[], None]] = []
 
-    def method(self, owner: Any, name: str, handler: Handler) -> None:
+    def intercept_method(self, owner: Any, name: str, handler: Handler) -> None:
         """Call `handler(original, ...)` instead of `owner.name(...)`, for this object only.
 
         If the object has an instance attribute of that name, as an optimizer has once a schedule was created for it,
         that attribute is replaced by a function with the same markers.
         """
         if name in vars(owner):
-            self._attribute(owner, name, handler)
+            self._intercept_attribute(owner, name, handler)
             return
         patch = _class_patches.get((type(owner), name))
         if patch is None:
             patch = _class_patches[type(owner), name] = _ClassMethodPatch(type(owner), name)
         patch.add(owner, handler)
         key = id(owner)
-        self._undo.append(lambda: patch.remove(key, handler))
+        self._undo_functions.append(lambda: patch.remove(key, handler))
 
-    def class_method(self, cls: type, name: str, handler: Handler) -> None:
+    def intercept_class_method(self, cls: type, name: str, handler: Handler) -> None:
         """Call `handler(original, self, ...)` instead of a method of every object of the class."""
-        self._replace(cls, name, handler)
+        self._replace_attribute(cls, name, handler)
 
-    def function(self, module: ModuleType, name: str, handler: Handler) -> None:
+    def intercept_function(self, module: ModuleType, name: str, handler: Handler) -> None:
         """Call `handler(original, ...)` instead of a module's function."""
-        self._replace(module, name, handler)
+        self._replace_attribute(module, name, handler)
 
-    def _replace(self, holder: Any, name: str, handler: Handler) -> None:
+    def _replace_attribute(self, holder: Any, name: str, handler: Handler) -> None:
         is_defined, original = name in vars(holder), getattr(holder, name)
         is_compiling = torch.compiler.is_compiling
         # Once the handler's owner is gone, calls go to the original.
@@ -174,7 +176,7 @@ class Interceptions:
                 return original(*args, **kwargs)
             return weak_handler.function(owner, original, *args, **kwargs)
 
-        _skip_frame(replacement)
+        _exclude_from_dynamo(replacement)
         setattr(holder, name, replacement)
 
         def restore() -> None:
@@ -186,18 +188,18 @@ class Interceptions:
             else:
                 delattr(holder, name)
 
-        self._undo.append(restore)
+        self._undo_functions.append(restore)
 
-    def handle(self, handle: Any) -> None:
+    def add_hook_handle(self, handle: Any) -> None:
         """Register a torch hook handle to be removed by `undo`."""
-        self._undo.append(handle.remove)
+        self._undo_functions.append(handle.remove)
 
     def undo(self) -> None:
-        while self._undo:
+        while self._undo_functions:
             # The newest first, so that nested replacements come off in the right order.
-            self._undo.pop()()
+            self._undo_functions.pop()()
 
-    def _attribute(self, owner: Any, name: str, handler: Handler) -> None:
+    def _intercept_attribute(self, owner: Any, name: str, handler: Handler) -> None:
         original = vars(owner)[name]
         handlers = [_WeakHandler(handler)]
         # Do not keep the object alive until `undo`.
@@ -219,4 +221,4 @@ class Interceptions:
             if live is not None and vars(live).get(name) is replacement:
                 setattr(live, name, original)
 
-        self._undo.append(restore)
+        self._undo_functions.append(restore)

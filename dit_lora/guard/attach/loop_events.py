@@ -15,33 +15,33 @@ from typing import Any, Protocol
 
 import torch
 
-from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.interception import Interceptions
-from dit_lora.guard.attach.samples.dataloaders import DataLoaders
+from dit_lora.guard.attach.samples.dataloaders import DataLoaderFollower
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
-from dit_lora.guard.attach.samples.opened_files import note_path
+from dit_lora.guard.attach.samples.opened_files import record_path
 from dit_lora.guard.gate import NonFiniteError
 
 
 class LoopListener(Protocol):
     """The interface through which a guard receives these events."""
 
-    def backward_begins(self, tensors: Any) -> None: ...
+    def before_backward(self, tensors: Any) -> None: ...
 
-    def backward_failed(self, error: RuntimeError) -> None: ...
+    def on_backward_error(self, error: RuntimeError) -> None: ...
 
-    def gradient_norm(self) -> None: ...
+    def before_gradient_norm(self) -> None: ...
 
-    def norm_is_bad(self, *, raises: bool) -> None: ...
+    def on_bad_norm(self, *, raises: bool) -> None: ...
 
-    def scaler_step(
+    def take_scaler_step(
         self, scaler: Any, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Handle the step of a scaler; NotImplemented for another guard's optimizer."""
 
-    def saving(self, value: Any, path: str) -> None: ...
+    def before_save(self, value: Any, path: str) -> None: ...
 
-    def weights_loaded(self, module: torch.nn.Module) -> None: ...
+    def after_weights_loaded(self, module: torch.nn.Module) -> None: ...
 
 
 class LoopEvents:
@@ -50,9 +50,9 @@ class LoopEvents:
     def __init__(self) -> None:
         self.batches = LoadedBatches()
         """Batches that the process's DataLoaders have handed out."""
-        self._loaders = DataLoaders(self.batches)
+        self._loaders = DataLoaderFollower(self.batches)
         self._listeners: list[weakref.ref[Any]] = []
-        self._num_holders = 0
+        self._num_users = 0
         self._interceptions: Interceptions | None = None
         self._is_saving = False
         self.after_backward: list[Callable[[], None]] = []
@@ -61,29 +61,29 @@ class LoopEvents:
     def add(self, listener: LoopListener) -> None:
         """Notify a guard of every event from now on."""
         # When the loop drops its guard, stop intercepting.
-        self._listeners.append(weakref.ref(listener, lambda _ref: self._release()))
+        self._listeners.append(weakref.ref(listener, lambda _ref: self._uninstall_if_unused()))
         self._install()
 
     def remove(self, listener: LoopListener) -> None:
         self._listeners[:] = [ref for ref in self._listeners if ref() not in (None, listener)]
-        self._release()
+        self._uninstall_if_unused()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def intercept(self) -> Iterator[None]:
         """Intercept the loop's functions inside the context, even before a guard exists."""
-        self.hold()
+        self.acquire()
         try:
             yield
         finally:
-            self.let_go()
+            self.release()
 
-    def hold(self) -> None:
-        self._num_holders += 1
+    def acquire(self) -> None:
+        self._num_users += 1
         self._install()
 
-    def let_go(self) -> None:
-        self._num_holders -= 1
-        self._release()
+    def release(self) -> None:
+        self._num_users -= 1
+        self._uninstall_if_unused()
 
     def follow_accelerate(self) -> None:
         """Follow Accelerate's loaders too, if the loop has imported it since."""
@@ -95,49 +95,53 @@ class LoopEvents:
             return
         interceptions = self._interceptions = Interceptions()
         # `Tensor.backward` calls this function too.
-        interceptions.function(torch.autograd, "backward", self._backward)
+        interceptions.intercept_function(torch.autograd, "backward", self._intercept_backward)
         clip = import_module("torch.nn.utils.clip_grad")
         # Intercept a function inside clip_grad_norm_, since scripts have often imported clip_grad_norm_ itself by
         # name.
         if hasattr(clip, "_get_total_norm"):
-            interceptions.function(clip, "_get_total_norm", self._norm)
-        interceptions.class_method(torch.amp.GradScaler, "step", self._scaler_step)
-        interceptions.function(torch, "save", self._torch_save)
+            interceptions.intercept_function(clip, "_get_total_norm", self._intercept_norm)
+        interceptions.intercept_class_method(
+            torch.amp.GradScaler, "step", self._intercept_scaler_step
+        )
+        interceptions.intercept_function(torch, "save", self._intercept_torch_save)
         script = import_module("torch.jit._script")
         for name in ("save", "save_to_buffer"):  # what torch.jit.save goes through
             for kind in (script.ScriptModule, script.RecursiveScriptModule):
-                interceptions.class_method(kind, name, self._script_save)
-        interceptions.class_method(torch.nn.Module, "load_state_dict", self._load)
+                interceptions.intercept_class_method(kind, name, self._intercept_script_save)
+        interceptions.intercept_class_method(
+            torch.nn.Module, "load_state_dict", self._intercept_load
+        )
         if find_spec("safetensors") is not None:
             module = import_module("safetensors.torch")
-            interceptions.function(module, "save_file", self._safetensors_save)
-            interceptions.function(module, "safe_open", self._safetensors_open)
+            interceptions.intercept_function(module, "save_file", self._intercept_safetensors_save)
+            interceptions.intercept_function(module, "safe_open", self._intercept_safetensors_open)
             # Both save functions go through this one, which also covers scripts that have imported them by name.
             if hasattr(module, "_flatten_as_ptr"):
-                interceptions.function(module, "_flatten_as_ptr", self._safetensors_flatten)
+                interceptions.intercept_function(module, "_flatten_as_ptr", self._intercept_flatten)
         # A script that has not imported NumPy saves nothing with it, so do not import it here.
         numpy = sys.modules.get("numpy")
         for name in ("save", "savez", "savez_compressed") if numpy is not None else ():
-            interceptions.function(numpy, name, self._numpy_save)  # type: ignore[arg-type]
+            interceptions.intercept_function(numpy, name, self._intercept_numpy_save)  # type: ignore[arg-type]
         self._loaders.follow(interceptions)
 
-    def _release(self) -> None:
-        if self._interceptions is not None and not self._num_holders and not self._live():
+    def _uninstall_if_unused(self) -> None:
+        if self._interceptions is not None and not self._num_users and not self._list_listeners():
             self._interceptions.undo()
             self._interceptions = None
-            self.batches.forget()
+            self.batches.clear()
 
-    def _live(self) -> list[Any]:
+    def _list_listeners(self) -> list[Any]:
         live = [listener for ref in self._listeners if (listener := ref()) is not None]
         if len(live) < len(self._listeners):
             self._listeners[:] = [ref for ref in self._listeners if ref() is not None]
         return live
 
-    def _each(self, act: Callable[[Any], Any], what: str) -> None:
-        for listener in self._live():
-            contain_error(lambda: act(listener), what, passes=(NonFiniteError,))  # noqa: B023
+    def _notify(self, notify: Callable[[Any], Any], activity: str) -> None:
+        for listener in self._list_listeners():
+            try_or_warn(lambda: notify(listener), activity, reraised=(NonFiniteError,))  # noqa: B023
 
-    def _backward(
+    def _intercept_backward(
         self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
         # A checkpointed block runs a nested backward inside the loop's.
@@ -146,95 +150,99 @@ class LoopEvents:
             return
         for reference in tuple(self._listeners):
             if (listener := reference()) is not None:
-                listener.backward_begins(tensors)
+                listener.before_backward(tensors)
         try:
             original(tensors, *args, **kwargs)
         except RuntimeError as error:
             # Only anomaly mode raises for NaN; other errors of a backward are the loop's own.
             if torch.is_anomaly_enabled():
                 backward_error = error
-                self._each(
-                    lambda listener: listener.backward_failed(backward_error), "a failed backward"
+                self._notify(
+                    lambda listener: listener.on_backward_error(backward_error), "a failed backward"
                 )
             raise
         if self.after_backward:
             for act in list(self.after_backward):
-                contain_error(act, "after a backward")
+                try_or_warn(act, "after a backward")
 
-    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for listener in self._live():
-            listener.gradient_norm()
+    def _intercept_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for listener in self._list_listeners():
+            listener.before_gradient_norm()
         try:
             norm = original(*args, **kwargs)
         except RuntimeError:  # error_if_nonfinite
-            self._each(lambda listener: listener.norm_is_bad(raises=True), "a bad gradient norm")
+            self._notify(lambda listener: listener.on_bad_norm(raises=True), "a bad gradient norm")
             raise
         # If the norm is finite, so is every gradient.
         if isinstance(norm, torch.Tensor) and not isfinite(norm.item()):
-            self._each(lambda listener: listener.norm_is_bad(raises=False), "a bad gradient norm")
+            self._notify(lambda listener: listener.on_bad_norm(raises=False), "a bad gradient norm")
         return norm
 
-    def _scaler_step(
+    def _intercept_scaler_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        for listener in self._live():
-            result = listener.scaler_step(scaler, original, optimizer, *args, **kwargs)
+        for listener in self._list_listeners():
+            result = listener.take_scaler_step(scaler, original, optimizer, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return original(scaler, optimizer, *args, **kwargs)
 
-    def _load(
+    def _intercept_load(
         self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         result = original(module, *args, **kwargs)
-        self._each(lambda listener: listener.weights_loaded(module), "following loaded weights")
+        self._notify(
+            lambda listener: listener.after_weights_loaded(module), "following loaded weights"
+        )
         return result
 
-    def _torch_save(
+    def _intercept_torch_save(
         self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._save(obj, f)
+        self._check_saved(obj, f)
         return original(obj, f, *args, **kwargs)
 
-    def _script_save(
+    def _intercept_script_save(
         self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._save(module, args[0] if args else kwargs.get("f", ""))
+        self._check_saved(module, args[0] if args else kwargs.get("f", ""))
         return original(module, *args, **kwargs)
 
-    def _safetensors_open(
+    def _intercept_safetensors_open(
         self, original: Callable[..., Any], filename: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        note_path(filename)
+        record_path(filename)
         return original(filename, *args, **kwargs)
 
-    def _safetensors_save(
+    def _intercept_safetensors_save(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._save(tensors, args[0] if args else kwargs.get("filename", ""))
+        self._check_saved(tensors, args[0] if args else kwargs.get("filename", ""))
         # `save_file` calls other functions that are intercepted; check the tensors once.
-        with self.own_save():
+        with self.ignore_saves():
             return original(tensors, *args, **kwargs)
 
-    def _safetensors_flatten(
+    def _intercept_flatten(
         self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._save(tensors, "")
+        self._check_saved(tensors, "")
         return original(tensors, *args, **kwargs)
 
-    def _numpy_save(
+    def _intercept_numpy_save(
         self, original: Callable[..., Any], file: Any, *arrays: Any, **named: Any
     ) -> Any:
-        self._save({**dict(enumerate(arrays)), **named}, file)
+        self._check_saved({**dict(enumerate(arrays)), **named}, file)
         return original(file, *arrays, **named)
 
-    def _save(self, value: Any, path: object) -> None:
+    def _check_saved(self, value: Any, path: object) -> None:
         if not self._is_saving:  # the guard has already checked what it writes itself
             name = _file_name(path)
-            self._each(lambda listener: listener.saving(value, name), "looking at what is saved")
+            self._notify(
+                lambda listener: listener.before_save(value, name), "looking at what is saved"
+            )
 
     @contextmanager
-    def own_save(self) -> Iterator[None]:
+    def ignore_saves(self) -> Iterator[None]:
         """Check nothing that is saved inside the context."""
         was_saving, self._is_saving = self._is_saving, True
         try:

@@ -20,27 +20,27 @@ from dit_lora.config.ladder import LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.files import append_line
 from dit_lora.guard.attach.accelerator_adapter import Host
-from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
 from dit_lora.guard.attach.watched_models import WatchedModels
-from dit_lora.guard.attention_backends import AttentionCall, recorded_calls
+from dit_lora.guard.attention_backends import AttentionCall, record_attention_calls
 from dit_lora.guard.checks import (
-    attention_backends,
+    check_attention_backends,
     check_base_weights,
-    gradients_reach,
-    wrong_backends,
+    check_gradient_coverage,
+    find_wrong_backends,
 )
-from dit_lora.guard.event import Event, kernel_event
+from dit_lora.guard.event import Event, make_kernel_event
 from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.spikes import SpikeDetector
-from dit_lora.guard.switches import attention_switches
-from dit_lora.numerics.dtensors import local
+from dit_lora.guard.switches import list_attention_fallbacks
+from dit_lora.numerics.dtensors import get_local_tensor
 
-STATISTICS = "statistics.jsonl"
-LOOKS = ("preflight", "monitor_every", "spike_threshold")
+STATISTICS_FILE = "statistics.jsonl"
+OPTIONAL_CHECKS = ("preflight", "monitor_every", "spike_threshold")
 Parameters = Mapping[str, nn.Parameter]
 
 
-class Looks:
+class HealthyStepChecks:
     """The optional checks of healthy steps. Every rank calls the same methods in the same order."""
 
     def __init__(
@@ -57,119 +57,121 @@ class Looks:
             raise DitLoraError(
                 "Guard: monitor_every writes statistics of modules to a folder, and none was given; give folder="
             )
-        enabled = [name for name in LOOKS if getattr(config, name)]
-        self.is_wanted = bool(enabled)
+        enabled = [name for name in OPTIONAL_CHECKS if getattr(config, name)]
+        self.is_enabled = bool(enabled)
         """False if none of these checks is enabled."""
-        if enabled and host.under_deepspeed:
+        if enabled and host.uses_deepspeed:
             raise DitLoraError(
                 f"Guard: DeepSpeed's engine takes steps by itself, so there is no {', '.join(enabled)} under it; "
                 "leave it out"
             )
         self._host = host
         self._watched = watched
-        self._every = config.monitor_every
+        self._interval_steps = config.monitor_every
         self._folder = folder
-        self._id = guard_id
+        self._guard_id = guard_id
         self._write = write
         self._monitor: Monitor | None = None
         """The monitor of the current step if it gets statistics, from its first call until the next step begins."""
         self._hooks = ExitStack()
         self._has_gradients = False
-        self._updated = 0
+        self._measured_step = 0
         """The step whose update is still to be measured, since several optimizers may make it. 0 for none."""
-        self._written = 0
+        self._last_written_step = 0
         """The last step whose statistics were written."""
         self._spikes: SpikeDetector | None = None
         if config.spike_threshold is not None:
             self._spikes = SpikeDetector(
                 window=config.spike_window, threshold=config.spike_threshold
             )
-        self._norm: torch.Tensor | None = None
-        self._wants_preflight = config.preflight
-        self._attention: Counter[AttentionCall] = Counter()
+        self._gradient_norm: torch.Tensor | None = None
+        self._should_run_preflight = config.preflight
+        self._attention_calls: Counter[AttentionCall] = Counter()
         # Record attention calls until the first healthy step.
         if config.preflight:
-            listen(self._around)
+            add_listener(self._record_attention)
 
-    def call_begins(self, step: int) -> None:
+    def before_call(self, step: int) -> None:
         """Hook the modules if this step gets statistics."""
         # This call belongs to the next step, so finish the measured one first.
-        self.step_begins()
-        is_due = self._every and step % self._every == 0
+        self.before_step()
+        is_due = self._interval_steps and step % self._interval_steps == 0
         # A closure may run several times within a step.
-        if not is_due or self._monitor is not None or step == self._written:
+        if not is_due or self._monitor is not None or step == self._last_written_step:
             return
         # The watched models may have changed since the last measured step.
-        self._monitor = Monitor(self._watched.together.model, every=1)
-        self._hooks.enter_context(self._monitor.watching())
+        self._monitor = Monitor(self._watched.joint_context.model, interval_steps=1)
+        self._hooks.enter_context(self._monitor.record_outputs())
 
-    def gradients(self, parameters: Parameters) -> None:
+    def record_gradients(self, parameters: Parameters) -> None:
         """Measure the gradients before clipping, once per step."""
         if self._monitor is not None and not self._has_gradients:
-            self._monitor.gradients()
+            self._monitor.record_gradient_norms()
             self._has_gradients = True
-        if self._spikes is not None and self._norm is None:
-            self._norm = self._norm_of([p.grad for p in parameters.values() if p.grad is not None])
+        if self._spikes is not None and self._gradient_norm is None:
+            self._gradient_norm = self._compute_norm(
+                [p.grad for p in parameters.values() if p.grad is not None]
+            )
 
-    def healthy(
+    def check_step(
         self, step: int, optimizer: Any, parameters: Parameters, losses: Sequence[torch.Tensor]
     ) -> None:
         """Check a step that is about to be taken. Collective."""
-        if self._wants_preflight:
-            self._preflight(step, optimizer, parameters)
+        if self._should_run_preflight:
+            self._run_preflight(step, optimizer, parameters)
         if self._spikes is not None:
-            self._observe(self._spikes, step, losses)
-        self._norm = None
+            self._observe_spikes(self._spikes, step, losses)
+        self._gradient_norm = None
         # With several optimizers, the first one ends the forward passes and starts the update.
-        if self._monitor is not None and not self._updated:
+        if self._monitor is not None and not self._measured_step:
             self._hooks.close()
             self._monitor.before_update()
-            self._updated = step
+            self._measured_step = step
 
-    def left_out(self) -> None:
+    def discard_step(self) -> None:
         """Discard the measurements of a failed step."""
-        self._norm = None
-        self._drop()
+        self._gradient_norm = None
+        self._reset()
 
-    def step_begins(self) -> None:
+    def before_step(self) -> None:
         """Write the statistics of the previous step, whose last optimizer has stepped. Collective."""
-        if not self._updated:
+        if not self._measured_step:
             return
-        monitor, step = self._monitor, self._updated
-        self._written = step
+        monitor, step = self._monitor, self._measured_step
+        self._last_written_step = step
         assert monitor is not None  # it has looked at what is updated
         monitor.after_update()
-        modules, hidden = monitor.collect(), monitor.hidden_infinities()
-        self._drop()
+        modules, hidden = monitor.collect(), monitor.find_hidden_infinities()
+        self._reset()
         if modules and self._host.rank == 0 and self._folder is not None:
-            line = {"step": step, "guard": self._id, "modules": modules}
+            line = {"step": step, "guard": self._guard_id, "modules": modules}
             self._folder.mkdir(parents=True, exist_ok=True)
-            append_line(self._folder / STATISTICS, json.dumps(line))
+            append_line(self._folder / STATISTICS_FILE, json.dumps(line))
         if hidden:
             names = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
             message = f"the step is finite, but the output of {names} is not: something hides it"
             self._report(step, "hidden_infinity", message, cause="precision", module=hidden[0])
 
-    def end(self) -> None:
-        leave(self._around)
-        self.step_begins()
-        self._drop()
+    def close(self) -> None:
+        remove_listener(self._record_attention)
+        self.before_step()
+        self._reset()
 
     @contextmanager
-    def _around(self, call: OutermostCall) -> Iterator[None]:
-        with recorded_calls() as calls:
+    def _record_attention(self, call: OutermostCall) -> Iterator[None]:
+        with record_attention_calls() as calls:
             yield
-        self._attention += calls
+        self._attention_calls += calls
 
-    def _drop(self) -> None:
+    def _reset(self) -> None:
         self._hooks.close()
-        self._monitor, self._has_gradients, self._updated = None, False, 0
+        self._monitor, self._has_gradients, self._measured_step = None, False, 0
 
-    def _norm_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _compute_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of all gradients over all ranks, as an fp32 scalar on the device."""
         if not gradients:
             return torch.zeros((), device=self._host.device)
-        parts = [local(gradient) for gradient in gradients]
+        parts = [get_local_tensor(gradient) for gradient in gradients]
         # A model may be spread over several devices.
         norms = [norm.to(self._host.device).float() for norm in torch._foreach_norm(parts, 2)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -180,7 +182,9 @@ class Looks:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().float()
 
-    def _observe(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
+    def _observe_spikes(
+        self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]
+    ) -> None:
         device = self._host.device
         means = [loss.detach().float().mean().to(device) for loss in losses]
         # (2,): sum and number of losses, so that one all-reduce gives the mean over ranks.
@@ -190,61 +194,61 @@ class Looks:
                 torch.tensor(float(len(means)), device=device),
             ]
         )
-        total, count = self._host.summed(sum_and_count)  # over micro-batches and ranks
+        total, count = self._host.sum_flags(sum_and_count)  # over micro-batches and ranks
         series = {"loss": total / count} if count else {}
-        if self._norm is not None:
-            series["grad_norm"] = float(self._norm)
+        if self._gradient_norm is not None:
+            series["grad_norm"] = float(self._gradient_norm)
         for name, value in series.items():
             spike = spikes.observe(name, value)
             if spike is not None:
-                self._report(step, "spike", spike.words)
+                self._report(step, "spike", spike.message)
 
-    def _preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
+    def _run_preflight(self, step: int, optimizer: Any, parameters: Parameters) -> None:
         """Check the first healthy step. Each failed check is logged; none stops the loop. Collective."""
         start_s = time.perf_counter()
-        self._wants_preflight = False
-        leave(self._around)
+        self._should_run_preflight = False
+        remove_listener(self._record_attention)
         # With several optimizers, each has its own steps, and gradients only for these.
         optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p) for name, p in parameters.items() if id(p) in optimizer_ids]
-        attention, _ = attention_backends(self._attention, self._host.device)
-        self._attention.clear()
+        attention, _ = check_attention_backends(self._attention_calls, self._host.device)
+        self._attention_calls.clear()
         findings = [
-            *check_base_weights(self._watched.together.model),
-            gradients_reach(trained),
+            *check_base_weights(self._watched.joint_context.model),
+            check_gradient_coverage(trained),
             *attention,
         ]
         for finding in findings:
             if not finding.ok:
                 self._report(step, "preflight", f"{finding.check}: {finding.words}")
-        self._switch_off(step, wrong_backends(attention))
+        self._disable_backends(step, find_wrong_backends(attention))
         duration_s = time.perf_counter() - start_s
-        self._say(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
+        self._log(f"guard: {len(findings)} checks at the first healthy step, {duration_s:.1f} s")
 
-    def _switch_off(self, step: int, wrong: list[str]) -> None:
+    def _disable_backends(self, step: int, wrong_backends: list[str]) -> None:
         """Switch off on all ranks the backends that are wrong on any rank. Collective."""
-        fallbacks = {fallback.name: fallback for fallback in attention_switches()}
+        fallbacks = {fallback.name: fallback for fallback in list_attention_fallbacks()}
         # Sorted, so that all ranks switch off and report in the same order.
-        for backend in sorted(set(self._host.gathered(wrong))):
+        for backend in sorted(set(self._host.gather_objects(wrong_backends))):
             name = f"attention:{backend}"
-            if name not in fallbacks or name in self._watched.switched_off:
+            if name not in fallbacks or name in self._watched.disabled_names:
                 continue  # `math`, which cannot be switched off, or off already
-            fallbacks[name].turn_off()
-            self._watched.switched_off.add(name)
+            fallbacks[name].disable()
+            self._watched.disabled_names.add(name)
             message = (
                 f"{name} differs from fp64 at this model's own calls; switched off for this run"
             )
-            event = kernel_event(step, "preflight", message, name, cause="attention_backend")
-            self._write(replace(event, facts={"guard": self._id}))
-            self._say(f"guard: step {step}: {message}")
+            event = make_kernel_event(step, "preflight", message, name, cause="attention_backend")
+            self._write(replace(event, facts={"guard": self._guard_id}))
+            self._log(f"guard: step {step}: {message}")
 
     def _report(
-        self, step: int, kind: str, words: str, cause: str = "unknown", **facts: str
+        self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str
     ) -> None:
         """Log and write an observation about a healthy step, on which no action is taken."""
-        diagnosis = {"cause": cause, "words": words, **facts}
-        self._write(Event(step, kind, diagnosis, facts={"guard": self._id}))
-        self._say(f"guard: step {step}: {words}")
+        diagnosis = {"cause": cause, "words": message, **facts}
+        self._write(Event(step, kind, diagnosis, facts={"guard": self._guard_id}))
+        self._log(f"guard: step {step}: {message}")
 
-    def _say(self, words: str) -> None:
-        self._host.say(words)
+    def _log(self, message: str) -> None:
+        self._host.log(message)

@@ -9,14 +9,14 @@ from torch import nn
 from dit_lora.guard.attach.calls.call_rows import (
     RowCutter,
     SamplePart,
+    collect_named_tensors,
     count_samples,
     iter_parts,
-    named_tensors,
 )
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
-from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_row_of_item
+from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches, is_item_row
 from dit_lora.guard.attach.samples.tensors import has_rows, map_tensors
-from dit_lora.guard.replay import MicroBatch, run
+from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 
 _MAX_REPLACED = 64
 
@@ -27,40 +27,40 @@ class SampleNamer:
 
     batches: LoadedBatches
 
-    def name(self, call: CapturedCall, part: SamplePart) -> str | None:
+    def find_name(self, call: CapturedCall, part: SamplePart) -> str | None:
         """Name of the sample that an argument's part belongs to: set by the loop, or a proven dataset index; else
         None.
         """
         # Names that the loop has set need no proof.
-        if call.names and part.row is not None and len(call.names) == part.num_parts:
-            return call.names[part.row]
-        name = self.batches.find(part.values)
-        return name if name is not None else self.batches.single_item(call.argument_ids)
+        if call.sample_names and part.row is not None and len(call.sample_names) == part.num_parts:
+            return call.sample_names[part.row]
+        name = self.batches.find_item_name(part.values)
+        return name if name is not None else self.batches.find_single_item(call.argument_ids)
 
-    def with_file_names(
+    def use_file_names(
         self, samples: Mapping[str, str], bad: Sequence[SamplePart]
     ) -> dict[str, str]:
         """Replace row names by file names for datasets that return ready batches, where a row number says little.
 
         The files are read again: as many of them must hold a bad value as there are samples.
         """
-        if not any(map(is_row_of_item, samples)):
+        if not any(map(is_item_row, samples)):
             return dict(samples)
         # Reading the files again has to find as many bad ones as there are bad samples.
-        files = {name for part in bad for name in self.batches.bad_files_of(part.values)}
+        files = {name for part in bad for name in self.batches.list_bad_files(part.values)}
         if len(files) != len(samples):
             return dict(samples)
         return dict(zip(sorted(files), samples.values(), strict=True))
 
-    def with_proven_names(self, call: CapturedCall) -> CapturedCall:
+    def add_proven_names(self, call: CapturedCall) -> CapturedCall:
         """The call with sample names, if all floating-point tensors of each row agree on its name.
 
         For ranks that exchange calls: a copy of a call's tensors can no longer be matched with batches.
         """
-        if call.names:
+        if call.sample_names:
             return call
         names_by_argument = [
-            [self.batches.find(part.values) for part in parts]
+            [self.batches.find_item_name(part.values) for part in parts]
             for parts in iter_parts(call.arguments)
             if parts and parts[0].row is not None
         ]
@@ -70,28 +70,28 @@ class SampleNamer:
             if name is None or any(candidate != name for candidate in row_names):
                 return call
             names.append(name)
-        return replace(call, names=tuple(names))
+        return replace(call, sample_names=tuple(names))
 
-    def bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
+    def find_bad_items(self, call: CapturedCall, num_bad_rows: int) -> dict[str, str]:
         """Items with bad values in the call's batch, with their descriptions.
 
         A batch may be bad although no row of the call is: values may be transformed before a model sees them, or go
         only to the loss. An item is named if its loaded values are bad and the number of bad rows is the number of bad
         items or the size of the batch.
         """
-        items = self.batches.bad_items(self._batch_of(call))
+        items = self.batches.find_bad_items(self._find_batch_number(call))
         named = {item.name: item.description for item in items if item.name}
         covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
         return (
             named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
         )
 
-    def row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
+    def find_row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
         """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
 
         For models that need several samples at once, such as those with batch norm.
         """
-        cutter = call.cutter()
+        cutter = call.make_cutter()
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
             return None
         # Rows whose replacement makes the whole call healthy.
@@ -105,19 +105,19 @@ class SampleNamer:
         if _is_healthy(call, model):
             return None
         return (
-            call.names[fixing_rows[0]]
-            if call.names
-            else self._name_of_row(call, fixing_rows[0], None, model, cutter)
+            call.sample_names[fixing_rows[0]]
+            if call.sample_names
+            else self._name_row(call, fixing_rows[0], None, model, cutter)
         )
 
-    def _batch_of(self, call: CapturedCall) -> int | None:
+    def _find_batch_number(self, call: CapturedCall) -> int | None:
         """Number of the call's batch: by the memory of its arguments, else by the order of batches."""
         parts = (part for parts in iter_parts(call.arguments) for part in parts)
         # Arguments of several batches, as in mixing, leave the batch uncertain.
-        numbers = {self.batches.batch_of(part.values) for part in parts} - {None}
+        numbers = {self.batches.find_batch_number(part.values) for part in parts} - {None}
         return numbers.pop() if len(numbers) == 1 else None if numbers else call.batch_number
 
-    def names_of_failing_rows(
+    def name_failing_rows(
         self,
         call: CapturedCall,
         control: CapturedCall | None,
@@ -133,20 +133,20 @@ class SampleNamer:
             failing: Names of the failing rows in the micro-batch, in any order.
             micro_batch: The failed call as the experiments ran it.
         """
-        if call.names:
+        if call.sample_names:
             return tuple(failing)
-        cutter = call.cutter()
+        cutter = call.make_cutter()
         rows = [micro_batch.ids.index(name) for name in failing if name in micro_batch.ids]
         # A batch of one item leaves no doubt about the sample.
-        single = self.batches.single_item(call.argument_ids)
+        single = self.batches.find_single_item(call.argument_ids)
         if single is not None:
             return (single,)
         if cutter is None or not rows:
             return ()
-        healthy = self._healthy_single(call, control, rows, cutter)
-        return tuple(self._name_of_row(call, row, healthy, model, cutter) for row in rows)
+        healthy = self._find_healthy_sample(call, control, rows, cutter)
+        return tuple(self._name_row(call, row, healthy, model, cutter) for row in rows)
 
-    def _healthy_single(
+    def _find_healthy_sample(
         self,
         call: CapturedCall,
         control: CapturedCall | None,
@@ -155,12 +155,12 @@ class SampleNamer:
     ) -> CapturedCall | None:
         for row in range(call.num_samples):
             if row not in failing:
-                return call.single(row, cutter)
-        if control is None or (control_cutter := control.cutter()) is None:
+                return call.select_row(row, cutter)
+        if control is None or (control_cutter := control.make_cutter()) is None:
             return None
-        return control.single(0, control_cutter)
+        return control.select_row(0, control_cutter)
 
-    def _name_of_row(
+    def _name_row(
         self,
         call: CapturedCall,
         row: int,
@@ -169,9 +169,11 @@ class SampleNamer:
         cutter: RowCutter,
     ) -> str:
         count = call.num_samples
-        row_tensors = {p: t for p, t in named_tensors(call.arguments).items() if has_rows(t, count)}
+        row_tensors = {
+            p: t for p, t in collect_named_tensors(call.arguments).items() if has_rows(t, count)
+        }
         if healthy is not None and len(row_tensors) > 1:
-            single = call.single(row, cutter)
+            single = call.select_row(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.
             failing_paths = [
                 path for path in row_tensors if _carries_failure(single, healthy, path, model)
@@ -182,7 +184,7 @@ class SampleNamer:
             if len(failing_paths) == 1:
                 row_tensors = {failing_paths[0]: row_tensors[failing_paths[0]]}
         # All arguments that may carry the failure have to give the same name.
-        names = {self.batches.find(tensor[row]) for tensor in row_tensors.values()}
+        names = {self.batches.find_item_name(tensor[row]) for tensor in row_tensors.values()}
         name = names.pop() if len(names) == 1 else None
         return name if name is not None else call.ids[row]
 
@@ -200,8 +202,8 @@ def _carries_failure(
     failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module
 ) -> bool:
     """True if exchanging one argument between a failing and a healthy row exchanges which of them fails."""
-    failed_tensor = named_tensors(failed.arguments).get(path)
-    healthy_tensor = named_tensors(healthy.arguments).get(path)
+    failed_tensor = collect_named_tensors(failed.arguments).get(path)
+    healthy_tensor = collect_named_tensors(healthy.arguments).get(path)
     if (
         failed_tensor is None
         or healthy_tensor is None
@@ -210,8 +212,8 @@ def _carries_failure(
     ):
         return False
     return _is_healthy(
-        _with_tensor(failed, failed_tensor, healthy_tensor), model
-    ) and not _is_healthy(_with_tensor(healthy, healthy_tensor, failed_tensor), model)
+        _replace_tensor(failed, failed_tensor, healthy_tensor), model
+    ) and not _is_healthy(_replace_tensor(healthy, healthy_tensor, failed_tensor), model)
 
 
 def _gradient_carries_failure(
@@ -227,7 +229,7 @@ def _gradient_carries_failure(
     return _is_healthy(replace(failed, output_gradients=healthy_gradients), model)
 
 
-def _with_tensor(
+def _replace_tensor(
     call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor
 ) -> CapturedCall:
     args, kwargs = map_tensors(
@@ -238,5 +240,5 @@ def _with_tensor(
 
 def _is_healthy(call: CapturedCall, model: nn.Module) -> bool:
     # The step does not matter: the call carries its own random state.
-    micro_batch = call.micro_batch(model, step=0, micro_step=0, rank=0)
-    return run(micro_batch, model).is_healthy(needs_gradient=False)
+    micro_batch = call.to_micro_batch(model, step=0, micro_step=0, rank=0)
+    return replay_micro_batch(micro_batch, model).is_healthy(needs_gradient=False)

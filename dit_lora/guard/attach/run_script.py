@@ -27,16 +27,16 @@ from dit_lora.config.ladder import LadderConfig, LoopConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
-from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
-from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
+from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.numerics.ranks import process_index
+from dit_lora.numerics.ranks import get_process_index
 from dit_lora.terminal import echo
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 def run_script(
@@ -55,8 +55,8 @@ def run_script(
         NonFiniteError: If the ladder of `config` has a `stop` and the guard ends the script.
         Exception: Any exception of the script.
     """
-    config = LoopConfig.of(config)
-    script_guard = Overseer(config, folder, _say)
+    config = LoopConfig.from_ladder(config)
+    script_guard = ScriptGuard(config, folder, _log_to_stderr)
     name = ["-m", script] if module else [script]
     # The options for a child process, which guards itself in the same way.
     options = [f"--folder={folder}"]
@@ -66,8 +66,8 @@ def run_script(
     options += [f"--monitor-every={config.monitor_every}"]
     if config.spike_threshold is not None:
         options += [f"--spike-threshold={config.spike_threshold}"]
-    command = OwnCommand(script, module, ["-m", "dit_lora.guard", *options, *name])
-    with script_guard.overseeing(), command.guarded():
+    command = SubprocessGuard(script, module, ["-m", "dit_lora.guard", *options, *name])
+    with script_guard.watch_script(), command.guard_subprocesses():
         run_as_main(script, arguments, module=module)
         script_guard.end()
     return script_guard.guards
@@ -133,73 +133,78 @@ def _wait_for_threads(earlier: Collection[threading.Thread]) -> None:
             thread.join()
 
 
-class OwnCommand:
+class SubprocessGuard:
     """Keeps the guard in processes in which a script starts itself again, as Lightning does for its ranks.
 
     A rank without the guard would never join the collectives of the guarded ranks.
     """
 
-    def __init__(self, script: str, module: bool, guarded: Sequence[str]) -> None:
+    def __init__(self, script: str, module: bool, guarded_command: Sequence[str]) -> None:
         self._script = script
         self._module = module
-        self._guarded = list(guarded)
+        self._guarded_command = list(guarded_command)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guard_subprocesses(self) -> Iterator[None]:
         interceptions = Interceptions()
-        interceptions.class_method(subprocess.Popen, "__init__", self._started)
+        interceptions.intercept_class_method(subprocess.Popen, "__init__", self._intercept_popen)
         try:
             yield
         finally:
             interceptions.undo()
 
-    def _started(
-        self, original: Callable[..., None], process: Any, args: Any, *rest: Any, **kwargs: Any
+    def _intercept_popen(
+        self,
+        original: Callable[..., None],
+        process: Any,
+        args: Any,
+        *popen_args: Any,
+        **kwargs: Any,
     ) -> None:
-        original(process, self._with_guard(args), *rest, **kwargs)
+        original(process, self._add_guard(args), *popen_args, **kwargs)
 
-    def _with_guard(self, command: Any) -> Any:
+    def _add_guard(self, command: Any) -> Any:
         # Only a command that starts with this interpreter is taken for the script itself.
         if not isinstance(command, (list, tuple)) or list(command[:1]) != [sys.executable]:
             return command
         arguments = list(map(str, command[1:]))
         if self._module and arguments[:2] == ["-m", self._script]:
-            return [sys.executable, *self._guarded, *arguments[2:]]
+            return [sys.executable, *self._guarded_command, *arguments[2:]]
         if (
             not self._module
             and arguments
             and Path(arguments[0]).resolve() == Path(self._script).resolve()
         ):
-            return [sys.executable, *self._guarded, *arguments[1:]]
+            return [sys.executable, *self._guarded_command, *arguments[1:]]
         return command
 
 
-class _FirstStep:
+class _FirstStepHook:
     """Wraps the step of an optimizer that is not guarded yet, since its closure may be the first to call a model."""
 
-    def __init__(self, overseer: "Overseer", optimizer: torch.optim.Optimizer) -> None:
-        self._overseer = overseer
+    def __init__(self, script_guard: "ScriptGuard", optimizer: torch.optim.Optimizer) -> None:
+        self._script_guard = script_guard
         self._optimizer = weakref.ref(optimizer)
 
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer()
-        if optimizer is None or not self._overseer.begins_with(optimizer):
+        if optimizer is None or not self._script_guard.start_if_unguarded(optimizer):
             return original(*args, **kwargs)
         # Look up the method again: it is the guard's replacement now.
         return optimizer.step(*args, **kwargs)
 
 
-class Overseer:
+class ScriptGuard:
     """Records the optimizers and schedules of a loop, and guards it from the first call of a trained model."""
 
-    def __init__(self, config: LoopConfig, folder: Path, say: Say) -> None:
+    def __init__(self, config: LoopConfig, folder: Path, log: LogFunction) -> None:
         self._config = config
         self._folder = folder
-        self._say = say
+        self._log = log
         self._guards: list[weakref.ref[Guard]] = []
         self._interceptions = Interceptions()
         self._first_steps = Interceptions()
-        self._waiting: list[tuple[weakref.ref[torch.optim.Optimizer], _FirstStep]] = []
+        self._unguarded: list[tuple[weakref.ref[torch.optim.Optimizer], _FirstStepHook]] = []
         """Optimizers that are not guarded yet."""
         self._discovery: ModelDiscovery | None = None
         """Records model calls before the guard exists; the first backward shows which models are trained."""
@@ -212,19 +217,23 @@ class Overseer:
         return [guard for ref in self._guards if (guard := ref()) is not None]
 
     @contextmanager
-    def overseeing(self) -> Iterator[None]:
+    def watch_script(self) -> Iterator[None]:
         """Record the optimizers and schedules that are created inside the context."""
-        self._interceptions.class_method(torch.optim.Optimizer, "__init__", self._optimizer)
-        self._interceptions.class_method(LRScheduler, "__init__", self._schedule)
-        EVENTS.after_backward.append(self._look_at_gradients)
+        self._interceptions.intercept_class_method(
+            torch.optim.Optimizer, "__init__", self._intercept_optimizer_init
+        )
+        self._interceptions.intercept_class_method(
+            LRScheduler, "__init__", self._intercept_schedule_init
+        )
+        EVENTS.after_backward.append(self._start_if_gradients)
         try:
-            with EVENTS.held():
+            with EVENTS.intercept():
                 yield
         finally:
-            EVENTS.after_backward.remove(self._look_at_gradients)
-            self._leave()
+            EVENTS.after_backward.remove(self._start_if_gradients)
+            self._stop_listening()
             for guard in self.guards:
-                contain_error(guard.detach, "ending the guard")
+                try_or_warn(guard.detach, "ending the guard")
             self._first_steps.undo()
             self._interceptions.undo()
 
@@ -232,95 +241,95 @@ class Overseer:
         """Check the trained state once more, and report what was not guarded."""
         for guard in self.guards:
             guard.check_state()
-        for ref, _ in self._waiting:
+        for ref, _ in self._unguarded:
             optimizer = ref()
             if optimizer is not None:
-                self._say(
-                    f"not guarded: {_named(optimizer)}, for no model that it trains was called"
+                self._log(
+                    f"not guarded: {_get_class_name(optimizer)}, for no model that it trains was called"
                 )
         if not self._num_optimizers:
-            self._say("nothing was guarded: the script made no torch.optim.Optimizer")
+            self._log("nothing was guarded: the script made no torch.optim.Optimizer")
 
-    def begins_with(self, optimizer: torch.optim.Optimizer) -> bool:
+    def start_if_unguarded(self, optimizer: torch.optim.Optimizer) -> bool:
         """Start guarding at the first step at the latest. True if this optimizer was not guarded before."""
-        if not any(ref() is optimizer for ref, _ in self._waiting):
+        if not any(ref() is optimizer for ref, _ in self._unguarded):
             return False
-        self._begin()
+        self._start_guard()
         return True
 
-    def _optimizer(
+    def _intercept_optimizer_init(
         self, original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
-        contain_error(lambda: self._note_optimizer(optimizer), "noting an optimizer")
+        try_or_warn(lambda: self._record_optimizer(optimizer), "noting an optimizer")
 
-    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(ref() is optimizer for ref, _ in self._waiting):  # its constructor ran twice
+    def _record_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if any(ref() is optimizer for ref, _ in self._unguarded):  # its constructor ran twice
             return
         self._num_optimizers += 1
         EVENTS.follow_accelerate()  # by now it is imported, if the loop uses it
-        first_step = _FirstStep(self, optimizer)
-        self._waiting.append((weakref.ref(optimizer), first_step))
+        first_step = _FirstStepHook(self, optimizer)
+        self._unguarded.append((weakref.ref(optimizer), first_step))
         # A loop that calls its model only in a closure is first seen in the optimizer's step.
-        self._first_steps.method(optimizer, "step", first_step.step)
+        self._first_steps.intercept_method(optimizer, "step", first_step.step)
         if self._discovery is None:
             self._discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
-            self._discovery.look()
-        listen(self._around)
+            self._discovery.start()
+        add_listener(self._check_call)
 
-    def _schedule(
+    def _intercept_schedule_init(
         self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(schedule, *args, **kwargs)
-        contain_error(lambda: self._note_schedule(schedule), "noting a schedule")
+        try_or_warn(lambda: self._record_schedule(schedule), "noting a schedule")
 
-    def _note_schedule(self, schedule: LRScheduler) -> None:
+    def _record_schedule(self, schedule: LRScheduler) -> None:
         self._schedules.append(weakref.ref(schedule))
         for guard in self.guards:
-            if guard.trains_with(schedule.optimizer):
+            if guard.is_watching(schedule.optimizer):
                 guard.add_schedule(schedule)
 
     @contextmanager
-    def _around(self, call: OutermostCall) -> Iterator[None]:
+    def _check_call(self, call: OutermostCall) -> Iterator[None]:
         """Start guarding if an optimizer trains the module."""
-        contain_error(lambda: self._look_at(call.module), "beginning the guard")
+        try_or_warn(lambda: self._start_if_trained(call.module), "beginning the guard")
         yield
 
-    def _look_at(self, module: nn.Module) -> None:
+    def _start_if_trained(self, module: nn.Module) -> None:
         module_ids = {id(parameter) for parameter in module.parameters()}
-        unguarded = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        if any(id(p) in module_ids for optimizer in unguarded for p in _held(optimizer)):
-            self._begin()
+        unguarded = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
+        if any(id(p) in module_ids for optimizer in unguarded for p in _list_parameters(optimizer)):
+            self._start_guard()
 
-    def _look_at_gradients(self) -> None:
+    def _start_if_gradients(self) -> None:
         """Start guarding after the first backward: weights may be used by models that do not own them."""
-        unguarded = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        if any(p.grad is not None for optimizer in unguarded for p in _held(optimizer)):
-            self._begin()
+        unguarded = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
+        if any(p.grad is not None for optimizer in unguarded for p in _list_parameters(optimizer)):
+            self._start_guard()
 
-    def _leave(self) -> None:
-        leave(self._around)
+    def _stop_listening(self) -> None:
+        remove_listener(self._check_call)
         if self._discovery is not None:
             self._discovery.stop()
             self._discovery = None
 
-    def _begin(self) -> None:
-        optimizers = [optimizer for ref, _ in self._waiting if (optimizer := ref()) is not None]
-        self._waiting.clear()
-        leave(self._around)
+    def _start_guard(self) -> None:
+        optimizers = [optimizer for ref, _ in self._unguarded if (optimizer := ref()) is not None]
+        self._unguarded.clear()
+        remove_listener(self._check_call)
         discovery, self._discovery = self._discovery, None
-        contain_error(
-            lambda: self._guard(optimizers, discovery),
+        try_or_warn(
+            lambda: self._create_guard(optimizers, discovery),
             "beginning the guard",
-            passes=(NonFiniteError,),
+            reraised=(NonFiniteError,),
         )
         # Undo only now: a loop that holds the bound method `optimizer.step` must reach the guard's replacement.
         self._first_steps.undo()
 
-    def _guard(
+    def _create_guard(
         self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None
     ) -> None:
-        accelerator = _accelerator_of(optimizers)
+        accelerator = _find_accelerator(optimizers)
         # Accelerate's own schedules are followed through the accelerator.
         prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
@@ -329,9 +338,9 @@ class Overseer:
             for schedule in live
             if schedule.optimizer in optimizers and schedule not in prepared
         ]
-        names = ", ".join(map(_named, optimizers))
+        names = ", ".join(map(_get_class_name, optimizers))
         try:
-            guard = Guard.over(
+            guard = Guard.create(
                 accelerator,
                 [],
                 optimizers,
@@ -341,12 +350,14 @@ class Overseer:
                 discovery=discovery,
             )
         except DitLoraError as problem:
-            self._say(f"not guarded: {names}: {problem}")
+            self._log(f"not guarded: {names}: {problem}")
             return
         self._guards.append(weakref.ref(guard))
-        count = sum(parameter.numel() for wrapper in optimizers for parameter in _held(wrapper))
+        count = sum(
+            parameter.numel() for wrapper in optimizers for parameter in _list_parameters(wrapper)
+        )
         loop_kind = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
-        self._say(
+        self._log(
             f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}"
         )
 
@@ -355,15 +366,15 @@ class _NoAccelerator:
     """Placeholder type for when Accelerate is not imported."""
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _named(optimizer: torch.optim.Optimizer) -> str:
+def _get_class_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+def _find_accelerator(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """The Accelerator that has prepared one of the optimizers, or None.
 
     Accelerate keeps no list of its instances, so this searches all live objects, once.
@@ -380,6 +391,6 @@ def _accelerator_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     return None
 
 
-def _say(words: str) -> None:
-    if process_index() == 0:
-        echo(f"guard: {words}", err=True)
+def _log_to_stderr(message: str) -> None:
+    if get_process_index() == 0:
+        echo(f"guard: {message}", err=True)

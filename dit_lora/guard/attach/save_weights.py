@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from dit_lora.files import write_whole
-from dit_lora.numerics.dtensors import gathered
+from dit_lora.files import write_atomically
+from dit_lora.numerics.dtensors import gather_tensors
 
 
 def save_trained(
@@ -18,7 +18,7 @@ def save_trained(
     reported.
     """
     # All ranks gather before one of them returns: the call is collective.
-    full_weights = gathered(weights, keep=is_main)
+    full_weights = gather_tensors(weights, keep_values=is_main)
     path = folder / f"last_good_step_{step:06d}.safetensors"
     if not is_main:
         return ""
@@ -30,7 +30,7 @@ def save_trained(
     except ImportError:
         return "they are not written to the disk, for which safetensors has to be installed"
     try:
-        write_whole(path, save(tensors, metadata={"format": "pt", "step": str(step)}))
+        write_atomically(path, save(tensors, metadata={"format": "pt", "step": str(step)}))
     except OSError as error:
         return f"they could not be written to {path}: {error.strerror}"
     return f"they are in {path} (model.load_state_dict(load_file(path), strict=False))"

@@ -4,44 +4,44 @@ from collections import Counter
 from typing import Any
 
 from dit_lora.guard.gate import ACCELERATED
-from dit_lora.patching import is_a
+from dit_lora.patching import is_instance_of
 
 
-class Turns:
+class StepCounter:
     """Counts each optimizer's steps, whether they were taken or skipped."""
 
     def __init__(self) -> None:
-        self._turns: Counter[int] = Counter()
+        self._num_steps: Counter[int] = Counter()
         """Number of steps due so far, taken or skipped, by the optimizer's id."""
-        self._left_out: set[int] = set()
+        self._skipped_ids: set[int] = set()
         """Ids of optimizers whose last step was skipped."""
-        self._moved_at: dict[int, int] = {}
+        self._steps_at_advance: dict[int, int] = {}
         """The optimizer's step count when a schedule last advanced, by the schedule's id."""
 
-    def count(self, optimizer: Any, *, left_out: bool) -> None:
+    def count(self, optimizer: Any, *, skipped: bool) -> None:
         """Count a step of the optimizer, which is passed without Accelerate's wrapper."""
         key = id(optimizer)
-        self._turns[key] += 1
-        if left_out:
-            self._left_out.add(key)
+        self._num_steps[key] += 1
+        if skipped:
+            self._skipped_ids.add(key)
         else:
-            self._left_out.discard(key)
+            self._skipped_ids.discard(key)
 
-    def shuts(self, owner: Any) -> bool | None:
+    def should_skip(self, owner: Any) -> bool | None:
         """True if a schedule advances for a skipped step; None if its optimizer has not stepped, or it has none.
 
         A schedule that advances once after several steps, as at the end of an epoch, is not held.
         """
-        key = id(_bare(vars(owner).get("optimizer")))
-        num_steps = self._turns[key]
+        key = id(_unwrap_optimizer(vars(owner).get("optimizer")))
+        num_steps = self._num_steps[key]
         if not num_steps:
             return None
         # 1 for a schedule that advances after each step; more for one that advances per epoch.
-        steps_since_advance = num_steps - self._moved_at.get(id(owner), 0)
-        self._moved_at[id(owner)] = num_steps
-        return key in self._left_out and steps_since_advance <= 1
+        steps_since_advance = num_steps - self._steps_at_advance.get(id(owner), 0)
+        self._steps_at_advance[id(owner)] = num_steps
+        return key in self._skipped_ids and steps_since_advance <= 1
 
 
-def _bare(optimizer: Any) -> Any:
+def _unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer without Accelerate's wrapper, which schedules do not know."""
-    return optimizer.optimizer if is_a(optimizer, ACCELERATED) else optimizer
+    return optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer

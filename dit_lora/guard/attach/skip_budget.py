@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dit_lora.guard.attach.samples.loaded_batches import is_sample_name
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.verdict import Diagnosis
 
-_WINDOW = 100
+_WINDOW_STEPS = 100
 """Number of recent steps over which `max_skips` counts."""
-_MANY_IN_A_ROW = 10
+_MIN_STUCK_STEPS = 10
 """After this many skipped steps in a row, for any reason, nothing is being trained."""
-_BAD_AS_STORED = ("data", "labels")
+_STORED_DATA_CAUSES = ("data", "labels")
 _MAX_NAMED = 10
 
 
@@ -19,74 +19,78 @@ _MAX_NAMED = 10
 class SkipBudget:
     """Counts of taken and skipped steps, equal on all ranks."""
 
-    taken: int = 0
-    lost: int = 0
+    num_taken: int = 0
+    num_lost: int = 0
     """Steps that were skipped or undone."""
-    in_a_row: int = 0
+    num_consecutive_lost: int = 0
     """Steps lost since the last taken step."""
-    _incidents: list[int] = field(default_factory=list)
+    _incident_steps: list[int] = field(default_factory=list)
     """Steps that failed for a new reason: a sample that had not failed before, or no named sample."""
-    _samples: Counter[str] = field(default_factory=Counter)
+    _steps_by_sample: Counter[str] = field(default_factory=Counter)
     """Number of steps that each named sample has cost."""
-    _bad_as_stored: set[str] = field(default_factory=set)
-    _last_taken: int = 0
+    _known_bad_samples: set[str] = field(default_factory=set)
+    _last_taken_step: int = 0
     _num_unnamed: int = 0
     """Number of lost steps without a named sample."""
 
-    def knows(self, verdicts: Sequence[Verdict]) -> bool:
+    def has_known_causes(self, diagnoses: Sequence[Diagnosis]) -> bool:
         """True if the only causes are samples already known to be bad as stored."""
-        return bool(verdicts) and all(
-            diagnosis.cause in _BAD_AS_STORED
+        return bool(diagnoses) and all(
+            diagnosis.cause in _STORED_DATA_CAUSES
             and diagnosis.sample_ids
-            and all(sample in self._bad_as_stored for sample in diagnosis.sample_ids)
-            for diagnosis in verdicts
+            and all(sample in self._known_bad_samples for sample in diagnosis.sample_ids)
+            for diagnosis in diagnoses
         )
 
-    def spent(self, step: int) -> int:
+    def count_recent_incidents(self, step: int) -> int:
         """Number of the last 100 steps that failed for a new reason, which `max_skips` limits."""
-        return sum(incident > step - _WINDOW for incident in self._incidents)
+        return sum(incident > step - _WINDOW_STEPS for incident in self._incident_steps)
 
     def is_stuck(self, max_skips: int) -> bool:
         """True if so many consecutive steps were lost that nothing is being trained."""
-        return self.in_a_row >= max(_MANY_IN_A_ROW, max_skips)
+        return self.num_consecutive_lost >= max(_MIN_STUCK_STEPS, max_skips)
 
-    def skip(self, step: int, verdicts: Sequence[Verdict]) -> None:
+    def count_skipped(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
         """Count a skipped step."""
-        named = _named_samples(verdicts)
+        named = _list_named_samples(diagnoses)
         # A known bad sample that returns in each epoch is no new incident.
-        if not named or set(named) - self._samples.keys():
-            self._incidents.append(step)
-        self.lose(step, verdicts)
+        if not named or set(named) - self._steps_by_sample.keys():
+            self._incident_steps.append(step)
+        self.count_lost(step, diagnoses)
         # Only samples that are bad as stored will fail again for certain.
-        self._bad_as_stored |= {
-            s for v in verdicts if v.cause in _BAD_AS_STORED for s in v.sample_ids if s in named
+        self._known_bad_samples |= {
+            s
+            for v in diagnoses
+            if v.cause in _STORED_DATA_CAUSES
+            for s in v.sample_ids
+            if s in named
         }
 
-    def lose(self, step: int, verdicts: Sequence[Verdict]) -> None:
+    def count_lost(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
         """Count a step that not all of its optimizers have taken, for any recovery action."""
-        named = _named_samples(verdicts)
+        named = _list_named_samples(diagnoses)
         # Another optimizer took this step before this one failed: it no longer counts as taken.
-        self.taken -= int(step == self._last_taken)
-        self.lost += 1
-        self.in_a_row += 1
+        self.num_taken -= int(step == self._last_taken_step)
+        self.num_lost += 1
+        self.num_consecutive_lost += 1
         self._num_unnamed += not named
-        self._samples.update(named)
+        self._steps_by_sample.update(named)
 
-    def take(self, step: int) -> None:
+    def count_taken(self, step: int) -> None:
         """Count a taken step."""
-        self._last_taken = step
-        self.taken += 1
-        self.in_a_row = 0
+        self._last_taken_step = step
+        self.num_taken += 1
+        self.num_consecutive_lost = 0
 
-    def closing(self) -> str | None:
+    def format_summary(self) -> str | None:
         """One line on the lost steps; None if none was lost."""
-        if not self.lost:
+        if not self.num_lost:
             return None
-        line = f"{self.lost} of {self.taken + self.lost} optimizer steps were not taken"
-        if self._samples:
-            worst = self._samples.most_common(_MAX_NAMED)
+        line = f"{self.num_lost} of {self.num_taken + self.num_lost} optimizer steps were not taken"
+        if self._steps_by_sample:
+            worst = self._steps_by_sample.most_common(_MAX_NAMED)
             samples = ", ".join(f"{sample} ({count}x)" for sample, count in worst)
-            more = len(self._samples) - len(worst)
+            more = len(self._steps_by_sample) - len(worst)
             line += f"; remove or mend the samples that cost them: {samples}"
             line += f" and {more} more" if more > 0 else ""
             if self._num_unnamed:
@@ -94,6 +98,6 @@ class SkipBudget:
         return line
 
 
-def _named_samples(verdicts: Sequence[Verdict]) -> list[str]:
+def _list_named_samples(diagnoses: Sequence[Diagnosis]) -> list[str]:
     """Each named sample once, in order of appearance. A set would have a different order in each run."""
-    return list(dict.fromkeys(s for v in verdicts for s in v.sample_ids if is_sample_name(s)))
+    return list(dict.fromkeys(s for v in diagnoses for s in v.sample_ids if is_sample_name(s)))

@@ -7,19 +7,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.containment import contain
-from dit_lora.guard.attach.finite_values import plain_values
+from dit_lora.guard.attach.containment import try_call
+from dit_lora.guard.attach.finite_values import to_strided_real
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.state import decay_share
-from dit_lora.numerics.dtensors import local
+from dit_lora.guard.state import compute_decay_share
+from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.layouts import strided_values
-from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, put_back
+from dit_lora.numerics.layouts import get_strided_values
+from dit_lora.numerics.optimizer_numbers import (
+    convert_to_tensor,
+    read_group_numbers,
+    restore_scalars,
+)
 
 _MAX_BUFFER_BYTES = 64 * 2**20
 
 
-class Averages(Protocol):
+class MovingAverage(Protocol):
     """The interface of a moving average of weights that the guard needs, as Diffusers' EMAModel has it."""
 
     shadow_params: list[torch.Tensor]
@@ -29,112 +33,121 @@ class Averages(Protocol):
 class LoopState:
     """Trained weights, optimizer state and learning rate schedules by name, with a snapshot of them.
 
-    Holds one snapshot, or none if `every` is 0. With AdamW, a snapshot takes three times the memory of the trained
-    weights.
+    Holds one snapshot, or none if `interval_steps` is 0. With AdamW, a snapshot takes three times the memory of the
+    trained weights.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Any], *, every: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[Any],
+        *,
+        interval_steps: int,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
-        self.every = every
+        self.interval_steps = interval_steps
         self.schedules: list[Any] = []
-        self.ema: Averages | None = None
+        self.ema: MovingAverage | None = None
         self._ema_steps: dict[int, int] = {}
-        self.snapshots = Snapshots(self.tensors, every=max(every, 1), keep=1, put=self._put)
+        self.snapshots = Snapshots(
+            self.collect_tensors,
+            interval_steps=max(interval_steps, 1),
+            max_snapshots=1,
+            write_back=self._write_back,
+        )
         self._schedule_states: dict[int, dict[str, Any]] = {}
         """States of the schedules at the snapshot's step, by the schedule's id."""
         self._buffers: dict[str, torch.Tensor] = {}
         """Copies of the models' buffers at the snapshot's step, by name."""
-        self.models: Callable[[], Mapping[str, nn.Module]] = dict
+        self.get_models: Callable[[], Mapping[str, nn.Module]] = dict
         """The models by the prefix of their names."""
-        self.infinite: set[str] = set()
+        self.infinite_names: set[str] = set()
         """Optimizer state keys and group settings that are infinite by design, such as bounds and best scores."""
 
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+    def collect_optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """Optimizer state by name, `<parameter>/<name>` and `group <number>/<name>`. Numbers become new tensors."""
         return {
-            f"{prefix}/{key}": as_tensor(value)
-            for prefix, state in self._optimizer_state()
+            f"{prefix}/{key}": convert_to_tensor(value)
+            for prefix, state in self._iter_named_states()
             for key, value in state.items()
             if isinstance(value, (torch.Tensor, int, float))
         }
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def collect_tensors(self) -> dict[str, torch.Tensor]:
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         shadow = self.ema.shadow_params if self.ema is not None else []
         averages = {f"ema/{number}": tensor for number, tensor in enumerate(shadow)}
-        return {**weights, **self.optimizer_tensors(), **averages}
+        return {**weights, **self.collect_optimizer_tensors(), **averages}
 
-    def note_infinite(self) -> None:
+    def record_infinite(self) -> None:
         """Record optimizer state that is infinite from the start. torch's optimizers have no such state."""
-        for name, tensor in self.optimizer_tensors().items():
+        for name, tensor in self.collect_optimizer_tensors().items():
             if name.startswith("group ") and bool(torch.isinf(tensor).any()):
-                self.infinite.add(name)
+                self.infinite_names.add(name)
         for optimizer in self.optimizers:
             # torch's own optimizers never hold infinity on purpose.
             if type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("torch."):
                 continue
             for state in optimizer.state.values():
-                self.infinite |= {
+                self.infinite_names |= {
                     key
                     for key, value in state.items()
                     if isinstance(value, (torch.Tensor, float)) and _has_only_infinity(value)
                 }
 
-    def checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def drop_infinite(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors without those that are infinite in a healthy loop."""
         return {name: tensor for name, tensor in tensors.items() if not self._is_infinite(name)}
 
     def _is_infinite(self, name: str) -> bool:
-        return name in self.infinite or name.rpartition("/")[2] in self.infinite
+        return name in self.infinite_names or name.rpartition("/")[2] in self.infinite_names
 
-    def due(self, step: int) -> bool:
-        return bool(self.every) and self.snapshots.due(step)
+    def is_due(self, step: int) -> bool:
+        return bool(self.interval_steps) and self.snapshots.is_due(step)
 
     def take(self, step: int) -> None:
         """Take a snapshot of the current state as that of `step`, if snapshots are enabled."""
-        if not self.every:
+        if not self.interval_steps:
             return
         self.snapshots.take(step)
         self._schedule_states = {
-            id(schedule): _copied_state(schedule) for schedule in self.schedules
+            id(schedule): _copy_schedule_state(schedule) for schedule in self.schedules
         }
-        self._take_buffers()
+        self._copy_buffers()
         # EMAModel computes its decay from its step count, which must be restored together with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}
 
-    def forget(self) -> None:
+    def drop_snapshots(self) -> None:
         """Drop all snapshots, after the trained state was loaded from elsewhere."""
         for step in self.snapshots.steps:
-            self.snapshots.forget(step)
+            self.snapshots.drop(step)
 
-    def newest(self, gathered: Callable[[Sequence[str]], list[str]]) -> int | None:
+    def find_newest_snapshot(self, gather: Callable[[Sequence[str]], list[str]]) -> int | None:
         """The newest snapshot that is finite on every rank, or None. Drops those that are not. Collective."""
         for step in self.snapshots.steps:
             # All ranks must drop a snapshot that is bad on one of them.
-            bad = [n for n in self.snapshots.not_finite(step) if not self._is_infinite(n)]
-            if gathered(bad):
-                self.snapshots.forget(step)
+            bad = [n for n in self.snapshots.find_nonfinite(step) if not self._is_infinite(n)]
+            if gather(bad):
+                self.snapshots.drop(step)
         return max(self.snapshots.steps, default=None)
 
     def restore(self, step: int) -> None:
         """Restore the state of a snapshot bit for bit. Optimizer state created since then is dropped."""
         # A graph of the loop may have saved these tensors; keep the versions so that its backward still runs.
-        live = tuple(self.tensors().values())
+        live = tuple(self.collect_tensors().values())
         with torch.autograd._unsafe_preserve_version_counter(live):
             new_names = self.snapshots.restore(step)
-        self._drop(new_names)
+        self._drop_new_state(new_names)
         for schedule in self.schedules:
             if id(schedule) in self._schedule_states:  # a schedule created since has no saved state
                 schedule.load_state_dict(copy.copy(self._schedule_states[id(schedule)]))
         if self.ema is not None:
             self.ema.optimization_step = self._ema_steps[step]
 
-    def lower_rates(self, factor: float) -> None:
+    def scale_learning_rates(self, factor: float) -> None:
         """Multiply every learning rate, now and in the schedules."""
-        for group in self._groups():
+        for group in self._list_param_groups():
             group["lr"] *= factor
         for schedule in self.schedules:
             # Accelerate's scheduler wraps torch's, which computes its rates from `base_lrs`.
@@ -146,7 +159,7 @@ class LoopState:
     def restore_bad_buffers(self) -> list[str]:
         """Restore buffers that are not finite and were finite at the snapshot; returns their names."""
         restored = []
-        for name, buffer in self._float_buffers():
+        for name, buffer in self._iter_float_buffers():
             saved = self._buffers.get(name)
             if saved is None or saved.shape != buffer.shape or is_finite(buffer):
                 continue
@@ -156,55 +169,55 @@ class LoopState:
         return restored
 
     @torch.no_grad()
-    def _take_buffers(self) -> None:
+    def _copy_buffers(self) -> None:
         remaining_bytes = _MAX_BUFFER_BYTES
         self._buffers = {}
         # Smallest first, so that as many buffers as possible fit into the limit.
-        for name, buffer in sorted(self._float_buffers(), key=lambda item: item[1].nbytes):
+        for name, buffer in sorted(self._iter_float_buffers(), key=lambda item: item[1].nbytes):
             remaining_bytes -= buffer.nbytes
             if remaining_bytes < 0:
                 return
             if is_finite(buffer):
                 self._buffers[name] = buffer.detach().clone()
 
-    def _float_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, model in self.models().items():
+    def _iter_float_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, model in self.get_models().items():
             for name, buffer in model.named_buffers():
                 if buffer.is_floating_point() and buffer.device.type != "meta":
-                    yield prefix + name, strided_values(local(buffer.detach()))
+                    yield prefix + name, get_strided_values(get_local_tensor(buffer.detach()))
 
-    def largest_decay(self) -> float:
+    def compute_max_decay(self) -> float:
         """The largest fraction of a weight that one step's weight decay removes."""
-        return decay_share(self._groups())
+        return compute_decay_share(self._list_param_groups())
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _list_param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    def _iter_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         for optimizer in self.optimizers:
             yield from optimizer.state.items()
 
-    def _optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _iter_named_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         names = {parameter: name for name, parameter in self.parameters.items()}
-        for parameter, state in self._states():
+        for parameter, state in self._iter_states():
             # A parameter of no known model is named by its id.
             yield f"{names.get(parameter, id(parameter))}", state
-        for number, group in enumerate(self._groups()):
-            yield f"group {number}", group_numbers(group)
+        for number, group in enumerate(self._list_param_groups()):
+            yield f"group {number}", read_group_numbers(group)
 
-    def _put(self, restored: Mapping[str, torch.Tensor]) -> None:
-        for number, group in enumerate(self._groups()):
+    def _write_back(self, restored: Mapping[str, torch.Tensor]) -> None:
+        for number, group in enumerate(self._list_param_groups()):
             # Learning rates and similar numbers of a parameter group.
-            put_back(group, f"group {number}", restored)
-        for prefix, state in self._optimizer_state():
-            put_back(state, prefix, restored)
+            restore_scalars(group, f"group {number}", restored)
+        for prefix, state in self._iter_named_states():
+            restore_scalars(state, prefix, restored)
 
-    def _drop(self, born_since: Sequence[str]) -> None:
+    def _drop_new_state(self, new_names: Sequence[str]) -> None:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
             for parameter in list(optimizer.state):
                 owner, state = names.get(parameter, id(parameter)), optimizer.state[parameter]
-                if any(f"{owner}/{key}" in born_since for key in state):
+                if any(f"{owner}/{key}" in new_names for key in state):
                     _make_finite(state)
                     # Without state, the optimizer starts from scratch with a parameter, as it did at the snapshot.
                     del optimizer.state[parameter]
@@ -212,14 +225,14 @@ class LoopState:
 
 def _has_only_infinity(value: torch.Tensor | float) -> bool:
     """True for values with Inf and no NaN."""
-    tensor = plain_values(as_tensor(value))
+    tensor = to_strided_real(convert_to_tensor(value))
     return bool(tensor.isinf().any()) and not bool(tensor.isnan().any())
 
 
-def _copied_state(schedule: Any) -> dict[str, Any]:
+def _copy_schedule_state(schedule: Any) -> dict[str, Any]:
     """A deep copy of a schedule's state, which may hold lists that the schedule goes on writing to."""
     state = dict(schedule.state_dict())
-    copied: dict[str, Any] | None = contain(lambda: copy.deepcopy(state))
+    copied: dict[str, Any] | None = try_call(lambda: copy.deepcopy(state))
     return copied if copied is not None else state
 
 

@@ -7,27 +7,27 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.accelerator_adapter import Host, bare_model
+from dit_lora.guard.attach.accelerator_adapter import Host, unwrap_model
 from dit_lora.guard.attach.calls.call_recorder import Recorder
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.calls.discover_models import ModelDiscovery
-from dit_lora.guard.attach.calls.gather_calls import RankCalls, shared_calls
-from dit_lora.guard.attach.containment import contain
+from dit_lora.guard.attach.calls.gather_calls import RankCalls, gather_rank_calls
+from dit_lora.guard.attach.containment import try_call
 from dit_lora.guard.attach.find_models import (
     Models,
-    held_parameters,
-    parts_of,
-    trainable_parameters,
-    trained_models,
+    find_called_parts,
+    find_optimizer_parameters,
+    find_trainable_parameters,
+    find_trained_models,
 )
-from dit_lora.guard.attach.finite_values import names_with_infinity
-from dit_lora.guard.attach.frozen_weights import LoopRecord
+from dit_lora.guard.attach.finite_values import find_infinite_names
+from dit_lora.guard.attach.frozen_weights import LoopFrozenRecord
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.state import weight_peak
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import all_switches
-from dit_lora.guard.trials import UnsteadyError
+from dit_lora.guard.state import compute_weight_peak
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import list_fallbacks
+from dit_lora.guard.trials import InconsistentReplayError
 from dit_lora.numerics.dtensors import needs_all_ranks
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ _MAX_SEARCHES = 20
 """Number of steps in which models are searched for. Weights of no called model are then treated as loose."""
 
 
-def _attempt(experiment: Callable[[], T]) -> T | None:
-    return contain(experiment, passes=(UnsteadyError, torch.OutOfMemoryError))
+def _try_experiment(experiment: Callable[[], T]) -> T | None:
+    return try_call(experiment, reraised=(InconsistentReplayError, torch.OutOfMemoryError))
 
 
-def _attempt_together(experiment: Callable[[], T]) -> T | None:
+def _run_experiment(experiment: Callable[[], T]) -> T | None:
     return experiment()
 
 
@@ -48,7 +48,7 @@ class WatchedModels:
 
     Args:
         host: The loop's device and ranks.
-        given: Models that the user named; may be empty.
+        named_models: Models that the user named; may be empty.
         state: Weights and optimizer state; its parameters are set here.
         discovery: Searches for the models that a loss passes through; it may have found some already.
         compares_frozen: Whether frozen weights and buffers are compared with the start.
@@ -57,7 +57,7 @@ class WatchedModels:
     def __init__(
         self,
         host: Host,
-        given: Sequence[nn.Module],
+        named_models: Sequence[nn.Module],
         state: LoopState,
         discovery: ModelDiscovery,
         *,
@@ -65,40 +65,40 @@ class WatchedModels:
     ) -> None:
         self.log = discovery.log
         """Recent calls of the models."""
-        self.suspects: dict[int, Suspects] = {}
+        self.contexts: dict[int, DiagnosisContext] = {}
         """Diagnosis context of each model, by the model's id."""
         self.prefixes: dict[int, str] = {}
         """Prefix of each model's parameter names, by the model's id; empty for a single model."""
-        self.together: Suspects
+        self.joint_context: DiagnosisContext
         """Diagnosis context of all models as one module, with the prefixed parameter names."""
-        self.record: LoopRecord | None
+        self.frozen_record: LoopFrozenRecord | None
         """Frozen weights and buffers at the start; None if they are not compared."""
-        self.lockstep = False
+        self.collective_forward = False
         """True if a model is sharded, so that ranks can only run it together and diagnose together."""
-        self.infinite: dict[int, list[str]] = {}
+        self.infinities: dict[int, list[str]] = {}
         """Names of the weights and buffers of each model, by its id, that held infinity when it was first watched."""
-        self.switched_off: set[str] = set()
+        self.disabled_names: set[str] = set()
         """Names of switches that diagnoses have turned off."""
-        self.on_survey: Callable[[], None] = lambda: None
+        self.on_refresh: Callable[[], None] = lambda: None
         """Called when the set of watched models has changed."""
         self._host = host
-        self._given = list(given)
+        self._named_models = list(named_models)
         self._state = state
         self._compares_frozen = compares_frozen
         self._models: Models = {}
         self._parts: Models = {}
-        self._found: list[nn.Module] = []
+        self._discovered: list[nn.Module] = []
         self._recorders: dict[int, Recorder] = {}
         self._interceptions = Interceptions()
         self._discovery = discovery
-        discovery.known = lambda: self._recorders
+        discovery.get_recorders = lambda: self._recorders
         self._num_searches = 0
-        self._held = (0, 0)
-        self._trained: set[int] = set()
+        self._last_fingerprint = (0, 0)
+        self._trained_ids: set[int] = set()
         """Ids of parameters that have been trained, including those that the loop freezes for a while, as in a GAN."""
-        self.log.on_end = self._call_ends
-        self.survey()
-        self._discovery.look()
+        self.log.on_end = self._after_call
+        self.refresh()
+        self._discovery.start()
 
     @property
     def models(self) -> Models:
@@ -108,28 +108,32 @@ class WatchedModels:
     def all_models(self) -> list[nn.Module]:
         return [*self._models.values(), *self._parts.values()]
 
-    def survey(self) -> None:
+    def refresh(self) -> None:
         """Find the parameters that the optimizers train, and the models that they belong to."""
-        named = self._host.models(self._given)
+        named = self._host.unwrap_models(self._named_models)
         discovered = [
-            model for model in self._found if not any(model is candidate for candidate in named)
+            model
+            for model in self._discovered
+            if not any(model is candidate for candidate in named)
         ]
         # A discovered module inside a named model is a part of that model.
         inner_ids = {id(module) for model in named for module in model.modules()}
         models = [*named, *(model for model in discovered if id(model) not in inner_ids)]
-        if self._host.under_deepspeed:  # its optimizer holds copies
+        if self._host.uses_deepspeed:  # its optimizer holds copies
             # A DeepSpeed engine trains a single model.
             self._models = {"": models[0]}
-            self._state.parameters = trainable_parameters(self._models)
+            self._state.parameters = find_trainable_parameters(self._models)
         else:
-            required = bare_model(self._given[0]) if self._given else None
+            required = unwrap_model(self._named_models[0]) if self._named_models else None
             optimizers = self._state.optimizers
-            self._held = self._fingerprint()
-            self._models = trained_models(
-                models, optimizers, through=self._found, required=required
+            self._last_fingerprint = self._compute_fingerprint()
+            self._models = find_trained_models(
+                models, optimizers, called_models=self._discovered, required=required
             )
-            self._state.parameters = held_parameters(self._models, optimizers, self._trained)
-        self._parts = parts_of(self._models, discovered)
+            self._state.parameters = find_optimizer_parameters(
+                self._models, optimizers, self._trained_ids
+            )
+        self._parts = find_called_parts(self._models, discovered)
         self._interceptions.undo()
         # Keep existing recorders, with their open calls and the gradients that they have seen.
         self._recorders = {
@@ -137,34 +141,34 @@ class WatchedModels:
             for model in self.all_models()
         }
         for recorder in self._recorders.values():
-            self._interceptions.method(recorder.model, "__call__", recorder.handle)
-        self.infinite = {
-            id(model): self.infinite[id(model)]
-            if id(model) in self.infinite
-            else names_with_infinity(model)
+            self._interceptions.intercept_method(recorder.model, "__call__", recorder.handle)
+        self.infinities = {
+            id(model): self.infinities[id(model)]
+            if id(model) in self.infinities
+            else find_infinite_names(model)
             for model in self.all_models()
         }
-        self.suspect()
-        self.on_survey()
+        self.rebuild_contexts()
+        self.on_refresh()
 
     def find_models(self) -> bool:
         """End the search for models once a step shows them. True if new models were found.
 
         The search continues while an optimizer holds weights of no called model.
         """
-        if not self._discovery.is_looking or not self.log.calls:
+        if not self._discovery.is_searching or not self.log.calls:
             return False
-        new = self._discovery.take_found()
-        self._found += new
+        new = self._discovery.take_trained_models()
+        self._discovered += new
         if new:
-            self.survey()
+            self.refresh()
         self._num_searches += 1
         # A model whose weights an optimizer holds may be called only in a later step.
         if self._has_loose_parameters() and self._num_searches < _MAX_SEARCHES:
-            self._discovery.look()
+            self._discovery.start()
         return bool(new)
 
-    def suspect(self) -> None:
+    def rebuild_contexts(self) -> None:
         """Record the current weights, buffers and switches as those that training starts with."""
         models = self._models
         called = models | self._parts
@@ -174,18 +178,20 @@ class WatchedModels:
         parts = {prefix.removesuffix("."): model for prefix, model in models.items()}
         single = next(iter(models.values()), nn.Module())
         joined_model = nn.ModuleDict(parts) if len(models) > 1 else single
-        self.lockstep = needs_all_ranks(joined_model)
-        self.record = LoopRecord(joined_model, self._trained) if self._compares_frozen else None
+        self.collective_forward = needs_all_ranks(joined_model)
+        self.frozen_record = (
+            LoopFrozenRecord(joined_model, self._trained_ids) if self._compares_frozen else None
+        )
         infinite = [
-            prefix + name for prefix, model in models.items() for name in self.infinite[id(model)]
+            prefix + name for prefix, model in models.items() for name in self.infinities[id(model)]
         ]
-        self.together = self._suspects(joined_model, "", self.record, infinite)
-        self.suspects = {
-            id(model): self._suspects(model, prefix, None, self.infinite[id(model)])
+        self.joint_context = self._make_context(joined_model, "", self.frozen_record, infinite)
+        self.contexts = {
+            id(model): self._make_context(model, prefix, None, self.infinities[id(model)])
             for prefix, model in called.items()
         }
 
-    def shared(
+    def share_calls(
         self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
     ) -> list[RankCalls]:
         """The calls that this rank must diagnose: its own or, in lockstep, those of all ranks. Collective.
@@ -193,17 +199,17 @@ class WatchedModels:
         In lockstep, empty if the arguments of a call cannot be sent to other ranks: no rank may run a sharded model
         without the others.
         """
-        if not self.lockstep:
+        if not self.collective_forward:
             return [RankCalls(self._host.rank, calls, controls)]
         # The same order on all ranks, since calls are sent with the position of their model.
         models = [recorder.model for recorder in self._recorders.values()]
-        return shared_calls(calls, controls, models, self._host.device) or []
+        return gather_rank_calls(calls, controls, models, self._host.device) or []
 
     def has_changed(self) -> bool:
         """True if an optimizer received more parameters, or one of its parameters was unfrozen."""
-        return self._fingerprint() != self._held
+        return self._compute_fingerprint() != self._last_fingerprint
 
-    def num_held(self) -> int:
+    def count_parameters(self) -> int:
         """Number of parameters that the optimizers hold."""
         count = 0
         for optimizer in self._state.optimizers:
@@ -211,7 +217,7 @@ class WatchedModels:
                 count += len(group["params"])
         return count
 
-    def draw_from(self, generator: torch.Generator | None) -> None:
+    def set_generator(self, generator: torch.Generator | None) -> None:
         """Record the state of the loop's generator with each call, from now on."""
         self.log.generator = generator
 
@@ -220,7 +226,7 @@ class WatchedModels:
             line for recorder in self._recorders.values() for line in recorder.find_out_of_range()
         ]
 
-    def owners(self) -> list[nn.Module]:
+    def find_owners(self) -> list[nn.Module]:
         """The modules that directly own trained parameters."""
         trained_ids = {id(parameter) for parameter in self._state.parameters.values()}
         modules = (module for model in self._models.values() for module in model.modules())
@@ -229,7 +235,7 @@ class WatchedModels:
         ]
 
     @contextmanager
-    def unrecorded(self) -> Iterator[None]:
+    def pause_recording(self) -> Iterator[None]:
         """Record no calls inside the context, since replays are not the loop's."""
         for recorder in self._recorders.values():
             recorder.is_paused = True
@@ -244,33 +250,36 @@ class WatchedModels:
         self._discovery.stop()
         self._interceptions.undo()
 
-    def _suspects(
+    def _make_context(
         self,
         model: nn.Module,
         prefix: str,
-        record: LoopRecord | None,
-        infinite: Collection[str],
-    ) -> Suspects:
-        def peaks() -> dict[str, float]:
-            all_peaks = self._state.snapshots.peaks()
+        record: LoopFrozenRecord | None,
+        infinite_names: Collection[str],
+    ) -> DiagnosisContext:
+        def get_peaks() -> dict[str, float]:
+            all_peaks = self._state.snapshots.compute_peaks()
             # Optimizer state keeps the prefix in its names; this model's weights are known without it.
             return {**all_peaks, **{n.removeprefix(prefix): peak for n, peak in all_peaks.items()}}
 
-        return Suspects(
+        return DiagnosisContext(
             model=model,
-            optimizer_state=lambda: self._state.checked(self._state.optimizer_tensors()).items(),
-            switches=all_switches(model),
-            start_peak=weight_peak(
-                [p for p in model.parameters() if p.requires_grad], together=self.lockstep
+            optimizer_state=lambda: self._state.drop_infinite(
+                self._state.collect_optimizer_tensors()
+            ).items(),
+            fallbacks=list_fallbacks(model),
+            start_peak=compute_weight_peak(
+                [p for p in model.parameters() if p.requires_grad],
+                all_ranks=self.collective_forward,
             ),
-            lockstep=self.lockstep,
-            frozen=record,
-            infinite=infinite,
-            peaks=peaks,
-            switched_off=self.switched_off,
-            decay=self._state.largest_decay,
+            collective_forward=self.collective_forward,
+            frozen_record=record,
+            infinite_names=infinite_names,
+            get_snapshot_peaks=get_peaks,
+            disabled_names=self.disabled_names,
+            compute_decay_share=self._state.compute_max_decay,
             # Ranks that run a model together must all continue, or all fail.
-            attempt=_attempt_together if self.lockstep else _attempt,
+            run_experiment=_run_experiment if self.collective_forward else _try_experiment,
         )
 
     def _has_loose_parameters(self) -> bool:
@@ -278,24 +287,24 @@ class WatchedModels:
             type(model) is nn.Module for model in self._models.values()
         )
 
-    def call_begins(self) -> None:
+    def before_call(self) -> None:
         """Record frozen weights and buffers before a model call, until the changes made by healthy calls are known."""
-        if self.record is not None and not self.record.is_settled:
-            self.record.call_begins()
+        if self.frozen_record is not None and not self.frozen_record.is_calibrated:
+            self.frozen_record.before_call()
 
-    def _call_ends(self) -> None:
-        if self.record is not None and not self.record.is_settled:
-            self.record.call_ends()
+    def _after_call(self) -> None:
+        if self.frozen_record is not None and not self.frozen_record.is_calibrated:
+            self.frozen_record.after_call()
 
-    def _fingerprint(self) -> tuple[int, int]:
+    def _compute_fingerprint(self) -> tuple[int, int]:
         param_lists = [
             group["params"]
             for optimizer in self._state.optimizers
             for group in optimizer.param_groups
         ]
         # A loop may freeze weights for a while, as in a GAN; parameters that were trained once stay watched.
-        self._trained.update(
+        self._trained_ids.update(
             id(p) for parameters in param_lists for p in parameters if p.requires_grad
         )
         # The second number grows when the loop unfreezes a parameter.
-        return sum(map(len, param_lists)), len(self._trained)
+        return sum(map(len, param_lists)), len(self._trained_ids)

@@ -12,20 +12,25 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dit_lora.guard.comparison.parity_values import Values, gradients, named_outputs, recording
-from dit_lora.guard.replay import cuda_devices
-from dit_lora.numerics.finite import HALVES
-from dit_lora.numerics.opaque import ONLY_COUNTS, called_modules
+from dit_lora.guard.comparison.parity_values import (
+    Values,
+    name_gradients,
+    name_outputs,
+    record_outputs,
+)
+from dit_lora.guard.replay import get_cuda_devices
+from dit_lora.numerics.finite import HALF_DTYPES
+from dit_lora.numerics.opaque import COUNTS_ONLY, iterate_called_modules
 
-_COLLECTOR = "output_collector"
+_COLLECTOR_VARIABLE = "output_collector"
 
 
 class BlockCall:
     """One call of a block that can be repeated.
 
-    `learning` says which of its floating-point inputs require a gradient; all of them, if its length does not match.
-    With `inside_of`, the model, the outputs of the block's submodules are compared too. With `widen`, inputs of one
-    row get a second row.
+    `grad_flags` says which of its floating-point inputs require a gradient; all of them, if its length does not match.
+    With `outer_model`, the model, the outputs of the block's submodules are compared too. With `adds_second_row`,
+    inputs of one row get a second row.
     """
 
     def __init__(
@@ -34,77 +39,77 @@ class BlockCall:
         module: nn.Module,
         args: Any,
         kwargs: Any,
-        learning: tuple[bool, ...],
+        grad_flags: tuple[bool, ...],
         *,
-        inside_of: nn.Module | None = None,
-        widen: bool = False,
+        outer_model: nn.Module | None = None,
+        adds_second_row: bool = False,
     ) -> None:
-        self.name, self.module, self.widened = name, module, widen
-        self._inside_of = inside_of
+        self.name, self.module, self.has_second_row = name, module, adds_second_row
+        self._outer_model = outer_model
         # The arguments are kept flat, so that each run can copy and convert their tensors.
         self._leaves, self._spec = tree_flatten((args, kwargs))
-        if widen:
-            self._leaves = [_two_rows(leaf) for leaf in self._leaves]
-        float_inputs = floats(self._leaves)
-        self._learning = (
-            learning if len(learning) == len(float_inputs) else (True,) * len(float_inputs)
+        if adds_second_row:
+            self._leaves = [_add_second_row(leaf) for leaf in self._leaves]
+        float_inputs = list_float_tensors(self._leaves)
+        self._grad_flags = (
+            grad_flags if len(grad_flags) == len(float_inputs) else (True,) * len(float_inputs)
         )
         tensors = [*module.parameters(), *float_inputs]
-        half_dtypes = {x.dtype for x in tensors if x.dtype in HALVES}
+        half_dtypes = {x.dtype for x in tensors if x.dtype in HALF_DTYPES}
         self.is_half = bool(half_dtypes)
         # Of a block that mixes half-precision dtypes, the coarser one decides the tolerance.
         self.dtype = torch.bfloat16 if torch.bfloat16 in half_dtypes else torch.float16
         self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.inputs = [x.detach() for x in float_inputs]
 
-    def values(self, *, wide: bool) -> Values:
+    def compute_values(self, *, uses_fp32: bool) -> Values:
         """Compute the outputs and the gradients of a randomly weighted sum of them, with the current switches.
 
-        With `wide`, half-precision inputs are converted to fp32.
+        With `uses_fp32`, half-precision inputs are converted to fp32.
         """
         # Fresh leaves for each run, so that neither gradients nor in-place writes carry over.
-        leaves, learning = self._fresh(wide=wide)
+        leaves, learning = self._copy_leaves(uses_fp32=uses_fp32)
         args, kwargs = tree_unflatten(leaves, self._spec)
         inner_values: Values = {}
         # A block may draw random numbers; the run's generators must not advance.
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(cuda_devices(self.module)),
-            _unrounded(),
+            torch.random.fork_rng(get_cuda_devices(self.module)),
+            _disable_tf32(),
             # Replaces the hooks of a checkpoint around the block.
-            saved_tensors_hooks(_kept, lambda x: x),
-            self._recorded(inner_values),
+            saved_tensors_hooks(_save_tensor, lambda x: x),
+            self._record_submodules(inner_values),
         ):
-            output = _uncaptured(lambda: self.module(*args, **kwargs))
-            outputs = named_outputs(self.name, output)
-            grads = self._gradients(outputs, learning)
+            output = _call_uncaptured(lambda: self.module(*args, **kwargs))
+            outputs = name_outputs(self.name, output)
+            grads = self._compute_gradients(outputs, learning)
         return {**inner_values, **{n: x.detach() for n, x in outputs.items()}, **grads}
 
-    def _recorded(self, inside: Values) -> AbstractContextManager[None]:
-        if self._inside_of is None:
+    def _record_submodules(self, values: Values) -> AbstractContextManager[None]:
+        if self._outer_model is None:
             return nullcontext()
         # The block itself is compared by its returned outputs.
-        names = [name for name, _ in called_modules(self.module) if name]
+        names = [name for name, _ in iterate_called_modules(self.module) if name]
         full_names = [f"{self.name}.{name}" if self.name else name for name in names]
-        return recording(self._inside_of, full_names, inside)
+        return record_outputs(self._outer_model, full_names, values)
 
-    def _fresh(self, *, wide: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def _copy_leaves(self, *, uses_fp32: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         # One flag for each floating-point leaf, in the order of the flattened arguments.
-        flags, leaves, learning = iter(self._learning), [], {}
+        flags, leaves, learning = iter(self._grad_flags), [], {}
         for index, leaf in enumerate(self._leaves):
-            if not is_float(leaf):
+            if not is_float_tensor(leaf):
                 # Some blocks receive the dtype to compute in as an argument.
-                is_half = wide and isinstance(leaf, torch.dtype) and leaf in HALVES
+                is_half = uses_fp32 and isinstance(leaf, torch.dtype) and leaf in HALF_DTYPES
                 leaves.append(torch.float32 if is_half else leaf)
                 continue
-            dtype = torch.float32 if wide and leaf.dtype in HALVES else leaf.dtype
+            dtype = torch.float32 if uses_fp32 and leaf.dtype in HALF_DTYPES else leaf.dtype
             copied = leaf.detach().to(dtype, copy=True).requires_grad_(next(flags))
             leaves.append(copied)
             if copied.requires_grad:
                 learning[f"{self.name}'s input {index}"] = copied
         return leaves, learning
 
-    def _gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
+    def _compute_gradients(self, outputs: Values, inputs: dict[str, torch.Tensor]) -> Values:
         # Differentiate from the outputs to the trained parameters and the inputs that require a gradient.
         roots = [x for x in outputs.values() if x.requires_grad]
         path = f"{self.name}." if self.name else ""
@@ -119,39 +124,39 @@ class BlockCall:
         ]
         # autograd.grad bypasses the hooks on accumulated gradients, which belong to an optimizer step.
         grads = torch.autograd.grad(roots, [*targets.values()], output_gradients, allow_unused=True)
-        return gradients(dict(zip(targets, grads, strict=True)))
+        return name_gradients(dict(zip(targets, grads, strict=True)))
 
 
-def _uncaptured(call: Callable[[], Any]) -> Any:
+def _call_uncaptured(call: Callable[[], Any]) -> Any:
     """Call the function without Transformers' collection of layer outputs (`utils/output_capturing.py`)."""
     # Run in a copy of the context, so that the variable is unchanged after the call.
     context_copy = copy_context()
 
-    def alone() -> Any:
+    def call_in_context() -> Any:
         for variable in context_copy:
-            if variable.name == _COLLECTOR:
+            if variable.name == _COLLECTOR_VARIABLE:
                 variable.set(None)
         return call()
 
-    return context_copy.run(alone)
+    return context_copy.run(call_in_context)
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _save_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-setattr(_kept, ONLY_COUNTS, True)
+setattr(_save_tensor, COUNTS_ONLY, True)
 
 
-def is_float(leaf: object) -> bool:
+def is_float_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def floats(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if is_float(leaf)]
+def list_float_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if is_float_tensor(leaf)]
 
 
-def _two_rows(leaf: Any) -> Any:
+def _add_second_row(leaf: Any) -> Any:
     """Add a second, different row to a tensor of one row; integers and masks repeat the first."""
     if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or len(leaf) != 1:
         return leaf
@@ -161,7 +166,7 @@ def _two_rows(leaf: Any) -> Any:
 
 
 @contextmanager
-def _unrounded() -> Iterator[None]:
+def _disable_tf32() -> Iterator[None]:
     """Disable TF32 inside the context, so that fp32 is computed in fp32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     previous_flags = matmul.allow_tf32, cudnn.allow_tf32

@@ -8,75 +8,75 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dit_lora.guard.comparison.block_parity import blocks_of
+from dit_lora.guard.comparison.block_parity import find_blocks
 
-Calls = dict[str, list[Hashable]]
+BlockInputs = dict[str, list[Hashable]]
 """Descriptions of each block's inputs, by the block's name."""
 
 
 @contextmanager
-def noting_calls(model: nn.Module) -> Iterator[Calls]:
+def record_block_inputs(model: nn.Module) -> Iterator[BlockInputs]:
     """Record each block's inputs during training forward passes: shapes, dtypes and which require a gradient."""
-    calls: Calls = {}
+    calls: BlockInputs = {}
 
-    def note(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
             # A block may be called several times in a step, so keep a list.
             leaves = tree_leaves((args, kwargs))
-            calls.setdefault(name, []).append(tuple(_described(leaf) for leaf in leaves))
+            calls.setdefault(name, []).append(tuple(_describe_leaf(leaf) for leaf in leaves))
 
         return hook
 
     with ExitStack() as hooks:
-        for name in blocks_of(model):
+        for name in find_blocks(model):
             block = model.get_submodule(name)
-            hooks.enter_context(block.register_forward_pre_hook(note(name), with_kwargs=True))
+            hooks.enter_context(block.register_forward_pre_hook(make_hook(name), with_kwargs=True))
         yield calls
 
 
-def one_of_each_kind(
+def select_block_per_kind(
     model: nn.Module,
     names: Sequence[str],
     calls: Mapping[str, Sequence[Hashable]],
-    places: Collection[tuple[str, str]],
+    fused_ops: Collection[tuple[str, str]],
 ) -> list[str]:
     """The last block of each kind, in order: the deepest, whose inputs are the largest.
 
     Blocks are of one kind if they agree in class, submodules, weights, buffers, settings, inputs and the positions of
-    fused ops. `places` holds these positions as pairs of an op and a module.
+    fused ops. `fused_ops` holds these positions as pairs of an op and a module.
     """
     last_of_kind: dict[Hashable, str] = {}
     for name in names:
         block = model.get_submodule(name)
         path = f"{name}." if name else ""
         # Paths relative to the block, so that equal blocks have equal keys.
-        ops = tuple(sorted((op, m[len(path) :]) for op, m in places if f"{m}.".startswith(path)))
+        ops = tuple(sorted((op, m[len(path) :]) for op, m in fused_ops if f"{m}.".startswith(path)))
         called = tuple(calls.get(name, ()))
         # A later block of the same kind replaces an earlier one.
-        last_of_kind[(_structure(block), ops, called)] = name
+        last_of_kind[(_describe_structure(block), ops, called)] = name
     return [name for name in names if name in last_of_kind.values()]
 
 
-def _described(leaf: object) -> Hashable:
+def _describe_leaf(leaf: object) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     # Plain values may change what the block computes; of other objects only the type is compared.
     return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else str(type(leaf))
 
 
-def _structure(block: nn.Module) -> Hashable:
+def _describe_structure(block: nn.Module) -> Hashable:
     modules = tuple(
-        (name, type(module), _settings(module)) for name, module in block.named_modules()
+        (name, type(module), _list_settings(module)) for name, module in block.named_modules()
     )
     tensors = (*block.named_parameters(), *block.named_buffers())
-    return modules, tuple((name, *_weight(tensor)) for name, tensor in tensors)
+    return modules, tuple((name, *_describe_weight(tensor)) for name, tensor in tensors)
 
 
-def _weight(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+def _describe_weight(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _settings(module: nn.Module) -> Hashable:
+def _list_settings(module: nn.Module) -> Hashable:
     """A module's plain attributes, such as an eps, a window size, or whether its attention is causal."""
     plain = (bool, int, float, str, type(None))
     # A layer's index does not make it a different kind of block.

@@ -14,27 +14,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.guard.comparison.block_call import BlockCall, floats
-from dit_lora.guard.comparison.parity_values import BLOCK, Values, apart, first_apart
-from dit_lora.guard.switches import Switch, in_fp32
-from dit_lora.numerics.dtensors import gathered_here
+from dit_lora.guard.comparison.block_call import BlockCall, list_float_tensors
+from dit_lora.guard.comparison.parity_values import (
+    BLOCK_LIMITS,
+    Values,
+    compute_max_error,
+    find_first_mismatch,
+)
+from dit_lora.guard.switches import Fallback, convert_to_fp32
+from dit_lora.numerics.dtensors import keep_gathered
 
-PASSES = 32
+MIN_PASSES = 32
 """Minimum number of block passes that test whether a kernel is deterministic: two per block in a deep model."""
-_OF_STOCK = 4.0
+_MAX_REFERENCE_RATIO = 4.0
 """On a GPU, a kernel may vary between runs this many times more than the reference code does."""
 
-_OF_BACKEND = 0.02
+_MAX_BACKEND_ERROR = 0.02
 """Relative error by which a kernel may vary between runs on a GPU if an attention backend was requested."""
 
 
 @dataclass(frozen=True)
-class Apart:
+class BlockDifference:
     """The place where a kernel differs from the reference code, or from itself in another run."""
 
-    where: str
+    location: str
     error: float
-    repeats: bool
+    is_deterministic: bool
     """True if the kernel gives the same values for the same inputs."""
 
 
@@ -43,32 +48,32 @@ class Coverage:
     """Names of the compared blocks, and the reason for each block that was not compared."""
 
     compared: set[str] = field(default_factory=set)
-    missed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
-Learning = dict[str, tuple[bool, ...]]
+GradFlags = dict[str, tuple[bool, ...]]
 """For each block name, one flag per floating-point input: True if it requires a gradient in training."""
 
 
 @dataclass(frozen=True)
-class How:
+class ComparisonOptions:
     """Options of a comparison, apart from the model and the function that runs it."""
 
-    learning: Learning | None = None
+    grad_flags: GradFlags | None = None
     """Which block inputs require a gradient in training; None to find out in an extra pass."""
     coverage: Coverage | None = None
     """Filled with the names of the compared blocks; None if not needed."""
-    passes: int = PASSES
+    min_passes: int = MIN_PASSES
     """Minimum number of block passes that test whether the kernel is deterministic."""
-    only: Collection[str] | None = None
+    block_names: Collection[str] | None = None
     """The blocks to compare; None for all."""
-    widen: bool = False
+    adds_second_row: bool = False
     """True to add a second row to inputs of one sample, since a kernel that mixes up rows is correct for one row."""
 
 
-def blocks_of(model: nn.Module) -> list[str]:
+def find_blocks(model: nn.Module) -> list[str]:
     """Names of modules that together cover the model: its repeated blocks, and the modules outside them."""
-    lists = {name for name, module in model.named_modules() if _repeats(module)}
+    lists = {name for name, module in model.named_modules() if _is_block_list(module)}
     # All ancestors of a block list: `a` and `a.b` of the list `a.b.c`.
     ancestors = {name.rsplit(".", k)[0] for name in lists for k in range(1, name.count(".") + 1)}
     names: list[str] = []
@@ -82,7 +87,7 @@ def blocks_of(model: nn.Module) -> list[str]:
     return names or [""]
 
 
-def _repeats(module: nn.Module) -> bool:
+def _is_block_list(module: nn.Module) -> bool:
     """True if the module is a list of blocks: modules of one class that have submodules."""
     if not isinstance(module, nn.ModuleList) or not len(module):
         return False
@@ -90,20 +95,22 @@ def _repeats(module: nn.Module) -> bool:
 
 
 @contextmanager
-def noting_inputs(model: nn.Module) -> Iterator[Learning]:
+def record_grad_flags(model: nn.Module) -> Iterator[GradFlags]:
     """Record, during a training forward pass, which inputs of which blocks require a gradient."""
-    flags_by_block: Learning = {}
+    flags_by_block: GradFlags = {}
 
-    def note(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            flags_by_block.setdefault(name, tuple(x.requires_grad for x in floats((args, kwargs))))
+            flags_by_block.setdefault(
+                name, tuple(x.requires_grad for x in list_float_tensors((args, kwargs)))
+            )
 
         return hook
 
     with ExitStack() as hooks:
-        for name in blocks_of(model):
+        for name in find_blocks(model):
             block = model.get_submodule(name)
-            hooks.enter_context(block.register_forward_pre_hook(note(name), with_kwargs=True))
+            hooks.enter_context(block.register_forward_pre_hook(make_hook(name), with_kwargs=True))
         yield flags_by_block
 
 
@@ -115,99 +122,115 @@ class BlockComparison:
     """
 
     model: nn.Module
-    switch: Switch
-    others: Sequence[Switch]
+    fallback: Fallback
+    disabled_fallbacks: Sequence[Fallback]
     """Switches that are off during the whole comparison."""
-    not_in_fp32: Sequence[Switch]
+    fallbacks_without_fp32: Sequence[Fallback]
     """Switches without fp32 support, which are off in fp32 computations."""
-    how: How
-    inside: str | None = None
+    options: ComparisonOptions
+    inner_block: str | None = None
     """The only block to compare, including the outputs of its submodules; None for all blocks."""
     coverage: Coverage = field(default_factory=Coverage)
-    differences: list[Apart] = field(default_factory=list)
+    differences: list[BlockDifference] = field(default_factory=list)
 
     def run(self, forward: Callable[[], Any]) -> None:
         """Run the model once with its reference code, and compare each block on the way."""
-        names = [self.inside] if self.inside is not None else blocks_of(self.model)
-        names = [name for name in names if self.how.only is None or name in self.how.only]
-        # Spread `passes` over all blocks. A block needs at least two passes to compare with each other.
-        self._repeats = max(2, math.ceil(self.how.passes / max(1, sum(map(is_repeated, names)))))
-        self._busy, self._seen = False, set[str]()
+        names = [self.inner_block] if self.inner_block is not None else find_blocks(self.model)
+        names = [
+            name
+            for name in names
+            if self.options.block_names is None or name in self.options.block_names
+        ]
+        # Spread `min_passes` over all blocks. A block needs at least two passes to compare with each other.
+        self._num_runs = max(
+            2, math.ceil(self.options.min_passes / max(1, sum(map(is_list_element, names))))
+        )
+        self._is_comparing, self._reached_blocks = False, set[str]()
         with ExitStack() as stack:
-            for fallback in self.others:
-                stack.enter_context(fallback.off())
+            for fallback in self.disabled_fallbacks:
+                stack.enter_context(fallback.disable_temporarily())
             # Run the pass with the reference code: a wrong kernel must not change the inputs of later blocks.
-            self._off = stack.enter_context(ExitStack())
-            self._off.enter_context(self.switch.off())
+            self._disabled_kernel = stack.enter_context(ExitStack())
+            self._disabled_kernel.enter_context(self.fallback.disable_temporarily())
             for name in names:
                 module = self.model.get_submodule(name)
-                hook = self._hook(name)
+                hook = self._make_hook(name)
                 stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             with torch.no_grad():
                 forward()
 
     @contextmanager
-    def _kernel_on(self) -> Iterator[None]:
+    def _enable_kernel(self) -> Iterator[None]:
         """Turn the switch on inside the context; the reference code runs outside it."""
-        self._off.close()
+        self._disabled_kernel.close()
         try:
             yield
         finally:
-            self._off.enter_context(self.switch.off())
+            self._disabled_kernel.enter_context(self.fallback.disable_temporarily())
 
-    def _hook(self, name: str) -> Callable[..., None]:
+    def _make_hook(self, name: str) -> Callable[..., None]:
         def hook(block: nn.Module, args: Any, kwargs: Any) -> None:
             # The comparison itself calls the block, and so this hook.
-            if self._busy or name in self._seen:
+            if self._is_comparing or name in self._reached_blocks:
                 return
             # A block that is called several times is compared at its first call.
-            self._seen.add(name)
-            self._busy = True
+            self._reached_blocks.add(name)
+            self._is_comparing = True
             try:
-                with _as_alone(self.model, block):
+                with _allow_separate_call(self.model, block):
                     self._compare_call(name, block, args, kwargs)
             except torch.OutOfMemoryError:
-                self.coverage.missed[name] = "there was no memory for it"
+                self.coverage.skipped[name] = "there was no memory for it"
             finally:
-                self._busy = False
+                self._is_comparing = False
 
         return hook
 
     def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.how.widen:
+        if self.options.adds_second_row:
             try:
-                self._compare(self._call(name, block, args, kwargs, widen=True))
+                self._compare_block(
+                    self._make_block_call(name, block, args, kwargs, adds_second_row=True)
+                )
                 return
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, ValueError):  # the first dimension is not the batch
                 pass
-        self._compare(self._call(name, block, args, kwargs))
+        self._compare_block(self._make_block_call(name, block, args, kwargs))
 
-    def _call(
-        self, name: str, block: nn.Module, args: Any, kwargs: Any, *, widen: bool = False
+    def _make_block_call(
+        self, name: str, block: nn.Module, args: Any, kwargs: Any, *, adds_second_row: bool = False
     ) -> BlockCall:
-        outer_model = self.model if self.inside is not None else None
-        learning = (self.how.learning or {}).get(name, ())
-        return BlockCall(name, block, args, kwargs, learning, inside_of=outer_model, widen=widen)
+        outer_model = self.model if self.inner_block is not None else None
+        learning = (self.options.grad_flags or {}).get(name, ())
+        return BlockCall(
+            name,
+            block,
+            args,
+            kwargs,
+            learning,
+            outer_model=outer_model,
+            adds_second_row=adds_second_row,
+        )
 
-    def _compare(self, block: BlockCall) -> None:
+    def _compare_block(self, block: BlockCall) -> None:
         # Backends such as flash attention do not support fp32.
-        is_half_precision = block.is_half and self.switch.cause != "attention_backend"
+        is_half_precision = block.is_half and self.fallback.cause != "attention_backend"
         # `exact` holds the reference's fp32 values, which tell an error from rounding.
         difference, exact = None, None
         if is_half_precision:
             try:
-                difference, exact = self._in_fp32(block)
+                difference, exact = self._compare_in_fp32(block)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # the stock code may insist on a dtype
-                if block.widened:
+                if block.has_second_row:
                     raise
                 reason = str(error).partition("\n")[0]
-                self.coverage.missed[block.name] = f"it does not run in fp32: {reason}"
+                self.coverage.skipped[block.name] = f"it does not run in fp32: {reason}"
                 return
-        expected, fused = self._both(block, wide=False)
+        expected, fused = self._compute_both(block, uses_fp32=False)
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
             # NaN equals nothing, so reference values that contain it cannot be compared.
@@ -215,37 +238,43 @@ class BlockComparison:
                 not all(torch.isfinite(x).all() for x in expected.values())
                 and not is_half_precision
             ):
-                self.coverage.missed[block.name] = "its stock values are not finite"
+                self.coverage.skipped[block.name] = "its stock values are not finite"
                 return
-            difference = difference or self._differs(block, expected, fused, dtype, exact)
+            difference = difference or self._find_difference(block, expected, fused, dtype, exact)
         # Release the fp32 values before the block runs again.
         del exact
         self.coverage.compared.add(block.name)
-        run_difference = self._unsteady(block, expected, fused) if self.inside is None else None
+        run_difference = (
+            self._measure_run_difference(block, expected, fused)
+            if self.inner_block is None
+            else None
+        )
         if run_difference is not None:
-            self.differences.append(Apart(block.name, run_difference, repeats=False))
+            self.differences.append(
+                BlockDifference(block.name, run_difference, is_deterministic=False)
+            )
         elif difference is not None:
-            self.differences.append(Apart(*difference, repeats=True))
+            self.differences.append(BlockDifference(*difference, is_deterministic=True))
 
-    def _in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
+    def _compare_in_fp32(self, block: BlockCall) -> tuple[tuple[str, float] | None, Values]:
         """The first difference in fp32, or None, and the reference code's fp32 values."""
         with ExitStack() as stack:
             # Autocast would compute in half precision again.
             stack.enter_context(torch.autocast(block.device.type, enabled=False))
             if any(True for _ in block.module.parameters()):
-                stack.enter_context(in_fp32(block.module))
-            for fallback in self.not_in_fp32:
-                stack.enter_context(fallback.off())
-            expected, fused = self._both(block, wide=True)
-            return self._differs(block, expected, fused, torch.float32), expected
+                stack.enter_context(convert_to_fp32(block.module))
+            for fallback in self.fallbacks_without_fp32:
+                stack.enter_context(fallback.disable_temporarily())
+            expected, fused = self._compute_both(block, uses_fp32=True)
+            return self._find_difference(block, expected, fused, torch.float32), expected
 
-    def _both(self, block: BlockCall, *, wide: bool) -> tuple[Values, Values]:
+    def _compute_both(self, block: BlockCall, *, uses_fp32: bool) -> tuple[Values, Values]:
         # The kernel is off outside the context below.
-        expected = block.values(wide=wide)
-        with self._kernel_on():
-            return expected, block.values(wide=wide)
+        expected = block.compute_values(uses_fp32=uses_fp32)
+        with self._enable_kernel():
+            return expected, block.compute_values(uses_fp32=uses_fp32)
 
-    def _differs(
+    def _find_difference(
         self,
         block: BlockCall,
         expected: Values,
@@ -255,33 +284,44 @@ class BlockComparison:
     ) -> tuple[str, float] | None:
         # In half precision, the change that a block adds to its input can be as small as rounding.
         inputs = block.inputs if dtype is torch.float32 else ()
-        limits = BLOCK[dtype] if dtype is torch.float32 else BLOCK[dtype].wider(self.switch.error)
-        return first_apart(expected, fused, limits, inputs, exact)
+        limits = (
+            BLOCK_LIMITS[dtype]
+            if dtype is torch.float32
+            else BLOCK_LIMITS[dtype].add_rounding_error(self.fallback.rounding_error)
+        )
+        return find_first_mismatch(expected, fused, limits, inputs, exact)
 
-    def _unsteady(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
+    def _measure_run_difference(
+        self, block: BlockCall, expected: Values, fused: Values
+    ) -> float | None:
         """Relative error between the kernel's runs on equal inputs, or None if the reference code varies as much."""
         allowed = 0.0
         if block.device.type == "cuda":  # PyTorch's CUDA ops may sum in any order
             # The reference, too, may differ between two runs on equal inputs.
-            allowed = _OF_STOCK * apart(expected, block.values(wide=False))
-            if self.not_in_fp32 or self.switch.cause == "attention_backend":
+            allowed = _MAX_REFERENCE_RATIO * compute_max_error(
+                expected, block.compute_values(uses_fp32=False)
+            )
+            if self.fallbacks_without_fp32 or self.fallback.cause == "attention_backend":
                 # Flash attention's backward sums in any order, even if the reference uses another backend.
-                allowed = max(allowed, _OF_BACKEND)
+                allowed = max(allowed, _MAX_BACKEND_ERROR)
         # A module outside the lists occurs once, and gets the minimum of two runs.
-        num_runs = self._repeats if is_repeated(block.name) else 2
-        with self._kernel_on():
+        num_runs = self._num_runs if is_list_element(block.name) else 2
+        with self._enable_kernel():
             # Make all runs even after a difference: ranks that share a sample run a block together.
-            error = max(apart(fused, block.values(wide=False)) for _ in range(num_runs - 1))
+            error = max(
+                compute_max_error(fused, block.compute_values(uses_fp32=False))
+                for _ in range(num_runs - 1)
+            )
         return error if error > allowed else None
 
 
-def is_repeated(block: str) -> bool:
+def is_list_element(block: str) -> bool:
     """True if the block is an element of a module list."""
     return block.rpartition(".")[2].isdigit()
 
 
 @contextmanager
-def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
+def _allow_separate_call(model: nn.Module, block: nn.Module) -> Iterator[None]:
     """Allow calling the block by itself inside the context: its weights are gathered, and autocast recomputes
     casts.
     """
@@ -290,7 +330,7 @@ def _as_alone(model: nn.Module, block: nn.Module) -> Iterator[None]:
     torch.clear_autocast_cache()  # casts cached in a pass without gradients do not propagate gradients
     try:
         # Sharded weights stay whole while the block is compared.
-        with gathered_here(block):
+        with keep_gathered(block):
             yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.numerics import tolerances
-from dit_lora.numerics.adapter_tensors import is_adapter
-from dit_lora.numerics.dtensors import local
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor
+from dit_lora.numerics.dtensors import get_local_tensor
 
 Values = dict[str, torch.Tensor]
 """Outputs by module name in order of execution, then gradients, whose names start with `GRADIENT`."""
 
-GRADIENT = "the gradient of "
+GRADIENT_PREFIX = "the gradient of "
 
 
 class Limits(NamedTuple):
@@ -24,74 +24,77 @@ class Limits(NamedTuple):
 
     output: float
     gradient: float
-    floor: float
+    min_gradient_share: float
     """Gradients below this share of the largest are not compared: an exact zero (a key's bias) is rounding only."""
 
-    def wider(self, error: float) -> "Limits":
+    def add_rounding_error(self, error: float) -> "Limits":
         """The limits for a kernel whose rounding adds this relative error; the gradient limit grows in proportion."""
         # Gradients get the same relative widening as outputs.
         grown = 1 + error / self.output
         # Where gradients nearly cancel (Sana's query, whose magnitude its attention divides out), the small remainder
         # has an error as large as that of other gradients.
-        floor = max(self.floor, 5 * error)
+        floor = max(self.min_gradient_share, 5 * error)
         return Limits(self.output * grown, self.gradient * grown, floor)
 
 
-WHOLE = {
-    dtype: Limits(output, tolerances.GRADIENT[dtype], 0.05)
-    for dtype, output in tolerances.OUTPUT.items()
+MODEL_LIMITS = {
+    dtype: Limits(output, tolerances.GRADIENT_TOLERANCE[dtype], 0.05)
+    for dtype, output in tolerances.OUTPUT_TOLERANCE.items()
 }
-BLOCK = {**WHOLE, torch.float32: Limits(tolerances.BLOCK, tolerances.BLOCK, 0.01)}
-_ADDED = 0.01
+BLOCK_LIMITS = {
+    **MODEL_LIMITS,
+    torch.float32: Limits(tolerances.BLOCK_TOLERANCE, tolerances.BLOCK_TOLERANCE, 0.01),
+}
+_MIN_ADDED_SHARE = 0.01
 """Minimum fraction of an output that counts as added to the input: rounding is relative to the output."""
-_OF_ROUNDING = 2.0
+_MAX_ROUNDING_RATIO = 2.0
 """A half-precision value may be this many times farther from fp32 than the reference is."""
-_OF_ALL = 1e-4
+_MIN_GRADIENT_SHARE = 1e-4
 """Gradient errors are measured against at least this fraction of the block's largest gradient."""
 
 
-def first_apart(
+def find_first_mismatch(
     references: Values,
     fused: Values,
     limits: Limits,
     inputs: Sequence[torch.Tensor] = (),
-    exact: Values | None = None,
+    exact_values: Values | None = None,
 ) -> tuple[str, float] | None:
     """The first value that differs from its reference, with the relative error of its worst sample; None if none does.
 
     A block's output is measured relative to the change that it adds to the nearest of `inputs`. A value that is hardly
-    farther from its `exact` value than the reference is does not differ, although in half precision both may be far.
-    Values that are not finite in the reference are ignored.
+    farther from its `exact_values` value than the reference is does not differ, although in half precision both may be
+    far. Values that are not finite in the reference are ignored.
     """
     # Gradients that are tiny within their block are rounding, and are not compared.
-    largest = _largest_gradients(references)
+    largest = _find_largest_gradients(references)
     for name, expected in references.items():
         # Missing or reshaped values are fine if the kernel replaces a module or permutes its heads, but not for
         # parameters.
-        if name not in fused and _is_of_parameter(name) and expected.any():
+        if name not in fused and _is_parameter_gradient(name) and expected.any():
             return name, torch.inf  # a trained parameter would get no gradient
         if name not in fused or fused[name].shape != expected.shape:
             continue
         if not torch.isfinite(expected).all():
             continue
-        measure = partial(_measured, name, limits=limits, largest=largest, inputs=inputs)
+        measure = partial(_measure_error, name, limits=limits, largest=largest, inputs=inputs)
         error = measure(fused[name], expected)
-        limit = limits.gradient if name.startswith(GRADIENT) else limits.output
+        limit = limits.gradient if name.startswith(GRADIENT_PREFIX) else limits.output
         if error <= limit:
             continue
-        exact_value = exact.get(name) if exact is not None else None
+        exact_value = exact_values.get(name) if exact_values is not None else None
         if exact_value is not None and exact_value.shape == expected.shape:
             fused_error, reference_error = (
                 measure(fused[name], exact_value),
                 measure(expected, exact_value),
             )
-            if fused_error <= _OF_ROUNDING * reference_error:
+            if fused_error <= _MAX_ROUNDING_RATIO * reference_error:
                 continue
         return name, error  # NaN differs too
     return None
 
 
-def _measured(
+def _measure_error(
     name: str,
     value: torch.Tensor,
     reference: torch.Tensor,
@@ -100,120 +103,129 @@ def _measured(
     largest: Mapping[str, float],
     inputs: Sequence[torch.Tensor],
 ) -> float:
-    if not name.startswith(GRADIENT):
-        return _output_error(value, reference, inputs)
-    if not _is_of_parameter(name):
+    if not name.startswith(GRADIENT_PREFIX):
+        return _measure_output_error(value, reference, inputs)
+    if not _is_parameter_gradient(name):
         # Inputs of a block are not parameters of one, so measure against the largest gradient of all.
-        min_size = _OF_ALL * max(largest.values(), default=0.0)
-        return _error(value, reference, max(min_size, 1e-12), rows=True)
-    return _error(value, reference, limits.floor * largest[_block_of(name)], rows=False)
+        min_size = _MIN_GRADIENT_SHARE * max(largest.values(), default=0.0)
+        return _measure_relative_error(value, reference, max(min_size, 1e-12), is_per_row=True)
+    return _measure_relative_error(
+        value,
+        reference,
+        limits.min_gradient_share * largest[_get_block_name(name)],
+        is_per_row=False,
+    )
 
 
-def _is_of_parameter(name: str) -> bool:
-    return name.startswith(GRADIENT) and "'s input " not in name
+def _is_parameter_gradient(name: str) -> bool:
+    return name.startswith(GRADIENT_PREFIX) and "'s input " not in name
 
 
-def apart(references: Values, others: Values) -> float:
+def compute_max_error(references: Values, other_values: Values) -> float:
     """The largest relative error of any value; 0 only if all values are bitwise equal."""
     worst = 0.0
     for name, reference in references.items():
-        value = others.get(name)
+        value = other_values.get(name)
         if value is None or value.shape != reference.shape:
             return torch.inf
-        if not same_bits(reference, value):
-            error = _error(value, reference, 0.0, rows=False)
+        if not is_bitwise_equal(reference, value):
+            error = _measure_relative_error(value, reference, 0.0, is_per_row=False)
             # Different bits are a difference, even if the computed error is zero.
             worst = max(worst, error if error > 0 else 1e-12) if error == error else torch.inf
     return worst
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if both tensors are equal, with NaN in the same places."""
     # Only NaN differs from itself.
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def _block_of(name: str) -> str:
+def _get_block_name(name: str) -> str:
     """`transformer_blocks.3` for any parameter in it; the first component of other names."""
     # `transformer_blocks.3.attn.to_q.weight` gives `transformer_blocks.3`.
-    parts = name.removeprefix(GRADIENT).split(".")
+    parts = name.removeprefix(GRADIENT_PREFIX).split(".")
     return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
 
 
-def _largest_gradients(values: Values) -> dict[str, float]:
+def _find_largest_gradients(values: Values) -> dict[str, float]:
     """The root mean square of the largest gradient of each block."""
     largest: dict[str, float] = {}
     for name, value in values.items():
-        if name.startswith(GRADIENT) and value.numel():
+        if name.startswith(GRADIENT_PREFIX) and value.numel():
             size = value.float().square().mean().sqrt().item()
-            largest[_block_of(name)] = max(size, largest.get(_block_of(name), 0.0))
+            largest[_get_block_name(name)] = max(size, largest.get(_get_block_name(name), 0.0))
     return largest
 
 
-def _output_error(
+def _measure_output_error(
     value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]
 ) -> float:
     same_shape = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
     if not same_shape or not reference.numel():
-        return _error(value, reference, 0.0, rows=True)
+        return _measure_relative_error(value, reference, 0.0, is_per_row=True)
     # A block's output is mostly its input, so errors are measured relative to the change that the block adds.
     # Each (B,): the size of the output, and of its change from each input of the same shape.
-    sizes = [_rows(reference), *(_rows(reference - x) for x in same_shape)]
+    sizes = [_compute_row_rms(reference), *(_compute_row_rms(reference - x) for x in same_shape)]
     # (B,): the change from the nearest input, at least a small share of the output.
-    added = torch.stack(sizes).amin(0).clamp(min=_ADDED * sizes[0]).clamp(min=1e-6)
-    return (_rows(value.float() - reference.float()) / added).max().item()
+    added = torch.stack(sizes).amin(0).clamp(min=_MIN_ADDED_SHARE * sizes[0]).clamp(min=1e-6)
+    return (_compute_row_rms(value.float() - reference.float()) / added).max().item()
 
 
-def _error(value: torch.Tensor, reference: torch.Tensor, floor: float, *, rows: bool) -> float:
+def _measure_relative_error(
+    value: torch.Tensor, reference: torch.Tensor, min_size: float, *, is_per_row: bool
+) -> float:
     """The error of the worst row. Rows are samples, and a mean over the batch would hide a bad sample."""
     if not reference.numel():
         return 0.0
-    measure = _rows if rows else _all
+    measure = _compute_row_rms if is_per_row else _compute_rms
     # Avoid a division by zero where the reference is zero.
-    size = measure(reference).clamp(min=max(floor, 1e-6 if floor == 0.0 else 0.0))
+    size = measure(reference).clamp(min=max(min_size, 1e-6 if min_size == 0.0 else 0.0))
     return (measure(value.float() - reference.float()) / size).max().item()
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _compute_row_rms(x: torch.Tensor) -> torch.Tensor:
     # (B, ...) -> (B,): the root mean square of each sample. A vector gives one value.
     return x.float().flatten(1 if x.ndim > 1 else 0).square().mean(-1).sqrt()
 
 
-def _all(x: torch.Tensor) -> torch.Tensor:
+def _compute_rms(x: torch.Tensor) -> torch.Tensor:
     return x.float().square().mean().sqrt()
 
 
 @contextmanager
-def recording(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
+def record_outputs(model: nn.Module, modules: Sequence[str], values: Values) -> Iterator[None]:
     """Store the outputs of these modules' first calls inside the context, on the CPU."""
 
-    def keep(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            for key, tensor in named_outputs(name, output).items():
+            for key, tensor in name_outputs(name, output).items():
                 values.setdefault(key, tensor.detach().cpu().clone())
 
         return hook
 
     with ExitStack() as hooks:
         for name in modules:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(keep(name)))
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(make_hook(name)))
         yield
 
 
-def named_outputs(name: str, output: Any) -> Values:
+def name_outputs(name: str, output: Any) -> Values:
     """The tensors that a module returned, by name; complex ones, such as rotations, as pairs of real numbers."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
     tensors = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     return {f"{name} (output {i})" if i else name: tensor for i, tensor in enumerate(tensors)}
 
 
-def gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
+def name_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
     """The gradients that are not None, named as in `Values`."""
-    return {f"{GRADIENT}{name}": value for name, value in values.items() if value is not None}
+    return {
+        f"{GRADIENT_PREFIX}{name}": value for name, value in values.items() if value is not None
+    }
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def disable_dropout(model: nn.Module) -> Iterator[None]:
     """Disable dropout inside the context: a mask depends on the dtype that it is drawn in, which kernels may
     choose.
     """
@@ -229,7 +241,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def stirred(model: nn.Module) -> Iterator[None]:
+def randomize_zero_weights(model: nn.Module) -> Iterator[None]:
     """Make trained weights that are all zero random inside the context; they are restored bit for bit on exit.
 
     A fresh DiT's modulations are zero for every sample, so a kernel that mixes up samples would look correct until the
@@ -238,7 +250,7 @@ def stirred(model: nn.Module) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     # Of sharded weights (FSDP2), this rank's shard.
     trained = [
-        (local(parameter.detach()), is_adapter(name))
+        (get_local_tensor(parameter.detach()), is_adapter_tensor(name))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

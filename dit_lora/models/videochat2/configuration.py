@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 # Sizes of UMT-L.
 VISION_DEFAULTS: dict[str, Any] = {
@@ -76,8 +76,8 @@ class VideoChat2Config(PreTrainedConfig):
         prompt_format: str = "mistral",
         **kwargs: Any,
     ) -> None:
-        self.vision_config = filled(vision_config, VISION_DEFAULTS, "vision_config")
-        self.qformer_config = filled(qformer_config, QFORMER_DEFAULTS, "qformer_config")
+        self.vision_config = fill_defaults(vision_config, VISION_DEFAULTS, "vision_config")
+        self.qformer_config = fill_defaults(qformer_config, QFORMER_DEFAULTS, "qformer_config")
         if not isinstance(text_config, PreTrainedConfig):
             # config.json stores the language model's config as a plain dict.
             values = dict(text_config or {})
@@ -103,7 +103,7 @@ class VideoChat2Config(PreTrainedConfig):
         """
         return LEGACY_EPS if self.legacy else EPS
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
+    def tile_grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles for height x width pixels. Raises `DitLoraError` if they are not whole tiles."""
         tile = self.tile_size
         if height < tile or width < tile or height % tile or width % tile:
@@ -114,7 +114,7 @@ class VideoChat2Config(PreTrainedConfig):
 
     def num_views(self, height: int, width: int) -> int:
         """Number of tiles for height x width pixels. `add_global` adds the downscaled frame if there are several."""
-        rows, columns = self.grid(height, width)
+        rows, columns = self.tile_grid(height, width)
         # A single tile is the whole frame already.
         return rows * columns + (self.add_global and rows * columns > 1)
 
@@ -146,20 +146,22 @@ class VideoChat2Config(PreTrainedConfig):
                 f"got {self.text_config.bos_token_id}"
             )
         if problems:
-            raise DitLoraError(listed("this VideoChat2 configuration cannot be built:", problems))
+            raise DitLoraError(
+                format_list("this VideoChat2 configuration cannot be built:", problems)
+            )
 
 
 # Transformers' auto classes, also for tokenizers, look up config.json's model_type.
 AutoConfig.register("videochat2", VideoChat2Config)
 
 
-def filled(
-    given: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
+def fill_defaults(
+    values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    """The defaults updated with `given`. Raises `DitLoraError` for an unknown key."""
-    unknown = sorted(set(given or {}) - set(defaults))
+    """The defaults updated with `values`. Raises `DitLoraError` for an unknown key."""
+    unknown = sorted(set(values or {}) - set(defaults))
     if unknown:
         raise DitLoraError(
-            listed(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown)
+            format_list(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown)
         )
-    return {**defaults, **(given or {})}
+    return {**defaults, **(values or {})}

@@ -28,17 +28,17 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.files import share_weights
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.files import set_shared_permissions
 from dit_lora.models.videochat2.configuration import VideoChat2Config
-from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check, collect
+from dit_lora.models.videochat2.gather import Sources, TensorOnDisk, check_tensors, collect_tensors
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 from dit_lora.models.videochat2.released import (
     MODEL_TYPES,
     PROMPT_FORMATS,
     ReleasedFile,
+    find_language_model,
     is_instruction_tuned,
-    language_model_of,
     read_released,
 )
 from dit_lora.models.videochat2.tokenizer import load_tokenizer
@@ -46,8 +46,8 @@ from dit_lora.models.videochat2.tokenizer import load_tokenizer
 # Names of tensors, folders and files in the converted checkpoint.
 EXTRA_QUERIES = "model.extra_query_tokens"
 QFORMER_TOKENIZER = "qformer_tokenizer"
-GENERATION = "generation_config.json"
-ADAPTER = "adapter"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_FOLDER = "adapter"
 """Folder name of a LoRA that is kept separate."""
 LORA_ALPHA = 32.0  # from config_7b_stage3.py; the released files do not record it
 QUERY_STD = 0.02  # BERT's initializer_range, with which init_Qformer draws the other queries
@@ -63,9 +63,9 @@ class Conversion:
     """File to the number of our tensors that came from it."""
     unused: Mapping[str, tuple[str, ...]]
     """Reasons to the names of released tensors that are not needed."""
-    lora: str
+    lora_report: str
     """Text on what was done with the LoRA; empty if there is none."""
-    fresh: tuple[str, ...]
+    initialized: tuple[str, ...]
     """Names of our tensors that no file has and that were initialized randomly."""
     notes: tuple[str, ...]
 
@@ -74,15 +74,18 @@ class Conversion:
         return [
             f"{self.path}: {sum(self.tensors.values())} tensors",
             *(f"  {count} of {file}" for file, count in self.tensors.items()),
-            *([f"  {self.lora}"] if self.lora else []),
-            *(f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})" for name in self.fresh),
+            *([f"  {self.lora_report}"] if self.lora_report else []),
+            *(
+                f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})"
+                for name in self.initialized
+            ),
             *(f"  not needed, {len(names)}: {reason}" for reason, names in self.unused.items()),
             *(f"  {note}" for note in self.notes),
         ]
 
 
 def convert_videochat2(
-    out: Path,
+    output_folder: Path,
     *,
     llm: Path,
     vision: Path | None,
@@ -96,13 +99,13 @@ def convert_videochat2(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] | None = None,
 ) -> Conversion:
-    """Write `out` with every tensor of the files converted or accounted for.
+    """Write `output_folder` with every tensor of the files converted or accounted for.
 
-    Dtypes are those of the files. At most one shard is in memory. After an error or interruption, `out` does not
-    exist.
+    Dtypes are those of the files. At most one shard is in memory. After an error or interruption, `output_folder` does
+    not exist.
 
     Args:
-        out: A folder that must not exist.
+        output_folder: A folder that must not exist.
         llm: The language model's folder.
         vision: Stage 1's umt_l16_qformer.pth.
         stages: Files of later stages, which override earlier ones in this order.
@@ -119,17 +122,17 @@ def convert_videochat2(
     Raises:
         DitLoraError: Lists every tensor that is unknown, missing, of another shape or not finite.
     """
-    _check_paths(out, llm, vision, stages, qformer_tokenizer)
+    _check_paths(output_folder, llm, vision, stages, qformer_tokenizer)
     # Zip files are memory-mapped, so values are read only when a shard is written.
     released = [read_released(path) for path in stages]
     files = [read_released(vision), *released] if vision else released
     # Fail early: all configs and tokenizers are checked before tensors are collected.
-    tokenizer, bert_tokenizer = _tokenizers(llm, qformer_tokenizer)
-    kind = _language_model(released)
-    text_config, notes = _text_config(llm, kind, tokenizer)
+    tokenizer, bert_tokenizer = _load_tokenizers(llm, qformer_tokenizer)
+    kind = _require_language_model(released)
+    text_config, notes = _read_text_config(llm, kind, tokenizer)
     if legacy is None:
         legacy = any(is_instruction_tuned(file.tensors) for file in released)
-    ours = _model_config(kind, legacy, text_config, len(bert_tokenizer), config or {})
+    ours = _build_model_config(kind, legacy, text_config, len(bert_tokenizer), config or {})
     # The model only tells which tensors are expected, and their shapes.
     with torch.device("meta"):
         model = VideoChat2ForConditionalGeneration(ours)
@@ -140,32 +143,36 @@ def convert_videochat2(
     # Released files have blocks of the vision encoder that the model does not build.
     blocks = len(model.model.vision_encoder.encoder.blocks)
     # Stage 1 comes first, so that later stages override it.
-    sources = collect(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
-    fresh = _draw_extra_queries(sources, expected, seed)
-    check(sources, expected)
+    sources = collect_tensors(llm, files, blocks=blocks, use_text=ours.qformer_config["use_text"])
+    fresh = _initialize_extra_queries(sources, expected, seed)
+    check_tensors(sources, expected)
     # After the check, every LoRA matrix fits its weight.
     adapter = _Adapter(sources, lora_alpha)
-    with _aside(out) as folder:
+    with _stage_folder(output_folder) as folder:
         if keep_adapter:
-            adapter.save(folder / ADAPTER)
+            adapter.save(folder / ADAPTER_FOLDER)
         else:
             adapter.merge()
         _write_shards(folder, sources, list(expected), shard_bytes, progress)
         ours.architectures = [type(model).__name__]
         ours.save_pretrained(folder)
-        _write_rest(folder, llm, tokenizer, bert_tokenizer)
+        _write_tokenizers(folder, llm, tokenizer, bert_tokenizer)
     notes = (*notes, f"legacy: {ours.legacy}; prompt format: {ours.prompt_format}")
     counts = Counter(sources.weights[name].file.name for name in expected)
     unused = {reason: tuple(names) for reason, names in sources.unused.items()}
-    return Conversion(out, counts, unused, adapter.done, fresh, notes)
+    return Conversion(output_folder, counts, unused, adapter.report, fresh, notes)
 
 
 def _check_paths(
-    out: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
+    output_folder: Path,
+    llm: Path,
+    vision: Path | None,
+    stages: Sequence[Path],
+    qformer_tokenizer: Path,
 ) -> None:
     """Raise `DitLoraError` with every path that is missing, or exists and must not."""
     # Collect all problems, so that one run shows them together.
-    problems = [f"{out} exists; choose another folder"] if out.exists() else []
+    problems = [f"{output_folder} exists; choose another folder"] if output_folder.exists() else []
     problems += [
         f"{folder} is no folder of a {content}"
         for folder, content in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
@@ -179,20 +186,20 @@ def _check_paths(
             "no file of stage 2 or later was given, so nothing projects to the language model"
         )
     if problems:
-        raise DitLoraError(listed("cannot convert VideoChat2:", problems))
+        raise DitLoraError(format_list("cannot convert VideoChat2:", problems))
 
 
-def _model_config(
-    kind: str, legacy: bool, text: PreTrainedConfig, words: int, overrides: Mapping[str, Any]
+def _build_model_config(
+    kind: str, legacy: bool, text: PreTrainedConfig, vocab_size: int, overrides: Mapping[str, Any]
 ) -> VideoChat2Config:
-    """The model's config, with overrides. `words` is the vocabulary size of the Q-Former's tokenizer."""
+    """The model's config, with overrides. `vocab_size` is the vocabulary size of the Q-Former's tokenizer."""
     values = {"prompt_format": PROMPT_FORMATS[kind], "legacy": legacy, "text_config": text}
     # Overrides that set other keys of qformer_config leave the vocabulary size as it is.
-    qformer = {"vocab_size": words, **overrides.get("qformer_config", {})}
+    qformer = {"vocab_size": vocab_size, **overrides.get("qformer_config", {})}
     return VideoChat2Config(**{**values, **overrides, "qformer_config": qformer})
 
 
-def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
+def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     """Load the language model's tokenizer, with the original's padding, and the Q-Former's with [DEC] (blip2.py)."""
     try:
         tokenizer = load_tokenizer(llm)
@@ -209,22 +216,24 @@ def _tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
     return tokenizer, bert_tokenizer
 
 
-def _language_model(files: Sequence[ReleasedFile]) -> str:
+def _require_language_model(files: Sequence[ReleasedFile]) -> str:
     """`mistral`, `llama` or `phi`. Raises `DitLoraError` unless all files agree."""
-    by_file = {file.path: language_model_of(file.tensors) for file in files}
+    by_file = {file.path: find_language_model(file.tensors) for file in files}
     # Files without a language model do not count.
     kinds = {kind for kind in by_file.values() if kind}
     if len(kinds) == 1:
         return kinds.pop()
     raise DitLoraError(
-        listed(
+        format_list(
             f"the files must be of one language model ({', '.join(f'{k}_proj' for k in PROMPT_FORMATS)}):",
             [f"{path}: {kind or 'of none'}" for path, kind in by_file.items()],
         )
     )
 
 
-def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+def _read_text_config(
+    llm: Path, kind: str, tokenizer: Any
+) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The language model's config, with BOS taken from its tokenizer (old LLaMA folders disagree), and notes."""
     try:
         text_config = load_pretrained(AutoConfig, llm)
@@ -244,7 +253,7 @@ def _text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig
     )
 
 
-def _draw_extra_queries(
+def _initialize_extra_queries(
     sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int
 ) -> tuple[str, ...]:
     """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
@@ -264,7 +273,7 @@ class _Adapter:
     """The LoRA found in the files, at scale alpha / rank."""
 
     def __init__(self, sources: Sources, alpha: float) -> None:
-        self.sources, self.alpha, self.done = sources, alpha, ""
+        self.sources, self.alpha, self.report = sources, alpha, ""
         ranks = {lora["A"].shape[0] for lora in sources.lora.values()}
         if len(ranks) > 1:
             raise DitLoraError(
@@ -272,7 +281,7 @@ class _Adapter:
             )
         # 0 without LoRA, and then no scale is computed.
         self.rank = ranks.pop() if ranks else 0
-        self.update = self.rounding = 0.0
+        self.update_square_sum = self.rounding_square_sum = 0.0
 
     def merge(self) -> None:
         """Replace each W by W + alpha / rank * B A, computed in fp32 and rounded once when the tensor is read."""
@@ -281,20 +290,26 @@ class _Adapter:
             # Merging is delayed until the shard with this tensor is written.
             base = self.sources.weights[name]
             self.sources.weights[name] = TensorOnDisk(
-                base.file, base.shape, partial(self._merged, module, base)
+                base.file, base.shape, partial(self._merge_weight, module, base)
             )
 
-    def _merged(self, module: str, base: TensorOnDisk) -> torch.Tensor:
+    def _merge_weight(self, module: str, base: TensorOnDisk) -> torch.Tensor:
         """The merged weight. Also updates the report with the rounding error so far."""
         lora, weight = self.sources.lora[module], base.read()
         update = self.alpha / self.rank * (lora["B"].read().float() @ lora["A"].read().float())
         exact = weight.float() + update
         merged = exact.to(weight.dtype)
         # Sums of squares over all layers, in fp64, for the relative error of the rounding.
-        self.update += float(update.square().sum(dtype=torch.float64))
-        self.rounding += float((merged.float() - exact).square().sum(dtype=torch.float64))
-        relative_error = (self.rounding / self.update) ** 0.5 if self.update else 0.0
-        self.done = (
+        self.update_square_sum += float(update.square().sum(dtype=torch.float64))
+        self.rounding_square_sum += float(
+            (merged.float() - exact).square().sum(dtype=torch.float64)
+        )
+        relative_error = (
+            (self.rounding_square_sum / self.update_square_sum) ** 0.5
+            if self.update_square_sum
+            else 0.0
+        )
+        self.report = (
             f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} "
             f"(alpha {self.alpha:g}, rank {self.rank}); "
             f"rounding to {str(merged.dtype).removeprefix('torch.')} is off by {relative_error:.2%} of the update"
@@ -321,18 +336,18 @@ class _Adapter:
             task_type="CAUSAL_LM",
             inference_mode=True,
         ).save_pretrained(str(folder))
-        self.done = (
-            f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER}/ "
+        self.report = (
+            f"LoRA of {len(self.sources.lora)} layers kept in {ADAPTER_FOLDER}/ "
             f"(alpha {self.alpha:g}, rank {self.rank})"
         )
 
 
-def _write_rest(folder: Path, llm: Path, tokenizer: Any, reader: Any) -> None:
+def _write_tokenizers(folder: Path, llm: Path, tokenizer: Any, qformer_tokenizer: Any) -> None:
     """Write both tokenizers and the language model's generation config."""
     tokenizer.save_pretrained(folder)
-    reader.save_pretrained(folder / QFORMER_TOKENIZER)
-    if (llm / GENERATION).is_file():
-        shutil.copyfile(llm / GENERATION, folder / GENERATION)
+    qformer_tokenizer.save_pretrained(folder / QFORMER_TOKENIZER)
+    if (llm / GENERATION_CONFIG).is_file():
+        shutil.copyfile(llm / GENERATION_CONFIG, folder / GENERATION_CONFIG)
 
 
 def _write_shards(
@@ -347,7 +362,7 @@ def _write_shards(
     shards: list[list[str]] = []
     written = size = 0
     bad: list[str] = []
-    for tensors in _shards(sources, names, shard_bytes):
+    for tensors in _iter_shards(sources, names, shard_bytes):
         bad += [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         save_file(tensors, folder / _shard_name(len(shards)), metadata={"format": "pt"})
         shards.append(list(tensors))
@@ -359,7 +374,7 @@ def _write_shards(
             progress(f"{written} of {len(names)} tensors, {size / 2**30:.2f} GiB")
     if bad:
         raise DitLoraError(
-            listed(
+            format_list(
                 "these tensors are not finite:",
                 [f"{sources.weights[name].file.name}: {name}" for name in bad],
             )
@@ -383,7 +398,7 @@ def _shard_name(number: int) -> str:
     return f"shard-{number}.safetensors"
 
 
-def _shards(
+def _iter_shards(
     sources: Sources, names: Sequence[str], shard_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors in groups of up to `shard_bytes`, or a single larger one.
@@ -404,15 +419,15 @@ def _shards(
 
 
 @contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """Context that yields a temporary folder, renamed to `out` on success and removed on failure."""
+def _stage_folder(output_folder: Path) -> Iterator[Path]:
+    """Context that yields a temporary folder, renamed to `output_folder` on success and removed on failure."""
     # Next to the target, so that the rename stays within one file system.
-    staged = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    staged = output_folder.with_name(f".{output_folder.name}.{os.getpid()}.partial")
     staged.mkdir(parents=True)
     try:
         yield staged
         # Before the rename, so that nobody sees the folder with other permissions.
-        share_weights(staged)
-        staged.rename(out)
+        set_shared_permissions(staged)
+        staged.rename(output_folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

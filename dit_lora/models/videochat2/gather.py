@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dit_lora.config.records import WeightMap, read_typed
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.config.records import WeightMap, read_typed_json
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.videochat2.released import (
     ReleasedFile,
-    language_model_name,
-    place,
+    map_language_model_name,
+    map_tensor_name,
     read_released,
-    why_unused,
+    unused_reason,
 )
 
 # Transformers' file names: an index if there are several shards, else one file.
@@ -45,35 +45,37 @@ class Sources:
     unknown: list[str] = field(default_factory=list)
 
 
-def collect(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
+def collect_tensors(
+    llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool
+) -> Sources:
     """Collect the tensors of the language model's folder, overridden by those of the files in their order.
 
-    `blocks` and `use_text` are those of `why_unused`. Raises `DitLoraError` if a file cannot be read.
+    `blocks` and `use_text` are those of `unused_reason`. Raises `DitLoraError` if a file cannot be read.
     """
     sources = Sources()
-    for name, stored in _language_model_weights(llm):
-        if reason := why_unused(name, blocks=blocks, use_text=use_text):
+    for name, stored in _iter_language_model_weights(llm):
+        if reason := unused_reason(name, blocks=blocks, use_text=use_text):
             sources.unused.setdefault(reason, []).append(f"{stored.file.name}: {name}")
         else:
-            sources.weights[language_model_name(name)] = stored
+            sources.weights[map_language_model_name(name)] = stored
     # In the order of the stages: a tensor of a later file replaces that of an earlier one.
     for file in files:
-        for key in file.beside:
+        for key in file.other_entries:
             reason = "of a training run, beside its `model`"
             sources.unused.setdefault(reason, []).append(f"{file.path.name}: {key}")
         for name, tensor in file.tensors.items():
-            reason = why_unused(name, blocks=blocks, use_text=use_text)
+            reason = unused_reason(name, blocks=blocks, use_text=use_text)
             if reason:
                 sources.unused.setdefault(reason, []).append(f"{file.path.name}: {name}")
             else:
-                _place(sources, file.path, name, tensor)
+                _add_tensor(sources, file.path, name, tensor)
     return sources
 
 
-def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
+def _add_tensor(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> None:
     """Add one released tensor to the sources under our name."""
     # detach reads nothing: the values stay on disk until they are used.
-    target, stored = place(name), TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
+    target, stored = map_tensor_name(name), TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
     if target is None:
         sources.unknown.append(f"{file.name}: {name}")
     elif target.part == "weight":
@@ -82,23 +84,25 @@ def _place(sources: Sources, file: Path, name: str, tensor: torch.Tensor) -> Non
         sources.lora.setdefault(target.name, {})[target.part] = stored
 
 
-def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
+def _iter_language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield names and tensors of a Transformers folder: safetensors or, for old Vicunas, .bin files."""
     # Prefer safetensors, and read .bin files only if there are none.
     for index, weights, entries in (
-        (_INDEX, _WEIGHTS, _safetensors),
-        (_PICKLED_INDEX, _PICKLED_WEIGHTS, _pickled),
+        (_INDEX, _WEIGHTS, _iter_safetensors),
+        (_PICKLED_INDEX, _PICKLED_WEIGHTS, _iter_pickled),
     ):
         names = [weights]
         if (llm / index).is_file():
-            weight_map = read_typed(llm / index, WeightMap)["weight_map"]
+            weight_map = read_typed_json(llm / index, WeightMap)["weight_map"]
             # Each shard once, in the order of the index.
             names = list(dict.fromkeys(weight_map.values()))
         elif not (llm / weights).is_file():
             continue
         missing = [str(llm / name) for name in names if not (llm / name).is_file()]
         if missing:
-            raise DitLoraError(listed(f"{llm / index} names files that are not there:", missing))
+            raise DitLoraError(
+                format_list(f"{llm / index} names files that are not there:", missing)
+            )
         for name in names:
             yield from entries(llm / name)
         return
@@ -107,7 +111,7 @@ def _language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     )
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
+def _iter_safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield the tensors of a safetensors file. Raises `DitLoraError` if it is incomplete."""
 
     def read(name: str) -> torch.Tensor:
@@ -125,13 +129,13 @@ def _safetensors(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
         yield name, TensorOnDisk(file, shape, partial(read, name))
 
 
-def _pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
+def _iter_pickled(file: Path) -> Iterator[tuple[str, TensorOnDisk]]:
     """Yield the tensors of a .bin file."""
     for name, tensor in read_released(file).tensors.items():
         yield name, TensorOnDisk(file, tuple(tensor.shape), tensor.detach)
 
 
-def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise one `DitLoraError` with every tensor that is unknown, missing or of another shape."""
     problems = [f"{name}: unknown" for name in sources.unknown]
     # Tensors that the model lacks, or that have another shape.
@@ -147,12 +151,14 @@ def check(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> None:
         f"{name}: missing from every file" for name in expected if name not in sources.weights
     ]
     for module, lora in sources.lora.items():
-        problems += _lora_faults(module, lora, expected.get(f"{module}.weight"))
+        problems += _lora_errors(module, lora, expected.get(f"{module}.weight"))
     if problems:
-        raise DitLoraError(listed("these files do not make a VideoChat2 of this config:", problems))
+        raise DitLoraError(
+            format_list("these files do not make a VideoChat2 of this config:", problems)
+        )
 
 
-def _lora_faults(
+def _lora_errors(
     module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None
 ) -> list[str]:
     """Problems with the LoRA of one layer."""

@@ -18,8 +18,8 @@ from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from dit_lora.environment.pretrained import built_from
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.environment.pretrained import build_from_config
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.qformer import VideoChat2QFormer
 from dit_lora.models.videochat2.vision import VideoChat2Vision, VideoChat2VisionAttention
@@ -74,7 +74,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
         # Override the dtype recorded in text_config: all of VideoChat2 has the same dtype.
-        self.language_model = built_from(
+        self.language_model = build_from_config(
             AutoModel, config.text_config, dtype=torch.get_default_dtype()
         )
         self.post_init()
@@ -92,7 +92,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         instruction_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Tokens (B, V * Q, D) that represent normalized pixels (B, F, 3, H, W) in the prompt."""
-        views = self._views(pixel_values)
+        views = self._split_views(pixel_values)
         # Each view of a sample gets that sample's instruction.
         if instruction_ids is not None:
             instruction_ids = instruction_ids.repeat_interleave(views.shape[1], dim=0)
@@ -108,13 +108,13 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         # (B * V, Q, D) -> (B, V * Q, D)
         return self.projection(query_outputs).unflatten(0, (len(views), -1)).flatten(1, 2)
 
-    def _views(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _split_views(self, pixels: torch.Tensor) -> torch.Tensor:
         """Cut (B, F, 3, H, W) into views (B, V, F, 3, tile, tile): tiles by row, then the full frame, resized in fp32.
 
         If there is only one tile, it is the full frame; the original's HD model then reads it twice.
         """
         size = self.config.tile_size
-        rows, columns = self.config.grid(*pixels.shape[-2:])
+        rows, columns = self.config.tile_grid(*pixels.shape[-2:])
         tiles = pixels.unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
         # (B, F, 3, rows, tile, columns, tile) -> (B, rows, columns, F, 3, tile, tile)
         views = tiles.permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
@@ -152,7 +152,7 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         if not rows:
             return
         raise DitLoraError(
-            listed(
+            format_list(
                 f"each row of input_ids needs {expected} media tokens (id {self.config.media_token_id}) for these "
                 "pixel_values; got:",
                 rows,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
 PROMPT_FORMATS = {"mistral": "mistral", "llama": "vicuna", "phi": "phi3"}
 """The language model's name in the files (`mistral` in `mistral_model` and `mistral_proj`) to its prompt format."""
@@ -24,18 +24,20 @@ MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
 """The same names to the language models' `model_type`."""
 
 # Alternatives for the regular expressions below.
-_LLM = "|".join(PROMPT_FORMATS)
+_LANGUAGE_MODELS = "|".join(PROMPT_FORMATS)
 # Some files have PEFT's adapter name, `default`, in their tensors' names.
-_LORA = re.compile(rf"({_LLM})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_LORA = re.compile(
+    rf"({_LANGUAGE_MODELS})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight"
+)
 # The language model's own tensors, with or without PEFT's prefix.
-_LANGUAGE_MODEL = re.compile(rf"({_LLM})_model\.(?:base_model\.model\.)?(.+)")
-_PROJECTION = re.compile(rf"({_LLM})_proj\.(weight|bias)")
+_LANGUAGE_MODEL = re.compile(rf"({_LANGUAGE_MODELS})_model\.(?:base_model\.model\.)?(.+)")
+_PROJECTION = re.compile(rf"({_LANGUAGE_MODELS})_proj\.(weight|bias)")
 # The Q-Former's parts that only text uses: embeddings, and the text's feed-forward in each layer.
 _TEXT_IN_QFORMER = re.compile(
     r"qformer\.bert\.(embeddings\.(word|position)_embeddings|encoder\.layer\.\d+\.(intermediate|output))\..+"
 )
-_BLOCK = re.compile(r"vision_encoder\.encoder\.blocks\.(\d+)\..+")
-_UNUSED = {
+_VISION_BLOCK = re.compile(r"vision_encoder\.encoder\.blocks\.(\d+)\..+")
+_UNUSED_REASONS = {
     re.compile(r"qformer\.cls\..+"): "the captioning head of stage 1",
     re.compile(r"(vision_proj|text_proj|itm_head)\..+|temp"): "of stage 1's losses",
     re.compile(r"vision_temp_embed"): "time positions that only stage 1 adds",
@@ -45,7 +47,7 @@ _UNUSED = {
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorTarget:
     """Where a released tensor belongs in our model."""
 
     name: str
@@ -53,25 +55,25 @@ class TensorPlace:
     part: Literal["weight", "A", "B"] = "weight"
 
 
-def place(name: str) -> TensorPlace | None:
+def map_tensor_name(name: str) -> TensorTarget | None:
     """Where a released tensor belongs in our model; None for an unknown name."""
     # The pattern of the language model matches LoRA's names too, so LoRA's goes first.
     if match := _LORA.fullmatch(name):
-        return TensorPlace(language_model_name(match[2]), "A" if match[3] == "A" else "B")
+        return TensorTarget(map_language_model_name(match[2]), "A" if match[3] == "A" else "B")
     if match := _PROJECTION.fullmatch(name):
-        return TensorPlace(f"model.projection.{match[2]}")
+        return TensorTarget(f"model.projection.{match[2]}")
     # PEFT 0.7 and later name an adapted weight base_layer.
     if match := _LANGUAGE_MODEL.fullmatch(name):
-        return TensorPlace(language_model_name(match[2].replace(".base_layer.", ".")))
+        return TensorTarget(map_language_model_name(match[2].replace(".base_layer.", ".")))
     if name.startswith("qformer.bert."):
-        return TensorPlace(f"model.qformer.{name.removeprefix('qformer.bert.')}")
+        return TensorTarget(f"model.qformer.{name.removeprefix('qformer.bert.')}")
     prefix = name.partition(".")[0]
     if prefix in ("vision_encoder", "vision_layernorm", "query_tokens", "extra_query_tokens"):
-        return TensorPlace(f"model.{name}")
+        return TensorTarget(f"model.{name}")
     return None
 
 
-def language_model_name(name: str) -> str:
+def map_language_model_name(name: str) -> str:
     """Our name for a tensor of the causal language model, from its name in the language model's folder.
 
     `model.layers.0...` is below `model.language_model` in our model; the output head stays at the top level.
@@ -81,7 +83,7 @@ def language_model_name(name: str) -> str:
     return name
 
 
-def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
+def unused_reason(name: str, *, blocks: int, use_text: bool) -> str | None:
     """Why the model does not need this tensor; None if it does, or if the name is unknown.
 
     Args:
@@ -89,11 +91,11 @@ def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
         blocks: Number of the vision encoder's blocks that are built.
         use_text: True if the Q-Former reads the instruction.
     """
-    for pattern, reason in _UNUSED.items():
+    for pattern, reason in _UNUSED_REASONS.items():
         if pattern.fullmatch(name):
             return reason
     # Blocks after the output block are in the files but not in the model.
-    match = _BLOCK.fullmatch(name)
+    match = _VISION_BLOCK.fullmatch(name)
     if match and int(match[1]) >= blocks:
         return "vision blocks after the one whose output is read"
     if not use_text and _TEXT_IN_QFORMER.fullmatch(name):
@@ -101,7 +103,7 @@ def why_unused(name: str, *, blocks: int, use_text: bool) -> str | None:
     return None
 
 
-def language_model_of(names: Mapping[str, Any]) -> str | None:
+def find_language_model(names: Mapping[str, Any]) -> str | None:
     """`mistral`, `llama` or `phi`, from the tensor names; None if they have no language model."""
     for name in names:
         for pattern in (_PROJECTION, _LANGUAGE_MODEL):
@@ -125,7 +127,7 @@ class ReleasedFile:
 
     path: Path
     tensors: dict[str, torch.Tensor]
-    beside: tuple[str, ...] = field(default=())
+    other_entries: tuple[str, ...] = field(default=())
     """Names of other entries that a training run saved, such as `optimizer`."""
 
 
@@ -137,7 +139,7 @@ def read_released(path: Path) -> ReleasedFile:
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except pickle.UnpicklingError as error:
-        raise DitLoraError(_refusal(path)) from error
+        raise DitLoraError(_unsafe_file_message(path)) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise DitLoraError(f"{path} cannot be read as a .pth file: {error}") from error
     other_keys: tuple[str, ...] = ()
@@ -153,11 +155,13 @@ def read_released(path: Path) -> ReleasedFile:
         if not isinstance(value, torch.Tensor)
     ]
     if not_tensors:
-        raise DitLoraError(listed(f"{path} is no state dict; these are no tensors:", not_tensors))
+        raise DitLoraError(
+            format_list(f"{path} is no state dict; these are no tensors:", not_tensors)
+        )
     return ReleasedFile(path, dict(loaded), other_keys)
 
 
-def _refusal(path: Path) -> str:
+def _unsafe_file_message(path: Path) -> str:
     """Error message for a file that is not safe to unpickle."""
     unsafe: list[str] = []
     # Only zip files can be inspected without unpickling them.

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dit_lora.environment.pretrained import load_pretrained
 
 # Spaces, line breaks and special tokens, which the two ways of loading a tokenizer may treat differently.
-_PROBE = (
+_PROBE_TEXT = (
     "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
 )
 
@@ -27,7 +27,7 @@ def load_tokenizer(folder: Path) -> Any:
         return tokenizer
     # Compare the two on a probe text: equal ids mean that Transformers kept the file's rules.
     backend = Tokenizer.from_file(str(stored))
-    text = _PROBE.format(bos=tokenizer.bos_token or "", eos=tokenizer.eos_token or "")
+    text = _PROBE_TEXT.format(bos=tokenizer.bos_token or "", eos=tokenizer.eos_token or "")
     ids = tokenizer(text, add_special_tokens=False).input_ids
     if ids == backend.encode(text, add_special_tokens=False).ids:
         return tokenizer

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dit_lora.report.charts.bars import Bar, BarChart, number, ticks
+from dit_lora.report.charts.bars import Bar, BarChart, compute_ticks, format_number
 
-_BINS = 24
-_DISTINCT = 8  # up to this many distinct values are counted separately, such as 24, 25 and 30 frames per second
+_MAX_BINS = 24
+_MAX_DISTINCT = 8  # up to this many distinct values are counted separately, such as 24, 25 and 30 frames per second
 _RATIOS = ("9:21", "9:16", "2:3", "3:4", "1:1", "4:3", "3:2", "16:9", "21:9")
 
 
@@ -48,17 +48,19 @@ class ChannelChart:
     @property
     def ticks(self) -> list[tuple[str, float]]:
         """The scale's ticks, as (label, percent)."""
-        values = ticks(self._low, self._low + self._span)
+        values = compute_ticks(self._low, self._low + self._span)
         return [(f"{round(tick, 9):g}", self.percent(tick)) for tick in values]
 
 
-def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarChart | None:
+def make_count_chart(
+    title: str, names: Iterable[str], order: Sequence[str] = ()
+) -> BarChart | None:
     """Count the most frequent names, one bar per name, in the given `order` or by count; None without names."""
     counts = Counter(names)
     if not counts:
         return None
     # Rare names are added up in one last bar.
-    top_counts, total = counts.most_common(_DISTINCT), counts.total()
+    top_counts, total = counts.most_common(_MAX_DISTINCT), counts.total()
     if order:
         top_counts.sort(key=lambda item: order.index(item[0]))
     num_others = total - sum(count for _, count in top_counts)
@@ -70,31 +72,33 @@ def counted(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarC
     return BarChart(title, bars)
 
 
-def aspect_ratios(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
+def make_aspect_ratio_chart(sizes: Iterable[tuple[float, float]]) -> BarChart | None:
     """Count samples by the nearest common aspect ratio; `sizes` are (width, height) in pixels."""
-    names = (_ratio_name(width / height) for width, height in sizes)
-    return counted("Aspect ratio", names, order=_RATIOS)
+    names = (_find_ratio_name(width / height) for width, height in sizes)
+    return make_count_chart("Aspect ratio", names, order=_RATIOS)
 
 
-def histogram(title: str, values: Sequence[float], unit: str) -> Histogram | BarChart | None:
+def make_histogram(title: str, values: Sequence[float], unit: str) -> Histogram | BarChart | None:
     """Count samples by value. Values far beyond the others are collected in an open last bin."""
     # Few distinct values, such as frame rates, get a bar each instead of bins.
     distinct = sorted({round(value, 2) for value in values})
-    if len(distinct) <= _DISTINCT:
+    if len(distinct) <= _MAX_DISTINCT:
         names = (f"{round(value, 2):g}" for value in values)
-        return counted(f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct])
-    edges, counts, open_end = _binned(sorted(values))
+        return make_count_chart(
+            f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct]
+        )
+    edges, counts, open_end = _compute_bins(sorted(values))
     bins = []
     for index, count in enumerate(counts):
         is_open_bin = index == len(counts) - 1 and open_end
         end = "and more" if is_open_bin else f"to {edges[index + 1]:g}"
         percent = round(100 * count / max(counts), 2)
         bins.append(Bin(f"{edges[index]:,g}", f"{edges[index]:g} {end}", count, percent))
-    about = f"{title}: from {number(min(values))} to {number(max(values))} {unit}"
+    about = f"{title}: from {format_number(min(values))} to {format_number(max(values))} {unit}"
     return Histogram(title, unit, about, bins)
 
 
-def _ratio_name(ratio: float) -> str:
+def _find_ratio_name(ratio: float) -> str:
     """The nearest common aspect ratio, width to height."""
 
     def distance(name: str) -> float:
@@ -105,13 +109,13 @@ def _ratio_name(ratio: float) -> str:
     return min(_RATIOS, key=distance)
 
 
-def _binned(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
+def _compute_bins(values: Sequence[float]) -> tuple[list[float], list[int], bool]:
     """Edges, counts, and whether the last bin is open, for sorted values that are not all equal."""
     # The 98th percentile; the last bin is open if the maximum is far beyond it.
     top = values[int(0.98 * (len(values) - 1))]
     open_end = values[-1] > top + 2 * (top - values[0]) and top > values[0]
     # Bin edges at round numbers.
-    inner = ticks(values[0], top if open_end else values[-1], _BINS)
+    inner = compute_ticks(values[0], top if open_end else values[-1], _MAX_BINS)
     step = inner[1] - inner[0]
     # Ticks lie inside the range of values, so add bins at both ends and trim empty ones below.
     edges = [inner[0] - step, *inner, inner[-1] + step, inner[-1] + 2 * step]

@@ -8,26 +8,26 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from dit_lora.data.audit.finding import VERDICTS, Finding, JudgedSample, Verdict
+from dit_lora.data.audit.finding import VERDICTS, AuditedSample, Finding, Verdict
 from dit_lora.report.audit.charts import (
     ChannelChart,
     Histogram,
-    aspect_ratios,
-    counted,
-    histogram,
+    make_aspect_ratio_chart,
+    make_count_chart,
+    make_histogram,
 )
-from dit_lora.report.audit.pairs import Card, card, some_pairs
-from dit_lora.report.charts.bars import BarChart, number
-from dit_lora.report.pages import PagePictures, clipped, render, write_page
+from dit_lora.report.audit.pairs import Card, choose_pairs, make_card
+from dit_lora.report.charts.bars import BarChart, format_number
+from dit_lora.report.pages import PagePictures, clip_text, render_page, write_page
 
-CARDS = 200
+MAX_CARDS = 200
 """Maximum number of samples shown; the JSON file lists all of them."""
-_REJECT_CARDS = 140  # the other cards are reserved for warnings, however many rejects there are
-_NAMES = 24  # file names in one line
-_LINES = 50  # lines of one list
-_PAIRS = 12  # good samples with references or masks
-_FINDINGS = 6  # findings on one card
-_CHANNELS = 128
+_MAX_REJECT_CARDS = 140  # the other cards are reserved for warnings, however many rejects there are
+_MAX_NAMES = 24  # file names in one line
+_MAX_LINES = 50  # lines of one list
+_MAX_PAIRS = 12  # good samples with references or masks
+_MAX_FINDINGS = 6  # findings on one card
+_MAX_CHANNELS = 128
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Buckets:
 
 def write_audit_page(
     path: Path,
-    judged: Sequence[JudgedSample],
+    samples: Sequence[AuditedSample],
     *,
     title: str,
     totals: Mapping[str, Any],
@@ -64,11 +64,11 @@ def write_audit_page(
 ) -> Path:
     """Write the audit page atomically. It loads no external content, and all text from the data is escaped.
 
-    At most `CARDS` samples are shown.
+    At most `MAX_CARDS` samples are shown.
 
     Args:
         path: The HTML file.
-        judged: All audited samples.
+        samples: All audited samples.
         title: The page's title.
         totals: The result of `audit.summary.totals`.
         buckets: A `BucketReport.as_dict()`, or None.
@@ -79,166 +79,169 @@ def write_audit_page(
         DitLoraError: If the file cannot be written.
     """
     pictures = PagePictures()
-    rejects, warnings = _sheet(judged, pictures)
-    page = render(
+    rejects, warnings = _build_groups(samples, pictures)
+    page = render_page(
         "audit_page.html",
         title=title,
         totals=totals,
         notes=notes,
         rejects=rejects,
         warnings=warnings,
-        pairs=[card(sample, pictures) for sample in some_pairs(judged, _PAIRS)],
-        findings_of_a_card=_FINDINGS,
-        worst_first=_worst_first,
-        facts=_facts,
-        codes=_codes(judged),
-        charts=_charts(judged),
-        buckets=bucket_rows(buckets) if buckets else None,
+        pairs=[make_card(sample, pictures) for sample in choose_pairs(samples, _MAX_PAIRS)],
+        findings_of_a_card=_MAX_FINDINGS,
+        worst_first=_sort_worst_first,
+        facts=_format_facts,
+        codes=_list_codes(samples),
+        charts=_build_charts(samples),
+        buckets=build_bucket_rows(buckets) if buckets else None,
         encoded=encoded or {},
-        drawn_channels=_CHANNELS,
+        drawn_channels=_MAX_CHANNELS,
         channel_chart=ChannelChart,
-        number=number,
-        outliers=_encoded_findings(judged) if encoded else [],
-        duplicates=_duplicates(judged),
-        lines=_LINES,
+        number=format_number,
+        outliers=_list_encoded_findings(samples) if encoded else [],
+        duplicates=_list_duplicates(samples),
+        lines=_MAX_LINES,
     )
     return write_page(path, page)
 
 
-def _sheet(
-    judged: Sequence[JudgedSample], pictures: PagePictures
+def _build_groups(
+    samples: Sequence[AuditedSample], pictures: PagePictures
 ) -> tuple[AuditGroup, list[AuditGroup]]:
     """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
-    rejected, warned = _by_first_code(judged, "reject"), _by_first_code(judged, "warn")
+    rejected, warned = (
+        _group_by_first_code(samples, "reject"),
+        _group_by_first_code(samples, "warn"),
+    )
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     # Rejected samples may use the cards that warnings leave free.
-    max_cards = _even(rejected, max(_REJECT_CARDS, CARDS - warnings))
+    max_cards = _divide_cards(rejected, max(_MAX_REJECT_CARDS, MAX_CARDS - warnings))
     shown_samples = [
         sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]
     ]
-    cards = [card(sample, pictures) for sample in shown_samples]
+    cards = [make_card(sample, pictures) for sample in shown_samples]
     rejects = AuditGroup("reject", count, cards, count - len(cards))
     # Warnings share what is left.
-    max_cards = _even(warned, CARDS - len(cards))
+    max_cards = _divide_cards(warned, MAX_CARDS - len(cards))
     groups = []
-    for code, count in _counts(judged, "warn").most_common():
+    for code, count in _count_codes(samples, "warn").most_common():
         code_samples = warned.get(code, [])
         # A sample with several findings is shown once, under its first code. The others are listed by name.
         files = {sample.file for sample in code_samples}
-        having = [sample.file for sample in judged if any(f.code == code for f in sample.findings)]
-        elsewhere = _names(file for file in having if file not in files)
-        cards = [card(sample, pictures) for sample in code_samples[: max_cards.get(code, 0)]]
+        having = [sample.file for sample in samples if any(f.code == code for f in sample.findings)]
+        elsewhere = _join_names(file for file in having if file not in files)
+        cards = [make_card(sample, pictures) for sample in code_samples[: max_cards.get(code, 0)]]
         groups.append(AuditGroup(code, count, cards, len(code_samples) - len(cards), elsewhere))
     return rejects, groups
 
 
-def _by_first_code(
-    judged: Sequence[JudgedSample], verdict: Verdict
-) -> dict[str, list[JudgedSample]]:
+def _group_by_first_code(
+    samples: Sequence[AuditedSample], verdict: Verdict
+) -> dict[str, list[AuditedSample]]:
     """Group the samples with this verdict by the code of the first finding with it."""
-    groups: dict[str, list[JudgedSample]] = {}
-    for sample in judged:
+    groups: dict[str, list[AuditedSample]] = {}
+    for sample in samples:
         if sample.verdict == verdict:
             code = next(finding.code for finding in sample.findings if finding.verdict == verdict)
             groups.setdefault(code, []).append(sample)
     return groups
 
 
-def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
+def _sort_worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: -VERDICTS.index(finding.verdict))
 
 
-def _even(groups: Mapping[str, Sequence[JudgedSample]], room: int) -> dict[str, int]:
-    """Divide `room` cards evenly between the groups. Cards that a small group does not need go to the others."""
+def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int) -> dict[str, int]:
+    """Divide `num_cards` cards evenly between the groups. Cards that a small group does not need go to the others."""
     shares: dict[str, int] = {}
     # Smallest groups first: the cards that they leave unused are divided among the larger ones.
     ordered = sorted(groups.items(), key=lambda item: len(item[1]))
     for index, (code, group) in enumerate(ordered):
-        shares[code] = min(len(group), room // (len(ordered) - index))
-        room -= shares[code]
+        shares[code] = min(len(group), num_cards // (len(ordered) - index))
+        num_cards -= shares[code]
     return shares
 
 
-def _counts(judged: Sequence[JudgedSample], verdict: Verdict) -> Counter[str]:
+def _count_codes(samples: Sequence[AuditedSample], verdict: Verdict) -> Counter[str]:
     """Number of samples by finding code."""
     return Counter(
         code
-        for sample in judged
+        for sample in samples
         for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
     )
 
 
-def _codes(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, int, str]]:
+def _list_codes(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, int, str]]:
     """Verdict, code, number of samples and remedy of each finding code, the worst and most frequent first."""
     remedies: dict[str, str] = {}
-    for sample in judged:
+    for sample in samples:
         for finding in sample.findings:
             remedies[finding.code] = remedies.get(finding.code) or finding.remedy
     verdicts: tuple[Verdict, ...] = ("reject", "warn")
     return [
         (verdict, code, count, remedies[code])
         for verdict in verdicts
-        for code, count in _counts(judged, verdict).most_common()
+        for code, count in _count_codes(samples, verdict).most_common()
     ]
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
+def _format_facts(facts: Mapping[str, Any]) -> str:
     """Media properties of a clip as text, such as `1280 x 720, 25 fps, 4 s, h264`."""
-    height, width = _number(facts.get("height")), _number(facts.get("width"))
-    fps, seconds = _number(facts.get("fps")), _number(facts.get("seconds"))
+    height, width = _to_number(facts.get("height")), _to_number(facts.get("width"))
+    fps, seconds = _to_number(facts.get("fps")), _to_number(facts.get("seconds"))
     parts = [
         f"{width:g} x {height:g}" if height and width else "",
         f"{fps:.4g} fps" if fps else "",
         f"{seconds:.3g} s" if seconds else "",
-        clipped(str(facts.get("codec") or "")),
+        clip_text(str(facts.get("codec") or "")),
     ]
     return ", ".join(part for part in parts if part)
 
 
-def _charts(judged: Sequence[JudgedSample]) -> list[BarChart | Histogram]:
+def _build_charts(samples: Sequence[AuditedSample]) -> list[BarChart | Histogram]:
     """Charts of the data set's properties; unmeasured properties are left out."""
 
-    def column(key: str) -> list[float]:
-        numbers = (_number(sample.facts.get(key)) for sample in judged)
+    def read_column(key: str) -> list[float]:
+        numbers = (_to_number(sample.facts.get(key)) for sample in samples)
         return [value for value in numbers if value is not None]
 
     sizes = [
         (width, height)
-        for sample in judged
-        if (width := _number(sample.facts.get("width")))
-        and (height := _number(sample.facts.get("height")))
+        for sample in samples
+        if (width := _to_number(sample.facts.get("width")))
+        and (height := _to_number(sample.facts.get("height")))
     ]
     charts = [
-        histogram("Duration", column("seconds"), "seconds"),
-        histogram("Frame rate", column("fps"), "frames per second"),
-        counted("Resolution", (f"{width:g}x{height:g}" for width, height in sizes)),
-        aspect_ratios(sizes),
-        histogram("Caption length", column("caption_tokens"), "tokens"),
+        make_histogram("Duration", read_column("seconds"), "seconds"),
+        make_histogram("Frame rate", read_column("fps"), "frames per second"),
+        make_count_chart("Resolution", (f"{width:g}x{height:g}" for width, height in sizes)),
+        make_aspect_ratio_chart(sizes),
+        make_histogram("Caption length", read_column("caption_tokens"), "tokens"),
     ]
     return [chart for chart in charts if chart is not None]
 
 
-def _encoded_findings(judged: Sequence[JudgedSample]) -> list[tuple[Verdict, str, str]]:
+def _list_encoded_findings(samples: Sequence[AuditedSample]) -> list[tuple[Verdict, str, str]]:
     """Verdict, file and message of each finding about latents or embeddings."""
     findings = [
         (finding.verdict, sample.file, finding.words)
-        for sample in judged
+        for sample in samples
         for finding in sample.findings
         if finding.code.startswith(("latent_", "embedding_"))
     ]
     return sorted(findings)
 
 
-def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
+def _list_duplicates(samples: Sequence[AuditedSample]) -> list[str]:
     """File names of each group of duplicate clips, as one line per group, the largest first."""
-    files = {sample.file for sample in judged}
+    files = {sample.file for sample in samples}
     # The finding's text ends with the name of the file that this one duplicates.
     parents = {
         sample.file: original
-        for sample in judged
+        for sample in samples
         for finding in sample.findings
         if finding.code in ("duplicate_clip", "near_duplicate_clip")
-        and (original := _named_last(finding.words, files))
+        and (original := _find_trailing_name(finding.words, files))
     }
     groups: dict[str, list[str]] = {}
     for file in parents:
@@ -249,18 +252,18 @@ def _duplicates(judged: Sequence[JudgedSample]) -> list[str]:
             root = previous_file
         groups.setdefault(root, [root]).append(file)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    return [_names(dict.fromkeys(members)) for members in ordered]
+    return [_join_names(dict.fromkeys(members)) for members in ordered]
 
 
-def _named_last(words: str, files: Collection[str]) -> str | None:
+def _find_trailing_name(text: str, files: Collection[str]) -> str | None:
     """The file name that this text ends with, or None. A name may contain spaces."""
-    parts = words.split(" ")
+    parts = text.split(" ")
     # Longest first, so that a name with spaces wins over its last word.
     tails = (" ".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if tail in files), None)
 
 
-def bucket_rows(report: Mapping[str, Any]) -> Buckets:
+def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
     """Rows for buckets.html, from `BucketReport.as_dict()`."""
     rows = []
     for row in report["buckets"]:
@@ -278,18 +281,18 @@ def bucket_rows(report: Mapping[str, Any]) -> Buckets:
         ]
         rows.append((cells, not row["samples"]))
     dropped = [
-        (sample["id"], sample["code"], clipped(sample["words"])) for sample in report["dropped"]
+        (sample["id"], sample["code"], clip_text(sample["words"])) for sample in report["dropped"]
     ]
     return Buckets(report["advice"], rows, dropped)
 
 
-def _names(files: Iterable[str]) -> str:
+def _join_names(files: Iterable[str]) -> str:
     listed = list(files)
-    more = f" and {len(listed) - _NAMES:,} more" if len(listed) > _NAMES else ""
-    return ", ".join(listed[:_NAMES]) + more
+    more = f" and {len(listed) - _MAX_NAMES:,} more" if len(listed) > _MAX_NAMES else ""
+    return ", ".join(listed[:_MAX_NAMES]) + more
 
 
-def _number(value: Any) -> float | None:
+def _to_number(value: Any) -> float | None:
     """A media property as a finite float, else None."""
     # bool is a subclass of int, but not a measurement.
     real = isinstance(value, Real) and not isinstance(value, bool)

@@ -7,50 +7,50 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from dit_lora.data.audit.finding import JudgedSample
-from dit_lora.data.media.opened import own_jpeg
+from dit_lora.data.audit.finding import AuditedSample
+from dit_lora.data.media.opened import decode_jpeg
 from dit_lora.report.pages import PagePictures
 
-_TINT = (122, 90, 245)
-_TINTED = 0.6
+_TINT_COLOR = (122, 90, 245)
+_TINT_OPACITY = 0.6
 
 
 @dataclass(frozen=True)
 class Card:
     """One sample with its pictures, each a data URI or an empty string."""
 
-    sample: JudgedSample
+    sample: AuditedSample
     picture: str
     references: Sequence[str] = ()
 
 
-def card(one: JudgedSample, pictures: PagePictures) -> Card:
+def make_card(sample: AuditedSample, pictures: PagePictures) -> Card:
     """Make a sample's card, with as many of its pictures as the page has space for."""
-    picture = one.thumbnail
-    if picture is not None and one.mask is not None:
-        picture = tinted(picture, one.mask, is_video="seconds" in one.facts)
-    references = [pictures.uri(reference) for reference in one.references]
-    return Card(one, pictures.uri(picture), references)
+    picture = sample.thumbnail
+    if picture is not None and sample.mask is not None:
+        picture = tint_picture(picture, sample.mask, is_video="seconds" in sample.facts)
+    references = [pictures.make_uri(reference) for reference in sample.references]
+    return Card(sample, pictures.make_uri(picture), references)
 
 
-def some_pairs(judged: Sequence[JudgedSample], most: int) -> list[JudgedSample]:
-    """Choose at most `most` good samples with references or a mask, evenly spaced over the data set."""
+def choose_pairs(samples: Sequence[AuditedSample], max_pairs: int) -> list[AuditedSample]:
+    """Choose at most `max_pairs` good samples with references or a mask, evenly spaced over the data set."""
     pairs = [
         sample
-        for sample in judged
+        for sample in samples
         if sample.verdict == "ok" and sample.thumbnail and (sample.references or sample.mask)
     ]
-    if len(pairs) <= most:
+    if len(pairs) <= max_pairs:
         return pairs
-    return [pairs[round(position)] for position in np.linspace(0, len(pairs) - 1, most)]
+    return [pairs[round(position)] for position in np.linspace(0, len(pairs) - 1, max_pairs)]
 
 
-def tinted(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
+def tint_picture(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     """Tint the part of a picture, or of frames in a row, that the mask excludes from the loss.
 
     `picture`, `mask` and the result are JPEG bytes.
     """
-    image, grey = own_jpeg(picture), own_jpeg(mask).convert("L")
+    image, grey = decode_jpeg(picture), decode_jpeg(mask).convert("L")
     # A mask has the shape of one frame.
     # The strip's aspect ratio divided by the mask's: the number of frames side by side.
     ratio = image.width * grey.height / (image.height * grey.width)
@@ -66,7 +66,7 @@ def tinted(picture: bytes, mask: bytes, *, is_video: bool) -> bytes:
     )[..., None]
     levels = np.asarray(image, np.float32)
     # The picture with the tint over all of it, from which the excluded part is taken.
-    covered = (1 - _TINTED) * levels + _TINTED * np.array(_TINT, np.float32)
+    covered = (1 - _TINT_OPACITY) * levels + _TINT_OPACITY * np.array(_TINT_COLOR, np.float32)
     # `learned` has shape (H, W, 1), and `levels` (H, W, 3).
     mixed = learned * levels + (1 - learned) * covered
     stream = io.BytesIO()

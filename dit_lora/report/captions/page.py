@@ -10,19 +10,19 @@ from urllib.parse import quote, unquote
 
 from dit_lora.data.audit.captions import check_captions
 from dit_lora.data.audit.finding import Finding
-from dit_lora.data.chat.frames import frame_seconds
+from dit_lora.data.chat.frames import sample_frame_times
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_header
 from dit_lora.data.sources.caption_table import CaptionTable
 from dit_lora.data.sources.caption_text import has_word
 from dit_lora.data.sources.clips import Clip
-from dit_lora.report.film_strip import film_strip
-from dit_lora.report.pages import PagePictures, render, write_page
+from dit_lora.report.film_strip import make_film_strip
+from dit_lora.report.pages import PagePictures, render_page, write_page
 
-SHOWN = 60
-"""Number of files on one served page. A written page shows up to `_WRITTEN`."""
-_WRITTEN = 200
+CARDS_PER_PAGE = 60
+"""Number of files on one served page. A written page shows up to `_MAX_WRITTEN_CARDS`."""
+_MAX_WRITTEN_CARDS = 200
 _FRAMES, _HEIGHT = 3, 160  # number of frames of a thumbnail, and its height in pixels
 _SCRIPT = "captions.js"
 
@@ -62,14 +62,14 @@ class CaptionFindings:
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
-        self._judged: dict[str, str | None] = {}
-        self._found: dict[str, list[Finding]] = {}
+        self._checked_captions: dict[str, str | None] = {}
+        self._findings_by_file: dict[str, list[Finding]] = {}
 
     def update(self, table: CaptionTable) -> dict[str, list[Finding]]:
-        """Update the findings to the table's current captions; equals `judged_captions` of the table."""
+        """Update the findings to the table's current captions; equals `check_table_captions` of the table."""
         # None for a file without a caption.
         old_captions, current_captions = (
-            self._judged,
+            self._checked_captions,
             {name: table.captions.get(name) for name in table.media},
         )
         changed = {
@@ -82,7 +82,7 @@ class CaptionFindings:
         if changed:
             # The audit counts equal captions, so other files with a changed caption's text are checked again too.
             texts = {
-                _words(captions.get(name))
+                _normalize_caption(captions.get(name))
                 for name in changed
                 for captions in (old_captions, current_captions)
             }
@@ -90,25 +90,25 @@ class CaptionFindings:
             affected = {
                 name
                 for name in current_captions
-                if name in changed or _words(current_captions[name]) in texts
+                if name in changed or _normalize_caption(current_captions[name]) in texts
             }
             for name in changed | affected:
-                self._found.pop(name, None)
-            self._found |= judged_captions(table, self._rules, affected)
-            self._judged = current_captions
-        return self._found
+                self._findings_by_file.pop(name, None)
+            self._findings_by_file |= check_table_captions(table, self._rules, affected)
+            self._checked_captions = current_captions
+        return self._findings_by_file
 
 
-def _words(caption: str | None) -> str:
+def _normalize_caption(caption: str | None) -> str:
     return " ".join((caption or "").split())
 
 
-def caption_version(caption: str) -> str:
+def compute_caption_version(caption: str) -> str:
     """Digest of a caption, by which a page identifies the version that it has edited."""
     return hashlib.sha256(caption.encode("utf-8", errors="surrogatepass")).hexdigest()[:24]
 
 
-def judged_captions(
+def check_table_captions(
     table: CaptionTable, rules: TextRules, names: Collection[str] | None = None
 ) -> dict[str, list[Finding]]:
     """The audit's findings by file, for `names` or all files. Files without findings are absent."""
@@ -138,96 +138,115 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
     Raises:
         DitLoraError: If the file cannot be written.
     """
-    findings = judged_captions(table, rules)
+    findings = check_table_captions(table, rules)
     # False sorts before True; the sort is stable, so both halves keep the table's order.
     ordered = sorted(table.media, key=lambda name: name not in findings)
     pictures = PagePictures()
     cards = [
-        _card(table, name, findings, pictures.uri(_thumbnail(table.root / name)), path.parent)
-        for name in ordered[:_WRITTEN]
+        _build_card(
+            table,
+            name,
+            findings,
+            pictures.make_uri(_make_thumbnail(table.root / name)),
+            path.parent,
+        )
+        for name in ordered[:_MAX_WRITTEN_CARDS]
     ]
-    page = render("captions_page.html", **_facts(table, findings), cards=cards, live=None)
+    page = render_page(
+        "captions_page.html", **_build_facts(table, findings), cards=cards, live=None
+    )
     return write_page(path, page)
 
 
-def served_page(
-    table: CaptionTable, found: dict[str, list[Finding]], token: str, number: int, only: bool
+def render_served_page(
+    table: CaptionTable,
+    findings: dict[str, list[Finding]],
+    token: str,
+    page_number: int,
+    only_flagged: bool,
 ) -> str:
-    """Render page `number` (from 1) for editing; with `only`, of the files with findings.
+    """Render page `page_number` (from 1) for editing; with `only_flagged`, of the files with findings.
 
     Nothing on it is redacted, since saving an unedited caption must not change it.
     """
-    names = [name for name in table.media if name in found] if only else table.media
+    names = [name for name in table.media if name in findings] if only_flagged else table.media
     # Ceiling division; an empty folder still has one page.
-    pages = max(1, -(-len(names) // SHOWN))
-    number = min(max(1, number), pages)
-    page_names = names[(number - 1) * SHOWN : number * SHOWN]
-    cards = [_card(table, name, found, f"media/{address_of(name)}", None) for name in page_names]
+    pages = max(1, -(-len(names) // CARDS_PER_PAGE))
+    page_number = min(max(1, page_number), pages)
+    page_names = names[(page_number - 1) * CARDS_PER_PAGE : page_number * CARDS_PER_PAGE]
+    cards = [
+        _build_card(table, name, findings, f"media/{encode_address(name)}", None)
+        for name in page_names
+    ]
     # The page's script sends the token with each edit.
-    live = {"token": token, "number": number, "pages": pages, "only": only}
-    return render(
+    live = {"token": token, "number": page_number, "pages": pages, "only": only_flagged}
+    return render_page(
         "captions_page.html",
         scripts=[_SCRIPT],
         sources="img-src 'self' data:; media-src 'self'; connect-src 'self'",
         redact=False,
-        **_facts(table, found),
+        **_build_facts(table, findings),
         cards=cards,
         live=live,
     )
 
 
-def _thumbnail(file: Path) -> bytes:
+def _make_thumbnail(file: Path) -> bytes:
     """JPEG of some frames of a clip, or of a picture; empty if it cannot be read."""
     media, seconds = MediaFile(file), [0.0]
     try:
         header = read_header(media)
         # A picture has only the frame at 0 seconds.
         if not header.is_image and header.seconds and header.fps:
-            seconds = list(frame_seconds(header.seconds, header.fps, _FRAMES))
+            seconds = list(sample_frame_times(header.seconds, header.fps, _FRAMES))
     except ClipError:
         return b""
-    return film_strip(media, seconds, _HEIGHT)
+    return make_film_strip(media, seconds, _HEIGHT)
 
 
-def _facts(table: CaptionTable, found: dict[str, list[Finding]]) -> dict[str, Any]:
-    missing = len(table.missing)
+def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dict[str, Any]:
+    missing = len(table.uncaptioned)
     return {
         "title": table.root.resolve().name,
         "total": len(table.media),
         "missing": missing,
-        "flagged": len(found) - missing,
+        "flagged": len(findings) - missing,
     }
 
 
-def _card(
+def _build_card(
     table: CaptionTable,
     name: str,
-    found: dict[str, list[Finding]],
+    findings: dict[str, list[Finding]],
     source: str,
-    beside: Path | None,
+    page_dir: Path | None,
 ) -> CaptionCard:
     caption = table.captions.get(name, "")
     file = table.root / name
-    link = "" if beside is None else _relative(file, beside)
+    link = "" if page_dir is None else _make_link(file, page_dir)
     # Training treats an animated GIF as a video, and a browser treats it as a picture.
     is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
-    address = address_of(name)
-    version = caption_version(caption)
-    return CaptionCard(name, address, caption, found.get(name, []), is_video, source, link, version)
+    address = encode_address(name)
+    version = compute_caption_version(caption)
+    return CaptionCard(
+        name, address, caption, findings.get(name, []), is_video, source, link, version
+    )
 
 
-def address_of(name: str) -> str:
+def encode_address(name: str) -> str:
     """A file name as a URL path. Names that are not UTF-8 hold their bytes as surrogate escapes."""
     return quote(name.encode(errors="surrogateescape"))
 
 
-def name_of(address: str) -> str:
-    """The file name of a URL path made by `address_of`."""
+def decode_address(address: str) -> str:
+    """The file name of a URL path made by `encode_address`."""
     return unquote(address, errors="surrogateescape")
 
 
-def _relative(file: Path, folder: Path) -> str:
+def _make_link(file: Path, folder: Path) -> str:
     """Link from a page in `folder` to a file; empty if the file is outside the folder."""
     # Both resolved: a link to a file outside would not work for readers elsewhere.
     target, root = file.resolve(), folder.resolve()
-    return address_of(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""
+    return (
+        encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""
+    )

@@ -10,23 +10,23 @@ from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
-from dit_lora.data.sources.caption_table import CaptionTable, locked_table
-from dit_lora.data.sources.caption_text import caption_fault
+from dit_lora.data.sources.caption_table import CaptionTable, lock_table
+from dit_lora.data.sources.caption_text import find_caption_fault
 from dit_lora.errors import DitLoraError
 from dit_lora.files import open_regular
 from dit_lora.report.captions.page import (
     CaptionFindings,
     TextRules,
-    caption_version,
-    name_of,
-    served_page,
+    compute_caption_version,
+    decode_address,
+    render_served_page,
 )
 from dit_lora.report.local_server import LocalServer, PageHandler, serve_until_interrupted
 
-_MOST = 2**20  # maximum bytes of an edit
+_MAX_EDIT_BYTES = 2**20  # maximum bytes of an edit
 _MAX_DIGITS = 9  # maximum digits of a page number
 # By the extension; files of other types are not served.
-_TYPES = {
+_CONTENT_TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
     ".png": "image/png",
@@ -73,20 +73,22 @@ class CaptionEdits:
         self._findings = CaptionFindings(rules)
         self._lock = Lock()
 
-    def page(self, number: int, only: bool) -> str:
+    def render_page(self, page_number: int, only_flagged: bool) -> str:
         with self._lock:
-            table = self._read()
-            return served_page(table, self._findings.update(table), self.token, number, only)
+            table = self._read_table()
+            return render_served_page(
+                table, self._findings.update(table), self.token, page_number, only_flagged
+            )
 
-    def media(self, name: str) -> Path | None:
+    def find_media(self, name: str) -> Path | None:
         """Path of a media file of the folder; None if there is none of that name."""
         with self._lock:
             # The file may have been added since the table was read.
-            if self._table is None or name not in self._table.names:
-                self._read()
-            return self.root / name if self._table and name in self._table.names else None
+            if self._table is None or name not in self._table.media_names:
+                self._read_table()
+            return self.root / name if self._table and name in self._table.media_names else None
 
-    def put(self, name: str, caption: str, version: str) -> CaptionState:
+    def save_caption(self, name: str, caption: str, version: str) -> CaptionState:
         """Write one caption exactly as given, unless it differs from the current one only in line ends.
 
         Raises:
@@ -94,45 +96,45 @@ class CaptionEdits:
             StaleCaptionError: If the caption in the file is not that of `version`.
         """
         # (code, message), or None for a caption that training accepts.
-        fault = caption_fault(caption)
+        fault = find_caption_fault(caption)
         if fault is not None:
             raise DitLoraError(fault[1])
         # The file lock keeps other processes out between reading the table and writing it.
-        with self._lock, locked_table(self.root, self._table) as table:
+        with self._lock, lock_table(self.root, self._table) as table:
             self._table = table
-            if name not in table.names:
+            if name not in table.media_names:
                 raise DitLoraError("no such file in this folder any more")
             current = table.captions.get(name, "")
             # A text area changes CRLF to LF: without this, opening and saving would rewrite the file.
-            if _as_shown(caption) != _as_shown(current):
-                if version != caption_version(current):
-                    raise StaleCaptionError(self._state(table, name))
-                table.put({name: _with_line_ends(caption, current)})
-            return self._state(table, name)
+            if _normalize_line_ends(caption) != _normalize_line_ends(current):
+                if version != compute_caption_version(current):
+                    raise StaleCaptionError(self._build_state(table, name))
+                table.write_captions({name: _restore_line_ends(caption, current)})
+            return self._build_state(table, name)
 
-    def _read(self) -> CaptionTable:
+    def _read_table(self) -> CaptionTable:
         self._table = CaptionTable.read(self.root, self._table)
         return self._table
 
-    def _state(self, table: CaptionTable, name: str) -> CaptionState:
+    def _build_state(self, table: CaptionTable, name: str) -> CaptionState:
         caption = table.captions.get(name, "")
         findings = [
             {"verdict": finding.verdict, "code": finding.code, "words": finding.words}
             for finding in self._findings.update(table).get(name, [])
         ]
-        return CaptionState(caption, caption_version(caption), findings)
+        return CaptionState(caption, compute_caption_version(caption), findings)
 
 
-def _as_shown(caption: str) -> str:
+def _normalize_line_ends(caption: str) -> str:
     """The caption with line ends as in a browser's text area."""
     return caption.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _with_line_ends(caption: str, current: str) -> str:
+def _restore_line_ends(caption: str, current: str) -> str:
     """The edited caption, with CRLF if the current caption uses only CRLF."""
     num_crlf = current.count("\r\n")
     is_crlf = num_crlf > 0 and current.count("\n") == current.count("\r") == num_crlf
-    return _as_shown(caption).replace("\n", "\r\n") if is_crlf else caption
+    return _normalize_line_ends(caption).replace("\n", "\r\n") if is_crlf else caption
 
 
 class CaptionServer(LocalServer):
@@ -140,13 +142,13 @@ class CaptionServer(LocalServer):
 
     def __init__(self, root: Path, rules: TextRules, port: int = 0) -> None:
         edits = CaptionEdits(root, rules)
-        edits.page(1, False)  # raises for a folder without captions, before a port is opened
+        edits.render_page(1, False)  # raises for a folder without captions, before a port is opened
         super().__init__(partial(CaptionHandler, edits), port, edits.token)
 
 
-def serve(root: Path, rules: TextRules, port: int, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `tell` receives the address and the closing message."""
-    serve_until_interrupted(CaptionServer(root, rules, port), root, tell)
+def serve_captions(root: Path, rules: TextRules, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C; `say` receives the address and the closing message."""
+    serve_until_interrupted(CaptionServer(root, rules, port), root, say)
 
 
 class CaptionHandler(PageHandler):
@@ -154,52 +156,59 @@ class CaptionHandler(PageHandler):
         self.edits = edits
         super().__init__(*args)  # type: ignore[arg-type]
 
-    def show(self) -> None:
+    def send_page(self) -> None:
         try:
             request = urlsplit(self.path)
-            path, query = name_of(request.path), parse_qs(request.query)
+            path, query = decode_address(request.path), parse_qs(request.query)
         except ValueError:  # a bracket that does not start an IPv6 address
-            self.say(HTTPStatus.BAD_REQUEST, "this is no path")
+            self.send_message(HTTPStatus.BAD_REQUEST, "this is no path")
             return
         # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
         number = query.get("page", ["1"])[0]
         if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
-            self.say(HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits")
+            self.send_message(
+                HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits"
+            )
             return
         try:
             if path == "/":
-                page = self.edits.page(int(number), query.get("only") == ["flagged"])
-                self.send(page, "text/html; charset=utf-8")
+                page = self.edits.render_page(int(number), query.get("only") == ["flagged"])
+                self.send_text(page, "text/html; charset=utf-8")
                 return
-            file = self.edits.media(path.removeprefix("/media/"))
+            file = self.edits.find_media(path.removeprefix("/media/"))
         except (DitLoraError, OSError) as error:
-            self.say(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+            self.send_message(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
             return
-        kind = _TYPES.get(file.suffix.lower()) if file and path.startswith("/media/") else None
+        kind = (
+            _CONTENT_TYPES.get(file.suffix.lower()) if file and path.startswith("/media/") else None
+        )
         if file is None or kind is None:
-            self.say(HTTPStatus.NOT_FOUND, "no such file in this folder")
+            self.send_message(HTTPStatus.NOT_FOUND, "no such file in this folder")
             return
         # `open_regular` refuses pipes and devices.
-        self.file(partial(open_regular, file), kind)
+        self.send_file(partial(open_regular, file), kind)
 
-    def take(self) -> None:
-        edit = self.sent("/caption", _MOST)
+    def handle_post(self) -> None:
+        edit = self.read_json_body("/caption", _MAX_EDIT_BYTES)
         if edit is None:
             return
         # The body comes from the network, so every type is checked.
         name, caption, version = (edit.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
-            self.say(
+            self.send_message(
                 HTTPStatus.BAD_REQUEST,
                 "an edit has a file, a caption, and the version of the caption that was edited",
             )
             return
         try:
-            state, status = self.edits.put(name_of(name), caption, version), HTTPStatus.OK
+            state, status = (
+                self.edits.save_caption(decode_address(name), caption, version),
+                HTTPStatus.OK,
+            )
         except StaleCaptionError as error:
             # The page then shows the current caption; the rejected text stays in its text area.
             state, status = error.state, HTTPStatus.CONFLICT
         except (DitLoraError, OSError) as error:
-            self.say(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+            self.send_message(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
             return
-        self.send(json.dumps(asdict(state)), "application/json", status)
+        self.send_text(json.dumps(asdict(state)), "application/json", status)

@@ -40,14 +40,14 @@ class BarChart:
         return round(100 * (bar.value / longest), 2)
 
 
-def wants_log(values: Numbers, ratio: float = 30.0) -> bool:
+def should_use_log_scale(values: Numbers, ratio: float = 30.0) -> bool:
     """True if positive values differ by more than `ratio`, so that a linear axis would hide the small ones."""
     column = np.asarray(values, dtype=np.float64)
     positive = column[np.isfinite(column) & (column > 0)]
     return bool(positive.size and positive.max() / ratio > positive.min())
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def compute_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` multiples of 1, 2 or 5 times a power of ten, all within [low, high]."""
     # The smallest step of 1, 2 or 5 times a power of ten that gives at most about `count` ticks.
     raw = (high - low) / count
@@ -57,7 +57,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(first_index, last_index + 1)]
 
 
-def number(value: float, digits: int = 4) -> str:
+def format_number(value: float, digits: int = 4) -> str:
     """Format a value to `digits` significant digits, such as 0.1618, 2,048, 1e-4, NaN."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else f"{value:+}"

@@ -5,47 +5,47 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-POINTS = 2000
+MAX_POINTS = 2000
 """Maximum number of points of one line; longer columns combine equally many neighbours in each point."""
 
 Values = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Values
 
 
-def values_per_point(count: int) -> int:
+def count_values_per_point(count: int) -> int:
     """Number of values that one point combines, for a column of `count` values."""
     # Ceiling division.
-    return max(1, -(-count // POINTS))
+    return max(1, -(-count // MAX_POINTS))
 
 
-def joined(values: Numbers) -> Values:
+def group_values(values: Numbers) -> Values:
     """The values of each point as one row, (points, values per point); the last value pads the last row."""
     column = np.asarray(values, dtype=np.float64)
     # -n % width is the number of values missing in the last row.
-    width = values_per_point(len(column))
+    width = count_values_per_point(len(column))
     return np.pad(column, (0, -len(column) % width), mode="edge").reshape(-1, width)
 
 
-def means(values: Numbers, *, sparse: bool) -> list[float | None]:
+def compute_means(values: Numbers, *, sparse: bool) -> list[float | None]:
     """The mean of each point. None if a value is not finite; with `sparse`, only if no value is finite."""
-    rows = joined(values)
+    rows = group_values(values)
     finite = np.isfinite(rows)
     has_mean = finite.any(1) if sparse else finite.all(1)
     with np.errstate(over="ignore"):  # a sum that overflows is not drawn
         sums = np.where(finite, rows, 0.0).sum(1)
-    return _short(np.where(has_mean, sums / np.maximum(1, finite.sum(1)), np.nan))
+    return _round_values(np.where(has_mean, sums / np.maximum(1, finite.sum(1)), np.nan))
 
 
-def extremes(values: Numbers) -> dict[str, list[float | None]]:
+def compute_extremes(values: Numbers) -> dict[str, list[float | None]]:
     """The smallest and largest finite value of each point; None if it has none."""
     # Masked values are ignored by min and max; a fully masked row gives NaN.
-    rows = np.ma.masked_invalid(joined(values))
+    rows = np.ma.masked_invalid(group_values(values))
     return {
-        "lowest": _short(rows.min(1).filled(np.nan)),
-        "highest": _short(rows.max(1).filled(np.nan)),
+        "lowest": _round_values(rows.min(1).filled(np.nan)),
+        "highest": _round_values(rows.max(1).filled(np.nan)),
     }
 
 
-def _short(values: Values) -> list[float | None]:
+def _round_values(values: Values) -> list[float | None]:
     """Round to five significant digits, which keeps a page small."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]

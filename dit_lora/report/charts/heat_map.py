@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-STEPS = 96
+MAX_STEPS = 96
 """Maximum number of columns. Beyond it, every second step is dropped, repeatedly."""
-ROWS = 96
+MAX_ROWS = 96
 """Maximum number of rows of one heat map; further rows are dropped."""
 STATISTICS = {
     "grad_norm": "gradient norm",
@@ -17,49 +17,49 @@ STATISTICS = {
 }
 """Statistics of `numerics.monitor`, with their names."""
 # Everything up to the first number, such as `transformer_blocks.12`.
-_BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+_BLOCK_PATTERN = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 # A path component that is only digits.
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER_PATTERN = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-Values = dict[str, dict[str, float]]
+RowStatistics = dict[str, dict[str, float]]
 """Values by row and statistic."""
 
 
 @dataclass
 class ModuleHistory:
-    """Statistics of at most `STEPS` steps, evenly spaced over the steps that have any."""
+    """Statistics of at most `MAX_STEPS` steps, evenly spaced over the steps that have any."""
 
     steps: list[int] = field(default_factory=list)
-    by_block: list[Values] = field(default_factory=list)
-    by_layer: list[Values] = field(default_factory=list)
-    _every: int = 1
-    _seen: int = 0
+    by_block: list[RowStatistics] = field(default_factory=list)
+    by_layer: list[RowStatistics] = field(default_factory=list)
+    _step_interval: int = 1
+    _num_steps_seen: int = 0
 
-    def add(self, step: int, modules: Mapping[str, Any]) -> None:
+    def add_step(self, step: int, modules: Mapping[str, Any]) -> None:
         """Add a step. A row combines its modules: joint norm, largest ratio and output. null stands for a non-finite
         value.
         """
         # Counts every step offered, also those that are not recorded.
-        self._seen += 1
-        if (self._seen - 1) % self._every:
+        self._num_steps_seen += 1
+        if (self._num_steps_seen - 1) % self._step_interval:
             return
         self.steps.append(step)
-        self.by_block.append(_joined(modules, _block))
-        self.by_layer.append(_joined(modules, _layer))
+        self.by_block.append(_combine_modules(modules, _find_block_name))
+        self.by_layer.append(_combine_modules(modules, _mask_numbers))
         # Halve the resolution: drop every second column, and from now on record only every second step.
-        if len(self.steps) > STEPS:
-            self._every *= 2
+        if len(self.steps) > MAX_STEPS:
+            self._step_interval *= 2
             for columns in (self.steps, self.by_block, self.by_layer):
                 del columns[1::2]
 
-    def drop(self, step: int) -> None:
+    def drop_from(self, step: int) -> None:
         """Remove a step and the steps after it."""
         # A resumed run repeats steps: remove what it will report again.
         while self.steps and self.steps[-1] >= step:
             for columns in (self.steps, self.by_block, self.by_layer):
                 columns.pop()
             # Each recorded column stands for this many steps.
-            self._seen -= self._every
+            self._num_steps_seen -= self._step_interval
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HeatMap:
     values: Sequence[Sequence[float | str | None]]
 
 
-def heat_maps(history: ModuleHistory) -> list[HeatMap]:
+def build_heat_maps(history: ModuleHistory) -> list[HeatMap]:
     """A map for each grouping and statistic that has a value."""
     groupings = {"by block": history.by_block, "by layer": history.by_layer}
     maps = []
@@ -81,31 +81,34 @@ def heat_maps(history: ModuleHistory) -> list[HeatMap]:
         for statistic, name in STATISTICS.items():
             # Rows in order of first appearance. A column lacks rows whose modules had no value at that step.
             filled = (row for column in columns for row in column if statistic in column[row])
-            rows = list(dict.fromkeys(filled))[:ROWS]
+            rows = list(dict.fromkeys(filled))[:MAX_ROWS]
             values = [
-                [_cell(column.get(row, {}).get(statistic)) for column in columns] for row in rows
+                [_format_cell(column.get(row, {}).get(statistic)) for column in columns]
+                for row in rows
             ]
             if rows:
                 maps.append(HeatMap(grouping, name, history.steps, rows, values))
     return maps
 
 
-def _block(module: str) -> str:
+def _find_block_name(module: str) -> str:
     # Modules outside numbered blocks are grouped by their first component.
-    block = _BLOCK.match(module)
+    block = _BLOCK_PATTERN.match(module)
     return block[1] if block else module.partition(".")[0]
 
 
-def _layer(module: str) -> str:
-    return _NUMBER.sub("*", module)
+def _mask_numbers(module: str) -> str:
+    return _NUMBER_PATTERN.sub("*", module)
 
 
-def _joined(modules: Mapping[str, Any], row_of: Callable[[str], str]) -> Values:
-    joined: Values = {}
+def _combine_modules(
+    modules: Mapping[str, Any], get_row_name: Callable[[str], str]
+) -> RowStatistics:
+    joined: RowStatistics = {}
     for module, statistics in modules.items():
         if not isinstance(statistics, dict):
             continue
-        row = joined.setdefault(row_of(module), {})
+        row = joined.setdefault(get_row_name(module), {})
         for name in STATISTICS:
             if name not in statistics:
                 continue
@@ -120,7 +123,7 @@ def _joined(modules: Mapping[str, Any], row_of: Callable[[str], str]) -> Values:
     return joined
 
 
-def _cell(value: float | None) -> float | str | None:
+def _format_cell(value: float | None) -> float | str | None:
     if value is None:
         return None
     return float(f"{value:.3g}") if math.isfinite(value) else "not finite"

@@ -17,31 +17,31 @@ class Reporting:
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True) -> None:
         self.path = Path(folder) / "report.html"
-        self._say, self._writes = say, writes
+        self._say, self._is_enabled = say, writes
         self._reader = RunReader(folder)
         # A single worker: two reports must not write the same file at once.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
         self._job: Future[Path] | None = None
-        self._told = False
+        self._has_warned = False
 
     def update(self) -> None:
         """Start writing the report again, unless a previous write is still running."""
-        if self._writes and (self._job is None or self._job.done()):
-            self._settle()
-            self._begin(state="running", embed=False)
+        if self._is_enabled and (self._job is None or self._job.done()):
+            self._wait_for_job()
+            self._start_job(state="running", embed=False)
 
     def finish(self) -> Path | None:
         """Write the final report after the run; None if it could not be written."""
-        self._settle()
-        if self._writes:
+        self._wait_for_job()
+        if self._is_enabled:
             # The final report may fail for another reason than those during the run: report it again.
-            self._told = False
-            self._begin()
-        written = self._settle()
-        self._thread.shutdown()
+            self._has_warned = False
+            self._start_job()
+        written = self._wait_for_job()
+        self._executor.shutdown()
         return written
 
-    def _settle(self) -> Path | None:
+    def _wait_for_job(self) -> Path | None:
         """Wait for a running write; an error of any kind is logged once."""
         # Forget the job first, so that its error is logged once.
         job, self._job = self._job, None
@@ -51,16 +51,16 @@ class Reporting:
         error = job.exception()
         if error is None:
             return job.result()
-        self._tell(error)
+        self._warn(error)
         return None
 
-    def _begin(self, **how: Any) -> None:
+    def _start_job(self, **page_options: Any) -> None:
         try:
-            self._job = self._thread.submit(write_run_page, self._reader, **how)
+            self._job = self._executor.submit(write_run_page, self._reader, **page_options)
         except RuntimeError as error:  # not enough memory to start a thread
-            self._tell(error)
+            self._warn(error)
 
-    def _tell(self, error: BaseException) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             self._say(f"warning: no report: {type(error).__name__}: {error}")

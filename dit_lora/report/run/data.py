@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.report.audit.page import Buckets, bucket_rows
+from dit_lora.report.audit.page import Buckets, build_bucket_rows
 from dit_lora.report.run.files import RunFiles
-from dit_lora.report.run.history import mapping
-from dit_lora.report.run.recipe_diff import in_words
+from dit_lora.report.run.history import ensure_dict
+from dit_lora.report.run.recipe_diff import format_value
 
-ROWS = 200
+MAX_ROWS = 200
 """Maximum number of rows of one table."""
 
 
 @dataclass(frozen=True)
-class Data:
+class DataDescription:
     """A run's training data as text: `counts` by name, and `rejected` samples with their reasons."""
 
     counts: Sequence[tuple[str, str]]
@@ -26,52 +26,59 @@ class Data:
     notes: Sequence[str]
 
 
-def run_data(run: RunFiles) -> Data | None:
+def describe_data(run: RunFiles) -> DataDescription | None:
     """Read the data description from facts.json, data.json and audit.json; None if there is none of them."""
     if not run.data and not run.audit and not run.facts:
         return None
     # The files may be damaged or of another version, so every value is checked for its type.
-    totals, rejected = mapping(run.audit.get("totals")), mapping(run.data.get("rejected"))
+    totals, rejected = ensure_dict(run.audit.get("totals")), ensure_dict(run.data.get("rejected"))
     counts = [
-        (name.replace("_", " "), _in_words(value))
-        for name, value in list(mapping(run.facts.get("data")).items())[:ROWS]
+        (name.replace("_", " "), _format_fact(value))
+        for name, value in list(ensure_dict(run.facts.get("data")).items())[:MAX_ROWS]
     ]
     # Without facts.json, use the sample count of data.json.
     if not counts:
-        counts = [("samples", _count(run.data.get("samples")))]
-    counts += [(f"Audit: {name}", _count(totals.get(name))) for name in ("ok", "warn", "reject")]
+        counts = [("samples", _format_count(run.data.get("samples")))]
+    counts += [
+        (f"Audit: {name}", _format_count(totals.get(name))) for name in ("ok", "warn", "reject")
+    ]
     notes = run.audit.get("notes")
-    notes = notes[:ROWS] if isinstance(notes, list) else []
+    notes = notes[:MAX_ROWS] if isinstance(notes, list) else []
     # data.json may list fewer samples than were rejected.
     rejected_count = run.data.get("rejected_count")
-    return Data(
+    return DataDescription(
         counts=[(name, count) for name, count in counts if count],
-        buckets=_buckets(run.data.get("buckets")) or _buckets(run.audit.get("buckets")),
-        rejected=[(name, in_words(reason)) for name, reason in list(rejected.items())[:ROWS]],
+        buckets=_read_buckets(run.data.get("buckets")) or _read_buckets(run.audit.get("buckets")),
+        rejected=[
+            (name, format_value(reason)) for name, reason in list(rejected.items())[:MAX_ROWS]
+        ],
         rejected_count=rejected_count if isinstance(rejected_count, int) else len(rejected),
-        codes=[(code, _count(n)) for code, n in list(mapping(totals.get("codes")).items())[:ROWS]],
-        notes=[in_words(note) for note in notes],
+        codes=[
+            (code, _format_count(n))
+            for code, n in list(ensure_dict(totals.get("codes")).items())[:MAX_ROWS]
+        ],
+        notes=[format_value(note) for note in notes],
     )
 
 
-def _in_words(value: Any) -> str:
+def _format_fact(value: Any) -> str:
     """A value of facts.json as text; a distribution as a range."""
     # facts.json describes distributions by these three values and a sum.
     if isinstance(value, dict) and value.keys() >= {"least", "median", "most"}:
         return f"{value['least']} to {value['most']}, median {value['median']}"
-    return in_words(value) or "none"
+    return format_value(value) or "none"
 
 
-def _count(value: Any) -> str:
+def _format_count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else ""
 
 
-def _buckets(report: Any) -> Buckets | None:
+def _read_buckets(report: Any) -> Buckets | None:
     """A bucket report as rows of text; None if it is missing or of another version."""
     if not isinstance(report, Mapping):
         return None
     try:
-        return bucket_rows(report)
+        return build_bucket_rows(report)
     # A report of another version may lack keys or have other types.
     except (AttributeError, KeyError, TypeError, ValueError):
         return None

@@ -14,7 +14,7 @@ from dit_lora.config.yaml_parsing import MAX_YAML_BYTES, parse_yaml
 from dit_lora.errors import DitLoraError
 from dit_lora.files import read_inside
 from dit_lora.parsing import parse_json
-from dit_lora.report.run.history import Metrics, Tail, mapping, number_or_nan
+from dit_lora.report.run.history import JsonLinesReader, Metrics, ensure_dict, to_float_or_nan
 from dit_lora.training.session.run_lock import is_live
 
 # Bounded, because a failing run can write events for days.
@@ -22,8 +22,8 @@ EVENTS, LEFT_OUT = 1000, 1000
 """Number of the last lines of events.jsonl and quarantine.jsonl that are kept."""
 _SILENCE, _STEPS = 180.0, 20
 """Seconds, or the duration of this many steps, without output after which a run counts as no longer running."""
-_LINES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
-OBJECTS = (
+_LINE_FILES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
+OBJECT_FILES = (
     "environment",
     "status",
     "data",
@@ -34,12 +34,12 @@ OBJECTS = (
 )
 """Names of the files that hold one JSON object, which are also fields of `RunFiles`."""
 
-State = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
+RunState = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The readable content of a run's folder; `notes` describes the rest."""
+    """The readable content of a run's folder; `describe_problems` describes the rest."""
 
     folder: Path
     config: dict[str, Any]
@@ -55,7 +55,7 @@ class RunFiles:
     audit: dict[str, Any]
     verification: dict[str, Any]
     phases: dict[str, Any]
-    state: State
+    state: RunState
     notes: list[str]
 
     @property
@@ -63,19 +63,19 @@ class RunFiles:
         return self.folder.resolve().name
 
     @property
-    def done(self) -> int:
+    def num_steps_taken(self) -> int:
         """Number of steps taken."""
         return self.metrics.steps[-1] if self.metrics.steps else 0
 
     @property
-    def asked(self) -> int | None:
+    def max_steps(self) -> int | None:
         """Number of steps in the recipe; None if it is not given."""
-        steps = mapping(self.config.get("train")).get("steps")
+        steps = ensure_dict(self.config.get("train")).get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def last_step(self) -> int:
-        return max([self.done, *self.held_out])
+        return max([self.num_steps_taken, *self.held_out])
 
 
 class RunReader:
@@ -83,27 +83,29 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self._tails = [Tail(self.folder / name) for name in _LINES]
-        self._metrics, self._held_out, self._events, self._quarantine = self._tails
-        self._columns = Metrics()
-        self._by_step: dict[int, float] = {}
-        self._in_metrics: dict[int, float] = {}
-        self._happened: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._tails = [JsonLinesReader(self.folder / name) for name in _LINE_FILES]
+        self._metrics_tail, self._held_out_tail, self._events_tail, self._quarantine_tail = (
+            self._tails
+        )
+        self._metric_columns = Metrics()
+        self._held_out_losses: dict[int, float] = {}
+        self._losses_in_metrics: dict[int, float] = {}
+        self._recent_events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._event_count = 0
-        self._left_out: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
+        self._recent_quarantine: deque[dict[str, Any]] = deque(maxlen=LEFT_OUT)
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """A string that changes whenever the content of the page would change."""
-        names = (*_LINES, "config.yaml", *(f"{name}.json" for name in OBJECTS))
+        names = (*_LINE_FILES, "config.yaml", *(f"{name}.json" for name in OBJECT_FILES))
         # Modification times and sizes are enough: the files are appended to or replaced.
-        stats = [_stat(self.folder / name) for name in names]
+        stats = [_get_stat(self.folder / name) for name in names]
         samples = sorted((self.folder / "samples").glob("step_*/*"))
-        spoke = time.time() - self._last_word() < _SILENCE
+        spoke = time.time() - self._find_last_write_time() < _SILENCE
         # The newest samples may still be growing.
-        newest = [_stat(path) for path in samples[-2:]]
+        newest = [_get_stat(path) for path in samples[-2:]]
         return f"{stats}{len(samples)}{newest}{spoke}{is_live(self.folder)}"
 
-    def read(self, state: State | None = None) -> RunFiles:
+    def read(self, state: RunState | None = None) -> RunFiles:
         """Read everything except samples.
 
         `state` is the run's state if the caller knows it; else it is derived from the folder.
@@ -113,54 +115,56 @@ class RunReader:
         """
         notes: list[str] = []
         # Without a recipe the folder is not a run: this raises.
-        config = _config(self.folder)
-        self._go_on()
-        objects = {name: _json(self.folder / f"{name}.json", notes) for name in OBJECTS}
-        state = state or self._state(objects["status"], config)
+        config = _read_config(self.folder)
+        self._read_new_lines()
+        objects = {
+            name: _read_json_object(self.folder / f"{name}.json", notes) for name in OBJECT_FILES
+        }
+        state = state or self._determine_state(objects["status"], config)
         # Both files may contain held-out losses; held_out.jsonl takes precedence.
-        held_out = {**self._in_metrics, **self._by_step}
+        held_out = {**self._losses_in_metrics, **self._held_out_losses}
         for tail in self._tails:
-            notes += tail.notes(going=state == "running")
-        metrics = self._columns
+            notes += tail.describe_problems(is_running=state == "running")
+        metrics = self._metric_columns
         notes += [
-            *_not_finite("loss", metrics.steps, metrics.column("loss")),
-            *_not_finite("gradient norm", metrics.steps, metrics.column("grad_norm")),
-            *_not_finite("held-out loss", list(held_out), list(held_out.values())),
+            *_describe_nonfinite("loss", metrics.steps, metrics.get_column("loss")),
+            *_describe_nonfinite("gradient norm", metrics.steps, metrics.get_column("grad_norm")),
+            *_describe_nonfinite("held-out loss", list(held_out), list(held_out.values())),
         ]
         return RunFiles(
             folder=self.folder,
             config=config,
             metrics=metrics,
             held_out=dict(sorted(held_out.items())),
-            events=list(self._happened),
+            events=list(self._recent_events),
             event_count=self._event_count,
-            quarantine=list(self._left_out),
+            quarantine=list(self._recent_quarantine),
             state=state,
             notes=notes,
             **objects,
         )
 
-    def _go_on(self) -> None:
+    def _read_new_lines(self) -> None:
         # A replaced file is read from its start, so everything that was read from it before is dropped.
-        if self._metrics.is_anew():
-            self._columns, self._in_metrics = Metrics(), {}
-        for line in self._metrics.lines():
-            self._columns.add(line)
-            self._in_metrics.update(_held_out(line))
-        if self._held_out.is_anew():
-            self._by_step = {}
-        for line in self._held_out.lines():
-            self._by_step.update(_held_out(line))
-        if self._events.is_anew():
-            self._happened, self._event_count = deque(maxlen=EVENTS), 0
-        for line in self._events.lines():
+        if self._metrics_tail.reset_if_replaced():
+            self._metric_columns, self._losses_in_metrics = Metrics(), {}
+        for line in self._metrics_tail.read_new_lines():
+            self._metric_columns.add_line(line)
+            self._losses_in_metrics.update(_parse_held_out_loss(line))
+        if self._held_out_tail.reset_if_replaced():
+            self._held_out_losses = {}
+        for line in self._held_out_tail.read_new_lines():
+            self._held_out_losses.update(_parse_held_out_loss(line))
+        if self._events_tail.reset_if_replaced():
+            self._recent_events, self._event_count = deque(maxlen=EVENTS), 0
+        for line in self._events_tail.read_new_lines():
             self._event_count += 1
-            self._happened.append(line)
-        if self._quarantine.is_anew():
-            self._left_out = deque(maxlen=LEFT_OUT)
-        self._left_out.extend(self._quarantine.lines())
+            self._recent_events.append(line)
+        if self._quarantine_tail.reset_if_replaced():
+            self._recent_quarantine = deque(maxlen=LEFT_OUT)
+        self._recent_quarantine.extend(self._quarantine_tail.read_new_lines())
 
-    def _state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> State:
+    def _determine_state(self, status: Mapping[str, Any], config: Mapping[str, Any]) -> RunState:
         # The run writes its final state when it ends; a killed run cannot.
         recorded = status.get("state")
         if recorded in ("finished", "stopped", "interrupted", "failed"):
@@ -169,28 +173,28 @@ class RunReader:
         lives = is_live(self.folder)
         if lives is not None:
             return "running" if lives else "silent"
-        steps = self._columns.steps
-        num_steps = mapping(config.get("train")).get("steps")
+        steps = self._metric_columns.steps
+        num_steps = ensure_dict(config.get("train")).get("steps")
         if not recorded:  # a run of a version that did not write its state
             if isinstance(num_steps, int) and steps and steps[-1] >= num_steps:
                 return "finished"
-            if self._happened and self._happened[-1].get("action") == "stop":
+            if self._recent_events and self._recent_events[-1].get("action") == "stop":
                 return "stopped"
         # The slowest recent step bounds how long a healthy run can be silent.
-        seconds = [s for s in self._columns.column("seconds")[-50:] if math.isfinite(s)]
+        seconds = [s for s in self._metric_columns.get_column("seconds")[-50:] if math.isfinite(s)]
         # Without information on the process, judge by the time since the last output.
         patience = max(_SILENCE, _STEPS * max(seconds, default=0.0))
-        return "running" if time.time() - self._last_word() < patience else "silent"
+        return "running" if time.time() - self._find_last_write_time() < patience else "silent"
 
-    def _last_word(self) -> float:
-        names = (*_LINES[:3], "status.json", "config.yaml")
+    def _find_last_write_time(self) -> float:
+        names = (*_LINE_FILES[:3], "status.json", "config.yaml")
         # Anything that a running process touches: logs, samples and checkpoints.
         paths = [self.folder / name for name in names]
         paths += [*(self.folder / "samples").glob("step_*"), self.folder / "checkpoints"]
-        return max((stat[0] for path in paths if (stat := _stat(path))), default=0.0)
+        return max((stat[0] for path in paths if (stat := _get_stat(path))), default=0.0)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
         # `utf-8-sig` accepts a byte order mark, which some editors write.
@@ -208,7 +212,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Read a JSON object from a file; empty if there is none."""
     try:
         content = parse_json(read_inside(path.parent, path))
@@ -225,7 +229,7 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     return content
 
 
-def _stat(path: Path) -> tuple[float, int] | None:
+def _get_stat(path: Path) -> tuple[float, int] | None:
     try:
         # Does not follow links, which could point anywhere.
         status = path.lstat()
@@ -234,14 +238,14 @@ def _stat(path: Path) -> tuple[float, int] | None:
     return status.st_mtime, status.st_size
 
 
-def _held_out(line: Mapping[str, Any]) -> dict[int, float]:
+def _parse_held_out_loss(line: Mapping[str, Any]) -> dict[int, float]:
     step = line.get("step")
     if not isinstance(step, int) or "held_out_loss" not in line:
         return {}
-    return {step: number_or_nan(line["held_out_loss"])}
+    return {step: to_float_or_nan(line["held_out_loss"])}
 
 
-def _not_finite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
+def _describe_nonfinite(name: str, steps: Sequence[int], values: Sequence[float]) -> Iterator[str]:
     steps = [steps[int(index)] for index in np.flatnonzero(~np.isfinite(values))]
     if steps:
         listed = ", ".join(str(step) for step in steps[:8])

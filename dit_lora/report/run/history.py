@@ -11,94 +11,108 @@ from typing import Any
 from dit_lora.files import (
     MAX_LINE_BYTES,
     MAX_LINES_BYTES,
-    bounded_lines,
-    json_object,
+    iterate_bounded_lines,
     open_inside,
+    parse_json_object,
 )
 from dit_lora.report.charts.heat_map import ModuleHistory
 
-GROUPS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
+GROUP_FIELDS = (
+    "lr_groups",
+    "grad_norm_groups",
+    "loss_by_timestep",
+    "loss_by_media",
+    "drawn_by_timestep",
+)
 """Fields of metrics.jsonl that are dicts of values by name."""
-_PLAIN = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
-_NAMES = 24  # maximum names in one field; a run has 20 timestep ranges, and fewer than ten names in others
-_LARGEST_STEP = 2**53
-_KNOWN = 64  # bytes before the read position, compared to detect that the file was replaced
+_SCALAR_FIELDS = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
+_MAX_NAMES = 24  # maximum names in one field; a run has 20 timestep ranges, and fewer than ten names in others
+_MAX_STEP = 2**53
+_NUM_COMPARED_BYTES = (
+    64  # bytes before the read position, compared to detect that the file was replaced
+)
 
 
-class Tail:
+class JsonLinesReader:
     """The objects of a JSON-lines file, each returned once; all of them again after the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.torn = False
+        self.is_last_line_incomplete = False
         """True if the last line is incomplete."""
-        self.bad: list[int] = []
+        self.damaged_lines: list[int] = []
         """Numbers of the complete lines that are not JSON objects."""
-        self.refused = ""
+        self.read_error = ""
         """The reason why the file cannot be read; empty if it can."""
         self._offset = 0
-        self._lines = 0
-        self._last = b""
+        self._num_lines = 0
+        self._last_bytes = b""
 
-    def is_anew(self) -> bool:
-        """True if the file was replaced since it was read; the next `lines` then start at its first line."""
+    def reset_if_replaced(self) -> bool:
+        """True if the file was replaced since it was read; the next `read_new_lines` then start at its first line."""
         try:
             with open_inside(self.path.parent, self.path, MAX_LINES_BYTES) as file:
                 # The bytes just before the read position differ if another file is in its place.
-                file.seek(self._offset - len(self._last))
-                if file.read(len(self._last)) == self._last:
+                file.seek(self._offset - len(self._last_bytes))
+                if file.read(len(self._last_bytes)) == self._last_bytes:
                     return False
         except OSError:
             # Nothing was read so far, so a missing file is not a replaced one.
             if self._offset == 0:
                 return False
-        self._offset, self._lines, self._last, self.bad, self.torn = 0, 0, b"", [], False
+        (
+            self._offset,
+            self._num_lines,
+            self._last_bytes,
+            self.damaged_lines,
+            self.is_last_line_incomplete,
+        ) = 0, 0, b"", [], False
         return True
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def read_new_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the new lines. The iterator must be exhausted."""
         try:
             file = open_inside(self.path.parent, self.path, MAX_LINES_BYTES)
         except FileNotFoundError:
-            self.refused = ""
+            self.read_error = ""
             return
         except OSError as error:
-            self.refused = f"{self.path.name} is not read: {error.strerror}."
+            self.read_error = f"{self.path.name} is not read: {error.strerror}."
             return
-        self.refused = ""
+        self.read_error = ""
         with file:
             file.seek(self._offset)
-            self.torn = False
-            for line in bounded_lines(file):
+            self.is_last_line_incomplete = False
+            for line in iterate_bounded_lines(file):
                 # The line is still being written; read it again next time.
                 # A piece of a longer line also lacks its end, but has the maximum length.
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                    self.torn = True
+                    self.is_last_line_incomplete = True
                     return
                 self._offset += len(line)
                 # Remember the end of the line, to recognise the file at the next read.
-                self._last = line[-_KNOWN:]
-                self._lines += 1
-                record = json_object(line)
+                self._last_bytes = line[-_NUM_COMPARED_BYTES:]
+                self._num_lines += 1
+                record = parse_json_object(line)
                 if record is None:
-                    self.bad.append(self._lines)
+                    self.damaged_lines.append(self._num_lines)
                 else:
                     yield record
 
-    def notes(self, *, going: bool) -> Iterator[str]:
-        """Yield messages about unreadable lines; with `going`, an incomplete last line is normal."""
+    def describe_problems(self, *, is_running: bool) -> Iterator[str]:
+        """Yield messages about unreadable lines; with `is_running`, an incomplete last line is normal."""
         name = self.path.name
-        if self.refused:
-            yield self.refused
-        if self.torn and not going:
+        if self.read_error:
+            yield self.read_error
+        if self.is_last_line_incomplete and not is_running:
             yield (
                 f"The last line of {name} is cut off: the run was stopped while writing it. "
                 "It is left out."
             )
-        for number in self.bad[:8]:
+        for number in self.damaged_lines[:8]:
             yield f"Line {number} of {name} is not a JSON object. It is left out."
-        if self.bad[8:]:
-            yield f"{len(self.bad) - 8:,} more lines of {name} are left out."
+        if self.damaged_lines[8:]:
+            yield f"{len(self.damaged_lines) - 8:,} more lines of {name} are left out."
 
 
 @dataclass
@@ -107,36 +121,36 @@ class Metrics:
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     columns: "dict[tuple[str, str], array[float]]" = field(default_factory=dict)
-    """Columns by field, and by the name within one of `GROUPS`; the name is empty for plain fields."""
+    """Columns by field, and by the name within one of `GROUP_FIELDS`; the name is empty for plain fields."""
     modules: ModuleHistory = field(default_factory=ModuleHistory)
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add_line(self, line: Mapping[str, Any]) -> None:
         """Add a line. It replaces an earlier line of the same step, which a resumed run has repeated."""
         step = line.get("step")
-        if not isinstance(step, int) or not 0 <= step < _LARGEST_STEP:
+        if not isinstance(step, int) or not 0 <= step < _MAX_STEP:
             return
         # A resumed run repeats steps, so drop the earlier values of this step and of later ones.
         if self.steps and step <= self.steps[-1]:
-            self._drop(step)
-        for key in _PLAIN:
+            self._drop_from(step)
+        for key in _SCALAR_FIELDS:
             # A missing field becomes NaN.
-            self._put((key, ""), line.get(key))
-        for key in GROUPS:
-            for name, value in mapping(line.get(key)).items():
-                self._put((key, str(name)), value)
+            self._append_value((key, ""), line.get(key))
+        for key in GROUP_FIELDS:
+            for name, value in ensure_dict(line.get(key)).items():
+                self._append_value((key, str(name)), value)
         self.steps.append(step)
         for column in self.columns.values():
             # This line had no value for the column.
             if len(column) < len(self.steps):
                 column.append(math.nan)
         if "modules" in line:
-            self.modules.add(step, mapping(line["modules"]))
+            self.modules.add_step(step, ensure_dict(line["modules"]))
 
-    def column(self, key: str) -> "array[float]":
+    def get_column(self, key: str) -> "array[float]":
         """The values of a field, one per step."""
         return self.columns.get((key, "")) or array("d", [math.nan]) * len(self.steps)
 
-    def groups(self, key: str) -> "dict[str, array[float]]":
+    def get_groups(self, key: str) -> "dict[str, array[float]]":
         """The columns of a field by name, in the order of appearance."""
         return {
             name: column
@@ -144,28 +158,28 @@ class Metrics:
             if field_name == key and name
         }
 
-    def _put(self, key: tuple[str, str], value: Any) -> None:
+    def _append_value(self, key: tuple[str, str], value: Any) -> None:
         if key not in self.columns:
             # A damaged or hostile file could have a new name in every line.
-            if key[1] and len(self.groups(key[0])) >= _NAMES:
+            if key[1] and len(self.get_groups(key[0])) >= _MAX_NAMES:
                 return
             self.columns[key] = array("d", [math.nan]) * len(self.steps)
-        self.columns[key].append(number_or_nan(value))
+        self.columns[key].append(to_float_or_nan(value))
 
-    def _drop(self, step: int) -> None:
+    def _drop_from(self, step: int) -> None:
         # Steps ascend, so all later ones stand behind this index.
         num_kept = bisect_left(self.steps, step)
         del self.steps[num_kept:]
         for column in self.columns.values():
             del column[num_kept:]
-        self.modules.drop(step)
+        self.modules.drop_from(step)
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def ensure_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def number_or_nan(value: Any) -> float:
+def to_float_or_nan(value: Any) -> float:
     # In Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan

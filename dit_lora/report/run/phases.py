@@ -5,18 +5,18 @@ from typing import Any
 
 from dit_lora.report.charts.bars import Bar, BarChart
 from dit_lora.report.run.files import RunFiles
-from dit_lora.report.run.history import mapping, number_or_nan
+from dit_lora.report.run.history import ensure_dict, to_float_or_nan
 
-_TITLES = {
+_STAGE_TITLES = {
     "before": "Before the first step was taken",
     "training": "Between the first step and the last",
     "after": "After the last step",
 }
-_LEAST = 0.01
+_MIN_SECONDS = 0.01
 """Minimum seconds of a phase that is drawn."""
 
 
-def phase_charts(run: RunFiles) -> list[BarChart]:
+def build_phase_charts(run: RunFiles) -> list[BarChart]:
     """One chart per stage of phases.json, with parts listed after their phase; empty without the file."""
     listed = run.phases.get("phases")
     # phases.json may be missing or damaged.
@@ -24,48 +24,52 @@ def phase_charts(run: RunFiles) -> list[BarChart]:
         [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
     )
     charts = []
-    for stage, title in _TITLES.items():
+    for stage, title in _STAGE_TITLES.items():
         # Seconds of the whole stage.
-        total = number_or_nan(mapping(run.phases.get("stages")).get(stage))
-        stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=_place(phases))
-        bars = [_bar(p) for p in stage_phases if number_or_nan(p.get("seconds")) >= _LEAST]
+        total = to_float_or_nan(ensure_dict(run.phases.get("stages")).get(stage))
+        stage_phases = sorted(
+            (p for p in phases if p.get("stage") == stage), key=_make_sort_key(phases)
+        )
+        bars = [
+            _build_bar(p) for p in stage_phases if to_float_or_nan(p.get("seconds")) >= _MIN_SECONDS
+        ]
         if not math.isfinite(total) or not bars:
             continue
         # Parts have names such as `phase/part` and are included in their phase's time.
         named = sum(
-            number_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name"))
+            to_float_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name"))
         )
         # The time of a stage that no phase accounts for.
-        if stage != "training" and total - named >= _LEAST:
-            bars.append(Bar("other", total - named, _seconds(total - named)))
+        if stage != "training" and total - named >= _MIN_SECONDS:
+            bars.append(Bar("other", total - named, _format_seconds(total - named)))
         charts.append(BarChart(f"{title}: {total:,.1f} s", bars, "seconds"))
     return charts
 
 
-def _place(phases: list[dict[str, Any]]) -> Any:
+def _make_sort_key(phases: list[dict[str, Any]]) -> Any:
     """A sort key that places the parts of a phase, which end before it, after it."""
     names = [str(p.get("name")) for p in phases]
 
-    def key(phase: dict[str, Any]) -> tuple[int, int]:
+    def get_position(phase: dict[str, Any]) -> tuple[int, int]:
         name = str(phase.get("name"))
         parent = name.partition("/")[0]
         # False sorts first: the phase, then its parts.
         return (names.index(parent) if parent in names else len(names)), "/" in name
 
-    return key
+    return get_position
 
 
-def _bar(phase: dict[str, Any]) -> Bar:
+def _build_bar(phase: dict[str, Any]) -> Bar:
     name, count = str(phase.get("name")), phase.get("count")
     parent, _, part = name.partition("/")
-    seconds = number_or_nan(phase.get("seconds"))
-    cpu = number_or_nan(phase.get("cpu_seconds"))
+    seconds = to_float_or_nan(phase.get("seconds"))
+    cpu = to_float_or_nan(phase.get("cpu_seconds"))
     # A phase that waits for disk or network uses little processor time.
-    detail = f"{_seconds(cpu)} of the processor" if math.isfinite(cpu) else ""
+    detail = f"{_format_seconds(cpu)} of the processor" if math.isfinite(cpu) else ""
     if isinstance(count, int) and count > 1:
         detail += f", {count:,} times"
-    return Bar(f"of {parent}: {part}" if part else name, seconds, _seconds(seconds), detail)
+    return Bar(f"of {parent}: {part}" if part else name, seconds, _format_seconds(seconds), detail)
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:,.2f} s"

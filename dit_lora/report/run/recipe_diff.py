@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dit_lora.config.catalog import StockRecipe, recipe_names
+from dit_lora.config.catalog import PackagedRecipe, list_recipe_names
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.report.run.history import mapping
+from dit_lora.report.run.history import ensure_dict
 
-_OWN = ("data.path", "data.cache", "model.path", "run.dir")
+_RUN_SPECIFIC_KEYS = ("data.path", "data.cache", "model.path", "run.dir")
 """Keys that every run must set, which are not shown as changes."""
 
 
@@ -27,57 +27,57 @@ class RecipeDiff:
     changed: list[tuple[str, str, str]]
 
 
-def against_stock(config: Mapping[str, Any], file: str | None) -> RecipeDiff | None:
+def compare_with_shipped(config: Mapping[str, Any], file: str | None) -> RecipeDiff | None:
     """Compare with the shipped recipe of the file's name, else with the closest one for the same model.
 
     `config` is a complete recipe as in config.yaml, `file` the name of the YAML that it was read from. None if no
     shipped recipe fits.
     """
-    model = mapping(config.get("model"))
+    model = ensure_dict(config.get("model"))
     # The last component: `Wan-AI/Wan2.1` and a local copy in `/models/Wan2.1` are the same model.
     path = PurePosixPath(str(model.get("path", ""))).name.lower()
     candidates: list[tuple[bool, int, RecipeDiff]] = []
-    for name, shipped in _of_family(str(model.get("family"))).items():
-        shipped_model = mapping(shipped.get("model"))
+    for name, shipped in _load_family_recipes(str(model.get("family"))).items():
+        shipped_model = ensure_dict(shipped.get("model"))
         # A recipe may be copied with or without its family in the file name.
-        same_file = file is not None and PurePosixPath(file).stem in _stems(name)
+        same_file = file is not None and PurePosixPath(file).stem in _list_file_stems(name)
         same_model = PurePosixPath(str(shipped_model.get("path", ""))).name.lower() == path
         if same_file or same_model:
-            changed = _changed(shipped, config)
+            changed = _list_changes(shipped, config)
             if changed is not None:
                 candidates.append((not same_file, len(changed), RecipeDiff(name, changed)))
     # Prefer the same file name, then the fewest changes.
     return min(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
 
 
-def flat(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
+def flatten_section(section: Any, parent: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted keys of nested mappings, with their values as text."""
     if isinstance(section, dict) and section:
         for key, value in section.items():
-            yield from flat(value, f"{parent}.{key}" if parent else str(key))
+            yield from flatten_section(value, f"{parent}.{key}" if parent else str(key))
     else:
         as_yaml = section is None or isinstance(section, bool)
-        yield parent, json.dumps(section) if as_yaml else in_words(section) or "none"
+        yield parent, json.dumps(section) if as_yaml else format_value(section) or "none"
 
 
-def in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Nested plain values as text: `cause: data; offenders: sample: a; rank: 0`."""
     if value is None:
         return ""
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {in_words(inner)}" for key, inner in value.items())
+        return "; ".join(f"{key}: {format_value(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
         # One text per line if any contains spaces, else all on one line.
-        texts = [in_words(inner) for inner in value]
+        texts = [format_value(inner) for inner in value]
         return ("\n" if any(" " in text for text in texts) else ", ").join(texts)
     return str(value)
 
 
 @cache
-def _of_family(family: str) -> dict[str, dict[str, Any]]:
+def _load_family_recipes(family: str) -> dict[str, dict[str, Any]]:
     """The shipped recipes of a family by name; empty if the installation lacks them."""
     try:
-        recipes = [StockRecipe.named(name) for name in recipe_names()]
+        recipes = [PackagedRecipe.from_name(name) for name in list_recipe_names()]
     except DitLoraError:
         return {}
     # Search the text first: parsing all recipes takes half a second.
@@ -85,12 +85,12 @@ def _of_family(family: str) -> dict[str, dict[str, Any]]:
     return {recipe.name: recipe.values for recipe in recipes if line.search(recipe.text)}
 
 
-def _stems(name: str) -> set[str]:
+def _list_file_stems(name: str) -> set[str]:
     """Possible file names of a recipe: within its family's folder, or in another folder."""
     return {name.rpartition("/")[2], name.replace("/", "_")}
 
 
-def _changed(
+def _list_changes(
     shipped: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[tuple[str, str, str]] | None:
     """The keys that differ, including defaults; None if this version cannot read the shipped recipe."""
@@ -98,12 +98,16 @@ def _changed(
         shipped_recipe = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:
         return None
-    shipped_values, run_values = dict(flat(shipped_recipe)), dict(flat(dict(config)))
+    shipped_values, run_values = (
+        dict(flatten_section(shipped_recipe)),
+        dict(flatten_section(dict(config))),
+    )
     # In the order of this run's recipe, then what only the shipped one has.
     keys = [*run_values, *(key for key in shipped_values if key not in run_values)]
     return [
         (key, shipped_values.get(key, "not given"), run_values.get(key, "not given"))
         for key in keys
         # A missing key and an explicit null are the same.
-        if key not in _OWN and shipped_values.get(key, "null") != run_values.get(key, "null")
+        if key not in _RUN_SPECIFIC_KEYS
+        and shipped_values.get(key, "null") != run_values.get(key, "null")
     ]

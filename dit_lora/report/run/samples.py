@@ -9,23 +9,23 @@ from typing import Any
 
 from dit_lora.data.media.video import read_header
 from dit_lora.errors import DitLoraError
-from dit_lora.files import is_inside, read_inside
+from dit_lora.files import can_open_inside, read_inside
 from dit_lora.parsing import parse_json
 
 EMBED_LIMIT_BYTES = 64 * 2**20
 """Maximum bytes of embedded base64 media; further files are linked."""
 MAX_SAMPLE_BYTES = 2**28
 """Maximum bytes of a sample that is shown."""
-STEPS = 60
+MAX_STEPS = 60
 """Maximum number of steps shown for one prompt; more are sampled evenly, with the first and the last."""
-PROMPTS = 64
+MAX_PROMPTS = 64
 """Maximum number of prompts shown."""
-TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
+CONTENT_TYPES = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg"}
 
 
 @dataclass(frozen=True)
-class ShownClip:
-    """One sample; `source` is a data URI or a link."""
+class SampleClip:
+    """One sample; `get_source` is a data URI or a link."""
 
     step: int
     label: str
@@ -34,8 +34,8 @@ class ShownClip:
 
 
 @dataclass(frozen=True)
-class ShownReference:
-    """A reference that a prompt's samples are conditioned on; `source` is a data URI or a link."""
+class SampleReference:
+    """A reference that a prompt's samples are conditioned on; `get_source` is a data URI or a link."""
 
     label: str
     kind: str
@@ -51,12 +51,12 @@ class PromptSamples:
     prompt: str
     kind: str
     """`video` or `image`."""
-    clips: Sequence[ShownClip]
-    references: Sequence[ShownReference] = ()
+    clips: Sequence[SampleClip]
+    references: Sequence[SampleReference] = ()
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptAnswers:
     """A question and its answers, in the order of steps."""
 
     prompt: str
@@ -67,20 +67,20 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RunSamples:
     """All samples of a run. `linked` files are not embedded, and `hidden` steps are not shown."""
 
     samples: Sequence[PromptSamples] = ()
-    answers: Sequence[Answered] = ()
+    answers: Sequence[PromptAnswers] = ()
     linked: int = 0
     hidden: int = 0
-    kept: Sequence[int] = ()
+    checkpoint_steps: Sequence[int] = ()
     """Steps with a checkpoint, which can be exported."""
 
     @property
     def takeable(self) -> list[tuple[int, str]]:
         """The shown steps that can be exported, with their labels."""
-        return [(step, name) for step, name in self.steps if step in self.kept]
+        return [(step, name) for step, name in self.steps if step in self.checkpoint_steps]
 
     @property
     def steps(self) -> list[tuple[int, str]]:
@@ -93,7 +93,7 @@ class Sampled:
         return sorted(labels.items())
 
 
-def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> Sampled:
+def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) -> RunSamples:
     """Find the samples of every prompt. They are linked without `embed`, or if the page would be too large."""
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
@@ -101,9 +101,11 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
         match = re.fullmatch(
             r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}"
         )
-        if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
+        if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
-    chosen = {index: _spread(by_step) for index, by_step in sorted(files.items())[:PROMPTS]}
+    chosen = {
+        index: _choose_steps(by_step) for index, by_step in sorted(files.items())[:MAX_PROMPTS]
+    }
     # The largest number over the prompts.
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
     references = _find_references(folder)
@@ -123,41 +125,45 @@ def find_sampled(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     ]
     max_embedded_bytes = EMBED_LIMIT_BYTES if embed else 0
     # Files that do not fit are linked, in the order above.
-    embedded = _embedded(folder, ordered_paths, max_embedded_bytes)
+    embedded = _embed_files(folder, ordered_paths, max_embedded_bytes)
 
-    def source(path: Path) -> str:
+    def get_source(path: Path) -> str:
         return embedded.get(path) or path.relative_to(folder).as_posix()
 
     samples = [
         PromptSamples(
             prompts[index] if index < len(prompts) else f"prompt {index}",
-            _kind(files[index][steps[-1]]),
+            _get_media_kind(files[index][steps[-1]]),
             [
-                ShownClip(step, when(step), source(path), _has_sound(path))
+                SampleClip(step, format_step(step), get_source(path), _has_sound(path))
                 for step in steps
                 for path in [files[index][step]]
             ],
-            _shown(references.get(index, ()), source),
+            _list_references(references.get(index, ()), get_source),
         )
         for index, steps in chosen.items()
     ]
     sources = [clip.source for entry in samples for clip in entry.clips]
     sources += [entry.source for sample in samples for entry in sample.references]
     linked = sum(1 for entry in sources if not entry.startswith("data:"))
-    return Sampled(samples, _find_answers(folder), linked, hidden, _kept_steps(folder))
+    return RunSamples(
+        samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder)
+    )
 
 
-def checkpoint_file(folder: Path, step: int) -> Path:
+def get_checkpoint_path(folder: Path, step: int) -> Path:
     """Path of a step's checkpoint of the trained weights."""
     return folder / "checkpoints" / f"step_{step:06d}" / "trainable.safetensors"
 
 
-def _kept_steps(folder: Path) -> list[int]:
+def _find_checkpoint_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint."""
     # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in matches if match)
-    return sorted(step for step in steps if is_inside(folder, checkpoint_file(folder, step)))
+    return sorted(
+        step for step in steps if can_open_inside(folder, get_checkpoint_path(folder, step))
+    )
 
 
 def _has_sound(path: Path) -> bool:
@@ -174,54 +180,58 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
     for path in (folder / "samples" / "references").glob("prompt_*.*"):
         # Prompt and position of the reference.
         match = re.fullmatch(r"prompt_(\d{1,6})_(\d{1,6})\.(mp4|jpg)", path.name)
-        if match and is_inside(folder, path, MAX_SAMPLE_BYTES):
+        if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
             numbered_paths.setdefault(int(match[1]), []).append((int(match[2]), path))
     return {index: [path for _, path in sorted(paths)] for index, paths in numbered_paths.items()}
 
 
-def _shown(references: Sequence[Path], source: Callable[[Path], str]) -> list[ShownReference]:
+def _list_references(
+    references: Sequence[Path], get_source: Callable[[Path], str]
+) -> list[SampleReference]:
     several = len(references) > 1
     return [
-        ShownReference(
-            f"reference {position}" if several else "reference", _kind(path), source(path)
+        SampleReference(
+            f"reference {position}" if several else "reference",
+            _get_media_kind(path),
+            get_source(path),
         )
         for position, path in enumerate(references, start=1)
     ]
 
 
-def _kind(path: Path) -> str:
+def _get_media_kind(path: Path) -> str:
     return "video" if path.suffix == ".mp4" else "image"
 
 
-def when(step: int) -> str:
+def format_step(step: int) -> str:
     return f"after step {step:,}" if step else "before"
 
 
-def _spread(steps: Iterable[int]) -> list[int]:
+def _choose_steps(steps: Iterable[int]) -> list[int]:
     ordered = sorted(steps)
-    if len(ordered) <= STEPS:
+    if len(ordered) <= MAX_STEPS:
         return ordered
     # Evenly spaced, including the first and the last step.
-    return [ordered[round(i * (len(ordered) - 1) / (STEPS - 1))] for i in range(STEPS)]
+    return [ordered[round(i * (len(ordered) - 1) / (MAX_STEPS - 1))] for i in range(MAX_STEPS)]
 
 
-def _embedded(folder: Path, paths: Iterable[Path], room: int) -> dict[Path, str]:
-    """Data URIs of as many files as fit into `room` bytes; files removed meanwhile are left out."""
+def _embed_files(folder: Path, paths: Iterable[Path], bytes_left: int) -> dict[Path, str]:
+    """Data URIs of as many files as fit into `bytes_left` bytes; files removed meanwhile are left out."""
     uris: dict[Path, str] = {}
     for path in paths:
         if path in uris:
             continue
         try:
             # Three bytes become four characters of base64.
-            text = base64.b64encode(read_inside(folder, path, room // 4 * 3)).decode()
+            text = base64.b64encode(read_inside(folder, path, bytes_left // 4 * 3)).decode()
         except OSError:
             continue
-        uris[path] = f"data:{TYPES[path.suffix]};base64,{text}"
-        room -= len(text)
+        uris[path] = f"data:{CONTENT_TYPES[path.suffix]};base64,{text}"
+        bytes_left -= len(text)
     return uris
 
 
-def _find_answers(folder: Path) -> list[Answered]:
+def _find_answers(folder: Path) -> list[PromptAnswers]:
     """The answers to every validation prompt of a chat model's run; damaged files are left out."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     paths = {
@@ -229,7 +239,7 @@ def _find_answers(folder: Path) -> list[Answered]:
         for path in (folder / "samples").glob("step_*/answers.json")
         if (match := re.fullmatch(r"step_(\d{1,12})", path.parent.name))
     }
-    for step in _spread(paths):
+    for step in _choose_steps(paths):
         try:
             records = parse_json(read_inside(folder, paths[step]))
         except (OSError, ValueError):
@@ -240,15 +250,15 @@ def _find_answers(folder: Path) -> list[Answered]:
     if not by_step:
         return []
     return [
-        Answered(
+        PromptAnswers(
             str(record.get("prompt", "")),
             Path(str(record.get("media") or "")).name,
             [
-                (when(step), str(answers[index].get("answer", "")))
+                (format_step(step), str(answers[index].get("answer", "")))
                 for step, answers in sorted(by_step.items())
                 if index < len(answers)
             ],
         )
         # The newest step decides which prompts exist.
-        for index, record in enumerate(by_step[max(by_step)][:PROMPTS])
+        for index, record in enumerate(by_step[max(by_step)][:MAX_PROMPTS])
     ]

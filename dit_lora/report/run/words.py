@@ -8,20 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.report.charts.bars import Bar, BarChart, number
+from dit_lora.report.charts.bars import Bar, BarChart, format_number
 from dit_lora.report.charts.data import Numbers, Values
-from dit_lora.report.run.charts import percent, samples_a_second, share_waiting, window_of
-from dit_lora.report.run.files import RunFiles, State
-from dit_lora.report.run.history import mapping, number_or_nan
-from dit_lora.report.run.recipe_diff import in_words
+from dit_lora.report.run.charts import (
+    choose_window,
+    compute_samples_per_second,
+    compute_waiting_share,
+    format_percent,
+)
+from dit_lora.report.run.files import RunFiles, RunState
+from dit_lora.report.run.history import ensure_dict, to_float_or_nan
+from dit_lora.report.run.recipe_diff import format_value
 
-NONE = "\u2013"
-BARS = 16
+NO_VALUE = "\u2013"
+MAX_BARS = 16
 """Maximum number of modules whose update is drawn, the largest first."""
-ROWS = 500
+MAX_ROWS = 500
 """Maximum number of rows of one table."""
 
-STATES: dict[State, tuple[str, str]] = {
+STATE_TEXTS: dict[RunState, tuple[str, str]] = {
     "running": ("running", "ok"),
     "finished": ("finished", "ok"),
     "stopped": ("stopped by the guard", "reject"),
@@ -30,7 +35,7 @@ STATES: dict[State, tuple[str, str]] = {
     "silent": ("not finished, and nothing is written any more", "warn"),
 }
 """Text and color class of each state."""
-_CAUSES = {
+_CAUSE_TEXTS = {
     "data": "a sample\u2019s own data is bad",
     "labels": "labels that nothing can be learned from",
     "inputs": "the noise, timestep or schedule, not the sample",
@@ -43,7 +48,7 @@ _CAUSES = {
     "transient": "nothing that comes again: finite when run again",
     "unknown": "not found",
 }
-_ACTIONS = {
+_ACTION_TEXTS = {
     "retry": "took the step again",
     "skip": "took the step again without the sample, this once",
     "quarantine": "left the sample out for good, and took the step again",
@@ -52,7 +57,7 @@ _ACTIONS = {
     "stop": "stopped the run",
     "report": "reported it, and trained on",
 }
-_PLACES = ("module", "op", "direction", "dtype", "timesteps", "switch")
+_DIAGNOSIS_FIELDS = ("module", "op", "direction", "dtype", "timesteps", "switch")
 
 
 @dataclass(frozen=True)
@@ -85,94 +90,103 @@ class VerificationRows:
     hidden: int
 
 
-def figures(run: RunFiles) -> list[Figure]:
+def build_figures(run: RunFiles) -> list[Figure]:
     """The figures of the headline row."""
-    metrics, window, num_steps = run.metrics, window_of(run), run.asked
-    seconds, peaks = _finite(metrics.column("seconds")), _finite(metrics.column("peak_gib"))
-    rates = _finite(samples_a_second(metrics))
-    waiting = share_waiting(metrics)
+    metrics, window, num_steps = run.metrics, choose_window(run), run.max_steps
+    seconds, peaks = (
+        _select_finite(metrics.get_column("seconds")),
+        _select_finite(metrics.get_column("peak_gib")),
+    )
+    rates = _select_finite(compute_samples_per_second(metrics))
+    waiting = compute_waiting_share(metrics)
     # A run that ended before the recipe's last step.
-    short = num_steps is not None and run.done < num_steps and run.state != "running"
+    short = num_steps is not None and run.num_steps_taken < num_steps and run.state != "running"
     step_detail = (
         "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
     )
-    median = number(float(np.median(seconds)), 3) if len(seconds) else NONE
+    median = format_number(float(np.median(seconds)), 3) if len(seconds) else NO_VALUE
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
-        details.append(f"{percent(waiting)} waiting for data")
+        details.append(f"{format_percent(waiting)} waiting for data")
     return [
-        Figure("Steps", f"{run.done:,}", step_detail),
+        Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
         Figure(
-            "Training loss", _last_loss(run), f"mean of the last {window}" if window > 1 else ""
+            "Training loss",
+            _format_last_loss(run),
+            f"mean of the last {window}" if window > 1 else "",
         ),
-        _held_out(run.held_out),
+        _build_held_out_figure(run.held_out),
         Figure("Seconds per step", median, ", ".join(filter(None, details))),
         Figure(
             "Samples per second",
-            number(float(np.median(rates)), 3) if len(rates) else NONE,
+            format_number(float(np.median(rates)), 3) if len(rates) else NO_VALUE,
             "median" if len(rates) else "",
         ),
-        Figure("Peak memory", f"{number(peaks.max(), 3)} GiB" if len(peaks) else NONE),
-        Figure("Guard events", f"{run.event_count:,}", _actions(run.events)),
+        Figure("Peak memory", f"{format_number(peaks.max(), 3)} GiB" if len(peaks) else NO_VALUE),
+        Figure("Guard events", f"{run.event_count:,}", _count_actions(run.events)),
     ]
 
 
-def _finite(values: Numbers) -> Values:
+def _select_finite(values: Numbers) -> Values:
     column = np.asarray(values, dtype=np.float64)
     return column[np.isfinite(column)]
 
 
-def _last_loss(run: RunFiles) -> str:
+def _format_last_loss(run: RunFiles) -> str:
     """Mean of the finite losses in the window that ends with the last finite loss."""
-    losses = np.asarray(run.metrics.column("loss"))
+    losses = np.asarray(run.metrics.get_column("loss"))
     finite = np.flatnonzero(np.isfinite(losses))
     if not finite.size:
-        return NONE
+        return NO_VALUE
     # The last steps may be NaN: the window ends with the last finite loss.
-    window = losses[max(0, finite[-1] + 1 - window_of(run)) : finite[-1] + 1]
-    return number(float(np.mean(window, where=np.isfinite(window))))
+    window = losses[max(0, finite[-1] + 1 - choose_window(run)) : finite[-1] + 1]
+    return format_number(float(np.mean(window, where=np.isfinite(window))))
 
 
-def _held_out(held_out: Mapping[int, float]) -> Figure:
+def _build_held_out_figure(held_out: Mapping[int, float]) -> Figure:
     label = "Held-out loss"
     if not held_out:
-        return Figure(label, NONE, "not measured")
+        return Figure(label, NO_VALUE, "not measured")
     # The loss before training is at step 0, if it was measured.
     first_step, last_step = min(held_out), max(held_out)
     first_loss, last_loss = held_out[first_step], held_out[last_step]
     if first_step == last_step:
-        return Figure(label, number(first_loss), f"at step {first_step:,} only")
+        return Figure(label, format_number(first_loss), f"at step {first_step:,} only")
     steps = f"step {first_step:,} to {last_step:,}"
     comparable = math.isfinite(first_loss) and math.isfinite(last_loss) and first_loss != 0
     change = f"{100 * (last_loss / first_loss - 1):+.1f}%, " if comparable else ""
-    return Figure(label, f"{number(first_loss)} \u2192 {number(last_loss)}", change + steps)
+    return Figure(
+        label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps
+    )
 
 
-def _actions(events: Iterable[Mapping[str, Any]]) -> str:
+def _count_actions(events: Iterable[Mapping[str, Any]]) -> str:
     # Events that are only reported have no action.
     acted = (event.get("action") for event in events)
     counts = Counter(str(action) for action in acted if action not in (None, "report"))
     return ", ".join(f"{count:,} {name}" for name, count in list(counts.items())[:4])
 
 
-def event_rows(run: RunFiles) -> list[EventRow]:
+def build_event_rows(run: RunFiles) -> list[EventRow]:
     """The rows of the event table, in the order of events.jsonl."""
-    return [event_row(event) for event in run.events]
+    return [build_event_row(event) for event in run.events]
 
 
-def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -> EventRow:
+def build_event_row(
+    event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS
+) -> EventRow:
     """The table row of one line of events.jsonl; `actions` describes each action by its name."""
-    verdict = mapping(event.get("verdict"))
+    verdict = ensure_dict(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
     rows = [
-        ("Cause", f"{cause}: {_CAUSES[cause]}" if cause in _CAUSES else cause),
+        ("Cause", f"{cause}: {_CAUSE_TEXTS[cause]}" if cause in _CAUSE_TEXTS else cause),
         ("What was done", f"{action}: {actions[action]}" if action in actions else action),
-        ("Samples", in_words(event.get("sample_ids"))),
-        ("Micro-step, rank", _place(event)),
-        *((name.capitalize(), in_words(verdict.get(name))) for name in _PLACES),
-        ("Evidence", in_words(verdict.get("evidence"))),
-        ("Bundle", in_words(event.get("bundle"))),
-        ("Seconds", _seconds(event.get("seconds"))),
+        ("Samples", format_value(event.get("sample_ids"))),
+        ("Micro-step, rank", _format_position(event)),
+        *((name.capitalize(), format_value(verdict.get(name))) for name in _DIAGNOSIS_FIELDS),
+        ("Evidence", format_value(verdict.get("evidence"))),
+        ("Bundle", format_value(event.get("bundle"))),
+        ("Seconds", _format_seconds(event.get("seconds"))),
     ]
     # Keys that have a row of their own; the rest is listed under "Verdict".
     known_keys = {
@@ -183,34 +197,34 @@ def event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTIONS) -
         "rank",
         "micro_step",
         "sample_ids",
-        *_PLACES,
+        *_DIAGNOSIS_FIELDS,
     }
     more = {key: value for key, value in verdict.items() if key not in known_keys}
-    rows.append(("Verdict", in_words(more)))
-    message = in_words(verdict.get("words"))
-    kind = in_words(event.get("kind")).replace("_", " ")
+    rows.append(("Verdict", format_value(more)))
+    message = format_value(verdict.get("words"))
+    kind = format_value(event.get("kind")).replace("_", " ")
     step = event.get("step")
-    step_text = f"{step:,}" if isinstance(step, int) else in_words(step) or NONE
+    step_text = f"{step:,}" if isinstance(step, int) else format_value(step) or NO_VALUE
     return EventRow(step_text, kind, action, message, [(name, text) for name, text in rows if text])
 
 
-def _place(event: Mapping[str, Any]) -> str:
+def _format_position(event: Mapping[str, Any]) -> str:
     micro, rank = event.get("micro_step"), event.get("rank")
     return f"{micro}, {rank}" if micro is not None else ""
 
 
-def _seconds(value: Any) -> str:
-    seconds = number_or_nan(value)
-    return number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""
+def _format_seconds(value: Any) -> str:
+    seconds = to_float_or_nan(value)
+    return format_number(seconds, 3) if math.isfinite(seconds) and seconds > 0 else ""
 
 
-def verified(record: Mapping[str, Any]) -> VerificationRows | None:
+def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | None:
     """The checks of verification.json; None if there are none."""
     if not record:
         return None
     checks = [
-        (name, entry.get("passed") is True, in_words(entry.get("words")))
-        for name, entry in mapping(record.get("checks")).items()
+        (name, entry.get("passed") is True, format_value(entry.get("words")))
+        for name, entry in ensure_dict(record.get("checks")).items()
         if isinstance(entry, dict)
     ]
     listed = record.get("modules")
@@ -218,35 +232,39 @@ def verified(record: Mapping[str, Any]) -> VerificationRows | None:
         [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     )
     # The largest relative update first.
-    modules.sort(key=lambda entry: -_rank(entry))
+    modules.sort(key=lambda entry: -_get_sort_size(entry))
     # Show norms relative to the weights if any is known, else absolute norms.
-    relative = any(math.isfinite(number_or_nan(entry.get("relative"))) for entry in modules)
+    relative = any(math.isfinite(to_float_or_nan(entry.get("relative"))) for entry in modules)
     key = "relative" if relative else "norm"
     bars = []
-    for entry in modules[:BARS]:
-        value = number_or_nan(entry.get(key))
-        bars.append(Bar(_short(str(entry.get("name", ""))), value, number(value)))
+    for entry in modules[:MAX_BARS]:
+        value = to_float_or_nan(entry.get(key))
+        bars.append(Bar(_shorten_name(str(entry.get("name", ""))), value, format_number(value)))
     rows = [
-        (str(entry.get("name", "")), _number(entry.get("norm")), _number(entry.get("relative")))
-        for entry in modules[:ROWS]
+        (
+            str(entry.get("name", "")),
+            _format_or_dash(entry.get("norm")),
+            _format_or_dash(entry.get("relative")),
+        )
+        for entry in modules[:MAX_ROWS]
     ]
-    title = "Largest updates" if len(modules) > BARS else "Updates by module"
+    title = "Largest updates" if len(modules) > MAX_BARS else "Updates by module"
     label = "norm of the update" + (" / norm of the weight" if relative else "")
     chart = BarChart(title, bars, label) if bars else None
     return VerificationRows(
-        record.get("passed") is True, checks, chart, rows, max(0, len(modules) - ROWS)
+        record.get("passed") is True, checks, chart, rows, max(0, len(modules) - MAX_ROWS)
     )
 
 
-def _rank(module: Mapping[str, Any]) -> float:
+def _get_sort_size(module: Mapping[str, Any]) -> float:
     for key in ("relative", "norm"):
-        value = number_or_nan(module.get(key))
+        value = to_float_or_nan(module.get(key))
         if not math.isnan(value):
             return value
     return -math.inf
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     """The end of a module's name, from the first block number on."""
     parts = name.split(".")
     # Such as `12.attn.to_q` of `transformer_blocks.12.attn.to_q`.
@@ -254,12 +272,12 @@ def _short(name: str) -> str:
     return ".".join(parts[numbers[0] :]) if numbers else parts[-1]
 
 
-def _number(value: Any) -> str:
-    parsed = number_or_nan(value)
-    return NONE if math.isnan(parsed) else number(parsed)
+def _format_or_dash(value: Any) -> str:
+    parsed = to_float_or_nan(value)
+    return NO_VALUE if math.isnan(parsed) else format_number(parsed)
 
 
-def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
+def build_quarantine_rows(run: RunFiles) -> list[tuple[str, str, str, str]]:
     """Rows of the quarantine table: sample, epochs without it, cause and reason."""
     rows = []
     for entry in run.quarantine:
@@ -268,6 +286,6 @@ def left_out(run: RunFiles) -> list[tuple[str, str, str, str]]:
         # Left out from this epoch to the end of training.
         if last_epoch is None:
             epochs = f"from {first_epoch} on"
-        cause, reason = in_words(entry.get("cause")), in_words(entry.get("reason"))
-        rows.append((in_words(entry.get("sample_id")), epochs, cause, reason))
+        cause, reason = format_value(entry.get("cause")), format_value(entry.get("reason"))
+        rows.append((format_value(entry.get("sample_id")), epochs, cause, reason))
     return rows

@@ -12,41 +12,50 @@ from typing import Any, Literal
 import torch
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.changed_weight import changes_of
-from dit_lora.adapters.diffusers_format import DOWNSCALE, base_weights
-from dit_lora.config.experts import EXPERTS
+from dit_lora.adapters.changed_weight import get_weight_changes
+from dit_lora.adapters.diffusers_format import DOWNSCALE_KEY, get_base_weights
+from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint, Denoiser
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.without_weights import configs_alone, from_configs
-from dit_lora.files import share_weights
-from dit_lora.results.experts import targets_of
-from dit_lora.results.export.formats import Exported, LoraForm, write_form
-from dit_lora.results.export.hollow import combine, hollowed, load_lora_file, load_state
+from dit_lora.families.without_weights import build_from_configs, config_only_model
+from dit_lora.files import set_shared_permissions
+from dit_lora.results.experts import find_expert_results
+from dit_lora.results.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
+from dit_lora.results.export.hollow import (
+    combine_adapters,
+    load_lora_file,
+    load_lora_state,
+    replace_weights_with_zeros,
+)
 from dit_lora.results.export.low_rank import RankChoice
 from dit_lora.results.export.low_rank_result import LowRankResult
 from dit_lora.results.export.lower_rank import lower_rank
 from dit_lora.results.export.merge_chat import merge_adapter
-from dit_lora.results.export.merge_pipeline import require_merged, stored_dtype, write_merged
-from dit_lora.results.export.other_kinds import load_other_kind, other_kind
-from dit_lora.results.export.updates import require_same, summed, updates_of
-from dit_lora.results.source import ANY_FORMAT, Source, find_source, is_chat
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.results.export.merge_pipeline import (
+    find_widest_dtype,
+    require_merged_weights,
+    write_merged_pipeline,
+)
+from dit_lora.results.export.other_kinds import find_non_lora_kind, load_non_lora_adapter
+from dit_lora.results.export.updates import collect_updates, require_same_updates, sum_updates
+from dit_lora.results.source import ADAPTER_FILENAMES, ResultSource, find_source, is_chat
+from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
-from dit_lora.training.tasks.diffusion.samples import bar
+from dit_lora.training.tasks.diffusion.samples import make_progress_bar
 
-Form = LoraForm | Literal["merged"]
-Say = Callable[[str], None]
+ExportFormat = LoraFormat | Literal["merged"]
+MessageCallback = Callable[[str], None]
 
 # Header keys that describe the base model and the videos. A sum keeps those that all of its adapters share.
-OF_MODEL = (
+MODEL_METADATA_KEYS = (
     *("version", "family", "base_model", "revision", "transformer_digest", "index", "video"),
-    *("task", "reference_resolution", DOWNSCALE),
+    *("task", "reference_resolution", DOWNSCALE_KEY),
 )
 # Header keys that describe one training run. A sum records them for each of its adapters.
-_OF_TRAINING = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
+_TRAINING_METADATA_KEYS = ("rank", "alpha", "steps", "ema", "seed", "dtype", "quantize")
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ class ExportRequest:
 
     targets: tuple[Path, ...]
     """Folders of runs or adapters, or adapters' files."""
-    to: Form
-    out: Path
+    export_format: ExportFormat
+    output_dir: Path
     """The folder to write, which must not exist."""
     weights: tuple[float, ...] = ()
     """One weight per target. Empty: 1 for all."""
@@ -66,7 +75,7 @@ class ExportRequest:
     """The new, lower rank of the adapter or of the sum; None to keep it."""
 
 
-def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
+def export(request: ExportRequest, say: MessageCallback = lambda _: None) -> Path:
     """Write the adapter in the requested format, read it back and compare it. Returns `request.out`.
 
     The folder gets its name after the comparison; nothing is left after a failure.
@@ -76,89 +85,95 @@ def export(request: ExportRequest, say: Say = lambda _: None) -> Path:
         CheckFailedError: What was read back differs from the adapter.
     """
     export_and_report(request, say)
-    return request.out
+    return request.output_dir
 
 
-def export_and_report(request: ExportRequest, say: Say = lambda _: None) -> list[LowRankResult]:
+def export_and_report(
+    request: ExportRequest, say: MessageCallback = lambda _: None
+) -> list[LowRankResult]:
     """`export`, and a report for each transformer on what `request.rank` keeps; empty without a rank."""
-    quiet_libraries()
-    if request.rank is not None and request.to == "merged":
+    hide_progress_bars()
+    if request.rank is not None and request.export_format == "merged":
         raise DitLoraError(
             "--rank is for the forms of a LoRA; a merged checkpoint has no rank: leave --rank out"
         )
-    if request.out.exists():
-        raise DitLoraError(f"{request.out} exists already; give another folder, or remove it")
+    if request.output_dir.exists():
+        raise DitLoraError(
+            f"{request.output_dir} exists already; give another folder, or remove it"
+        )
     # Check the weights before anything is loaded.
-    weights = _weights(request)
+    weights = _check_weights(request)
     if is_chat(request.targets[0], request.model):
         _export_chat(request, say)
         return []
     # Each target resolves to one result, or to two for a run of both experts.
-    experts = [targets_of(target) for target in request.targets]
+    experts = [find_expert_results(target) for target in request.targets]
     if any(len(targets) > 1 for targets in experts):
-        return _export_both(request, experts, say)
-    sources = [adapter_at(target) for (target,) in experts]
-    _require_one_base(sources)
-    base = sources[0].base(request.model)
-    with configs_alone(base) as configs, aside(request.out) as staged:
+        return _export_expert_pair(request, experts, say)
+    sources = [find_adapter(target) for (target,) in experts]
+    _require_same_base(sources)
+    base = sources[0].resolve_base(request.model)
+    with config_only_model(base) as configs, stage_folder(request.output_dir) as staged:
         # Entries of model_index.json that training replaced, such as the pipeline's class.
-        index = sources[0].made.get("index") or {}
+        index = sources[0].metadata.get("index") or {}
         family = get_family(base.family)
         checkpoint = family.open(configs, index=index)
-        adapter = _load(sources, weights, family, checkpoint)
+        adapter = _load_adapters(sources, weights, family, checkpoint)
         results = []
         if request.rank is not None:
             name = " + ".join(str(source.file) for source in sources)
             adapter, result = lower_rank(adapter, request.rank, name, checkpoint.part)
             results.append(result)
-        # Where ComfyUI reads no `alpha` for a family, alpha / rank is multiplied into B.
-        folds = request.to == "folded" or (
-            request.to == "comfyui" and not adapter.family.comfyui.alpha
+        # Where ComfyUI reads no `reads_alpha` for a family, alpha / rank is multiplied into B.
+        folds = request.export_format == "folded" or (
+            request.export_format == "comfyui" and not adapter.family.comfyui.reads_alpha
         )
-        adapter.made = _header(adapter.made, request.to, sources, weights, folds=folds)
-        if request.to == "merged":
-            _write_merged(adapter, base, index, staged, say)
+        adapter.metadata = _build_header(
+            adapter.metadata, request.export_format, sources, weights, folds_alpha=folds
+        )
+        if request.export_format == "merged":
+            _export_merged(adapter, base, index, staged, say)
         else:
             # An adapter of one expert gets the expert's name in its file name, so that loaders can tell the two apart.
-            expert = EXPERTS.get(adapter.made.get("part", ""))
-            name = f"{request.out.name}_{expert}" if expert else request.out.name
-            write_form(request.to, adapter, staged, name)
-        count = len(changes_of(adapter.model, ADAPTER_NAME))
+            expert = EXPERT_NAMES.get(adapter.metadata.get("part", ""))
+            name = f"{request.output_dir.name}_{expert}" if expert else request.output_dir.name
+            write_exported_adapter(request.export_format, adapter, staged, name)
+        count = len(get_weight_changes(adapter.model, ADAPTER_NAME))
         say(f"{count} layers, read back and compared: the same update")
     return results
 
 
-def _export_both(
-    request: ExportRequest, experts: Sequence[tuple[Path, ...]], say: Say
+def _export_expert_pair(
+    request: ExportRequest, expert_targets: Sequence[tuple[Path, ...]], say: MessageCallback
 ) -> list[LowRankResult]:
     """Export adapters of both experts of a checkpoint: one file each, or one pipeline with both merged."""
     # Every target must have both experts: a sum pairs them expert by expert.
     single_expert = [
-        str(t) for t, paths in zip(request.targets, experts, strict=True) if len(paths) == 1
+        str(t) for t, paths in zip(request.targets, expert_targets, strict=True) if len(paths) == 1
     ]
     if single_expert:
         raise DitLoraError(
-            listed(
+            format_list(
                 "adapters of both experts are added to such alone; these are of one", single_expert
             )
         )
     # Transpose: from (high, low) per target to all targets' results per expert.
-    parts = dict(zip(EXPERTS.values(), zip(*experts, strict=True), strict=True))
-    if request.to != "merged":
+    parts = dict(zip(EXPERT_NAMES.values(), zip(*expert_targets, strict=True), strict=True))
+    if request.export_format != "merged":
         results: list[LowRankResult] = []
 
-        def write(name: str, out: Path) -> None:
-            expert_request = replace(request, targets=parts[name], out=out)
+        def write_expert(expert: str, expert_dir: Path) -> None:
+            expert_request = replace(request, targets=parts[expert], output_dir=expert_dir)
             results.extend(export_and_report(expert_request, say))
 
-        write_pair(request.out, write)
+        write_expert_pair(request.output_dir, write_expert)
         return results
-    with aside(request.out) as staged:
+    with stage_folder(request.output_dir) as staged:
         staged.mkdir()
         model = request.model
         for name, targets in parts.items():
-            merged_dir = staged / f"{request.out.name}_{name}"
-            export(replace(request, targets=targets, out=merged_dir, model=model), say)
+            merged_dir = staged / f"{request.output_dir.name}_{name}"
+            export(replace(request, targets=targets, output_dir=merged_dir, model=model), say)
             model = str(merged_dir)  # the second expert is merged into the result of the first
         # The folders sort as ..._high_noise, ..._low_noise. The second holds both merged experts.
         first_folder, second_folder = sorted(staged.iterdir())
@@ -169,30 +184,32 @@ def _export_both(
     return []
 
 
-def write_pair(
-    out: Path, write: Callable[[str, Path], object], names: Iterable[str] = EXPERTS.values()
+def write_expert_pair(
+    output_dir: Path,
+    write_expert: Callable[[str, Path], object],
+    experts: Iterable[str] = EXPERT_NAMES.values(),
 ) -> Path:
-    """Let `write` fill a folder for each expert.
+    """Let `write_expert` fill a folder for each expert.
 
     A folder with one file is replaced by a file with the expert's name.
     """
-    with aside(out) as staged:
+    with stage_folder(output_dir) as staged:
         staged.mkdir()
-        for name in names:
-            folder = staged / f"{out.name}_{name}"
-            write(name, folder)
+        for name in experts:
+            folder = staged / f"{output_dir.name}_{name}"
+            write_expert(name, folder)
             files = list(folder.iterdir())
             if len(files) == 1:  # neither a config nor base weights
                 files[0].replace(folder.with_suffix(".safetensors"))
                 folder.rmdir()
-    return out
+    return output_dir
 
 
-def adapter_at(target: Path) -> Source:
+def find_adapter(target: Path) -> ResultSource:
     """The diffusion adapter at a path. Raises `DitLoraError` if there is none."""
     if not target.exists():
         raise DitLoraError(f"no file or folder {target}; give a run's folder, or an adapter's")
-    source = find_source(target, ANY_FORMAT)
+    source = find_source(target, ADAPTER_FILENAMES)
     if source.is_pipeline:
         raise DitLoraError(
             f"{source.file} is a whole pipeline, not an adapter: there is nothing to export; "
@@ -202,26 +219,28 @@ def adapter_at(target: Path) -> Source:
 
 
 @contextlib.contextmanager
-def aside(out: Path) -> Iterator[Path]:
-    """Context that yields a temporary folder next to `out`, renamed to `out` on success and removed on failure."""
+def stage_folder(output_dir: Path) -> Iterator[Path]:
+    """Context that yields a temporary folder next to `output_dir`, renamed to `output_dir` on success and removed on
+    failure.
+    """
     # Next to the output, so that the final rename stays on one file system and is atomic.
-    staged = out.with_name(f".{out.name}.partial")
+    staged = output_dir.with_name(f".{output_dir.name}.partial")
     # A killed export may have left its folder.
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DitLoraError(f"cannot make {out.parent}: {error.strerror}") from error
+        raise DitLoraError(f"cannot make {output_dir.parent}: {error.strerror}") from error
     try:
         yield staged
         # safetensors creates files with mode 0600; give them the usual permissions.
-        share_weights(staged)
-        staged.rename(out)
+        set_shared_permissions(staged)
+        staged.rename(output_dir)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _weights(request: ExportRequest) -> list[float]:
+def _check_weights(request: ExportRequest) -> list[float]:
     """One weight for each target. Raises `DitLoraError` for a wrong number of weights, zero, NaN or Inf."""
     # Without --weight, every adapter counts fully.
     targets, weights = len(request.targets), list(request.weights)
@@ -236,146 +255,160 @@ def _weights(request: ExportRequest) -> list[float]:
     return weights
 
 
-def _require_one_base(sources: Sequence[Source]) -> None:
+def _require_same_base(sources: Sequence[ResultSource]) -> None:
     """Raise `DitLoraError` unless all adapters are of one family and, if recorded, of the same transformer."""
     # A header may lack either value, so only recorded ones are compared.
     for key, noun in (("family", "families"), ("transformer_digest", "base models")):
-        if len({source.made[key] for source in sources if source.made.get(key)}) > 1:
+        if len({source.metadata[key] for source in sources if source.metadata.get(key)}) > 1:
             lines = [
-                f"{source.file}: {source.made.get('family')}, trained on {source.made.get('base_model')} "
-                f"(transformer {str(source.made.get('transformer_digest'))[:12]})"
+                f"{source.file}: {source.metadata.get('family')}, trained on {source.metadata.get('base_model')} "
+                f"(transformer {str(source.metadata.get('transformer_digest'))[:12]})"
                 for source in sources
             ]
-            raise DitLoraError(listed(f"these adapters are of different {noun}", lines))
+            raise DitLoraError(format_list(f"these adapters are of different {noun}", lines))
 
 
-def _load(
-    sources: Sequence[Source],
+def _load_adapters(
+    sources: Sequence[ResultSource],
     weights: Sequence[float],
     family: DiffusionFamily,
     checkpoint: Checkpoint,
-) -> Exported:
+) -> ExportedAdapter:
     """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
-    new_model, pipeline_class = partial(hollow_of, checkpoint), checkpoint.pipeline_class
+    new_model, pipeline_class = partial(build_empty_model, checkpoint), checkpoint.pipeline_class
     models = []
     # Only LoRAs can be combined: concatenating their factors adds their products.
-    not_lora = [f"{source.file}: {kind}" for source in sources if (kind := other_kind(source.file))]
+    not_lora = [
+        f"{source.file}: {kind}" for source in sources if (kind := find_non_lora_kind(source.file))
+    ]
     if not_lora and (len(sources) > 1 or weights[0] != 1):
         raise DitLoraError(
-            listed("LoRAs alone are weighted and added up; these are none", not_lora)
+            format_list("LoRAs alone are weighted and added up; these are none", not_lora)
         )
     for source in sources:
         models.append(new_model())
         if not_lora:
-            load_other_kind(models[-1], source.file)
+            load_non_lora_adapter(models[-1], source.file)
         else:
             load_lora_file(models[-1], source.file, pipeline_class, family.comfyui)
     # A single adapter at weight 1 stays as it is, with its metadata.
     if len(sources) == 1 and weights[0] == 1:
-        return Exported(models[0], sources[0].made, family, pipeline_class, new_model)
-    _require_lora_alone(sources, models)
+        return ExportedAdapter(models[0], sources[0].metadata, family, pipeline_class, new_model)
+    _require_no_base_weights(sources, models)
     # The combined adapter gets alpha = rank, because each weight and scale is folded into the factors.
-    state, config = combine(models, weights, new_model())
+    state, config = combine_adapters(models, weights, new_model())
     total = new_model()
-    load_state(total, state, config.to_dict(), "the sum of the adapters")
-    parts = [updates_of(m, weight=w) for m, w in zip(models, weights, strict=True)]
+    load_lora_state(total, state, config.to_dict(), "the sum of the adapters")
+    parts = [collect_updates(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated, so the factors differ: compare the products B A.
-    require_same(summed(parts), updates_of(total), "the sum of the adapters")
-    return Exported(total, _made_of_sum(sources, config.r), family, pipeline_class, new_model)
+    require_same_updates(sum_updates(parts), collect_updates(total), "the sum of the adapters")
+    return ExportedAdapter(
+        total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model
+    )
 
 
-def hollow_of(checkpoint: Denoiser) -> Any:
+def build_empty_model(checkpoint: Denoiser) -> Any:
     """A model of this checkpoint without weights; its configs are enough."""
     # Sums and scales need no base weights, only the names and shapes of the architecture.
-    with torch.device("meta"), from_configs():
+    with torch.device("meta"), build_from_configs():
         model = checkpoint.load_transformer(torch.float32)
-    return hollowed(model)
+    return replace_weights_with_zeros(model)
 
 
-def _require_lora_alone(sources: Sequence[Source], models: Sequence[Any]) -> None:
+def _require_no_base_weights(sources: Sequence[ResultSource], models: Sequence[Any]) -> None:
     """Raise `DitLoraError` if base weights were trained too: those cannot be weighted or added."""
     wider = [
-        f"{source.file}: {len(base_weights(model))} base weights"
+        f"{source.file}: {len(get_base_weights(model))} base weights"
         for source, model in zip(sources, models, strict=True)
-        if base_weights(model)
+        if get_base_weights(model)
     ]
     if wider:
         raise DitLoraError(
-            listed("adapters with base weights that trained too cannot be weighted or added", wider)
+            format_list(
+                "adapters with base weights that trained too cannot be weighted or added", wider
+            )
         )
 
 
-def _made_of_sum(sources: Sequence[Source], rank: int) -> dict[str, Any]:
+def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict[str, Any]:
     """Metadata that all adapters share about model and videos. Training metadata differs and is left out."""
     # A key stays only if every adapter has the same value for it.
-    first_metadata, *other_metadata = (source.made for source in sources)
+    first_metadata, *other_metadata = (source.metadata for source in sources)
     shared = {
         key: first_metadata[key]
-        for key in OF_MODEL
+        for key in MODEL_METADATA_KEYS
         if key in first_metadata
         and all(metadata.get(key) == first_metadata[key] for metadata in other_metadata)
     }
     return {**shared, "rank": rank, "alpha": rank}
 
 
-def _header(
-    made: Mapping[str, Any],
-    form: Form,
-    sources: Sequence[Source],
+def _build_header(
+    metadata: Mapping[str, Any],
+    export_format: ExportFormat,
+    sources: Sequence[ResultSource],
     weights: Sequence[float],
     *,
-    folds: bool,
+    folds_alpha: bool,
 ) -> dict[str, Any]:
     """The metadata to write: that of the adapter, a record of this export, and what `verify` compares.
 
-    `folds` is True if the format has alpha / rank folded into B.
+    `folds_alpha` is True if the format has alpha / rank folded into B.
     """
-    record: dict[str, Any] = {"to": form}
-    header = dict(made)
+    record: dict[str, Any] = {"to": export_format}
+    header = dict(metadata)
     if len(sources) > 1 or weights[0] != 1:
         record["combination"] = "cat"
         record["adapters"] = [
-            {"weight": weight, **{key: source.made.get(key) for key in _OF_TRAINING}}
+            {"weight": weight, **{key: source.metadata.get(key) for key in _TRAINING_METADATA_KEYS}}
             for source, weight in zip(sources, weights, strict=True)
         ]
     # The file now scales by 1, so the header's alpha must equal the rank. The trained alpha stays in the record.
-    if folds and {"rank", "alpha"} <= made.keys():
-        record["alpha"], header["alpha"] = made["alpha"], made["rank"]
-    if form == "merged" and "output" in made:
+    if folds_alpha and {"rank", "alpha"} <= metadata.keys():
+        record["alpha"], header["alpha"] = metadata["alpha"], metadata["rank"]
+    if export_format == "merged" and "output" in metadata:
         # A merged file no longer contains the base to compare with.
-        header["output"] = {k: v for k, v in made["output"].items() if k not in ("base", "louder")}
+        header["output"] = {
+            k: v for k, v in metadata["output"].items() if k not in ("base", "louder")
+        }
     return {**header, "exported": record}
 
 
-def _write_merged(
-    adapter: Exported, model: ModelConfig, index: Mapping[str, Any], staged: Path, say: Say
+def _export_merged(
+    adapter: ExportedAdapter,
+    model: ModelConfig,
+    index: Mapping[str, Any],
+    staging_dir: Path,
+    say: MessageCallback,
 ) -> None:
     """Write the base pipeline with the adapter merged into it, then read it back and compare."""
     # Open the checkpoint again, this time with its weights: until here only its configs were needed.
     checkpoint = adapter.family.open(model, index=index)
     base, source = checkpoint.path, checkpoint.path / checkpoint.part
-    changes = changes_of(adapter.model, ADAPTER_NAME)
-    weights = base_weights(adapter.model)
-    dtype = stored_dtype(source)
+    changes = get_weight_changes(adapter.model, ADAPTER_NAME)
+    weights = get_base_weights(adapter.model)
+    dtype = find_widest_dtype(source)
     say(f"merging {len(changes)} layers into {base.name}, {str(dtype).removeprefix('torch.')}")
-    write_merged(
+    write_merged_pipeline(
         base,
-        staged,
+        staging_dir,
         changes,
         weights,
-        config=checkpoint.config_changes(),
-        index=checkpoint.index_changes(),
-        made=adapter.made,
+        config_changes=checkpoint.config_changes(),
+        index_changes=checkpoint.index_changes(),
+        training_metadata=adapter.metadata,
         part=checkpoint.part,
-        progress=bar("merging", "tensor", quiet=False),
+        progress=make_progress_bar("merging", "tensor", quiet=False),
     )
     # Compare the files, not the tensors in memory: the folder only gets its name after this.
     say("reading it back")
-    merged = model.model_copy(update={"path": str(staged), "revision": None})
-    require_merged(source, adapter.family.open(merged).load_transformer(dtype), changes, weights)
+    merged = model.model_copy(update={"path": str(staging_dir), "revision": None})
+    require_merged_weights(
+        source, adapter.family.open(merged).load_transformer(dtype), changes, weights
+    )
 
 
-def _export_chat(request: ExportRequest, say: Say) -> Path:
+def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:
     """Merge a chat model's adapter into its checkpoint, the only export that chat models have."""
     target = request.targets[0]
     if request.rank is not None:
@@ -386,13 +419,13 @@ def _export_chat(request: ExportRequest, say: Say) -> Path:
         raise DitLoraError(
             "several adapters, and --weight, are for diffusion models; give one adapter"
         )
-    if request.to == "peft":
+    if request.export_format == "peft":
         raise DitLoraError(
             f"{target} is of a chat model, whose adapter is in PEFT's own format already"
         )
-    if request.to != "merged":
+    if request.export_format != "merged":
         raise DitLoraError(
-            f"--to {request.to} is for diffusion models; a chat model's adapter is in PEFT's format, and "
+            f"--to {request.export_format} is for diffusion models; a chat model's adapter is in PEFT's format, and "
             "--to merged writes the whole checkpoint"
         )
     # PEFT's format is a folder: config and weights are separate files.
@@ -402,5 +435,5 @@ def _export_chat(request: ExportRequest, say: Say) -> Path:
         raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
     base = get_family(origin.model.family).open(origin.model)
     return merge_adapter(
-        origin.adapter, base.path, request.out, model_class=base.model_class, on_progress=say
+        origin.adapter, base.path, request.output_dir, model_class=base.model_class, on_progress=say
     )

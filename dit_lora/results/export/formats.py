@@ -13,42 +13,44 @@ from dit_lora.adapters.attach import ADAPTER_NAME
 from dit_lora.adapters.diffusers_format import (
     BASE_FILE,
     Tensors,
-    base_weights,
-    header_lines,
+    build_header_entries,
+    get_base_weights,
     save_adapter,
 )
-from dit_lora.adapters.kinds import kind_of
+from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.peft_format import save_chat_adapter
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.results.export.hollow import folded, load_lora_file, load_state
-from dit_lora.results.export.key_maps import LayerKeys, comfyui_layout, kohya_layout
-from dit_lora.results.export.other_kinds import write_other_kind
-from dit_lora.results.export.updates import Updates, require_same, updates_of
+from dit_lora.results.export.hollow import fold_alpha, load_lora_file, load_lora_state
+from dit_lora.results.export.key_maps import LayerKeys, build_comfyui_layout, build_kohya_layout
+from dit_lora.results.export.other_kinds import write_non_lora_adapter
+from dit_lora.results.export.updates import Updates, collect_updates, require_same_updates
 
-LoraForm = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
+LoraFormat = Literal["diffusers", "folded", "peft", "comfyui", "kohya"]
 
 
 @dataclass
-class Exported:
+class ExportedAdapter:
     """An adapter to be written, attached to a model without weights."""
 
     model: Any
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """The metadata for the header."""
     family: DiffusionFamily
     pipeline_class: Any
-    hollow: Callable[[], Any]
+    build_empty_model: Callable[[], Any]
     """Builds a new model of the base's architecture without weights."""
 
 
-def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
-    """Write an adapter to the new folder `out` in this format, and read it back.
+def write_exported_adapter(
+    export_format: LoraFormat, adapter: ExportedAdapter, output_dir: Path, name: str
+) -> None:
+    """Write an adapter to the new folder `output_dir` in this format, and read it back.
 
     Args:
-        form: The format.
+        export_format: The format.
         adapter: The adapter.
-        out: The folder.
+        output_dir: The folder.
         name: File name without extension, for formats that do not prescribe one.
 
     Raises:
@@ -57,51 +59,62 @@ def write_form(form: LoraForm, adapter: Exported, out: Path, name: str) -> None:
     """
     model = adapter.model
     # Other kinds than LoRA have fewer formats and tensors of other names.
-    if kind_of(model.peft_config[ADAPTER_NAME]) != "lora":
-        metadata, family = adapter.made, adapter.family
-        write_other_kind(form, model, family, adapter.pipeline_class, metadata, out, name)
+    if get_adapter_kind(model.peft_config[ADAPTER_NAME]) != "lora":
+        metadata, family = adapter.metadata, adapter.family
+        write_non_lora_adapter(
+            export_format, model, family, adapter.pipeline_class, metadata, output_dir, name
+        )
         return
     # Read before the folded format replaces the model.
-    expected, trained = updates_of(model), base_weights(model)
+    expected, trained = collect_updates(model), get_base_weights(model)
     # ComfyUI and kohya need other key names; Diffusers and PEFT write their own formats.
-    layout = _layout(form, adapter.family, expected)
+    layout = _choose_layout(export_format, adapter.family, expected)
     if layout is not None:
-        _write_layout(form, expected, trained, out / f"{name}.safetensors", layout, adapter.made)
+        _write_layout(
+            export_format,
+            expected,
+            trained,
+            output_dir / f"{name}.safetensors",
+            layout,
+            adapter.metadata,
+        )
         return
-    if form == "peft":
-        save_chat_adapter(model, out, adapter.made)
+    if export_format == "peft":
+        save_chat_adapter(model, output_dir, adapter.metadata)
         # Read back with PEFT itself, into a new model without weights.
-        wrapped = peft.PeftModel.from_pretrained(adapter.hollow(), str(out))
-        require_same(expected, updates_of(wrapped.base_model.model), str(out))
+        wrapped = peft.PeftModel.from_pretrained(adapter.build_empty_model(), str(output_dir))
+        require_same_updates(expected, collect_updates(wrapped.base_model.model), str(output_dir))
     else:
-        if form == "folded":
-            model = _refilled(model, adapter.hollow())
-        file = save_adapter(model, adapter.pipeline_class, out, adapter.made)
-        reloaded = adapter.hollow()
+        if export_format == "folded":
+            model = _fill_model(model, adapter.build_empty_model())
+        file = save_adapter(model, adapter.pipeline_class, output_dir, adapter.metadata)
+        reloaded = adapter.build_empty_model()
         load_lora_file(reloaded, file, adapter.pipeline_class)
-        require_same(expected, updates_of(reloaded), file.name)
-        if form == "folded":
+        require_same_updates(expected, collect_updates(reloaded), file.name)
+        if export_format == "folded":
             # The folded format exists for loaders that ignore alpha, so it must hold without alpha too.
-            _require_without_alpha(expected, file, adapter.hollow())
-    _require_weights(trained, out / BASE_FILE)
+            _check_without_alpha(expected, file, adapter.build_empty_model())
+    _require_same_weights(trained, output_dir / BASE_FILE)
 
 
-def _refilled(model: Any, empty: Any) -> Any:
+def _fill_model(model: Any, empty_model: Any) -> Any:
     """Fill an empty model with the folded adapter and the trained base weights."""
     # Attach the rescaled matrices to a fresh model, whose config then says alpha = rank.
-    state, config = folded(model)
-    load_state(empty, state, config.to_dict(), "the folded adapter", base_weights(model))
-    return empty
+    state, config = fold_alpha(model)
+    load_lora_state(
+        empty_model, state, config.to_dict(), "the folded adapter", get_base_weights(model)
+    )
+    return empty_model
 
 
-def _require_without_alpha(expected: Updates, file: Path, empty: Any) -> None:
+def _check_without_alpha(expected: Updates, file: Path, empty_model: Any) -> None:
     """Read the file back as a loader that ignores alpha would, and require the same update."""
     state = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
-    load_state(empty, state, None, file)
-    require_same(expected, updates_of(empty), f"{file.name} without its alpha")
+    load_lora_state(empty_model, state, None, file)
+    require_same_updates(expected, collect_updates(empty_model), f"{file.name} without its alpha")
 
 
-def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
+def _require_same_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
     """Raise `CheckFailedError` if the base weights in the file differ from the trained ones."""
     # Both directions: a missing tensor and an extra one are errors alike.
     stored_weights = load_file(file) if file.is_file() else {}
@@ -114,50 +127,56 @@ def _require_weights(expected: Mapping[str, torch.Tensor], file: Path) -> None:
     ]
     if differing:
         raise CheckFailedError(
-            listed(f"{file.name}, read back, is not what trained", sorted(differing))
+            format_list(f"{file.name}, read back, is not what trained", sorted(differing))
         )
 
 
 def _write_layout(
-    form: str,
+    export_format: str,
     updates: Updates,
-    trained: Tensors,
+    trained_weights: Tensors,
     file: Path,
     layout: LayerKeys,
-    made: Mapping[str, Any],
+    adapter_metadata: Mapping[str, Any],
 ) -> None:
     """Write another program's layout, and read it back."""
-    if trained:
+    if trained_weights:
         raise DitLoraError(
-            listed(
-                f"--to {form}: base weights trained too, which a LoRA file of {form} cannot hold; "
+            format_list(
+                f"--to {export_format}: base weights trained too, which a LoRA file of {export_format} cannot hold; "
                 "--to merged takes them; they are",
-                sorted(trained),
+                sorted(trained_weights),
             )
         )
-    metadata = {"format": "pt", **header_lines(made)}
-    if form == "kohya":
-        metadata |= _kohya_facts(updates, made)
+    metadata = {"format": "pt", **build_header_entries(adapter_metadata)}
+    if export_format == "kohya":
+        metadata |= _build_kohya_metadata(updates, adapter_metadata)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(layout.tensors(updates), file, metadata=metadata)
+    save_file(layout.build_tensors(updates), file, metadata=metadata)
     # Compare the products B A, since the format may fold the scale into a factor.
-    require_same(updates, layout.updates(load_file(file)), file.name)
+    require_same_updates(updates, layout.read_updates(load_file(file)), file.name)
 
 
-def _layout(form: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
+def _choose_layout(
+    export_format: str, family: DiffusionFamily, updates: Updates
+) -> LayerKeys | None:
     """Another program's layout of an adapter's layers; None for Diffusers' and PEFT's formats."""
     try:
-        if form == "comfyui":
-            return comfyui_layout(family.comfyui, updates)
-        return kohya_layout(family.kohya, updates) if form == "kohya" else None
+        if export_format == "comfyui":
+            return build_comfyui_layout(family.comfyui, updates)
+        return (
+            build_kohya_layout(family.has_kohya_layout, updates)
+            if export_format == "kohya"
+            else None
+        )
     except DitLoraError as error:
         forms = "diffusers, folded, peft, merged"
         raise DitLoraError(
-            f"--to {form} {family.name}: {error}\nfor {family.name} there are: {forms}"
+            f"--to {export_format} {family.name}: {error}\nfor {family.name} there are: {forms}"
         ) from error
 
 
-def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
+def _build_kohya_metadata(updates: Updates, metadata: Mapping[str, Any]) -> dict[str, str]:
     """Metadata that kohya's tools show. They write "Dynamic" if layers differ."""
     # One value if all layers agree, as sd-scripts writes it.
     ranks = {terms[0].rank for terms in updates.values()}
@@ -166,8 +185,8 @@ def _kohya_facts(updates: Updates, made: Mapping[str, Any]) -> dict[str, str]:
         "ss_network_module": "networks.lora",
         "ss_network_dim": ranks.pop() if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": alphas.pop() if len(alphas) == 1 else "Dynamic",
-        "ss_sd_model_name": made.get("base_model"),
-        "ss_steps": made.get("steps"),
-        "ss_seed": made.get("seed"),
+        "ss_sd_model_name": metadata.get("base_model"),
+        "ss_steps": metadata.get("steps"),
+        "ss_seed": metadata.get("seed"),
     }
     return {key: str(value) for key, value in facts.items() if value is not None}

@@ -15,21 +15,21 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.attach_file import peft_config
-from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_sound
-from dit_lora.adapters.layer_names import UNKNOWN, LayerNames
+from dit_lora.adapters.attach_file import build_peft_config
+from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, require_valid_tensors
+from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
 from dit_lora.adapters.lora_file import LoraFile, read_lora
-from dit_lora.adapters.lora_mixins import adaptable
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.adapters.lora_mixins import add_adapter_methods
+from dit_lora.errors import DitLoraError, format_list
 
-_PREFIX = "base_model.model."
-_COMBINED = "combined"
+_PEFT_PREFIX = "base_model.model."
+_COMBINED_ADAPTER = "combined"
 
-State = Mapping[str, torch.Tensor]
+AdapterState = Mapping[str, torch.Tensor]
 """LoRA matrices as `<layer>.lora_A.weight`, `<layer>.lora_B.weight`."""
 
 
-def hollowed(model: nn.Module) -> Any:
+def replace_weights_with_zeros(model: nn.Module) -> Any:
     """Replace every weight of the model by an expanded zero on the CPU. Frozen, with LoRA methods."""
     # Copy the names first, because the loop replaces the parameters it walks over.
     for name, parameter in list(model.named_parameters()):
@@ -37,11 +37,11 @@ def hollowed(model: nn.Module) -> Any:
         # An expanded scalar has the full shape and the memory of one number.
         empty = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
         setattr(model.get_submodule(owner), attribute, nn.Parameter(empty, requires_grad=False))
-    return adaptable(model.eval())
+    return add_adapter_methods(model.eval())
 
 
 def load_lora_file(
-    model: Any, file: Path, pipeline_class: Any, comfyui: LayerNames = UNKNOWN
+    model: Any, file: Path, pipeline_class: Any, comfyui_names: LayerNames = UNKNOWN_NAMES
 ) -> None:
     """Load a LoRA file of any format that `read_lora` knows, with the base weights next to it, into a hollow model.
 
@@ -51,10 +51,10 @@ def load_lora_file(
         DitLoraError: The file does not fit; lists all problems.
         CheckFailedError: A tensor is not finite, or the adapter has no effect.
     """
-    lora_file = read_lora(file, model, comfyui, pipeline_class)
+    lora_file = read_lora(file, model, comfyui_names, pipeline_class)
     # Trained base weights lie in a file of their own next to the adapter.
     base = file.with_name(BASE_FILE)
-    weights = read_weights(base, model) if base.is_file() else {}
+    weights = read_base_weights(base, model) if base.is_file() else {}
     # PEFT's key names, which `load_lora_adapter` expects.
     state = {
         f"{name}.lora_{part}.weight": matrix
@@ -62,27 +62,27 @@ def load_lora_file(
         for part, matrix in (("A", layer.a), ("B", layer.b))
     }
     # Reject NaN, Inf and adapters without effect before they reach a model.
-    require_sound(state, weights)
-    load_state(model, state, _config(lora_file), file, weights)
+    require_valid_tensors(state, weights)
+    load_lora_state(model, state, _build_peft_config(lora_file), file, weights)
 
 
-def _config(stored: LoraFile) -> dict[str, Any] | None:
+def _build_peft_config(lora_file: LoraFile) -> dict[str, Any] | None:
     """PEFT's config for a file; None if alpha is the rank, which every loader assumes."""
-    if "config_sha256" in stored.digests and stored.config is not None:
+    if "config_sha256" in lora_file.digests and lora_file.config is not None:
         # Read with PEFT, which ignores fields of other versions. Drop the base's name: it is a path of the machine
         # that trained it, or a Hub id that PEFT would look up.
-        config = peft.PeftConfig.from_pretrained(str(stored.file.parent)).to_dict()
+        config = peft.PeftConfig.from_pretrained(str(lora_file.file.parent)).to_dict()
         return {**config, "base_model_name_or_path": None}
-    if stored.config is not None or all(
-        layer.alpha == layer.rank for layer in stored.layers.values()
+    if lora_file.config is not None or all(
+        layer.alpha == layer.rank for layer in lora_file.layers.values()
     ):
-        return dict(stored.config) if stored.config else None
-    return peft_config(stored.layers, list(stored.layers)).to_dict()
+        return dict(lora_file.config) if lora_file.config else None
+    return build_peft_config(lora_file.layers, list(lora_file.layers)).to_dict()
 
 
-def load_state(
+def load_lora_state(
     model: Any,
-    state: State,
+    state: AdapterState,
     config: Mapping[str, Any] | None,
     source: object,
     weights: Tensors | None = None,
@@ -95,7 +95,7 @@ def load_state(
         raise DitLoraError(f"{source} has no LoRA matrices of a transformer")
     weights = weights or {}
     # Base weights first: PEFT renames an adapted layer's weight to `base_layer.weight`.
-    put_weights(model, weights)
+    load_base_weights(model, weights)
     try:
         # `prefix=None`: the keys are already relative to this transformer.
         model.load_lora_adapter(
@@ -110,10 +110,10 @@ def load_state(
         raise DitLoraError(
             f"{source} does not load into {type(model).__name__}: {reason}"
         ) from error
-    mark_trained(model, weights)
+    unfreeze_weights(model, weights)
 
 
-def put_weights(model: nn.Module, weights: Tensors) -> None:
+def load_base_weights(model: nn.Module, weights: Tensors) -> None:
     """Load base weights. Call it before an adapter is attached, because that renames the layers."""
     for name, weight in weights.items():
         owner, _, attribute = name.rpartition(".")
@@ -121,26 +121,26 @@ def put_weights(model: nn.Module, weights: Tensors) -> None:
         setattr(model.get_submodule(owner), attribute, nn.Parameter(weight.float()))
 
 
-def mark_trained(model: nn.Module, weights: Tensors) -> None:
+def unfreeze_weights(model: nn.Module, weights: Tensors) -> None:
     """Make these base weights trainable: PEFT has frozen every parameter except its own."""
     for name, parameter in model.named_parameters():
         if name.replace(".base_layer.", ".") in weights:
             parameter.requires_grad_(True)
 
 
-def state_of(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
+def get_adapter_state(model: Any, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
     """The matrices of an attached adapter."""
     state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+    return {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in state.items()}
 
 
-def combine(
-    models: Sequence[Any], weights: Sequence[float], onto: Any
-) -> tuple[State, peft.LoraConfig]:
+def combine_adapters(
+    models: Sequence[Any], weights: Sequence[float], empty_model: Any
+) -> tuple[AdapterState, peft.LoraConfig]:
     """Matrices and config of one adapter whose update is exactly the weighted sum of the models' adapters.
 
-    PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `onto` is a hollow model
-    without an adapter.
+    PEFT's `add_weighted_adapter` with `cat` concatenates the matrices, so the ranks add up. `empty_model` is a hollow
+    model without an adapter.
     """
     # Dropout has no effect on the combined matrices.
     configs = [
@@ -148,21 +148,23 @@ def combine(
     ]
     # PEFT needs one adapter name per adapter on the shared model.
     names = [f"adapter_{number}" for number in range(len(models))]
-    wrapped: Any = peft.PeftModel(onto, configs[0], adapter_name=names[0])
+    wrapped: Any = peft.PeftModel(empty_model, configs[0], adapter_name=names[0])
     for name, config in zip(names[1:], configs[1:], strict=True):
         wrapped.add_adapter(name, config)
     for name, model in zip(names, models, strict=True):
-        state = {f"{_PREFIX}{key}": tensor for key, tensor in state_of(model).items()}
+        state = {f"{_PEFT_PREFIX}{key}": tensor for key, tensor in get_adapter_state(model).items()}
         peft.set_peft_model_state_dict(wrapped, state, adapter_name=name)
     # `cat` is exact. PEFT's `linear` would add factors, whose product is not the sum of the products.
-    wrapped.base_model.add_weighted_adapter(names, list(weights), _COMBINED, combination_type="cat")
-    return state_of(wrapped, _COMBINED), wrapped.peft_config[_COMBINED]
+    wrapped.base_model.add_weighted_adapter(
+        names, list(weights), _COMBINED_ADAPTER, combination_type="cat"
+    )
+    return get_adapter_state(wrapped, _COMBINED_ADAPTER), wrapped.peft_config[_COMBINED_ADAPTER]
 
 
-def folded(model: Any) -> tuple[State, peft.LoraConfig]:
+def fold_alpha(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
     """Matrices and config of the same update with alpha equal to rank: alpha / rank is folded into B."""
     # The scale of each layer goes into B only, so that B A stays the same product.
-    config, state = model.peft_config[ADAPTER_NAME], state_of(model)
+    config, state = model.peft_config[ADAPTER_NAME], get_adapter_state(model)
     for name in [name for name in state if name.endswith(".lora_B.weight")]:
         layer = model.get_submodule(name.removesuffix(".lora_B.weight"))
         state[name] = state[name] * layer.scaling[ADAPTER_NAME]
@@ -173,7 +175,7 @@ def folded(model: Any) -> tuple[State, peft.LoraConfig]:
     )
 
 
-def read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def read_base_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """Base weights in a file. Raises `DitLoraError` with all that do not belong to this model."""
     try:
         weights = load_file(file)
@@ -187,5 +189,5 @@ def read_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:
         if shapes.get(name) != list(weight.shape)
     ]
     if mismatches:
-        raise DitLoraError(listed(f"{file} is of another model", mismatches))
+        raise DitLoraError(format_list(f"{file} is of another model", mismatches))
     return weights

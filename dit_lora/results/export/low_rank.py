@@ -20,7 +20,7 @@ class RankChoice:
     rank: int | None = None
     energy: float = 1.0
 
-    def rank_for(self, energies: torch.Tensor) -> int:
+    def choose_rank(self, energies: torch.Tensor) -> int:
         """A layer's rank from its energies (squared singular values), the largest first."""
         if self.rank is not None:
             return self.rank
@@ -36,29 +36,31 @@ class LowRankLayer:
     """One layer at its new rank. Energies are squared Frobenius norms."""
 
     name: str
-    stored: StoredLayer
-    whole: float
+    factors: StoredLayer
+    total_energy: float
     """Squared Frobenius norm of the full change."""
-    kept: float
+    kept_energy: float
     """Squared Frobenius norm kept at this rank."""
-    size: int
+    max_rank: int
     """The rank that can hold any change: the smaller side of the layer's weight."""
 
     @property
-    def energy(self) -> float:
+    def energy_share(self) -> float:
         """Share of the layer's energy that the rank keeps, 0 to 1."""
-        return min(1.0, self.kept / self.whole) if self.whole else 1.0
+        return min(1.0, self.kept_energy / self.total_energy) if self.total_energy else 1.0
 
 
-def factor_difference(name: str, difference: torch.Tensor, choice: RankChoice) -> LowRankLayer:
+def factor_difference(name: str, difference: torch.Tensor, rank_choice: RankChoice) -> LowRankLayer:
     """Factor a nonzero change, in the shape of the layer's weight, into A and B."""
     # (outputs, inputs), with a convolution's kernel flattened into the inputs.
     matrix = difference.double().flatten(1)
-    b, a = _factors(matrix, choice)
-    return _layer(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
+    b, a = _factorize(matrix, rank_choice)
+    return _build_layer(
+        name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape)
+    )
 
 
-def factor_update(name: str, term: Term, choice: RankChoice) -> LowRankLayer:
+def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLayer:
     """Factor an update that is itself a product of two factors, without computing the product."""
     # B = Q_b R_b with orthonormal columns in Q_b: only the small R_b matters for singular values.
     q_b, upper = torch.linalg.qr(term.b.double().flatten(1))
@@ -66,28 +68,33 @@ def factor_update(name: str, term: Term, choice: RankChoice) -> LowRankLayer:
     right, lower = torch.linalg.qr(term.a.double().flatten(1).T)
     # B A = Q_b (R_b R_a^T) Q_a^T: the small core, rank x rank, has the singular values of the product.
     core = term.scale * upper @ lower.T
-    b, a = _factors(core, choice)
+    b, a = _factorize(core, rank_choice)
     total_energy = core.square().sum().item()
     sides = (len(term.b), term.a[0].numel())
-    return _layer(name, q_b @ b, a @ right.T, term.a.shape[1:], total_energy, min(sides))
+    return _build_layer(name, q_b @ b, a @ right.T, term.a.shape[1:], total_energy, min(sides))
 
 
-def _layer(
-    name: str, b: torch.Tensor, a: torch.Tensor, inputs: torch.Size, whole: float, size: int
+def _build_layer(
+    name: str,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    input_shape: torch.Size,
+    total_energy: float,
+    max_rank: int,
 ) -> LowRankLayer:
     """The layer in fp32, with alpha equal to rank: then the scale is 1 in every loader."""
     # For a convolution A keeps the kernel's size and B is 1x1, as PEFT stores them.
-    rank, ones = len(a), [1] * (len(inputs) - 1)
+    rank, ones = len(a), [1] * (len(input_shape) - 1)
     factors = StoredLayer(
-        a.reshape(rank, *inputs).float().contiguous().cpu(),
+        a.reshape(rank, *input_shape).float().contiguous().cpu(),
         b.reshape(len(b), rank, *ones).float().contiguous().cpu(),
         rank,
     )
     # Rows of A are orthonormal, so that the norm of the product is the norm of B.
-    return LowRankLayer(name, factors, whole, b.square().sum().item(), size)
+    return LowRankLayer(name, factors, total_energy, b.square().sum().item(), max_rank)
 
 
-def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, torch.Tensor]:
+def _factorize(matrix: torch.Tensor, rank_choice: RankChoice) -> tuple[torch.Tensor, torch.Tensor]:
     """B and A of a matrix's best low-rank approximation. The singular values are in B, as in PEFT's `convert_to_lora`.
 
     Singular vectors are eigenvectors of the smaller Gram matrix. In fp64, this loses values below 1e-8 of the largest,
@@ -98,7 +105,7 @@ def _factors(matrix: torch.Tensor, choice: RankChoice) -> tuple[torch.Tensor, to
     energies, vectors = torch.linalg.eigh(wide_matrix @ wide_matrix.T)
     # eigh sorts ascending; rounding can make the smallest eigenvalues negative.
     energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
-    chosen = vectors[:, : choice.rank_for(energies)]
+    chosen = vectors[:, : rank_choice.choose_rank(energies)]
     # (rank, columns): the singular values times the right singular vectors.
     projected = chosen.T @ wide_matrix
     values = torch.linalg.vector_norm(projected, dim=1)

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dit_lora.adapters.attach import ADAPTER_NAME, adaptable_layers
-from dit_lora.adapters.attach_file import exact_targets, peft_config
+from dit_lora.adapters.attach import ADAPTER_NAME, find_adaptable_layers
+from dit_lora.adapters.attach_file import build_exact_targets, build_peft_config
 from dit_lora.adapters.diffusers_format import Tensors
 from dit_lora.adapters.lora_file import StoredLayer
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.results.export.hollow import load_state
+from dit_lora.results.export.hollow import load_lora_state
 from dit_lora.results.export.low_rank import LowRankLayer, RankChoice
-from dit_lora.results.verify.checks import PATTERNS
+from dit_lora.results.verify.checks import PATTERN_KEYS
 
 
 @dataclass(frozen=True)
@@ -20,61 +20,66 @@ class LowRankResult:
     """The layers of one transformer at their new ranks, and the changes that no LoRA can hold."""
 
     layers: Sequence[LowRankLayer]
-    left_out: Mapping[str, float]
+    excluded_energy: Mapping[str, float]
     """Squared Frobenius norm of the changes of other tensors, by name."""
     part: str = "transformer"
 
     @property
-    def energy(self) -> float:
+    def energy_share(self) -> float:
         """Share of the layers' energy that their ranks keep."""
         # Rounding can push the quotient just above 1.
-        total_energy = sum(layer.whole for layer in self.layers)
-        return min(1.0, sum(layer.kept for layer in self.layers) / total_energy)
+        total_energy = sum(layer.total_energy for layer in self.layers)
+        return min(1.0, sum(layer.kept_energy for layer in self.layers) / total_energy)
 
     @property
-    def of_all(self) -> float:
+    def total_energy_share(self) -> float:
         """Share of the energy of all changes, including tensors that no LoRA can hold."""
-        return min(1.0, sum(layer.kept for layer in self.layers) / self.whole)
+        return min(1.0, sum(layer.kept_energy for layer in self.layers) / self.total_energy)
 
     @property
-    def whole(self) -> float:
+    def total_energy(self) -> float:
         """Energy of all changes: the squared Frobenius norm."""
-        return sum(layer.whole for layer in self.layers) + sum(self.left_out.values())
+        return sum(layer.total_energy for layer in self.layers) + sum(self.excluded_energy.values())
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The report as JSON-compatible values."""
-        total_energy = self.whole
+        total_energy = self.total_energy
         return {
             "part": self.part,
-            "energy": self.energy,
-            "of_all": self.of_all,
+            "energy": self.energy_share,
+            "of_all": self.total_energy_share,
             "layers": [
                 {
                     "name": layer.name,
-                    "rank": layer.stored.rank,
-                    "energy": layer.energy,
-                    "share": layer.whole / total_energy,
+                    "rank": layer.factors.rank,
+                    "energy": layer.energy_share,
+                    "share": layer.total_energy / total_energy,
                 }
                 for layer in self.layers
             ],
-            "left_out": {name: square / total_energy for name, square in self.left_out.items()},
+            "left_out": {
+                name: square / total_energy for name, square in self.excluded_energy.items()
+            },
         }
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Text: the total, every layer starting with the least energy kept, and every tensor that is left out."""
-        record = self.record()
+        record = self.to_dict()
         # With `--rank auto` every layer has its own rank.
-        ranks = sorted({item.stored.rank for item in self.layers})
+        ranks = sorted({item.factors.rank for item in self.layers})
         rank = (
             f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
         )
-        yield f"{rank} {format_share(self.energy)} of the energy of {len(self.layers)} layers"
+        yield f"{rank} {format_share(self.energy_share)} of the energy of {len(self.layers)} layers"
         # The layers that lose most come first.
-        for item in sorted(self.layers, key=lambda item: item.energy):
-            yield f"  {item.name}: {format_share(item.energy)}, rank {item.stored.rank}"
-        if self.left_out:
+        for item in sorted(self.layers, key=lambda item: item.energy_share):
+            yield f"  {item.name}: {format_share(item.energy_share)}, rank {item.factors.rank}"
+        if self.excluded_energy:
             share = sum(record["left_out"].values())
-            yield f"no LoRA holds what changed in these {len(self.left_out)} tensors, {format_share(share)} of all:"
+            yield (
+                f"no LoRA holds what changed in these {len(self.excluded_energy)} tensors, "
+                f"{format_share(share)} of all:"
+            )
             for name, part in sorted(record["left_out"].items(), key=lambda item: -item[1]):
                 yield f"  {name}: {format_share(part)}"
 
@@ -88,38 +93,47 @@ def format_share(share: float) -> str:
     return f"{100 * share:.4g}%"
 
 
-def require_size(layers: Sequence[LowRankLayer], choice: RankChoice) -> None:
+def require_valid_rank(layers: Sequence[LowRankLayer], rank_choice: RankChoice) -> None:
     """Raise `DitLoraError` with every layer whose weight has a side below the rank."""
-    small = [layer for layer in layers if choice.rank is not None and layer.size < choice.rank]
+    small = [
+        layer
+        for layer in layers
+        if rank_choice.rank is not None and layer.max_rank < rank_choice.rank
+    ]
     if small:
-        size = min(layer.size for layer in small)
+        size = min(layer.max_rank for layer in small)
         summary = (
-            f"--rank {choice.rank} is above the size of these layers; give at most {size}, or --rank auto, where each "
+            f"--rank {rank_choice.rank} is above the size of these layers; give at most {size}, "
+            "or --rank auto, where each "
             "layer has its own"
         )
-        raise DitLoraError(listed(summary, [f"{layer.name}: {layer.size}" for layer in small]))
+        raise DitLoraError(
+            format_list(summary, [f"{layer.name}: {layer.max_rank}" for layer in small])
+        )
 
 
 def attach_layers(
     model: Any,
     layers: Mapping[str, StoredLayer],
     family: DiffusionFamily,
-    what: str,
-    weights: Tensors | None = None,
+    description: str,
+    base_weights: Tensors | None = None,
 ) -> None:
     """Attach layers to a hollow model, with the base weights that were trained too."""
     # Targets that match exactly these layers of the model.
-    targets = exact_targets(list(layers), adaptable_layers(model), [family.lora_targets])
+    targets = build_exact_targets(list(layers), find_adaptable_layers(model), [family.lora_targets])
     state = {
         f"{name}.lora_{side}.weight": matrix
         for name, layer in layers.items()
         for side, matrix in (("A", layer.a), ("B", layer.b))
     }
-    load_state(model, state, peft_config(layers, targets).to_dict(), what, weights)
+    load_lora_state(
+        model, state, build_peft_config(layers, targets).to_dict(), description, base_weights
+    )
 
 
-def ranks_of(model: Any) -> dict[str, Any]:
+def get_rank_metadata(model: Any) -> dict[str, Any]:
     """Header entries for the ranks of an attached adapter whose alphas equal its ranks."""
     config = model.peft_config[ADAPTER_NAME]
     ranks = {"rank": config.r, "alpha": config.r}
-    return ranks | {key: dict(getattr(config, key)) for key in PATTERNS if getattr(config, key)}
+    return ranks | {key: dict(getattr(config, key)) for key in PATTERN_KEYS if getattr(config, key)}

@@ -11,32 +11,32 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
-from dit_lora.adapters.attach import ADAPTER_NAME, tied_layers
-from dit_lora.adapters.changed_weight import changes_of
-from dit_lora.adapters.diffusers_format import PROVENANCE_FILE, read_provenance
-from dit_lora.adapters.own_files import copy_own
-from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
-from dit_lora.config.records import read_typed
+from dit_lora.adapters.attach import ADAPTER_NAME, find_tied_layers
+from dit_lora.adapters.changed_weight import get_weight_changes
+from dit_lora.adapters.diffusers_format import RUN_METADATA_FILE, read_run_metadata
+from dit_lora.adapters.own_files import copy_checkpoint_files
+from dit_lora.adapters.peft_format import find_chat_adapter_file, load_chat_adapter
+from dit_lora.config.records import read_typed_json
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.errors import CheckFailedError, DitLoraError, listed
-from dit_lora.files import share_weights
-from dit_lora.results.tensor_file import FLOATS, stored_dtypes
+from dit_lora.errors import CheckFailedError, DitLoraError, format_list
+from dit_lora.files import set_shared_permissions
+from dit_lora.results.tensor_file import FLOAT_DTYPES, read_dtypes
 
 # Integer tensors, such as position ids, are not merged and do not decide the dtype.
-_INTEGERS = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
+_INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 # Maximum size of one weight file, as `save_pretrained` takes it.
-_SHARD = "5GB"
+_MAX_SHARD_SIZE = "5GB"
 
 
 def merge_adapter(
-    folder: Path,
+    adapter_dir: Path,
     base: Path,
-    out: Path,
+    output_dir: Path,
     *,
     model_class: type[PreTrainedModel] | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write the checkpoint `base` with the adapter of `folder` merged into it, for stock `from_pretrained`.
+    """Write the checkpoint `base` with the adapter of `adapter_dir` merged into it, for stock `from_pretrained`.
 
     An adapted layer's weight is computed in fp32 and rounded once to the base's dtype (the widest if it has several).
     Trained base weights replace those of the base. Tokenizer and processor files are copied. Transformers renames and
@@ -46,52 +46,52 @@ def merge_adapter(
     The folder is written under a temporary name and renamed.
 
     Args:
-        folder: The adapter's folder.
+        adapter_dir: The adapter's folder.
         base: The base checkpoint's folder.
-        out: The folder to write.
+        output_dir: The folder to write.
         model_class: None for the Transformers class named in config.json.
         on_progress: Called with a line of text at each stage.
 
     Raises:
-        DitLoraError: `out` exists, the base is quantized, or the adapter does not fit.
+        DitLoraError: `output_dir` exists, the base is quantized, or the adapter does not fit.
         CheckFailedError: A merged weight is not finite.
     """
-    if out.exists():
-        raise DitLoraError(f"{out} exists already; give another folder, or remove it")
+    if output_dir.exists():
+        raise DitLoraError(f"{output_dir} exists already; give another folder, or remove it")
     # Read the header before the long load, so that a wrong folder fails at once.
-    provenance = read_provenance(chat_adapter_file(folder))
-    config = read_typed(base / "config.json", dict[str, Any])
+    provenance = read_run_metadata(find_chat_adapter_file(adapter_dir))
+    config = read_typed_json(base / "config.json", dict[str, Any])
     if "quantization_config" in config:
         raise DitLoraError(f"{base} is quantised; merge into the checkpoint that it was made from")
-    load = model_class or _class_of(base, config)
-    dtype = _stored_dtype(base)
+    load = model_class or _find_model_class(base, config)
+    dtype = _find_stored_dtype(base)
     on_progress(f"loading {base.name} in {str(dtype).removeprefix('torch.')}")
     model = load_pretrained(load, base, dtype=dtype, use_safetensors=True)
-    load_chat_adapter(model, folder)
-    on_progress(f"merging {_merge(model)} layers")
+    load_chat_adapter(model, adapter_dir)
+    on_progress(f"merging {_merge_layers(model)} layers")
     # Write next to the output and rename at the end: a failed merge leaves no half folder.
-    staged = out.with_name(f".{out.name}.partial")
+    staged = output_dir.with_name(f".{output_dir.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    on_progress(f"writing {out}")
-    _save(model, base, staged)
-    (staged / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
-    share_weights(staged)
-    staged.rename(out)
-    return out
+    on_progress(f"writing {output_dir}")
+    _save_checkpoint(model, base, staged)
+    (staged / RUN_METADATA_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
+    set_shared_permissions(staged)
+    staged.rename(output_dir)
+    return output_dir
 
 
 @torch.no_grad()
-def _merge(model: PreTrainedModel) -> int:
+def _merge_layers(model: PreTrainedModel) -> int:
     """Merge every layer's adapter into its weight and restore the plain layers. Returns the number of layers."""
-    adapted = changes_of(model, ADAPTER_NAME)
+    adapted = get_weight_changes(model, ADAPTER_NAME)
     # Merging into a shared weight would change the other module too.
-    tied = tied_layers(model, adapted)
+    tied = find_tied_layers(model, adapted)
     if tied:
-        raise DitLoraError(listed("cannot merge into weights that two modules share", tied))
+        raise DitLoraError(format_list("cannot merge into weights that two modules share", tied))
     for change in adapted.values():
         weight = change.layer.base_layer.weight.data
         # Add in place: new weights allocated between freed fp32 ones were measured to take 1.5 times the memory.
-        weight.copy_(change.of(weight.float()))
+        weight.copy_(change.apply_to(weight.float()))
     if adapted:
         # Removes PEFT's config from the model, so that `save_pretrained` writes a plain checkpoint.
         model.delete_adapter(ADAPTER_NAME)
@@ -101,23 +101,25 @@ def _merge(model: PreTrainedModel) -> int:
     # Catches NaN and Inf, and in fp16 also sums that overflow.
     if bad:
         raise CheckFailedError(
-            listed(f"refused to write: not finite once merged in {model.dtype}", bad)
+            format_list(f"refused to write: not finite once merged in {model.dtype}", bad)
         )
     return len(adapted)
 
 
-def _save(model: PreTrainedModel, base: Path, staged: Path) -> None:
+def _save_checkpoint(model: PreTrainedModel, base: Path, staging_dir: Path) -> None:
     """Save model and config, and copy the base's other files."""
     if model.can_generate():
         # Transformers reads some published generation configs but refuses to write them; the base's file is copied
         # below instead.
         model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(staged, max_shard_size=_SHARD)
+    model.save_pretrained(staging_dir, max_shard_size=_MAX_SHARD_SIZE)
     # Transformers has written the config and the weights.
-    copy_own(base, staged, lambda name: name != "config.json" and ".safetensors" not in name)
+    copy_checkpoint_files(
+        base, staging_dir, lambda name: name != "config.json" and ".safetensors" not in name
+    )
 
 
-def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
+def _find_model_class(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
     """The Transformers class that config.json names."""
     names = config.get("architectures") or ["none"]
     model_class = getattr(transformers, names[0], None)
@@ -126,11 +128,11 @@ def _class_of(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
     return model_class
 
 
-def _stored_dtype(base: Path) -> torch.dtype:
+def _find_stored_dtype(base: Path) -> torch.dtype:
     """Dtype of a checkpoint's floating-point weights; if there are several, one that holds all of them."""
-    dtype_names = stored_dtypes(sorted(base.glob("model*.safetensors")))
-    unknown = sorted(dtype_names - _INTEGERS - FLOATS.keys())
-    floating = [dtype for name, dtype in FLOATS.items() if name in dtype_names]
+    dtype_names = read_dtypes(sorted(base.glob("model*.safetensors")))
+    unknown = sorted(dtype_names - _INTEGER_DTYPES - FLOAT_DTYPES.keys())
+    floating = [dtype for name, dtype in FLOAT_DTYPES.items() if name in dtype_names]
     if unknown or not floating:
         raise DitLoraError(
             f"{base} needs model*.safetensors in fp32, bf16 or fp16, to merge into; "

@@ -8,8 +8,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.update_norms import product_norm
-from dit_lora.errors import CheckFailedError, listed
+from dit_lora.adapters.update_norms import compute_product_norm
+from dit_lora.errors import CheckFailedError, format_list
 
 # Relative to an update's norm. Rounding a factor to fp32 once changes it by 6e-8.
 _TOLERANCE = 1e-6
@@ -34,7 +34,7 @@ Updates = Mapping[str, Sequence[Term]]
 """Layer names, as in the unadapted model, to the terms whose sum is added to the weight."""
 
 
-def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
+def collect_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
     """The terms of an attached adapter with PEFT's scale times `weight`."""
     # Detached: the terms are compared and written, never trained.
     adapted: dict[str, Any] = {
@@ -53,40 +53,47 @@ def updates_of(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> 
     }
 
 
-def summed(many: Sequence[Updates]) -> Updates:
+def sum_updates(adapter_updates: Sequence[Updates]) -> Updates:
     """The sum of several adapters' updates: each layer gets the terms of all adapters that have it."""
-    names = dict.fromkeys(name for updates in many for name in updates)
-    return {name: [term for updates in many for term in updates.get(name, ())] for name in names}
+    names = dict.fromkeys(name for updates in adapter_updates for name in updates)
+    return {
+        name: [term for updates in adapter_updates for term in updates.get(name, ())]
+        for name in names
+    }
 
 
-def require_same(expected: Updates, actual: Updates, what: str) -> None:
+def require_same_updates(expected: Updates, actual: Updates, description: str) -> None:
     """Raise `CheckFailedError` with every layer whose update differs from the expected one, compared in fp64."""
     faults = [f"{name}: not in it" for name in expected if name not in actual]
     faults += [f"{name}: not in the adapter" for name in actual if name not in expected]
     for name in expected.keys() & actual.keys():
         expected_terms, actual_terms = expected[name], actual[name]
-        if _shape(expected_terms) != _shape(actual_terms):
-            faults.append(f"{name}: {_shape(actual_terms)}, not {_shape(expected_terms)}")
+        if _get_weight_shape(expected_terms) != _get_weight_shape(actual_terms):
+            faults.append(
+                f"{name}: {_get_weight_shape(actual_terms)}, not {_get_weight_shape(expected_terms)}"
+            )
             continue
         # The difference is again a sum of products, so that its norm needs no full matrix.
         minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
-        size, difference = _norm(expected_terms), _norm([*expected_terms, *minus])
+        size, difference = _compute_norm(expected_terms), _compute_norm([*expected_terms, *minus])
         # `not <=` instead of `>`, so that NaN counts as a difference.
         if not difference <= _TOLERANCE * size:
             faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
     if faults:
         raise CheckFailedError(
-            listed(f"{what}, read back, is not the adapter; nothing was kept", sorted(faults))
+            format_list(
+                f"{description}, read back, is not the adapter; nothing was kept", sorted(faults)
+            )
         )
 
 
-def _shape(terms: Sequence[Term]) -> list[int]:
+def _get_weight_shape(terms: Sequence[Term]) -> list[int]:
     """Shape of the weight that the terms are added to."""
     return [len(terms[0].b), *terms[0].a.shape[1:]]
 
 
-def _norm(terms: Sequence[Term]) -> float:
+def _compute_norm(terms: Sequence[Term]) -> float:
     """Frobenius norm of a sum of products without computing the sum, which can be 1000 times as large as they are."""
     # A sum of products is one product of concatenated factors: [s1 B1, s2 B2] [A1; A2].
     b = torch.cat([term.scale * term.b.double().flatten(1) for term in terms], dim=1)
-    return product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))
+    return compute_product_norm(b, torch.cat([term.a.double().flatten(1) for term in terms]))

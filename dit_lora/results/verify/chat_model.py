@@ -13,19 +13,19 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE
-from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.numerics.streams import generator
-from dit_lora.results.verify.reference_model import Inputs, ReferenceModel
+from dit_lora.numerics.streams import make_generator
+from dit_lora.results.verify.reference_model import InputSpec, ReferenceModel
 
-_POSITIONS = 8  # number of last positions whose logits are compared
+_NUM_POSITIONS = 8  # number of last positions whose logits are compared
 
 
 @dataclass(frozen=True)
-class ChatStock(ReferenceModel):
+class ChatReferenceModel(ReferenceModel):
     """The stock chat model of one checkpoint."""
 
     checkpoint: ChatCheckpoint
@@ -34,28 +34,28 @@ class ChatStock(ReferenceModel):
     def name(self) -> str:
         return self.checkpoint.model_class.__name__
 
-    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
+    def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
         """A question about one image of random pixels."""
-        image_config = self.checkpoint.how
+        image_config = self.checkpoint.vision_settings
         return {
             "question": "What is shown?",
             "height": image_config.height,
             "width": image_config.width,
         }
 
-    def output(
-        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    def compute_output(
+        self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Logits (1, 8, vocabulary) at the prompt's last tokens."""
         device = next(model.parameters()).device
-        shape = self.checkpoint.shape("image", inputs["height"], inputs["width"])
+        shape = self.checkpoint.shape("image", input_spec["height"], input_spec["width"])
         assert shape is not None
         # A conversation with one turn and no answer: the prompt that generation would start from.
-        about = Conversation("output", "image", None, (Turn(inputs["question"], ""),))
-        rendered = self.checkpoint.render(about, shape, (0.0,), answered=False)
+        about = Conversation("output", "image", None, (Turn(input_spec["question"], ""),))
+        rendered = self.checkpoint.render(about, shape, (0.0,), include_answer=False)
         # (B, F, C, H, W): one sample with one frame.
         size = (1, 1, 3, shape.height, shape.width)
-        pixels = torch.randint(0, 256, size, generator=generator(seed, "output", "pixels"))
+        pixels = torch.randint(0, 256, size, generator=make_generator(seed, "output", "pixels"))
         batch = {"input_ids": torch.tensor([rendered.ids]), "pixels": pixels.to(torch.uint8)}
         # A Q-Former also gets the instruction separately.
         if rendered.instruction:
@@ -65,17 +65,17 @@ class ChatStock(ReferenceModel):
             {name: tensor.to(device) for name, tensor in batch.items()}
         )
         # Only the last positions: all logits of a long prompt would be large, and the last depend on all tokens.
-        logits: torch.Tensor = model(**inputs_of_model).logits[:, -_POSITIONS:]
+        logits: torch.Tensor = model(**inputs_of_model).logits[:, -_NUM_POSITIONS:]
         return logits
 
-    def load(self, dtype: torch.dtype) -> nn.Module:
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
         """Load the model with Transformers only: its forward is not wrapped."""
         model: nn.Module = load_pretrained(
             self.checkpoint.model_class, self.checkpoint.path, dtype=dtype, use_safetensors=True
         )
         return model.requires_grad_(False).eval()
 
-    def put(self, model: nn.Module, file: Path) -> nn.Module:
+    def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:
         """Load an adapter and trained base weights with PEFT, as users do."""
         base, config = file.with_name(BASE_FILE), file.with_name("adapter_config.json")
         # Load base weights before PEFT wraps the layers and renames their weights.
@@ -93,15 +93,15 @@ class ChatStock(ReferenceModel):
             )
         return model
 
-    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+    def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
         # The result may be base weights only, without an adapter's file.
         adapter: Any = file.with_name(CHAT_ADAPTER_FILE)
         state = load_file(adapter) if adapter.is_file() else {}
         return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
-    def weight_files(self) -> list[Path]:
+    def list_weight_files(self) -> list[Path]:
         return sorted(self.checkpoint.path.glob("*.safetensors"))
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         path = self.checkpoint.path
-        return entry_key({path.name: Digests(Path(os.devnull)).component(path)})
+        return make_entry_key({path.name: Digests(Path(os.devnull)).hash_component(path)})

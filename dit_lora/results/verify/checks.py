@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from peft.utils.other import get_pattern_key
 
-from dit_lora.adapters.kinds import alpha_of, kind_of, scaling_of
+from dit_lora.adapters.kinds import compute_scaling, get_adapter_kind, get_alpha
 from dit_lora.adapters.patterns import require_bounded_patterns
-from dit_lora.adapters.update_norms import EXTREME, STRONG, LoadedLayer, ModuleUpdate
-from dit_lora.errors import listed
-from dit_lora.numerics.adapter_tensors import layer_of
+from dit_lora.adapters.update_norms import (
+    EXTREME_UPDATE_RATIO,
+    STRONG_UPDATE_RATIO,
+    LoadedLayer,
+    ModuleUpdate,
+)
+from dit_lora.errors import format_list
+from dit_lora.numerics.adapter_tensors import get_layer_name
 
 Tensors = Mapping[str, torch.Tensor]
 NOT_RECORDED = "not recorded"
-PATTERNS = ("rank_pattern", "alpha_pattern")
+PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 """Keys in PEFT's config, and in our metadata, for layers whose rank or alpha differs from the rest."""
 
 
@@ -25,90 +30,102 @@ class Check:
     """The outcome of one check."""
 
     passed: bool
-    words: str
+    message: str
 
-    def record(self) -> dict[str, Any]:
-        return {"passed": self.passed, "words": self.words}
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, "words": self.message}
 
 
-def finite(bad: Sequence[str], count: int) -> Check:
-    """Check that no tensor has NaN or Inf. `bad` describes those that do, of `count` tensors."""
-    if bad:
+def check_finite(problems: Sequence[str], num_tensors: int) -> Check:
+    """Check that no tensor has NaN or Inf. `problems` describes those that do, of `num_tensors` tensors."""
+    if problems:
         summary = "not finite; take an earlier checkpoint, or train again:"
-        return Check(False, listed(summary, bad))
-    return Check(True, f"all {count} tensors are finite")
+        return Check(False, format_list(summary, problems))
+    return Check(True, f"all {num_tensors} tensors are finite")
 
 
-def keys(
-    loader: str, stored: Tensors, loaded: Tensors, expected: Sequence[str], base: Sequence[str]
+def check_keys(
+    loader_name: str,
+    file_tensors: Tensors,
+    loaded_tensors: Tensors,
+    target_layers: Sequence[str],
+    base_weights: Sequence[str],
 ) -> Check:
     """Check that every tensor of the file was loaded, and that none is missing.
 
     Args:
-        loader: Name of the loading class, for messages.
-        stored: The file's tensors.
-        loaded: The loaded adapter's tensors.
-        expected: Layers that the target modules in the header match.
-        base: Names of the base weights stored with the adapter.
+        loader_name: Name of the loading class, for messages.
+        file_tensors: The file's tensors.
+        loaded_tensors: The loaded adapter's tensors.
+        target_layers: Layers that the target modules in the header match.
+        base_weights: Names of the base weights stored with the adapter.
     """
     # In the file and not loaded.
-    problems = [f"{name}: nothing of {loader} takes it" for name in stored if name not in loaded]
+    problems = [
+        f"{name}: nothing of {loader_name} takes it"
+        for name in file_tensors
+        if name not in loaded_tensors
+    ]
     # Loaded and not in the file: the loader initialised it.
     problems += [
         f"{name}: not in the file"
-        for name, tensor in loaded.items()
-        if name not in stored and not _is_idle(name, tensor, expected)
+        for name, tensor in loaded_tensors.items()
+        if name not in file_tensors and not _is_untrained_zero(name, tensor, target_layers)
     ]
-    modules = {layer_of(name) for name in loaded}
-    if stored.keys() <= loaded.keys():  # otherwise it may be loaded under another name
+    modules = {get_layer_name(name) for name in loaded_tensors}
+    if (
+        file_tensors.keys() <= loaded_tensors.keys()
+    ):  # otherwise it may be loaded under another name
         problems += [
             f"{name}: the header's targets match it, and the file has nothing for it"
-            for name in expected
+            for name in target_layers
             if name not in modules
         ]
     # Loaded under the right name, with other values.
     problems += [
-        f"{name}: {loader} did not take its values"
-        for name, tensor in stored.items()
-        if name in loaded and not _same(tensor, loaded[name])
+        f"{name}: {loader_name} did not take its values"
+        for name, tensor in file_tensors.items()
+        if name in loaded_tensors and not _is_same_tensor(tensor, loaded_tensors[name])
     ]
     if problems:
-        summary = f"{loader} does not load the file as it is; use the file as the run wrote it"
-        return Check(False, listed(summary, problems))
-    base_note = f", and {len(base)} base weights beside it" if base else ""
-    if not stored:
-        return Check(True, f"{loader} takes all {len(base)} base weights; there is no adapter")
+        summary = f"{loader_name} does not load the file as it is; use the file as the run wrote it"
+        return Check(False, format_list(summary, problems))
+    base_note = f", and {len(base_weights)} base weights beside it" if base_weights else ""
+    if not file_tensors:
+        return Check(
+            True, f"{loader_name} takes all {len(base_weights)} base weights; there is no adapter"
+        )
     return Check(
         True,
-        f"{loader} takes all {len(stored)} tensors of {len(modules)} modules{base_note}; none lacks",
+        f"{loader_name} takes all {len(file_tensors)} tensors of {len(modules)} modules{base_note}; none lacks",
     )
 
 
-def _is_idle(name: str, tensor: torch.Tensor, expected: Sequence[str]) -> bool:
+def _is_untrained_zero(name: str, tensor: torch.Tensor, target_layers: Sequence[str]) -> bool:
     """True for zeros that a loader adds, such as Wan's image keys and values if only those for text were trained.
 
     They belong to no layer in the header. On the meta device there are no values, so only that is checked.
     """
     # A layer that the header targets must have its tensors in the file.
-    is_asked = layer_of(name) in expected
-    return not is_asked and (bool(expected) if tensor.is_meta else not tensor.any())
+    is_asked = get_layer_name(name) in target_layers
+    return not is_asked and (bool(target_layers) if tensor.is_meta else not tensor.any())
 
 
-def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
+def _is_same_tensor(file_tensor: torch.Tensor, loaded_tensor: torch.Tensor) -> bool:
     """True if values are equal in the loaded tensor's dtype; only shapes are compared on the meta device."""
-    if loaded.is_meta:
-        return stored.shape == loaded.shape
+    if loaded_tensor.is_meta:
+        return file_tensor.shape == loaded_tensor.shape
     # Compare in the loaded dtype: a loader that lowers precision changes values on purpose.
-    expected = stored.to(loaded.device, loaded.dtype)
-    if expected.shape != loaded.shape:
+    expected = file_tensor.to(loaded_tensor.device, loaded_tensor.dtype)
+    if expected.shape != loaded_tensor.shape:
         return False
-    return torch.allclose(expected, loaded, rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(expected, loaded_tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def effect(
+def check_effect(
     updates: Sequence[ModuleUpdate],
-    base: Sequence[str],
-    changes: Sequence[ModuleUpdate] = (),
+    base_weights: Sequence[str],
+    base_changes: Sequence[ModuleUpdate] = (),
     *,
     allow_extreme: bool = False,
 ) -> Check:
@@ -118,45 +135,53 @@ def effect(
 
     Args:
         updates: The adapter's update of each module.
-        base: Names of the trained base weights.
-        changes: Changes of those base weights.
+        base_weights: Names of the trained base weights.
+        base_changes: Changes of those base weights.
         allow_extreme: Accept updates that are far larger than their weight.
     """
-    # The check `finite` reports updates that are not finite.
+    # The check `check_finite` reports updates that are not finite.
     extreme = [
-        update for update in (*updates, *changes) if EXTREME < (update.share or 0) < math.inf
+        update
+        for update in (*updates, *base_changes)
+        if EXTREME_UPDATE_RATIO < (update.relative_to_typical or 0) < math.inf
     ]
     if extreme and not allow_extreme:
-        return _extreme(extreme)
+        return _report_extreme(extreme)
     if not updates:
-        return Check(True, f"no adapter: {len(base)} base weights were trained in full")
+        return Check(True, f"no adapter: {len(base_weights)} base weights were trained in full")
     # Single dead modules are a note; all of them dead is a failure.
     dead = [update for update in updates if update.is_lost]
     if len(dead) == len(updates):
-        return _without_effect(updates)
-    summary_line = f"{len(updates)} modules{_range(updates)}"
+        return _report_no_effect(updates)
+    summary_line = f"{len(updates)} modules{_describe_range(updates)}"
     notes = []
     if dead:
         notes.append(
-            listed("dead, their update is zero or lost in rounding:", [o.name for o in dead])
+            format_list("dead, their update is zero or lost in rounding:", [o.name for o in dead])
         )
     strong = [
-        update for update in updates if update.relative is not None and update.relative > STRONG
+        update
+        for update in updates
+        if update.relative_norm is not None and update.relative_norm > STRONG_UPDATE_RATIO
     ]
     if strong:
         summary = (
             "over-strong, their update is larger than the weight that it is added to; where samples break, lower the "
             "learning rate or load the adapter at a lower weight:"
         )
-        notes.append(listed(summary, _relative(strong)))
+        notes.append(format_list(summary, _describe_relative_sizes(strong)))
     return Check(True, "\n".join([summary_line, *notes]))
 
 
-def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
+def _report_no_effect(updates: Sequence[ModuleUpdate]) -> Check:
     """The failed check for an adapter whose updates all have no effect."""
-    # `relative` is None where the weight's norm is unknown.
-    largest = max((update.relative or 0.0 for update in updates), default=0.0)
-    are = f"lost in rounding (at most {percent(largest)} of their weights)" if largest else "zero"
+    # `relative_norm` is None where the weight's norm is unknown.
+    largest = max((update.relative_norm or 0.0 for update in updates), default=0.0)
+    are = (
+        f"lost in rounding (at most {format_percent(largest)} of their weights)"
+        if largest
+        else "zero"
+    )
     return Check(
         False,
         f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it that "
@@ -164,47 +189,50 @@ def _without_effect(updates: Sequence[ModuleUpdate]) -> Check:
     )
 
 
-def _extreme(updates: Sequence[ModuleUpdate]) -> Check:
+def _report_extreme(updates: Sequence[ModuleUpdate]) -> Check:
     """The failed check for updates that are far larger than their weight."""
     summary = (
-        f"extreme, an update of more than {EXTREME:g} times the weight that it is added to: "
+        f"extreme, an update of more than {EXTREME_UPDATE_RATIO:g} times the weight that it is added to: "
         "next to nothing of the base "
         "is left, as after a learning rate that is too high; take an earlier checkpoint, or let it pass with "
         "guard.allow_extreme_update=true (dit-lora verify --allow-extreme-update):"
     )
-    return Check(False, listed(summary, _relative(updates)))
+    return Check(False, format_list(summary, _describe_relative_sizes(updates)))
 
 
-def _relative(updates: Sequence[ModuleUpdate]) -> list[str]:
+def _describe_relative_sizes(updates: Sequence[ModuleUpdate]) -> list[str]:
     """Module names with the size of their update relative to their weight."""
     shares = [
-        (update.name, update.share if update.relative is None else update.relative)
+        (
+            update.name,
+            update.relative_to_typical if update.relative_norm is None else update.relative_norm,
+        )
         for update in updates
     ]
-    return [f"{name}: {percent(share)}" for name, share in shares if share is not None]
+    return [f"{name}: {format_percent(share)}" for name, share in shares if share is not None]
 
 
-def _range(updates: Sequence[ModuleUpdate]) -> str:
+def _describe_range(updates: Sequence[ModuleUpdate]) -> str:
     """Text on the smallest and largest relative update."""
-    shares = [update.relative for update in updates if update.relative is not None]
+    shares = [update.relative_norm for update in updates if update.relative_norm is not None]
     if not shares:
         return "; the norms of their weights are not known here"
-    smallest, largest = percent(min(shares)), percent(max(shares))
+    smallest, largest = format_percent(min(shares)), format_percent(max(shares))
     return f", update {smallest if smallest == largest else f'{smallest[:-1]} to {largest}'} of their weights"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a share in percent with two digits, or more before the point."""
     # Two digits below 100 %, such as 0.87 % or 12 %; no decimals above.
     value = 100 * share
     return f"{value:.0f}%" if value >= 100 else f"{value:.2g}%"
 
 
-def scale(
+def check_scale(
     config: Mapping[str, Any] | None,
     layers: Mapping[str, LoadedLayer],
     ranks: Mapping[str, tuple[int, int]],
-    made: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> Check:
     """Check that rank and alpha agree in the header, the tensors, the loaded layers and the training metadata.
 
@@ -212,18 +240,20 @@ def scale(
         config: PEFT's config in the header; None without one.
         layers: The loaded layers.
         ranks: Ranks of A and of B in the file, by module.
-        made: The training metadata.
+        metadata: The training metadata.
     """
     if not ranks and not layers:
         return Check(True, "no adapter, and so no rank and no alpha")
     # An orthogonal rotation has blocks instead of rank and alpha.
-    if kind_of(config) == "oft":
-        return _blocks(config or {}, layers, made)
-    problems = _in_the_file(config, ranks) + _as_trained(config, layers, made)
+    if get_adapter_kind(config) == "oft":
+        return _check_block_size(config or {}, layers, metadata)
+    problems = _find_rank_problems(config, ranks) + _find_training_differences(
+        config, layers, metadata
+    )
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:
         summary = "rank and alpha do not agree; restore the file that the run wrote"
-        return Check(False, listed(summary, problems))
+        return Check(False, format_list(summary, problems))
     if not layers:
         return Check(True, "the loaded layers' scale is not known: the file was not loaded")
     all_scales = ", ".join(f"{value:g}" for value in scales)
@@ -232,7 +262,7 @@ def scale(
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
     sources = [
         name
-        for name, source_value in (("header", config), ("provenance", made.get("rank")))
+        for name, source_value in (("header", config), ("provenance", metadata.get("rank")))
         if source_value
     ]
     source = (
@@ -241,25 +271,26 @@ def scale(
     return Check(True, f"{rank_text}, {source}: updates are scaled by {all_scales}")
 
 
-def _blocks(
-    config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
+def _check_block_size(
+    config: Mapping[str, Any], layers: Mapping[str, LoadedLayer], metadata: Mapping[str, Any]
 ) -> Check:
     """Check that OFT's rotations are loaded with the trained block size. A rotation has no scale."""
     # PEFT's name for the block size in the header, ours in the training metadata.
-    size, trained = config.get("oft_block_size"), made.get("block_size")
+    size, trained = config.get("oft_block_size"), metadata.get("block_size")
     if trained and size != trained:
         return Check(False, f"blocks of {size} in the header, and {trained} was trained")
     return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
 
 
-def _in_the_file(
+def _find_rank_problems(
     config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
 ) -> list[str]:
     """Problems with the ranks of the file's tensors."""
     problems = [
         f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
     ]
-    # With a rank pattern, ranks differ by layer: the loaded layers are compared with it in `_as_trained`.
+    # With a rank pattern, ranks differ by layer: the loaded layers are compared with it in
+    # `_find_training_differences`.
     if config and not config.get("rank_pattern"):
         header_rank = config.get("r")
         problems += [
@@ -270,16 +301,16 @@ def _in_the_file(
     return problems
 
 
-def _as_trained(
-    config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], made: Mapping[str, Any]
+def _find_training_differences(
+    config: Mapping[str, Any] | None, layers: Mapping[str, LoadedLayer], metadata: Mapping[str, Any]
 ) -> list[str]:
     """Differences in rank, alpha and scale from the training metadata."""
     # Adapters of other programs have no training metadata to compare with.
-    rank, alpha = made.get("rank"), made.get("alpha")
+    rank, alpha = metadata.get("rank"), metadata.get("alpha")
     if not rank or not alpha:
         return []
     problems = []
-    header = {"rank": config.get("r"), "alpha": alpha_of(config)} if config else {}
+    header = {"rank": config.get("r"), "alpha": get_alpha(config)} if config else {}
     for name, trained in (("rank", rank), ("alpha", alpha)):
         if config and header[name] != trained:
             problems.append(f"{name} {header[name]} in the header, and {trained} was trained")
@@ -287,9 +318,11 @@ def _as_trained(
         problems.append(
             f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
         )
-    require_bounded_patterns({key: made.get(key) for key in PATTERNS}, "the adapter's header")
+    require_bounded_patterns(
+        {key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header"
+    )
     # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
-    ranks, alphas = (made.get(key) or {} for key in PATTERNS)
+    ranks, alphas = (metadata.get(key) or {} for key in PATTERN_KEYS)
     # A set: hundreds of layers with one wrong scale give one message.
     mismatched_scales = set()
     for name, layer in layers.items():
@@ -298,7 +331,7 @@ def _as_trained(
             pattern.get(get_pattern_key(list(pattern), name), usual)
             for pattern, usual in ((alphas, alpha), (ranks, rank))
         )
-        trained = scaling_of(layer_alpha, layer_rank, rslora=made.get("rslora", False))
+        trained = compute_scaling(layer_alpha, layer_rank, rslora=metadata.get("rslora", False))
         if not math.isclose(layer.scaling, trained):
             mismatched_scales.add((layer.scaling, trained))
     problems += [

@@ -10,57 +10,59 @@ from accelerate import init_empty_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dit_lora.families.without_weights import as_constructed, from_configs
+from dit_lora.families.without_weights import build_from_configs, restore_to_method
 from dit_lora.numerics.dtensors import is_sharded
-from dit_lora.numerics.quantized_linear import NarrowLinear
+from dit_lora.numerics.quantized_linear import QuantizedLinear
 
 SEED = 1255
 """With this seed, `data.image_dropout` keeps the first image at any rate below 0.9999."""
-Inputs = Mapping[str, Any]
+InputSpec = Mapping[str, Any]
 """How to draw the random inputs, as JSON."""
 
 
-def sharing_weights(
-    fresh: nn.Module, live: nn.Module, dtype: torch.dtype, *, trained: bool
+def share_model_weights(
+    new_model: nn.Module, trained_model: nn.Module, dtype: torch.dtype, *, share_trained: bool
 ) -> nn.Module:
     """Let a fresh model, built without values, share the tensors of a trained model, without a copy.
 
     Args:
-        fresh: The model on the meta device.
-        live: The trained model.
+        new_model: The model on the meta device.
+        trained_model: The trained model.
         dtype: Dtype of the zeros for trained base weights.
-        trained: Share the trained base weights too. False: they are zero, to be loaded from their file.
+        share_trained: Share the trained base weights too. False: they are zero, to be loaded from their file.
     """
     # With duplicates: tied weights must be found under each of their names.
-    named = dict(live.named_parameters(remove_duplicate=False)) | dict(live.named_buffers())
-    for name, module in live.named_modules():
+    named = dict(trained_model.named_parameters(remove_duplicate=False)) | dict(
+        trained_model.named_buffers()
+    )
+    for name, module in trained_model.named_modules():
         # A quantized layer has no plain weight to share: use the module itself.
-        if isinstance(module, NarrowLinear):
-            fresh.set_submodule(name.removesuffix(".base_layer"), module)
+        if isinstance(module, QuantizedLinear):
+            new_model.set_submodule(name.removesuffix(".base_layer"), module)
     # PEFT has wrapped the trained model's layers, the fresh model has none of its wrappers yet.
     live_tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in named.items()}
     state = {}
-    for name, fresh_tensor in fresh.state_dict(keep_vars=True).items():
+    for name, fresh_tensor in new_model.state_dict(keep_vars=True).items():
         tensor = live_tensors[name]
         state[name] = tensor.detach()
         # Trained base weights come from the saved file, so that the file itself is verified.
-        if tensor.requires_grad and fresh_tensor.is_meta and not trained:
+        if tensor.requires_grad and fresh_tensor.is_meta and not share_trained:
             state[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
     # `assign` shares the tensors; copies would need the memory of a second base.
-    fresh.load_state_dict(state, assign=True)
-    for name, buffer in list(fresh.named_buffers()):
+    new_model.load_state_dict(state, assign=True)
+    for name, buffer in list(new_model.named_buffers()):
         # Buffers that no file holds, such as position tables: `load_state_dict` leaves those of the fresh model.
         if name not in state:
             parent, _, attribute = name.rpartition(".")
-            fresh.get_submodule(parent)._buffers[attribute] = live_tensors.get(name, buffer)
-    return fresh.requires_grad_(False).eval()
+            new_model.get_submodule(parent)._buffers[attribute] = live_tensors.get(name, buffer)
+    return new_model.requires_grad_(False).eval()
 
 
-def why_apart(live: nn.Module) -> str | None:
+def find_sharing_obstacle(trained_model: nn.Module) -> str | None:
     """Why a fresh model cannot share this model's weights; None if it can."""
-    if is_sharded(live):
+    if is_sharded(trained_model):
         return "the run's weights are spread over ranks"
-    if len({parameter.device.type for parameter in live.parameters()}) > 1:
+    if len({parameter.device.type for parameter in trained_model.parameters()}) > 1:
         return "the run's weights are in several places (train.offload)"
     return None
 
@@ -79,42 +81,42 @@ class ReferenceModel(ABC):
         """Name of the loading class, for messages."""
 
     @abstractmethod
-    def inputs(self, clips: Any, *, whole: bool) -> Inputs:
-        """How to draw random inputs for a model trained on these clips. `whole` keeps height and width."""
+    def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
+        """How to draw random inputs for a model trained on these clips. `full_size` keeps height and width."""
 
-    def has_all_inputs(self, inputs: Inputs) -> bool:
+    def has_all_inputs(self, input_spec: InputSpec) -> bool:
         """False for inputs of an earlier version, which do not have the noise level."""
         return True
 
     @abstractmethod
-    def output(
-        self, model: nn.Module, inputs: Inputs, seed: int, dtype: torch.dtype
+    def compute_output(
+        self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """The model's output for random inputs. `dtype` is the one that it computes in."""
 
     @abstractmethod
-    def load(self, dtype: torch.dtype) -> nn.Module:
+    def load_model(self, dtype: torch.dtype) -> nn.Module:
         """A fresh model with the checkpoint's weights, on the CPU."""
 
-    def without_values(self, dtype: torch.dtype) -> nn.Module:
+    def load_meta_model(self, dtype: torch.dtype) -> nn.Module:
         """A fresh model on the meta device; its buffers have values."""
         # Parameters are created on meta, and no weight file is read.
-        with init_empty_weights(), from_configs():
-            model = self.load(dtype)
-        return as_constructed(model)
+        with init_empty_weights(), build_from_configs():
+            model = self.load_model(dtype)
+        return restore_to_method(model)
 
     @abstractmethod
-    def put(self, model: nn.Module, file: Path) -> nn.Module:
+    def load_adapter(self, model: nn.Module, file: Path) -> nn.Module:
         """Load an adapter and its trained base weights as users of the library do. Returns the model with them."""
 
     @abstractmethod
-    def stored(self, file: Path) -> dict[str, torch.Tensor]:
+    def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
         """The adapter's tensors in the file, with the names that they have once loaded."""
 
     @abstractmethod
-    def weight_files(self) -> list[Path]:
+    def list_weight_files(self) -> list[Path]:
         """The safetensors files of the model."""
 
     @abstractmethod
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Digest of the model's files, as in a run's header (`transformer_digest`). Reads all files."""

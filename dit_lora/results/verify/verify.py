@@ -1,7 +1,8 @@
 """Implements `dit-lora verify`: loads a saved result with its own library and runs five checks on it.
 
-`keys`, `finite`, `effect`, `scale`, `output`; docs/verify.md says what each compares. A run verifies its result when
-it ends, with the frozen weights that it already has in memory, after a check that they are unchanged.
+`check_keys`, `check_finite`, `check_effect`, `check_scale`, `check_output`; docs/verify.md says what each compares. A
+run verifies its result when it ends, with the frozen weights that it already has in memory, after a check that they
+are unchanged.
 """
 
 import logging
@@ -19,29 +20,35 @@ from safetensors import SafetensorError
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.kinds import kind_of
+from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
 from dit_lora.adapters.update_norms import (
     LoadedLayer,
     ModuleUpdate,
-    base_updates,
-    loaded_layers,
-    measured_updates,
-    module_updates,
-    weight_norms,
+    compute_base_updates,
+    compute_module_updates,
+    compute_weight_norms,
+    list_loaded_layers,
+    measure_updates,
 )
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.adapter_tensors import is_adapter
-from dit_lora.numerics.finite import not_finite
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor
+from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.parsing import parse_json
-from dit_lora.results.tensor_file import header_of, tensors_of
-from dit_lora.results.verify.checks import Check, effect, finite, keys, scale
-from dit_lora.results.verify.output import NOT_RECORDED, WRONG, compare_output
+from dit_lora.results.tensor_file import read_file_metadata, read_tensors
+from dit_lora.results.verify.checks import (
+    Check,
+    check_effect,
+    check_finite,
+    check_keys,
+    check_scale,
+)
+from dit_lora.results.verify.output import FAILURE, NOT_RECORDED, compare_output
 from dit_lora.results.verify.reference_model import ReferenceModel
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
 # What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
-_REFUSALS = (
+_LOAD_ERRORS = (
     ValueError,
     RuntimeError,
     KeyError,
@@ -71,61 +78,61 @@ class Verification:
         return all(check.passed for check in self.checks.values())
 
     @property
-    def wrong(self) -> list[str]:
+    def failures(self) -> list[str]:
         """One line for each failed check."""
-        return [f"{name}: {self.checks[name].words}" for name in self._failed()]
+        return [f"{name}: {self.checks[name].message}" for name in self._list_failed()]
 
-    def record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-compatible values."""
         return {
             "adapter": self.adapter,
             "base_model": self.base_model,
             "passed": self.passed,
-            "checks": {name: check.record() for name, check in self.checks.items()},
+            "checks": {name: check.to_dict() for name, check in self.checks.items()},
             "modules": [module.record() for module in self.modules],
             **({"files": dict(self.files)} if self.files else {}),
         }
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Text for a terminal: a line for each check, notes, and the conclusion."""
         lines = [f"{self.adapter} on {self.base_model}"]
         # Continuation lines are indented to the message's column.
         for name, check in self.checks.items():
-            message = check.words.replace("\n", "\n" + " " * 15)
+            message = check.message.replace("\n", "\n" + " " * 15)
             lines.append(f"  {'ok  ' if check.passed else 'FAIL'} {name:7} {message}")
-        failed = f"failed: {', '.join(self._failed())}"
+        failed = f"failed: {', '.join(self._list_failed())}"
         lines += [f"  note {note}" for note in self.notes]
         return [*lines, "every check passed" if self.passed else failed]
 
-    def line(self) -> str:
+    def format_summary(self) -> str:
         """One line for a run's summary."""
         if not self.passed:
-            return f"verified: failed: {', '.join(self._failed())}"
-        update = self.checks["effect"].words.partition("\n")[0]
-        output = self.checks["output"].words.partition(":")[0]
+            return f"verified: failed: {', '.join(self._list_failed())}"
+        update = self.checks["effect"].message.partition("\n")[0]
+        output = self.checks["output"].message.partition(":")[0]
         return f"verified: {update}; output {output}"
 
-    def _failed(self) -> list[str]:
+    def _list_failed(self) -> list[str]:
         """Names of the failed checks."""
         return [name for name, check in self.checks.items() if not check.passed]
 
 
 @dataclass(frozen=True)
-class Result:
+class VerificationTarget:
     """A result to verify, with what is known about it."""
 
     file: Path
     """The adapter's file (or its base weights'), or a pipeline's folder."""
-    made: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     base_name: str
-    stock: ReferenceModel
+    reference_model: ReferenceModel
     dtype: torch.dtype
     """The dtype that the fresh model computes in."""
-    later: str | None = None
+    skip_output_reason: str | None = None
     """Why the output is not compared here, and when it will be; None to compare it."""
     allow_extreme: bool = False
     """True to accept an update that is far larger than its weight."""
-    own: bool = False
+    shares_weights: bool = False
     """True if the fresh model shares its weights with the run."""
 
     @property
@@ -138,13 +145,13 @@ class Result:
         """The result's name without its parent folders."""
         return self.file.name if self.file.is_dir() else f"{self.file.parent.name}/{self.file.name}"
 
-    def config(self) -> dict[str, Any] | None:
+    def read_config(self) -> dict[str, Any] | None:
         """PEFT's config stored with the adapter; None if there is none."""
         # In PEFT's format the config is a file next to the weights, in Diffusers' it is in the header.
         config_file = self.file.with_name(peft.utils.CONFIG_NAME)
         if config_file.is_file():
             return read_peft_config(config_file)
-        text = header_of(self.file).get("lora_adapter_metadata")
+        text = read_file_metadata(self.file).get("lora_adapter_metadata")
         metadata = parse_json(text) if text else {}
         adapter_config = {
             name.removeprefix("transformer."): value for name, value in metadata.items()
@@ -152,20 +159,26 @@ class Result:
         require_bounded_patterns(adapter_config, self.file)
         return adapter_config or None
 
-    def output(self, model: nn.Module, dtype: torch.dtype) -> Check:
-        """The check `output`, for the model with the result loaded."""
+    def check_output(self, model: nn.Module, dtype: torch.dtype) -> Check:
+        """The check `check_output`, for the model with the result loaded."""
         # The run wrote this into the header when it saved the adapter.
-        output_record = self.made.get("output")
+        output_record = self.metadata.get("output")
         if output_record is None:
             return Check(True, "not recorded at training's end: the file says nothing of it")
         # A recorded failure is reported even if the comparison has to wait.
-        if self.later and not {NOT_RECORDED, WRONG} & output_record.keys():
-            return Check(True, f"not compared: {self.later}")
-        base_model = self.made.get("base_model") or "the checkpoint that it was trained on"
+        if self.skip_output_reason and not {NOT_RECORDED, FAILURE} & output_record.keys():
+            return Check(True, f"not compared: {self.skip_output_reason}")
+        base_model = self.metadata.get("base_model") or "the checkpoint that it was trained on"
         try:
-            digest = self.made.get("transformer_digest")
+            digest = self.metadata.get("transformer_digest")
             return compare_output(
-                self.stock, model, output_record, dtype, base_model, own=self.own, digest=digest
+                self.reference_model,
+                model,
+                output_record,
+                dtype,
+                base_model,
+                shares_weights=self.shares_weights,
+                digest=digest,
             )
         # The run may fill the GPU. That says nothing about the result, so the check passes with a note.
         except torch.OutOfMemoryError:
@@ -174,107 +187,127 @@ class Result:
 
 
 def check_pipeline(
-    result: Result, checks: Mapping[str, Check], load: Callable[[], nn.Module]
+    result: VerificationTarget, checks: Mapping[str, Check], load_model: Callable[[], nn.Module]
 ) -> Verification:
-    """Add the check `output` to the others, if those passed."""
+    """Add the check `check_output` to the others, if those passed."""
     # A forward pass with damaged weights would fail or mislead.
     output = Check(False, "not compared: the files do not hold what they should")
     if all(check.passed for check in checks.values()):
-        fresh = load()
-        output = result.output(fresh, next(fresh.parameters()).dtype)
+        fresh = load_model()
+        output = result.check_output(fresh, next(fresh.parameters()).dtype)
     return Verification(result.name, result.base_name, {**checks, "output": output})
 
 
-def check_adapter(result: Result, fresh: nn.Module) -> Verification:
+def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verification:
     """Run the checks of an adapter, and of trained base weights, in a fresh model of its base."""
-    header_of(result.file)  # raises a one-line error for a file that cannot be read
+    read_file_metadata(result.file)  # raises a one-line error for a file that cannot be read
     # The base weights that were trained too; empty without such a file.
-    config, base = result.config(), tensors_of(result.base_file)
+    config, base = result.read_config(), read_tensors(result.base_file)
     try:
-        file_tensors = result.stock.stored(result.file)
+        file_tensors = result.reference_model.read_adapter_tensors(result.file)
     except DitLoraError as error:
-        return _unread(result, error)
+        return _report_unreadable(result, error)
     # Before the adapter is loaded, which renames the layers that it wraps.
-    expected = _expected(config, fresh)
+    expected = _find_expected_layers(config, new_model)
     layers: Mapping[str, LoadedLayer] = {}
     updates: list[ModuleUpdate] = []
     effects = output = Check(False, _NOT_LOADED)
     # Loads the adapter into the fresh model, which has PEFT's layers from here on.
-    key_check = _refusal(result, fresh)
+    key_check = _try_loading(result, new_model)
     if key_check is None:
-        key_check = keys(result.stock.name, file_tensors, _loaded(fresh), expected, [*base])
-        layers = loaded_layers(fresh)
+        key_check = check_keys(
+            result.reference_model.name,
+            file_tensors,
+            _get_loaded_tensors(new_model),
+            expected,
+            [*base],
+        )
+        layers = list_loaded_layers(new_model)
     # Without loaded layers there is no scale, and so no update to measure.
     if layers or not file_tensors:
-        updates, effects = _effect(result, fresh, file_tensors, base, layers)
+        updates, effects = _measure_effect(result, new_model, file_tensors, base, layers)
     # With missing or foreign tensors the output differs in any case.
     if key_check.passed:
-        output = result.output(fresh, result.dtype)
+        output = result.check_output(new_model, result.dtype)
     checks = {
         "keys": key_check,
-        "finite": finite(
-            not_finite([*file_tensors.items(), *base.items()]), len(file_tensors) + len(base)
+        "finite": check_finite(
+            describe_nonfinite_tensors([*file_tensors.items(), *base.items()]),
+            len(file_tensors) + len(base),
         ),
         "effect": effects,
-        "scale": scale(config, layers, _ranks(file_tensors), result.made),
+        "scale": check_scale(config, layers, _read_ranks(file_tensors), result.metadata),
         "output": output,
     }
     return Verification(result.name, result.base_name, checks, updates)
 
 
-def _effect(
-    result: Result,
-    fresh: nn.Module,
-    stored: Mapping[str, torch.Tensor],
-    base: Mapping[str, torch.Tensor],
+def _measure_effect(
+    result: VerificationTarget,
+    new_model: nn.Module,
+    file_tensors: Mapping[str, torch.Tensor],
+    base_weights: Mapping[str, torch.Tensor],
     layers: Mapping[str, LoadedLayer],
 ) -> tuple[list[ModuleUpdate], Check]:
     """The size of each layer's update, and the check of all of them."""
-    files = result.stock.weight_files()
+    files = result.reference_model.list_weight_files()
     # Weights on the meta device are read from the checkpoint's files.
-    norms, changes = weight_norms(fresh, files), base_updates(base, files)
-    is_lora = kind_of(result.config()) == "lora" and not any("magnitude" in name for name in stored)
+    norms, changes = (
+        compute_weight_norms(new_model, files),
+        compute_base_updates(base_weights, files),
+    )
+    is_lora = get_adapter_kind(result.read_config()) == "lora" and not any(
+        "magnitude" in name for name in file_tensors
+    )
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
-    if not is_lora and any(p.is_meta for n, p in fresh.named_parameters() if is_adapter(n)):
-        return [], Check(True, f"not measured: {result.later}")
-    updates = module_updates(stored, layers, norms) if is_lora else measured_updates(fresh, norms)
-    return updates, effect(updates, [*base], changes, allow_extreme=result.allow_extreme)
+    if not is_lora and any(
+        p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)
+    ):
+        return [], Check(True, f"not measured: {result.skip_output_reason}")
+    updates = (
+        compute_module_updates(file_tensors, layers, norms)
+        if is_lora
+        else measure_updates(new_model, norms)
+    )
+    return updates, check_effect(
+        updates, [*base_weights], changes, allow_extreme=result.allow_extreme
+    )
 
 
-def _unread(result: Result, error: DitLoraError) -> Verification:
+def _report_unreadable(result: VerificationTarget, error: DitLoraError) -> Verification:
     """The checks of a file whose format the library does not accept."""
     # Without the library's names only the values can be checked.
-    tensors = tensors_of(result.file)
+    tensors = read_tensors(result.file)
     checks = {
         "keys": Check(False, str(error)),
-        "finite": finite(not_finite([*tensors.items()]), len(tensors)),
+        "finite": check_finite(describe_nonfinite_tensors([*tensors.items()]), len(tensors)),
         **dict.fromkeys(("effect", "scale", "output"), Check(False, _NOT_LOADED)),
     }
     return Verification(result.name, result.base_name, checks)
 
 
-def _refusal(result: Result, fresh: nn.Module) -> Check | None:
-    """Load the result as users do. Returns a failed check `keys` if its library rejects it, else None.
+def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | None:
+    """Load the result as users do. Returns a failed check `check_keys` if its library rejects it, else None.
 
     The library's warnings are hidden, because the checks report the same.
     """
     try:
-        with _unheard():
-            result.stock.put(fresh, result.file)
-    except _REFUSALS as error:
-        trained_on = result.made.get("base_model")
+        with _silence_libraries():
+            result.reference_model.load_adapter(new_model, result.file)
+    except _LOAD_ERRORS as error:
+        trained_on = result.metadata.get("base_model")
         hint = f" (it was trained on {trained_on})" if trained_on else ""
         # The library's own lines become the list of the message.
         first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
-        message = f"{result.stock.name} refuses the file on this base{hint}: {first_line.strip()}"
+        message = f"{result.reference_model.name} refuses the file on this base{hint}: {first_line.strip()}"
         return Check(
-            False, listed(message, [line.strip().removeprefix("- ") for line in other_lines])
+            False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines])
         )
     return None
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _silence_libraries() -> Iterator[None]:
     """Context in which the libraries' warnings are hidden."""
     # The libraries warn about each missing key; the checks list them.
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", "peft")]
@@ -290,7 +323,7 @@ def _unheard() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
+def _get_loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors of the loaded adapter, with the names used in files; empty without an adapter."""
     adapters = getattr(model, "peft_config", None)
     if not adapters:
@@ -302,26 +335,26 @@ def _loaded(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
 
-def _expected(config: Mapping[str, Any] | None, fresh: nn.Module) -> list[str]:
+def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module) -> list[str]:
     """Layers that the config's target modules match, by PEFT's rule."""
     if not config or not config.get("target_modules"):
         return []
     target_config = peft.LoraConfig(target_modules=config["target_modules"])
     return [
         name
-        for name, module in fresh.named_modules()
+        for name, module in new_model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
         and check_target_module_exists(target_config, name)
     ]
 
 
-def _ranks(stored: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+def _read_ranks(file_tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     """Ranks of A and of B in the file, by module."""
     ranks = {}
-    for name, a in stored.items():
+    for name, a in file_tensors.items():
         # A is (rank, inputs) and B is (outputs, rank).
         module, is_a, _ = name.partition(".lora_A.")
-        b = stored.get(f"{module}.lora_B.weight")
+        b = file_tensors.get(f"{module}.lora_B.weight")
         if is_a and b is not None:
             ranks[module] = (a.shape[0], b.shape[1])
     return ranks

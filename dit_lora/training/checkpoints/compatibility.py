@@ -9,12 +9,12 @@ from torch import nn
 if TYPE_CHECKING:
     from dit_lora.training.session.session import Session
 
-SAMPLES = "train.batch_size x accumulate x processes"
+SAMPLES_PER_STEP_KEY = "train.batch_size x accumulate x processes"
 """Key of a run's identity for the number of samples per optimizer step."""
-_SPLIT = ("data_ranks", "train.accumulate", "train.batch_size")
+_BATCH_SPLIT_KEYS = ("data_ranks", "train.accumulate", "train.batch_size")
 
 
-def place_of(session: "Session") -> dict[str, Any]:
+def describe_launch_topology(session: "Session") -> dict[str, Any]:
     """The properties of a launch that may differ when a checkpoint is continued, and change values only by
     rounding.
     """
@@ -22,42 +22,46 @@ def place_of(session: "Session") -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "processes": session.accelerator.num_processes,
-        "data_ranks": session.data_ranks,
+        "data_ranks": session.num_data_ranks,
         "train.batch_size": train.batch_size,
         "train.accumulate": train.accumulate,
-        "sharding": _sharding(session),
+        "sharding": _describe_sharding(session),
         # By name: another GPU model has other kernels, which round differently.
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
     }
 
 
-def moved(stored: Mapping[str, Any], own: Mapping[str, Any], *, dropout: bool) -> str | None:
+def describe_topology_change(
+    stored: Mapping[str, Any], current: Mapping[str, Any], *, uses_dropout: bool
+) -> str | None:
     """One line on how two launches differ and what that means for the values; None if they are equal.
 
-    `stored` may be empty, for a checkpoint without this record. `dropout`: the model uses dropout.
+    `stored` may be empty, for a checkpoint without this record. `uses_dropout`: the model uses dropout.
     """
     parts = []
     # A missing key counts as equal: checkpoints from before it was recorded.
-    if any(stored.get(key, own[key]) != own[key] for key in _SPLIT):
+    if any(stored.get(key, current[key]) != current[key] for key in _BATCH_SPLIT_KEYS):
         # Dropout is seeded by micro-step and rank, which another split assigns to other samples.
-        dropout_note = "; dropout draws otherwise" if dropout else ""
+        dropout_note = "; dropout draws otherwise" if uses_dropout else ""
         stored_text, current_text = (
-            " x ".join(str(topology[key]) for key in _SPLIT)
-            for topology in ({**own, **stored}, own)
+            " x ".join(str(topology[key]) for key in _BATCH_SPLIT_KEYS)
+            for topology in ({**current, **stored}, current)
         )
         parts.append(
             f"processes x accumulate x batch_size were {stored_text}, now {current_text}: the same samples in each "
             f"step, summed in another order{dropout_note}"
         )
-    if stored.get("sharding", own["sharding"]) != own["sharding"]:
+    if stored.get("sharding", current["sharding"]) != current["sharding"]:
         parts.append(
-            f"sharding was {stored['sharding']}, now {own['sharding']}: sums in another order"
+            f"sharding was {stored['sharding']}, now {current['sharding']}: sums in another order"
         )
-    changed_keys = [key for key in ("device", "torch") if stored.get(key, own[key]) != own[key]]
+    changed_keys = [
+        key for key in ("device", "torch") if stored.get(key, current[key]) != current[key]
+    ]
     if changed_keys:
         stored_text, current_text = (
-            " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, own)
+            " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, current)
         )
         parts.append(
             f"{' and '.join(changed_keys)} was {stored_text}, now {current_text}: other kernels, which round otherwise"
@@ -70,19 +74,21 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
+def advise_on_samples_per_step(
+    key: str, num_samples: Any, launch_topology: Mapping[str, Any]
+) -> str:
     """Advice for a resume with another number of samples per step: the train.accumulate that restores it, or the
     launch.
     """
     # Without a launch, or with an unusual value in the checkpoint, there is nothing to advise.
-    if key != SAMPLES or not place or not isinstance(samples, int):
+    if key != SAMPLES_PER_STEP_KEY or not launch_topology or not isinstance(num_samples, int):
         return ""
-    processes, batch = place["data_ranks"], place["train.batch_size"]
+    processes, batch = launch_topology["data_ranks"], launch_topology["train.batch_size"]
     # The largest number of processes that can share the samples evenly.
-    if samples % processes:
-        launch = max(n for n in range(1, processes) if samples % n == 0)
-        return f"; {processes} processes cannot share {samples} samples: launch {launch}"
-    share = samples // processes
+    if num_samples % processes:
+        launch = max(n for n in range(1, processes) if num_samples % n == 0)
+        return f"; {processes} processes cannot share {num_samples} samples: launch {launch}"
+    share = num_samples // processes
     # The largest micro-batch up to the requested size, which is known to fit into memory.
     fits = max(size for size in range(1, batch + 1) if share % size == 0)
     # The batch size is named only if it has to change.
@@ -90,11 +96,11 @@ def samples_remedy(key: str, samples: Any, place: Mapping[str, Any]) -> str:
     return f"; on {processes} process(es), {' '.join(values)} restores it"
 
 
-def _sharding(session: "Session") -> str:
+def _describe_sharding(session: "Session") -> str:
     """How the model or a sample is split over processes, such as `fsdp2`; `none` if each process has all of both."""
     # Each entry is listed only if it applies.
     kinds = ["fsdp2"] * (session.sharding is not None)
-    kinds += [f"zero{session.zero}"] * (session.zero is not None)
+    kinds += [f"zero{session.zero_stage}"] * (session.zero_stage is not None)
     degree = session.recipe.train.context_parallel
     kinds += [f"context_parallel={degree}"] * (degree > 1)
     return " x ".join(kinds) or "none"

@@ -20,22 +20,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.lora_file import AVERAGES_FILE, STATE_FILE, WEIGHTS_FILE
-from dit_lora.config.records import CheckpointState, Manifest, read_typed
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.config.records import CheckpointState, Manifest, read_typed_json
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.files import open_regular, share_weights
+from dit_lora.files import open_regular, set_shared_permissions
 from dit_lora.parsing import parse_json
-from dit_lora.training.checkpoints.compatibility import samples_remedy
+from dit_lora.training.checkpoints.compatibility import advise_on_samples_per_step
 
 MANIFEST = "manifest.json"
 _WEIGHTS, _OPTIMIZER, _STATE = WEIGHTS_FILE, "optimizer.safetensors", STATE_FILE
 _EMA = AVERAGES_FILE
 # A checkpoint's folder, with at least six digits as `checkpoint_path` writes them.
-_NAME = re.compile(r"step_(\d{6,})")
-_ASIDE = (".step_*.partial", ".step_*.removed")
+_FOLDER_PATTERN = re.compile(r"step_(\d{6,})")
+_LEFTOVER_PATTERNS = (".step_*.partial", ".step_*.removed")
 """Patterns of the folders that a killed process leaves behind while writing or removing a checkpoint."""
 
-Identity = Mapping[str, Any]
+TrajectoryConfig = Mapping[str, Any]
 """Everything that determines a run's training trajectory; flat, with names as in the recipe."""
 Tensors = Mapping[str, torch.Tensor]
 
@@ -45,7 +45,7 @@ class SavedState:
     """Everything that training changes: unsharded tensors by name."""
 
     weights: Tensors
-    """Trained weights, named by `trainable_state`."""
+    """Trained weights, named by `get_trainable_parameters`."""
     optimizer: Tensors
     """Optimizer state, named by `optimizer_state`."""
     averages: Tensors = field(default_factory=dict)
@@ -53,15 +53,17 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read and checked to belong to this run."""
 
     path: Path
     step: int
-    guard: dict[str, Any]
+    guard_state: dict[str, Any]
     """The recovery state of the guard, such as lowered learning rates and the quarantine."""
-    place: dict[str, Any]
-    """The launch that wrote it, from `compatibility.place_of`; empty if the checkpoint has no such record."""
+    launch_topology: dict[str, Any]
+    """The launch that wrote it, from `compatibility.describe_launch_topology`; empty if the checkpoint has no such
+    record.
+    """
     state: SavedState
     """The tensors, in host memory and mapped from the files: copy them before changing them."""
 
@@ -74,12 +76,12 @@ def save_checkpoint(
     run_dir: Path,
     step: int,
     state: SavedState,
-    identity: Identity,
+    trajectory_config: TrajectoryConfig,
     *,
     keep: int,
-    best: Collection[int] = (),
-    guard: Mapping[str, Any] | None = None,
-    place: Mapping[str, Any] | None = None,
+    best_steps: Collection[int] = (),
+    guard_state: Mapping[str, Any] | None = None,
+    launch_topology: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a step's checkpoint to a staging folder, sync it, rename it, and prune old ones; returns its folder.
 
@@ -87,29 +89,29 @@ def save_checkpoint(
         run_dir: The run's folder.
         step: The step that the state belongs to.
         state: Unsharded tensors.
-        identity: Compared when the checkpoint is resumed.
+        trajectory_config: Compared when the checkpoint is resumed.
         keep: Number of newest checkpoints to keep.
-        best: Steps that are kept in addition.
-        guard: The guard's recovery state.
-        place: The launch that writes it (`place_of`).
+        best_steps: Steps that are kept in addition.
+        guard_state: The guard's recovery state.
+        launch_topology: The launch that writes it (`describe_launch_topology`).
 
     Raises:
         DitLoraError: It cannot be written, or a value is not finite. Earlier checkpoints are unchanged.
     """
     final = checkpoint_path(run_dir, step)
     # The same step of the same trajectory has the same bits; checkpoints of others were removed.
-    if is_whole(final):
+    if is_complete_checkpoint(final):
         return final
     # Here and not in the caller: no caller may make a non-finite state the newest checkpoint.
     _require_finite(run_dir, step, {**state.weights, **state.optimizer, **state.averages})
     staged = final.with_name(f".{final.name}.partial")
-    metadata = {"step": step, "identity": dict(identity), "guard": dict(guard or {})}
+    metadata = {"step": step, "identity": dict(trajectory_config), "guard": dict(guard_state or {})}
     contents: dict[str, bytes | Tensors] = {
         _WEIGHTS: state.weights,
         _OPTIMIZER: state.optimizer,
         **({_EMA: state.averages} if state.averages else {}),
         _STATE: json.dumps(
-            metadata | {"place": dict(place or {})}, indent=2, sort_keys=True
+            metadata | {"place": dict(launch_topology or {})}, indent=2, sort_keys=True
         ).encode(),
     }
     try:
@@ -118,23 +120,23 @@ def save_checkpoint(
         staged.mkdir(parents=True)
         for name, data in contents.items():
             _write_synced(staged / name, data)
-        share_weights(staged)
+        set_shared_permissions(staged)
         # Read back from the files: a digest of the tensors in memory would vouch for bytes that never arrived.
-        digests = {name: _digest(staged / name) for name in contents}
+        digests = {name: _hash_file(staged / name) for name in contents}
         # The manifest comes last: a folder without it is torn, whatever else is in it.
         _write_synced(staged / MANIFEST, json.dumps({"sha256": digests}, indent=2).encode())
         if final.exists():
             # Torn: it has no manifest, or its files do not match it.
-            _remove(final)
+            _remove_checkpoint(final)
         # The rename is atomic, but on the disk only with its folder: without the sync a power cut may undo it.
         staged.rename(final)
         _sync_folder(final.parent)
         # Only now: the newer checkpoint is safe.
-        prune(run_dir, step, keep, best)
+        prune_checkpoints(run_dir, step, keep, best_steps)
     except (OSError, SafetensorError) as error:
         # A half-written folder would keep the space that the disk may lack.
         shutil.rmtree(staged, ignore_errors=True)
-        earlier = newest_checkpoint(run_dir)
+        earlier = find_newest_checkpoint(run_dir)
         resort = f"the newest whole one is {earlier}" if earlier else "there is no earlier one"
         # `strerror` leaves out the path, which the message names itself.
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -154,11 +156,11 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
     if resume == "none":
         return None
     if resume == "auto":
-        newest = newest_checkpoint(run_dir)
-        damaged = checkpoint_steps(run_dir)
+        newest = find_newest_checkpoint(run_dir)
+        damaged = list_checkpoints(run_dir)
         if newest is None and damaged:
             raise DitLoraError(
-                listed(
+                format_list(
                     "train.resume=auto: none of this run's checkpoints is whole; start afresh with "
                     "train.resume=none in another run.dir",
                     [f"{path} is torn or altered" for path in damaged.values()],
@@ -166,65 +168,72 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
             )
         return newest
     path = Path(resume)
-    if not is_whole(path):
-        newest = newest_checkpoint(run_dir)
+    if not is_complete_checkpoint(path):
+        newest = find_newest_checkpoint(run_dir)
         hint = f"the newest whole one is {newest}" if newest else f"{run_dir} has none"
         problem = "is torn or altered" if path.exists() else "does not exist"
         raise DitLoraError(f"train.resume: {resume} {problem}; {hint}")
     return path
 
 
-def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Every checkpoint of a run by step, ascending, complete or torn; reads no file."""
     matched = (
-        (_NAME.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*")
+        (_FOLDER_PATTERN.fullmatch(path.name), path)
+        for path in (run_dir / "checkpoints").glob("step_*")
     )
     return dict(sorted((int(match[1]), path) for match, path in matched if match))
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint, or None. Skips torn ones, which a killed process leaves behind."""
     # Newest first: an older checkpoint is read only if all newer ones are torn.
-    candidates = reversed(checkpoint_steps(run_dir).values())
-    return next((path for path in candidates if is_whole(path)), None)
+    candidates = reversed(list_checkpoints(run_dir).values())
+    return next((path for path in candidates if is_complete_checkpoint(path)), None)
 
 
 def load_checkpoint(
-    path: Path, identity: Identity, place: Mapping[str, Any] | None = None
-) -> Loaded:
+    path: Path,
+    trajectory_config: TrajectoryConfig,
+    launch_topology: Mapping[str, Any] | None = None,
+) -> LoadedCheckpoint:
     """Read a complete checkpoint after checking that it belongs to this run. Not collective; changes nothing.
 
     Raises the errors of `require_same_recipe`.
     """
-    metadata = require_same_recipe(path, identity, place)
+    metadata = require_same_recipe(path, trajectory_config, launch_topology)
     # Runs without an EMA write no such file.
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
     state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
-    return Loaded(path, metadata["step"], metadata["guard"], metadata.get("place", {}), state)
+    return LoadedCheckpoint(
+        path, metadata["step"], metadata["guard"], metadata.get("place", {}), state
+    )
 
 
 def require_same_recipe(
-    path: Path, identity: Identity, place: Mapping[str, Any] | None = None
+    path: Path,
+    trajectory_config: TrajectoryConfig,
+    launch_topology: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint's metadata; raises `DitLoraError`, listing every difference, if it belongs to another recipe.
 
-    Reads no weights. With `place`, the present launch, the error names the train.accumulate that restores the samples
-    per step.
+    Reads no weights. With `launch_topology`, the present launch, the error names the train.accumulate that restores
+    the samples per step.
     """
-    metadata: dict[str, Any] = {**read_typed(path / _STATE, CheckpointState)}
+    metadata: dict[str, Any] = {**read_typed_json(path / _STATE, CheckpointState)}
     # Through JSON like the stored identity: a tuple would differ from the list that it became.
-    stored, current = metadata["identity"], parse_json(json.dumps(dict(identity)))
+    stored, current = metadata["identity"], parse_json(json.dumps(dict(trajectory_config)))
     # Listed in full: a user should fix all differences in one go.
     different = [
         f"{key}: {stored.get(key)!r} in the checkpoint, {current.get(key)!r} in the recipe"
-        + samples_remedy(key, stored.get(key), place or {})
-        + _steps_remedy(key, current, path)
+        + advise_on_samples_per_step(key, stored.get(key), launch_topology or {})
+        + _advise_on_steps(key, current, path)
         for key in sorted({*stored, *current})
         if stored.get(key) != current.get(key)
     ]
     if different:
         raise DitLoraError(
-            listed(
+            format_list(
                 f"train.resume: {path} belongs to another recipe; restore these values, or start afresh "
                 "with train.resume=none in another run.dir",
                 different,
@@ -233,13 +242,13 @@ def require_same_recipe(
     return metadata
 
 
-def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
+def _advise_on_steps(key: str, current: Mapping[str, Any], path: Path) -> str:
     """Advice on training past the end of a schedule, which depends on the number of steps."""
     # Only LoRAs of diffusion models start from a file.
     if (
         key != "train.steps"
-        or own.get("train.mode") != "lora"
-        or own.get("model.family") in CHAT_FAMILIES
+        or current.get("train.mode") != "lora"
+        or current.get("model.family") in CHAT_FAMILIES
     ):
         return ""
     # The path is RUN/checkpoints/step_NNNNNN.
@@ -253,27 +262,29 @@ def _steps_remedy(key: str, own: Mapping[str, Any], path: Path) -> str:
 def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
     """Delete the checkpoints of later steps, which another trajectory wrote; returns their folders."""
     # Only for another trajectory: these steps will be written again with other values.
-    later = [path for number, path in checkpoint_steps(run_dir).items() if number > step]
+    later = [path for number, path in list_checkpoints(run_dir).items() if number > step]
     for path in later:
-        _remove(path)
+        _remove_checkpoint(path)
     return later
 
 
-def prune(run_dir: Path, step: int, keep: int, best: Collection[int] = ()) -> None:
-    """Remove all but the `keep` newest checkpoints up to `step` and those of `best`. Later checkpoints stay."""
+def prune_checkpoints(
+    run_dir: Path, step: int, keep: int, best_steps: Collection[int] = ()
+) -> None:
+    """Remove all but the `keep` newest checkpoints up to `step` and those of `best_steps`. Later checkpoints stay."""
     # Later ones exist after a resume from an earlier step.
-    earlier = [number for number in checkpoint_steps(run_dir) if number <= step]
+    earlier = [number for number in list_checkpoints(run_dir) if number <= step]
     # In ascending order, so these are all but the `keep` newest.
     for number in earlier[:-keep]:
-        if number not in best:
-            _remove(checkpoint_path(run_dir, number))
+        if number not in best_steps:
+            _remove_checkpoint(checkpoint_path(run_dir, number))
 
 
-def is_whole(path: Path) -> bool:
+def is_complete_checkpoint(path: Path) -> bool:
     """True if every file exists with the digest in the manifest, which is written last."""
     try:
-        digests = read_typed(path / MANIFEST, Manifest)["sha256"]
-        return all(_digest(path / name) == digest for name, digest in digests.items())
+        digests = read_typed_json(path / MANIFEST, Manifest)["sha256"]
+        return all(_hash_file(path / name) == digest for name, digest in digests.items())
     # A file is missing, or the manifest is damaged.
     except (OSError, ValueError, KeyError):
         return False
@@ -282,7 +293,7 @@ def is_whole(path: Path) -> bool:
 def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
     bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
     if bad:
-        earlier = newest_checkpoint(run_dir)
+        earlier = find_newest_checkpoint(run_dir)
         error = DitLoraError(
             f"step {step} is not saved: {len(bad)} of {len(tensors)} tensors are not finite, {bad[0]} "
             f"first; {f'the newest whole checkpoint is {earlier}' if earlier else 'there is no earlier one'}"
@@ -292,7 +303,7 @@ def _require_finite(run_dir: Path, step: int, tensors: Tensors) -> None:
         raise error
 
 
-def _remove(path: Path) -> None:
+def _remove_checkpoint(path: Path) -> None:
     """Rename the folder, then delete its files: a kill in between leaves nothing that looks like a checkpoint."""
     # Deleting file by file could be stopped half-way, and would leave a damaged checkpoint.
     aside = path.rename(path.with_name(f".{path.name}.removed"))
@@ -300,10 +311,10 @@ def _remove(path: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    for pattern in _ASIDE:
+    for pattern in _LEFTOVER_PATTERNS:
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
-    # Half-written best.json files of `write_whole`; this process may be writing its own right now.
+    # Half-written best.json files of `write_atomically`; this process may be writing its own right now.
     for half in folder.glob(".*.json.*.partial"):
         if not half.name.endswith(f".{os.getpid()}.partial"):
             half.unlink(missing_ok=True)
@@ -319,7 +330,7 @@ def _write_synced(path: Path, data: bytes | Tensors) -> None:
         os.fsync(file.fileno())
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,73 +7,75 @@ from dataclasses import fields
 
 import torch
 
-from dit_lora.errors import DitLoraError, unwritable
+from dit_lora.errors import DitLoraError, make_write_error
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.checkpoints.files import SavedState
 
-_PARTS = [part.name for part in fields(SavedState)]
+_STATE_FIELDS = [part.name for part in fields(SavedState)]
 
 
-class Saver:
+class CheckpointWriter:
     """One thread that writes one checkpoint at a time, from its own copy in host memory.
 
-    An error of a write, or one reported with `fail`, is remembered: `stop_code` gives its exit code without waiting,
-    `wait` the error itself. After an error no copy is started until `forget`. The copy needs host memory for one
-    state.
+    An error of a write, or one reported with `record_error`, is remembered: `poll_exit_code` gives its exit code
+    without waiting, `wait` the error itself. After an error no copy is started until `clear_error`. The copy needs
+    host memory for one state.
     """
 
     def __init__(self) -> None:
         # Not a daemon thread: an interpreter that exits waits for the pending write.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[object]] = []
-        self._live: Mapping[str, torch.Tensor] = {}
+        self._live_tensors: Mapping[str, torch.Tensor] = {}
         # Host buffers are allocated once and reused by every checkpoint.
-        self._copies = Snapshots(lambda: self._live, every=1, keep=1)
+        self._host_copies = Snapshots(lambda: self._live_tensors, interval_steps=1, max_snapshots=1)
         self._error: DitLoraError | None = None
 
-    def start(self, step: int, state: SavedState, write: Callable[[SavedState], object]) -> None:
+    def save_async(
+        self, step: int, state: SavedState, write: Callable[[SavedState], object]
+    ) -> None:
         """Copy the state and write the copy in the background, after waiting for the previous write."""
         # There is one set of buffers: a pending write still reads it.
         if self.wait() is None:
-            copy = self._copy(step, state)
-            self.then(lambda: write(copy))
+            copy = self._copy_state(step, state)
+            self.submit(lambda: write(copy))
 
-    def then(self, job: Callable[[], object]) -> None:
+    def submit(self, job: Callable[[], object]) -> None:
         """Run `job` in the same thread, after the pending jobs."""
         self._jobs.append(self._thread.submit(job))
 
-    def fail(self, error: DitLoraError) -> None:
+    def record_error(self, error: DitLoraError) -> None:
         """Record an error from elsewhere; it ends the run like an error of the thread."""
         self._error = self._error or error
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def record_os_errors(self) -> Iterator[None]:
         """Record an `OSError` raised inside the context: it ends the run at the next step, on all ranks."""
         try:
             yield
         except OSError as error:
-            self.fail(unwritable(error))
+            self.record_error(make_write_error(error))
 
-    def forget(self) -> None:
+    def clear_error(self) -> None:
         """Discard the error: the next write is tried again."""
         self.wait()
         self._error = None
 
-    def stop_code(self) -> int:
+    def poll_exit_code(self) -> int:
         """Exit code of an error so far, or 0. Does not wait."""
         # In order, and without waiting: the loop asks at every step.
         # Jobs finish in the order in which they were submitted.
         while self._jobs and self._jobs[0].done():
-            self._take()
+            self._collect_job()
         return self._error.exit_code if self._error else 0
 
     def wait(self) -> DitLoraError | None:
         """Wait for all pending jobs; returns the first error so far, or None."""
         while self._jobs:
-            self._take()
+            self._collect_job()
         return self._error
 
-    def _take(self) -> None:
+    def _collect_job(self) -> None:
         error = self._jobs[0].exception()
         self._jobs.pop(0)
         if error is None:
@@ -83,17 +85,17 @@ class Saver:
             message = f"cannot save a checkpoint: {type(error).__name__}: {error}"
             raised, error = error, DitLoraError(message)
             error.__cause__ = raised
-        self.fail(error)
+        self.record_error(error)
 
-    def _copy(self, step: int, state: SavedState) -> SavedState:
-        self._live = {
+    def _copy_state(self, step: int, state: SavedState) -> SavedState:
+        self._live_tensors = {
             f"{part}/{name}": tensor
-            for part in _PARTS
+            for part in _STATE_FIELDS
             for name, tensor in getattr(state, part).items()
         }
-        self._copies.take(step)
-        # Drop `_live`: it would keep gathered tensors alive until the next save.
-        copies, self._live = self._copies.read(step), {}
+        self._host_copies.take(step)
+        # Drop `_live_tensors`: it would keep gathered tensors alive until the next save.
+        copies, self._live_tensors = self._host_copies.read(step), {}
         parts = {
             part: {
                 # Back to the names within each field.
@@ -101,6 +103,6 @@ class Saver:
                 for name, tensor in copies.items()
                 if name.startswith(f"{part}/")
             }
-            for part in _PARTS
+            for part in _STATE_FIELDS
         }
         return SavedState(**parts)

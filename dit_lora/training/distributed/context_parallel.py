@@ -7,16 +7,16 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from dit_lora.data.loading.training_set import Prepared
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.families.base import Denoiser, Trained
+from dit_lora.data.loading.training_set import TrainingData
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.families.base import Denoiser, TrainableCheckpoint
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.token_split import (
-    BACKENDS,
-    context_problems,
+    TOKEN_EXCHANGE_BACKENDS,
+    disable_token_split,
+    find_context_problems,
     has_context_plan,
     split_context,
-    whole_context,
 )
 from dit_lora.training.session.session import Session
 
@@ -26,17 +26,19 @@ class ContextParallel(Engine):
     """Replicated weights; every `degree` consecutive ranks run the same samples, each on its share of the tokens."""
 
     degree: int = 1
-    lockstep: ClassVar[bool] = True
+    collective_forward: ClassVar[bool] = True
 
-    def alone(self) -> AbstractContextManager[None]:
-        return whole_context(self.bare)
+    def enable_local_forward(self) -> AbstractContextManager[None]:
+        return disable_token_split(self.unwrapped_model)
 
     def backward(self, loss: torch.Tensor) -> None:
         # Each rank has the gradient of its own tokens: the parts must be summed, but DDP averages them.
         super().backward(loss * self.degree)
 
 
-def share_context(session: Session, checkpoint: Trained, data: Prepared, model: nn.Module) -> None:
+def enable_context_parallel(
+    session: Session, checkpoint: TrainableCheckpoint, data: TrainingData, model: nn.Module
+) -> None:
     """Split the model's tokens according to `train.context_parallel`, before DDP wraps it.
 
     Raises `DitLoraError` for a model, data set or option that does not support it.
@@ -51,14 +53,14 @@ def share_context(session: Session, checkpoint: Trained, data: Prepared, model: 
         raise DitLoraError(f"{option}: {name} has no plan for its tokens; CogVideoX has one")
     # Only diffusion transformers have such a plan.
     denoiser = cast(Denoiser, checkpoint)
-    tokens = {denoiser.context_tokens(entry.shape) for entry in data.clips.entries}
+    tokens = {denoiser.count_tokens(entry.shape) for entry in data.training_set.entries}
     # A plan splits tokens evenly: every length in the data set has to be a multiple of `degree`.
-    problems = context_problems(model, degree, tokens)
+    problems = find_context_problems(model, degree, tokens)
     # Attention that bypasses Diffusers' dispatcher would silently see only a share of the tokens.
-    if recipe.kernels.attention not in ("auto", *BACKENDS):
+    if recipe.kernels.attention not in ("auto", *TOKEN_EXCHANGE_BACKENDS):
         problems.append(
             f"kernels.attention={recipe.kernels.attention} does not exchange tokens; choose auto, "
-            f"{', '.join(BACKENDS)}"
+            f"{', '.join(TOKEN_EXCHANGE_BACKENDS)}"
         )
     if recipe.train.offload != "none" or recipe.train.compile:
         problems.append(
@@ -67,6 +69,6 @@ def share_context(session: Session, checkpoint: Trained, data: Prepared, model: 
     if recipe.lora.dropout:
         problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
     if problems:
-        raise DitLoraError(listed(f"{option} cannot be", problems))
+        raise DitLoraError(format_list(f"{option} cannot be", problems))
     # The kernels are in place by now: splitting needs their attention processors.
     split_context(model, degree, accelerator.device, accelerator.process_index, ranks)

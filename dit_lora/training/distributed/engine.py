@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.guard.gate import gated_step, weights_are_bad
-from dit_lora.numerics.parameters import trainable_state
-from dit_lora.training.optim.build import clip_gradients, gradient_norms
+from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.guard.gate import has_nonfinite_weights, take_gated_step
+from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
 from dit_lora.training.optim.state import (
     drop_optimizer_state,
     load_optimizer_state,
+    load_scalar_state,
     optimizer_state,
-    put_numbers,
 )
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,21 +43,22 @@ class Engine:
     """The module to call for a training forward."""
     optimizer: Any
     """The optimizer; its groups have a name, a learning rate and parameters."""
-    lockstep: ClassVar[bool] = False
-    """True if a forward of `bare` needs every rank: then all ranks run the same forward at the same time."""
+    collective_forward: ClassVar[bool] = False
+    """True if a forward of `unwrapped_model` needs every rank: then all ranks run the same forward at the same time.
+    """
 
     @cached_property
-    def bare(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The unwrapped model, with its own parameter names, for replays, sampling and saving."""
         # Cached: each call takes 2 ms to check whether DeepSpeed is installed.
         return self.accelerator.unwrap_model(self.model)
 
     @property
-    def bytes_in_flight(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Bytes of other ranks' weights or gradients that are held during a pass."""
         return 0
 
-    def warm_up(self, loss: Callable[[], torch.Tensor]) -> None:
+    def fix_ddp_bucket_order(self, compute_loss: Callable[[], torch.Tensor]) -> None:
         """Run one throw-away backward so that DDP fixes its bucket order before step 1.
 
         Only for DDP with three ranks or more: DDP orders its buckets by its first backward, and so the order of its
@@ -66,7 +67,7 @@ class Engine:
         """
         # Adding two numbers has one order; only from three ranks on can it differ.
         if isinstance(self.model, DistributedDataParallel) and self.accelerator.num_processes > 2:
-            loss().backward()
+            compute_loss().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
     def micro_step(self) -> AbstractContextManager[Any]:
@@ -77,34 +78,34 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Let this rank call `bare` by itself inside the context, with its local weights and all tokens of a
-        sample.
+    def enable_local_forward(self) -> AbstractContextManager[None]:
+        """Let this rank call `unwrapped_model` by itself inside the context, with its local weights and all tokens of
+        a sample.
         """
         return nullcontext()
 
-    def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+    def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
         """Each group's gradient norm over all ranks: fp64 scalars on the device, finite exactly if every element is.
 
-        `norms` computes them; None uses PyTorch.
+        `compute_norms` computes them; None uses PyTorch.
         """
         # DDP has averaged the gradients: every rank computes the same norms, without communication.
-        return gradient_norms(self.optimizer.param_groups, norms)
+        return compute_gradient_norms(self.optimizer.param_groups, compute_norms)
 
-    def clip(
-        self, norms: Tensors, optim: OptimConfig, adaptive: Callable[[str], float | None]
+    def clip_gradients(
+        self, norms: Tensors, optim: OptimConfig, adaptive_bound: Callable[[str], float | None]
     ) -> torch.Tensor:
         """Clip the gradients; returns the norm over all groups before clipping."""
-        return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive)
+        return clip_gradients(self.optimizer.param_groups, norms, optim, adaptive_bound)
 
-    def step(self, bad: torch.Tensor) -> None:
-        """Run the optimizer step unless `bad`, and clear the gradients."""
+    def step(self, should_skip: torch.Tensor) -> None:
+        """Run the optimizer step unless `should_skip`, and clear the gradients."""
         # The flag stays on the device where the optimizer can read it there (fused AdamW's `found_inf`).
-        gated_step(self.optimizer, bad)
+        take_gated_step(self.optimizer, should_skip)
         # Also after a skipped step: it is repeated from fresh gradients.
         self.optimizer.zero_grad(set_to_none=True)
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         """Clear gradients that no update will follow, and reset the micro-step count. Not collective."""
         # Not with Accelerate's `zero_grad`, which does nothing in the middle of an accumulated step.
         for group in self.optimizer.param_groups:
@@ -113,44 +114,48 @@ class Engine:
         # Accelerate counts micro-steps to find the last one of a step.
         self.accelerator.step = 0
 
-    def weights_are_bad(self) -> torch.Tensor:
+    def has_nonfinite_weights(self) -> torch.Tensor:
         """Bool scalar on the device: true if a trained weight of this rank is not finite."""
-        return weights_are_bad(self.optimizer)
+        return has_nonfinite_weights(self.optimizer)
 
-    def own_state(self) -> dict[str, torch.Tensor]:
+    def local_state_dict(self) -> dict[str, torch.Tensor]:
         """Live trained weights and optimizer state by name; this rank's part of sharded tensors."""
-        return {**trainable_state(self.bare), **self.own_moments()}
+        return {**get_trainable_parameters(self.unwrapped_model), **self.local_optimizer_state()}
 
-    def own_moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's part of `own_state`, named as in `moments`."""
+    def local_optimizer_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's part of `local_state_dict`, named as in `optimizer_state_dict`."""
         return optimizer_state(self.optimizer)
 
-    def alike(self) -> dict[str, torch.Tensor]:
+    def replicated_state(self) -> dict[str, torch.Tensor]:
         """State that is replicated, and must be bitwise equal, on all ranks."""
         # Each rank has its own shard of a DTensor: there is nothing to compare it with.
-        return {n: t for n, t in self.own_state().items() if not isinstance(t, DTensor)}
+        return {n: t for n, t in self.local_state_dict().items() if not isinstance(t, DTensor)}
 
-    def put_numbers(self, state: Tensors) -> None:
-        """Write back the values of `own_state` that are copies, not live tensors: the optimizer's Python numbers."""
-        put_numbers(self.optimizer, state)
+    def load_scalar_state(self, state: Tensors) -> None:
+        """Write back the values of `local_state_dict` that are copies, not live tensors: the optimizer's Python
+        numbers.
+        """
+        load_scalar_state(self.optimizer, state)
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Delete the optimizer state behind these names of `own_state`; the next step starts them from scratch."""
+    def drop_optimizer_state(self, names: Sequence[str]) -> None:
+        """Delete the optimizer state behind these names of `local_state_dict`; the next step starts
+        them from scratch.
+        """
         drop_optimizer_state(self.optimizer, names)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def trainable_state_dict(self) -> dict[str, torch.Tensor]:
         """The trained weights by name, unsharded. Ranks other than the first may get meta tensors."""
-        return trainable_state(self.bare)
+        return get_trainable_parameters(self.unwrapped_model)
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors on the ranks where `weights` has
-        them.
+    def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+        """The optimizer state, unsharded, named as by `optimizer_state`; meta tensors on the ranks where
+        `trainable_state_dict` has them.
         """
         return optimizer_state(self.optimizer)
 
-    def load(self, weights: Tensors, moments: Tensors) -> None:
+    def load_state(self, weights: Tensors, moments: Tensors) -> None:
         """Load full (unsharded) tensors, equal on all ranks, into this rank's weights and optimizer state."""
         with torch.no_grad():
-            for name, tensor in trainable_state(self.bare).items():
+            for name, tensor in get_trainable_parameters(self.unwrapped_model).items():
                 tensor.copy_(weights[name])
         load_optimizer_state(self.optimizer, moments)

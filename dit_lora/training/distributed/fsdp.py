@@ -18,34 +18,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.numerics.dtensors import GATHERING, fill, gathered, spread, without_gathering
-from dit_lora.numerics.parameters import trainable_state
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.numerics.dtensors import (
+    GATHERING_HOOKS,
+    copy_full_values,
+    disable_gathering,
+    gather_tensors,
+    shard_like,
+)
+from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine, Tensors
 from dit_lora.training.execution.blocks import repeated_blocks
 from dit_lora.training.optim.state import load_optimizer_state, named_parameters, optimizer_state
 from dit_lora.training.session.launch import Sharding
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_ATTRIBUTES = ("_forward_pre_hooks", "_forward_hooks")
 
 
 @dataclass
-class Sharded(Engine):
+class ShardedEngine(Engine):
     """Every rank holds a shard of each weight, gradient and moment; a forward pass needs all ranks."""
 
     sharding: Sharding = field(default_factory=Sharding)
-    lockstep: ClassVar[bool] = True
+    collective_forward: ClassVar[bool] = True
 
     @property
-    def bare(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         return self.model
 
     @property
-    def bytes_in_flight(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Bytes of the root's weights and of two blocks: the next block is gathered while one computes."""
-        blocks = [_bytes(block) for block in _outermost(repeated_blocks(self.model))]
+        blocks = [_count_bytes(block) for block in _select_outermost(repeated_blocks(self.model))]
         resident = sorted(blocks)[-2:] if self.sharding.reshard_after_forward else blocks
-        return _bytes(self.model) - sum(blocks) + sum(resident)
+        return _count_bytes(self.model) - sum(blocks) + sum(resident)
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -61,44 +67,49 @@ class Sharded(Engine):
                 model.set_requires_gradient_sync(True)
                 model.set_reshard_after_forward(True)
 
-    def alone(self) -> AbstractContextManager[None]:
-        return without_gathering(self.model)
+    def enable_local_forward(self) -> AbstractContextManager[None]:
+        return disable_gathering(self.model)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return gathered(trainable_state(self.model), keep=self.accelerator.is_main_process)
+    def trainable_state_dict(self) -> dict[str, torch.Tensor]:
+        return gather_tensors(
+            get_trainable_parameters(self.model), keep_values=self.accelerator.is_main_process
+        )
 
-    def moments(self) -> dict[str, torch.Tensor]:
-        return gathered(optimizer_state(self.optimizer), keep=self.accelerator.is_main_process)
+    def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+        return gather_tensors(
+            optimizer_state(self.optimizer), keep_values=self.accelerator.is_main_process
+        )
 
-    def load(self, weights: Tensors, moments: Tensors) -> None:
-        for name, tensor in trainable_state(self.model).items():
-            fill(tensor, weights[name])
-        load_optimizer_state(self.optimizer, self._spread(moments))
+    def load_state(self, weights: Tensors, moments: Tensors) -> None:
+        for name, tensor in get_trainable_parameters(self.model).items():
+            copy_full_values(tensor, weights[name])
+        load_optimizer_state(self.optimizer, self._shard_moments(moments))
 
-    def _spread(self, moments: Tensors) -> dict[str, torch.Tensor]:
+    def _shard_moments(self, moments: Tensors) -> dict[str, torch.Tensor]:
         """Shard each moment like its parameter; step counts, which are 0-dim, stay as they are."""
         # A moment has its parameter's name plus its own: `<group>/<parameter>/<moment>`.
         like = named_parameters(self.optimizer.param_groups)
         return {
-            name: spread(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
+            name: shard_like(tensor, like[name.rpartition("/")[0]]) if tensor.ndim else tensor
             for name, tensor in moments.items()
         }
 
 
-def shard(
+def shard_model(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sharding: Sharding,
-    called_alone: Sequence[str] = (),
-) -> Sharded:
+    directly_called_modules: Sequence[str] = (),
+) -> ShardedEngine:
     """Shard the model over all ranks block by block, and give the optimizer the resulting parameters.
 
     The adapter must be attached, equal on all ranks, and the optimizer must not have stepped. Blocks move to the
     accelerator's device one by one, so it never holds the whole model. Parts of blocks that the model also calls
-    directly (`called_alone`) are sharded separately. Raises `DitLoraError` for parameters that cannot be sharded.
+    directly (`directly_called_modules`) are sharded separately. Raises `DitLoraError` for parameters that cannot be
+    sharded.
     """
-    _require_spreadable(model)
+    _require_shardable(model)
     # Raised for models that return a view, as all of Diffusers' do; nothing writes to their output.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     # `evaluation_mode` keeps Accelerate from wrapping the model in DDP as well.
@@ -106,30 +117,30 @@ def shard(
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     # One dimension over all ranks: every weight is sharded over all of them.
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    inner_modules = [model.get_submodule(name) for name in called_alone]
+    inner_modules = [model.get_submodule(name) for name in directly_called_modules]
     # Inner modules first: `fully_shard` gives a module the parameters that no inner module has taken.
-    for module in (*inner_modules, *_outermost(repeated_blocks(model)), model):
-        before = {name: dict(getattr(module, name)) for name in _HOOKS}
+    for module in (*inner_modules, *_select_outermost(repeated_blocks(model)), model):
+        before = {name: dict(getattr(module, name)) for name in _HOOK_ATTRIBUTES}
         # Reshard after each forward pass: whole weights would miss changes to the shards.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOKS}
-        module.__dict__[GATHERING] = added
+        added = {n: [k for k in getattr(module, n) if k not in before[n]] for n in _HOOK_ATTRIBUTES}
+        module.__dict__[GATHERING_HOOKS] = added
     _gather_for_features(model)
     # `fully_shard` replaced the parameters with DTensors; the optimizer still holds the old ones.
     parameters_by_name = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [parameters_by_name[name] for name in group["param_names"]]
-    return Sharded(accelerator, model, optimizer, sharding=sharding)
+    return ShardedEngine(accelerator, model, optimizer, sharding=sharding)
 
 
-_FEATURES = ("get_image_features", "get_video_features")
+_FEATURE_METHODS = ("get_image_features", "get_video_features")
 """Methods of the inner model that Transformers' `generate` calls before its first forward pass."""
 
 
 def _gather_for_features(model: nn.Module) -> None:
-    """Gather the root's weights when a method of `_FEATURES` is called outside a forward pass."""
+    """Gather the root's weights when a method of `_FEATURE_METHODS` is called outside a forward pass."""
     trunk: Any = getattr(model, "base_model", model)
-    for name in _FEATURES if trunk is not model else ():
+    for name in _FEATURE_METHODS if trunk is not model else ():
         method = getattr(trunk, name, None)
         if method is None:
             continue
@@ -137,34 +148,34 @@ def _gather_for_features(model: nn.Module) -> None:
         gathered_name = f"_gathered_{name}"
         setattr(model, gathered_name, method)
         register_fsdp_forward_method(model, gathered_name)
-        trunk.__dict__[name] = _inside_or_by(model, method, getattr(model, gathered_name))
+        trunk.__dict__[name] = _wrap_feature_method(model, method, getattr(model, gathered_name))
 
 
-def _inside_or_by(
-    model: Any, stock: Callable[..., Any], gathering: Callable[..., Any]
+def _wrap_feature_method(
+    model: Any, method: Callable[..., Any], gathering_method: Callable[..., Any]
 ) -> Callable[..., Any]:
     # `generate` reads the method's signature.
-    @functools.wraps(stock)
-    def features(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(method)
+    def call_method(*args: Any, **kwargs: Any) -> Any:
         # Inside a forward pass the root is already gathered; gathering twice would reshard it too early.
         is_outside = isinstance(model.get_input_embeddings().weight, DTensor)
-        return gathering(*args, **kwargs) if is_outside else stock(*args, **kwargs)
+        return gathering_method(*args, **kwargs) if is_outside else method(*args, **kwargs)
 
-    return features
+    return call_method
 
 
-def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+def _select_outermost(blocks: list[nn.Module]) -> list[nn.Module]:
     """The blocks that no other block contains: inner ones are gathered with the outer one."""
     # Every module inside a block, except the block itself.
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 
 
-def _bytes(module: nn.Module) -> int:
+def _count_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _require_spreadable(model: nn.Module) -> None:
+def _require_shardable(model: nn.Module) -> None:
     refused = [
         f"{name}: {'a single number' if not p.ndim else 'not contiguous in memory'}"
         for name, p in model.named_parameters()
@@ -175,4 +186,4 @@ def _require_spreadable(model: nn.Module) -> None:
         summary = (
             "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
         )
-        raise DitLoraError(listed(summary, refused))
+        raise DitLoraError(format_list(summary, refused))

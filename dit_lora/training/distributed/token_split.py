@@ -19,11 +19,11 @@ from diffusers.models._modeling_parallel import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.fuse.models.cogvideox import CogVideoXProcessor
 
 
-def _plan(model: Any) -> dict[str, Any]:
+def _build_plan(model: Any) -> dict[str, Any]:
     """CogVideoX's plan: split both streams and the positions before the first block, gather after the last layer."""
     # Hooks on the first block's inputs split the embeddings of whole samples; every later block sees a share.
     tokens = ContextParallelInput(split_dim=1, expected_dims=3)
@@ -38,7 +38,7 @@ def _plan(model: Any) -> dict[str, Any]:
     return plan
 
 
-BACKENDS = ("native", "flash", "_native_flash", "_native_cudnn")
+TOKEN_EXCHANGE_BACKENDS = ("native", "flash", "_native_flash", "_native_cudnn")
 """Diffusers' attention backends that train and exchange tokens."""
 
 
@@ -47,7 +47,7 @@ def has_context_plan(model: Any) -> bool:
     return type(model).__name__ == "CogVideoXTransformer3DModel"
 
 
-def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
+def find_context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]]) -> list[str]:
     """Reasons why `degree` ranks cannot share samples with these numbers of (text, video) tokens; empty if they
     can.
     """
@@ -62,60 +62,60 @@ def context_problems(model: Any, degree: int, tokens: Iterable[tuple[int, int]])
     return problems
 
 
-def split_context(model: Any, degree: int, device: torch.device, rank: int, ranks: int) -> None:
+def split_context(model: Any, degree: int, device: torch.device, rank: int, num_ranks: int) -> None:
     """Let each `degree` consecutive ranks share every sample that they run together. Collective; needs a fused model.
 
     Raises `DitLoraError` if an attention processor would attend only to its own rank's tokens.
     """
     unsupported = {
         type(processor).__name__
-        for processor in _processors(model)
+        for processor in _find_processors(model)
         if not isinstance(processor, CogVideoXProcessor)
     }
     if unsupported:
         summary = "train.context_parallel: these attention processors do not exchange tokens"
-        raise DitLoraError(listed(summary, sorted(unsupported)))
+        raise DitLoraError(format_list(summary, sorted(unsupported)))
     # The steps of Diffusers' `enable_parallelism`, which requires an accelerator.
     # Data parallel groups of `degree` ranks each; no ring attention.
     mesh = init_device_mesh(
-        device.type, (ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
+        device.type, (num_ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
     )
     # Ulysses: ranks exchange tokens for heads before attention, and back after it.
     context = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)
-    config.setup(rank, ranks, device, mesh=mesh)
-    _apply(model, config)
+    config.setup(rank, num_ranks, device, mesh=mesh)
+    _apply_split(model, config)
 
 
 @contextmanager
-def whole_context(model: Any) -> Iterator[None]:
+def disable_token_split(model: Any) -> Iterator[None]:
     """Disable the split inside the context: this rank computes all tokens and exchanges nothing."""
     config = getattr(model, "_parallel_config", None)
     if config is None:
         yield
         return
     # Without hooks and configuration, this rank can run a forward that the others do not.
-    remove_context_parallel(model, _plan(model))
-    _configure(model, None)
+    remove_context_parallel(model, _build_plan(model))
+    _set_parallel_config(model, None)
     try:
         yield
     finally:
-        _apply(model, config)
+        _apply_split(model, config)
 
 
-def _apply(model: Any, config: Any) -> None:
+def _apply_split(model: Any, config: Any) -> None:
     """Register Diffusers' hooks that split and gather tokens, and give the processors the parallel configuration."""
-    _configure(model, config)
-    apply_context_parallel(model, config.context_parallel_config, _plan(model))
+    _set_parallel_config(model, config)
+    apply_context_parallel(model, config.context_parallel_config, _build_plan(model))
 
 
-def _configure(model: Any, config: ParallelConfig | None) -> None:
+def _set_parallel_config(model: Any, config: ParallelConfig | None) -> None:
     """Set the parallel configuration where Diffusers reads it: on the model and on each processor."""
     model._parallel_config = config
-    for processor in _processors(model):
+    for processor in _find_processors(model):
         processor._parallel_config = config
 
 
-def _processors(model: Any) -> list[Any]:
+def _find_processors(model: Any) -> list[Any]:
     """The processor of every attention layer."""
     return [m.processor for m in model.modules() if hasattr(m, "processor")]

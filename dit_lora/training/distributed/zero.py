@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.numerics.parameters import trainable_state
+from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine, Tensors
-from dit_lora.training.optim.build import gradient_norms
+from dit_lora.training.optim.build import compute_gradient_norms
 from dit_lora.training.optim.state import named_parameters
 
-_BUCKET = 50_000_000
+_MAX_BUCKET_ELEMENTS = 50_000_000
 """Elements of the largest bucket in which gradients wait to be averaged; DeepSpeed's default needs 2 GB."""
 
 
@@ -46,12 +46,12 @@ class _Part:
 
     tensor: torch.Tensor
     """The flat weights, with their gradient. All ranks' parts in order are the group's parameters, then padding."""
-    first: int
+    start: int
     """Index of this part's first element in the flat group."""
     parameters: Mapping[str, nn.Parameter]
     """The group's parameters by `<group>/<parameter>`, in the order in which they are flattened."""
 
-    def places(self) -> dict[str, slice]:
+    def slices_in_group(self) -> dict[str, slice]:
         """Slice of each parameter in the flat group."""
         slices, end = {}, 0
         for name, parameter in self.parameters.items():
@@ -59,15 +59,15 @@ class _Part:
             end += parameter.numel()
         return slices
 
-    def own_places(self) -> dict[str, slice]:
+    def slices_in_part(self) -> dict[str, slice]:
         """Slice of each parameter in this part; parameters outside of it are omitted."""
-        end = self.first + self.tensor.numel()
+        end = self.start + self.tensor.numel()
         return {
             name: slice(
-                max(location.start, self.first) - self.first, min(location.stop, end) - self.first
+                max(location.start, self.start) - self.start, min(location.stop, end) - self.start
             )
-            for name, location in self.places().items()
-            if location.start < end and location.stop > self.first
+            for name, location in self.slices_in_group().items()
+            if location.start < end and location.stop > self.start
         }
 
 
@@ -86,7 +86,7 @@ class Zero2(Engine):
     ) -> None:
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
-        self._micro_steps = 0
+        self._num_micro_steps = 0
         # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
         trained = sum(
@@ -95,23 +95,23 @@ class Zero2(Engine):
             for parameter in group_parameters.values()
         )
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
-        self._bucket = min(_BUCKET, trained)
+        self._bucket_elements = min(_MAX_BUCKET_ELEMENTS, trained)
         # DeepSpeed replaces the groups' parameters with its parts; the caller's groups must not change.
         optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
         # Adds autocast and moves it to its device; in evaluation mode Accelerate wraps it in nothing else.
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
-        self.model, self._zero, _, _ = deepspeed.initialize(
-            model=prepared, optimizer=optimizer, config=self._config()
+        self.model, self._zero_optimizer, _, _ = deepspeed.initialize(
+            model=prepared, optimizer=optimizer, config=self._build_config()
         )
-        self.optimizer = self._zero.optimizer
+        self.optimizer = self._zero_optimizer.optimizer
         flat = (group["params"][0] for group in self.optimizer.param_groups)
         self._parts = [
             _Part(part, part.numel() * accelerator.process_index, group_parameters)
             for part, group_parameters in zip(flat, parameters, strict=True)
         ]
-        self._disarm()
+        self._remove_gradient_hooks()
 
-    def _config(self) -> dict[str, Any]:
+    def _build_config(self) -> dict[str, Any]:
         """DeepSpeed's config, with its precision handling, clipping, norms and overflow check disabled."""
         return {
             "train_micro_batch_size_per_gpu": 1,  # has no effect here
@@ -124,152 +124,160 @@ class Zero2(Engine):
                 # Off: the loop clips each group, and the gate decides about the step.
                 "compute_grad_norm": False,
                 "overlap_comm": False,
-                "reduce_bucket_size": self._bucket,
+                "reduce_bucket_size": self._bucket_elements,
             },
             "timers": {"throughput": {"enabled": False}},
         }
 
     @property
-    def bare(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         return self.model.module
 
     @property
-    def bytes_in_flight(self) -> int:
+    def in_flight_bytes(self) -> int:
         """Bytes of the fp32 gradient bucket; weights are never gathered during a pass."""
-        return 4 * self._bucket
+        return 4 * self._bucket_elements
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        self._micro_steps += 1
+        self._num_micro_steps += 1
         # DeepSpeed must be told which micro-step is a step's last.
-        is_last = self._micro_steps % self.accelerator.gradient_accumulation_steps == 0
+        is_last = self._num_micro_steps % self.accelerator.gradient_accumulation_steps == 0
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Average and partition the gradients in every micro-step: no rank keeps all of them."""
         # ZeRO's constructor hooks the parameters permanently; here the hooks exist during one backward.
-        self._zero.create_gradient_handling_hooks()
+        self._zero_optimizer.create_gradient_handling_hooks()
         try:
             # The engine's and not Accelerate's, which would also step before the gradients are checked.
             self.model.backward(loss)
         finally:
-            self._disarm()
+            self._remove_gradient_hooks()
 
-    def _disarm(self) -> None:
+    def _remove_gradient_hooks(self) -> None:
         """Remove DeepSpeed's hooks from the parameters, so that a replay's backward stays on this rank."""
-        for hook in self._zero._grad_acc_hooks:
+        for hook in self._zero_optimizer._grad_acc_hooks:
             hook.remove()
-        self._zero._grad_acc_hooks.clear()
+        self._zero_optimizer._grad_acc_hooks.clear()
 
-    def gradient_norms(self, norms: Norms | None) -> dict[str, torch.Tensor]:
+    def compute_gradient_norms(self, compute_norms: NormFunction | None) -> dict[str, torch.Tensor]:
         """Each group's gradient norm over all ranks' parts; squares are added in fp64, where none overflows."""
-        averaged = self._zero.averaged_gradients
+        averaged = self._zero_optimizer.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping expect it; DeepSpeed's step takes a view of it.
-            part.tensor.grad = self._zero.flatten_dense_tensors_aligned(
+            part.tensor.grad = self._zero_optimizer.flatten_dense_tensors_aligned(
                 averaged[index], part.tensor.numel()
             )
             averaged[index] = [part.tensor.grad]
-        local_norms = gradient_norms(self.optimizer.param_groups, norms)
+        local_norms = compute_gradient_norms(self.optimizer.param_groups, compute_norms)
         # The norms are fp64: their squares stay finite where fp32 would overflow.
         squares = torch.stack([*local_norms.values()]).square()
         # Each rank has a part of every group: sum the squares over ranks.
         total_norms = self.accelerator.reduce(squares, reduction="sum").sqrt()
         return dict(zip(local_norms, total_norms.unbind(), strict=True))
 
-    def step(self, bad: torch.Tensor) -> None:
-        """Run the step unless `bad`, which fused AdamW reads on the device; then gather the updated weights."""
+    def step(self, should_skip: torch.Tensor) -> None:
+        """Run the step unless `should_skip`, which fused AdamW reads on the device; then gather the
+        updated weights.
+        """
         # DeepSpeed calls the optimizer itself, so the flag must be set before.
-        self.optimizer.found_inf = bad
+        self.optimizer.found_inf = should_skip
         try:
-            self._zero.step()
+            self._zero_optimizer.step()
         finally:
             del self.optimizer.found_inf
-        self._zero.zero_grad(set_to_none=True)
-        self._micro_steps = 0
+        self._zero_optimizer.zero_grad(set_to_none=True)
+        self._num_micro_steps = 0
 
-    def discard(self) -> None:
+    def discard_gradients(self) -> None:
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-        super().discard()
-        self._zero.zero_grad(set_to_none=True)
-        for index in self._zero.averaged_gradients:
-            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+        super().discard_gradients()
+        self._zero_optimizer.zero_grad(set_to_none=True)
+        for index in self._zero_optimizer.averaged_gradients:
+            self._zero_optimizer.averaged_gradients[index] = self._zero_optimizer.all_grad_tensors[
+                index
+            ] = None
         # With it the first micro-step starts new sums; later ones add to them.
-        self._zero.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._micro_steps = 0
+        self._zero_optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._num_micro_steps = 0
 
-    def own_state(self) -> dict[str, torch.Tensor]:
+    def local_state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's state; `<group>/<parameter>/part` is the optimizer's fp32 copy of its part of a weight."""
         parts = {
             f"{name}/part": part.tensor.detach()[location]
             for part in self._parts
-            for name, location in part.own_places().items()
+            for name, location in part.slices_in_part().items()
         }
-        return trainable_state(self.bare) | parts | self.own_moments()
+        return get_trainable_parameters(self.unwrapped_model) | parts | self.local_optimizer_state()
 
-    def own_moments(self) -> dict[str, torch.Tensor]:
+    def local_optimizer_state(self) -> dict[str, torch.Tensor]:
         return {
             f"{name}/{kind}": flat[location] if flat.ndim else flat
             for part in self._parts
-            for name, location in part.own_places().items()
+            for name, location in part.slices_in_part().items()
             for kind, flat in self.optimizer.state.get(part.tensor, {}).items()
         }
 
-    def alike(self) -> dict[str, torch.Tensor]:
+    def replicated_state(self) -> dict[str, torch.Tensor]:
         """The weights only: everything else is this rank's part."""
-        return trainable_state(self.bare)
+        return get_trainable_parameters(self.unwrapped_model)
 
-    def put_numbers(self, state: Tensors) -> None:
+    def load_scalar_state(self, state: Tensors) -> None:
         """Do nothing: AdamW has no Python numbers."""
 
-    def forget(self, names: Sequence[str]) -> None:
+    def drop_optimizer_state(self, names: Sequence[str]) -> None:
         """Zero the moments of every group that contains a tensor of these names."""
         # A flat part mixes parameters, so the moments of the whole group are reset.
-        owners = {_owner(name) for name in names}
+        owners = {_get_parameter_name(name) for name in names}
         for part in self._parts:
             if owners & part.parameters.keys():
                 for value in self.optimizer.state.get(part.tensor, {}).values():
                     value.zero_()
 
-    def moments(self) -> dict[str, torch.Tensor]:
+    def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
         state = {}
         for part in self._parts:
             for kind, part_value in self.optimizer.state.get(part.tensor, {}).items():
                 # Collective, in the same order of groups and kinds on every rank.
                 flat_value = self.accelerator.gather(part_value) if part_value.ndim else part_value
-                for name, location in part.places().items():
+                for name, location in part.slices_in_group().items():
                     shape = part.parameters[name].shape
                     state[f"{name}/{kind}"] = (
                         flat_value[location].view(shape) if part_value.ndim else part_value.clone()
                     )
         return state
 
-    def load(self, weights: Tensors, moments: Tensors) -> None:
+    def load_state(self, weights: Tensors, moments: Tensors) -> None:
         with torch.no_grad():
-            for name, tensor in trainable_state(self.bare).items():
+            for name, tensor in get_trainable_parameters(self.unwrapped_model).items():
                 tensor.copy_(weights[name])
         # The optimizer's fp32 parts are copies: without this the first step would undo the load.
-        self._zero.refresh_fp32_params()
+        self._zero_optimizer.refresh_fp32_params()
         for part in self._parts:
             # For example exp_avg, exp_avg_sq and step.
-            kinds = {name.rpartition("/")[2] for name in moments if _owner(name) in part.parameters}
+            kinds = {
+                name.rpartition("/")[2]
+                for name in moments
+                if _get_parameter_name(name) in part.parameters
+            }
             self.optimizer.state[part.tensor] = {
-                kind: self._own_moment(part, kind, moments) for kind in sorted(kinds)
+                kind: self._select_local_moment(part, kind, moments) for kind in sorted(kinds)
             }
 
-    def _own_moment(self, part: _Part, kind: str, moments: Tensors) -> torch.Tensor:
+    def _select_local_moment(self, part: _Part, kind: str, moments: Tensors) -> torch.Tensor:
         values = {name: moments[f"{name}/{kind}"] for name in part.parameters}
         # One step count for the whole part: its parameters have taken the same steps.
         if kind == "step":
             return next(iter(values.values())).to(part.tensor.device, copy=True)
         # The flat group is padded to a multiple of the ranks; a checkpoint holds no padding.
         flat_value = part.tensor.new_zeros(part.tensor.numel() * self.accelerator.num_processes)
-        for name, location in part.places().items():
+        for name, location in part.slices_in_group().items():
             flat_value[location] = values[name].flatten()
-        return flat_value[part.first : part.first + part.tensor.numel()].clone()
+        return flat_value[part.start : part.start + part.tensor.numel()].clone()
 
 
-def _owner(name: str) -> str:
+def _get_parameter_name(name: str) -> str:
     return name.rpartition("/")[0]

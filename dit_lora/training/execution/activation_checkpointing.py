@@ -21,15 +21,15 @@ from torch.utils.checkpoint import (
 )
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.attention_calls import exchange_keeper
+from dit_lora.numerics.attention_calls import swap_context_provider
 
-Mode = Literal["none", "selective", "full"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+CheckpointingMode = Literal["none", "selective", "full"]
+CHECKPOINTING_MODES: tuple[CheckpointingMode, ...] = get_args(CheckpointingMode)
 """Modes from no recomputation to the largest memory saving."""
 
 # Op names without their overload: PyTorch's fused attention, FlashAttention's forward ops under any namespace, and
 # this package's linear attention.
-_ATTENTION = re.compile(
+_ATTENTION_OP_PATTERN = re.compile(
     r"aten::_scaled_dot_product_\w+"
     r"|aten::_(flash|efficient|cudnn)_attention_forward"
     r"|\w*flash_attn\w*::(fwd|\w*_forward)"
@@ -38,27 +38,27 @@ _ATTENTION = re.compile(
 
 
 @cache
-def is_attention(op: OpOverload) -> bool:
+def is_attention_op(op: OpOverload) -> bool:
     """True if an op is a fused attention forward: small outputs, many FLOPs."""
     # The name without its overload.
     name = op.name().partition(".")[0]
-    return bool(_ATTENTION.fullmatch(name)) and "backward" not in name
+    return bool(_ATTENTION_OP_PATTERN.fullmatch(name)) and "backward" not in name
 
 
-def keeps_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def should_keep_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if `selective` keeps the outputs of this op call: it is attention without dropout.
 
     With dropout, a kept call would not draw its random numbers again, and all later dropout would draw other numbers.
     """
     # The probability may come by keyword or by position; left out, it is 0.
-    return is_attention(op) and not any(
+    return is_attention_op(op) and not any(
         kwargs.get(name, args[position] if position < len(args) else 0)
-        for position, name in _dropout_arguments(op)
+        for position, name in _find_dropout_arguments(op)
     )
 
 
 @cache
-def _dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+def _find_dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the op's dropout probability argument."""
     arguments = enumerate(op._schema.arguments)
     return tuple(
@@ -74,7 +74,7 @@ def supports_checkpointing(transformer: nn.Module) -> bool:
     return bool(getattr(transformer, "_supports_gradient_checkpointing", False))
 
 
-def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
+def set_block_caller(transformer: nn.Module, function: Callable[..., Any] | None) -> None:
     """Call the model's checkpointable blocks through `function(block, *inputs)`; None calls them directly.
 
     The model must support checkpointing. Transformers' blocks, which do this only in training mode, are passed as a
@@ -95,46 +95,48 @@ def call_blocks_by(transformer: nn.Module, function: Callable[..., Any] | None) 
 
 
 @contextmanager
-def blocks_called_by(transformer: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
+def use_block_caller(transformer: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
     """Call the blocks through `function` inside the context. Does nothing for a model without checkpointing."""
     if not supports_checkpointing(transformer):
         yield
         return
-    call_blocks_by(transformer, function)
+    set_block_caller(transformer, function)
     try:
         yield
     finally:
-        call_blocks_by(transformer, None)
+        set_block_caller(transformer, None)
 
 
-def least_memory(transformer: nn.Module) -> Mode:
+def choose_least_memory_mode(transformer: nn.Module) -> CheckpointingMode:
     """The mode that needs the least memory: `full`, or `none` for a model without checkpointing."""
     return "full" if supports_checkpointing(transformer) else "none"
 
 
-def require_checkpointing(transformer: nn.Module, asked: Literal["auto", Mode]) -> None:
+def require_checkpointing(
+    transformer: nn.Module, requested_mode: Literal["auto", CheckpointingMode]
+) -> None:
     """Raise `DitLoraError` if the mode needs gradient checkpointing and the model has none."""
-    if asked in ("selective", "full") and not supports_checkpointing(transformer):
+    if requested_mode in ("selective", "full") and not supports_checkpointing(transformer):
         raise DitLoraError(
-            f"train.checkpointing={asked}: {type(transformer).__name__} has no gradient checkpointing; use "
+            f"train.checkpointing={requested_mode}: {type(transformer).__name__} has no gradient checkpointing; use "
             "auto or none"
         )
 
 
-def set_checkpointing(transformer: nn.Module, mode: Mode) -> None:
+def set_checkpointing(transformer: nn.Module, mode: CheckpointingMode) -> None:
     """Checkpoint the model's blocks. Values, gradients and dropout stay bitwise the same.
 
     Raises `DitLoraError` as `require_checkpointing`.
     """
     require_checkpointing(transformer, mode)
     if supports_checkpointing(transformer):
-        call_blocks_by(transformer, BLOCK_CALLERS[mode])
+        set_block_caller(transformer, BLOCK_CALLERS[mode])
 
 
 @contextmanager
-def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
-    """Checkpoint the model's blocks in `mode` inside the context, and restore the previous mode afterwards."""
-    before = _mode(transformer)
+def use_checkpointing_mode(transformer: nn.Module, mode: CheckpointingMode) -> Iterator[None]:
+    """Checkpoint the model's blocks in `save_context` inside the context, and restore the previous mode afterwards."""
+    before = _get_mode(transformer)
     set_checkpointing(transformer, mode)
     try:
         yield
@@ -142,7 +144,7 @@ def in_mode(transformer: nn.Module, mode: Mode) -> Iterator[None]:
         set_checkpointing(transformer, before)
 
 
-def _mode(transformer: nn.Module) -> Mode:
+def _get_mode(transformer: nn.Module) -> CheckpointingMode:
     # There is no public accessor: Diffusers and Transformers keep the function on each module.
     functions = [
         module.__dict__.get("_gradient_checkpointing_func")
@@ -151,23 +153,25 @@ def _mode(transformer: nn.Module) -> Mode:
     ]
     if not functions:
         return "none"
-    return "selective" if _selectively in functions else "full"
+    return "selective" if _checkpoint_selectively in functions else "full"
 
 
-def before_each_computation(block: nn.Module, function: Callable[[], None]) -> None:
+def register_before_computation(block: nn.Module, function: Callable[[], None]) -> None:
     """Make `full` checkpointing call `function` before each computation of a block, including the recomputation.
 
     A forward pre-hook is not enough: Transformers recomputes a layer without its hooks.
     """
-    block.__dict__[_BEFORE] = function
+    block.__dict__[_BEFORE_COMPUTATION_KEY] = function
 
 
-_BEFORE = "_dit_lora_before_computation"
+_BEFORE_COMPUTATION_KEY = "_dit_lora_before_computation"
 
 
-def _fully(block: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_fully(block: Callable[..., Any], *args: Any) -> Any:
     """Run a block; everything inside it is recomputed in the backward pass."""
-    before: Callable[[], None] | None = getattr(called_block(block), _BEFORE, None)
+    before: Callable[[], None] | None = getattr(
+        find_called_block(block), _BEFORE_COMPUTATION_KEY, None
+    )
     if before is None:
         return checkpoint(block, *args, use_reentrant=False)
 
@@ -179,7 +183,7 @@ def _fully(block: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(compute, *args, use_reentrant=False)
 
 
-def called_block(function: Callable[..., Any]) -> nn.Module | None:
+def find_called_block(function: Callable[..., Any]) -> nn.Module | None:
     """The module behind a checkpointed function, as Diffusers and Transformers pass it; None if there is none."""
     candidates: list[Any] = [function]
     if isinstance(function, partial):
@@ -188,41 +192,44 @@ def called_block(function: Callable[..., Any]) -> nn.Module | None:
     return next((candidate for candidate in candidates if isinstance(candidate, nn.Module)), None)
 
 
-def _selectively(block: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_selectively(block: Callable[..., Any], *args: Any) -> Any:
     """Run a block; its attention outputs are kept, the rest is recomputed in the backward pass."""
     # The general way, for compiled blocks and unknown callables.
-    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _policy)
-    module = called_block(block)
+    contexts: Callable[[], Any] = partial(create_selective_checkpoint_contexts, _choose_policy)
+    module = find_called_block(block)
     if module is not None and not torch.compiler.is_compiling():
         # Once all attention calls of a block are known to be marked, cheaper contexts keep the same outputs.
-        contexts = partial(_few_contexts if module in _MARKED else _all_contexts, module)
+        contexts = partial(
+            _make_marked_contexts if module in _MARKED_CALL_COUNTS else _make_recording_contexts,
+            module,
+        )
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
 
 # Number of attention calls per block, for blocks in which every kept output is from a marked call.
-_MARKED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_MARKED_CALL_COUNTS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def _few_contexts(block: nn.Module) -> tuple["_AtCalls", "_AtCalls"]:
+def _make_marked_contexts(block: nn.Module) -> tuple["_MarkedCallContext", "_MarkedCallContext"]:
     """Contexts for a forward and its recomputation in which only marked attention calls run under dispatch modes."""
     # The first keeps outputs in the forward pass, the second returns them in the recomputation.
-    keeping, handing_out = create_selective_checkpoint_contexts(_policy)
-    return _AtCalls(keeping, block), _AtCalls(handing_out)
+    keeping, handing_out = create_selective_checkpoint_contexts(_choose_policy)
+    return _MarkedCallContext(keeping, block), _MarkedCallContext(handing_out)
 
 
-class _AtCalls:
+class _MarkedCallContext:
     """Runs each marked attention call inside it under a dispatch mode, and nothing else.
 
     A dispatch mode costs a Python call for each of a block's hundred ops, but only attention needs it.
     """
 
     def __init__(self, mode: TorchDispatchMode, block: nn.Module | None = None) -> None:
-        self._mode, self._block, self._calls = mode, block, 0
+        self._mode, self._block, self._num_calls = mode, block, 0
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
         """Run the body under the mode."""
-        self._calls += 1
+        self._num_calls += 1
         # Not the mode's own `__enter__`: in a recomputation that resets the count of outputs handed out (torch 2.13).
         TorchDispatchMode.__enter__(self._mode)
         try:
@@ -231,71 +238,75 @@ class _AtCalls:
             self._mode.__exit__(None, None, None)
 
     def __enter__(self) -> None:
-        self._before = exchange_keeper(self)
+        self._previous_keeper = swap_context_provider(self)
 
     def __exit__(self, *_: object) -> None:
-        exchange_keeper(self._before)
+        swap_context_provider(self._previous_keeper)
         # If other processors are installed since (a kernel switched off), their calls may be unmarked: examine the
         # block again.
-        if self._block is not None and _MARKED.get(self._block) != self._calls:
-            _MARKED.pop(self._block, None)
+        if self._block is not None and _MARKED_CALL_COUNTS.get(self._block) != self._num_calls:
+            _MARKED_CALL_COUNTS.pop(self._block, None)
 
 
-def _all_contexts(block: nn.Module) -> tuple["_WithNotes", AbstractContextManager[Any]]:
+def _make_recording_contexts(
+    block: nn.Module,
+) -> tuple["_RecordingContext", AbstractContextManager[Any]]:
     """Contexts in which every op runs under dispatch modes; the first records whether all attention calls are
     marked.
     """
-    notes = _WithNotes(block)
-    notes.mode, handing_out = create_selective_checkpoint_contexts(notes.policy)
+    notes = _RecordingContext(block)
+    notes.save_context, handing_out = create_selective_checkpoint_contexts(notes.choose_policy)
     return notes, handing_out
 
 
-class _WithNotes:
+class _RecordingContext:
     """Keeps attention outputs wherever attention is called, and records whether each call was marked."""
 
-    mode: AbstractContextManager[Any]
+    save_context: AbstractContextManager[Any]
 
     def __init__(self, block: nn.Module) -> None:
-        self._block, self._calls = block, 0
-        self._is_inside = self._missed = False
+        self._block, self._num_calls = block, 0
+        self._is_in_call = self._has_unmarked_calls = False
 
-    def policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Answer like `_policy`, and record kept outputs of unmarked calls."""
-        decision = _policy(context, op, *args, **kwargs)
+    def choose_policy(
+        self, context: Any, op: OpOverload, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        """Answer like `_choose_policy`, and record kept outputs of unmarked calls."""
+        decision = _choose_policy(context, op, *args, **kwargs)
         # The cheap contexts would not keep this output.
-        self._missed |= decision is CheckpointPolicy.MUST_SAVE and not self._is_inside
+        self._has_unmarked_calls |= decision is CheckpointPolicy.MUST_SAVE and not self._is_in_call
         return decision
 
     @contextmanager
     def attention_call(self) -> Iterator[None]:
         """Treat outputs kept inside the context as those of a marked call."""
-        self._calls, self._is_inside = self._calls + 1, True
+        self._num_calls, self._is_in_call = self._num_calls + 1, True
         try:
             yield
         finally:
-            self._is_inside = False
+            self._is_in_call = False
 
     def __enter__(self) -> None:
-        self._before = exchange_keeper(self)
-        self.mode.__enter__()
+        self._previous_keeper = swap_context_provider(self)
+        self.save_context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self.mode.__exit__(*raised)
-        exchange_keeper(self._before)
+        self.save_context.__exit__(*raised)
+        swap_context_provider(self._previous_keeper)
         # Only a complete forward pass tells how many attention calls the block makes.
-        if not self._missed and raised[0] is None:
-            _MARKED[self._block] = self._calls
+        if not self._has_unmarked_calls and raised[0] is None:
+            _MARKED_CALL_COUNTS[self._block] = self._num_calls
 
 
-def _policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _choose_policy(_context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Everything that is not kept is recomputed in the backward pass.
-    is_kept = keeps_outputs(op, args, kwargs)
+    is_kept = should_keep_outputs(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-BLOCK_CALLERS: dict[Mode, Callable[..., Any] | None] = {
+BLOCK_CALLERS: dict[CheckpointingMode, Callable[..., Any] | None] = {
     "none": None,
-    "selective": _selectively,
-    "full": _fully,
+    "selective": _checkpoint_selectively,
+    "full": _checkpoint_fully,
 }
-"""The function to pass to `call_blocks_by` for each mode."""
+"""The function to pass to `set_block_caller` for each mode."""

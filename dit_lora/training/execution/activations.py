@@ -17,36 +17,36 @@ from torch.utils._pytree import tree_leaves
 
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
-from dit_lora.guard.switches import eager
+from dit_lora.guard.switches import disable_compile
 from dit_lora.numerics import objectives
-from dit_lora.numerics.opaque import ONLY_COUNTS
+from dit_lora.numerics.opaque import COUNTS_ONLY
 from dit_lora.patching import Patches
 from dit_lora.training.execution.activation_checkpointing import (
-    MODES,
-    Mode,
-    blocks_called_by,
-    keeps_outputs,
+    CHECKPOINTING_MODES,
+    CheckpointingMode,
+    should_keep_outputs,
     supports_checkpointing,
+    use_block_caller,
 )
 from dit_lora.training.execution.fake_step import FakeStep, Losses
 
-Needs = Mapping[Mode, int]
+PeakBytes = Mapping[CheckpointingMode, int]
 """Peak bytes of activations in a step, by mode; only `none` for a model without checkpointing."""
 
-SHARE = 0.9
+MAX_MEMORY_SHARE = 0.9
 """Share of the free memory that activations may take. The rest is for gradients in flight (0.4 to 0.7 GiB in the
 backward pass of CogVideoX-5B, counted on fake tensors) and the allocator's rounding.
 """
 
 
 @dataclass
-class _Block:
+class _BlockRecord:
     """Storages of one checkpointed call, by number."""
 
     inputs: set[int]
-    in_every_mode: bool
+    is_always_recomputed: bool
     saved: set[int] = field(default_factory=set)
-    attention: set[int] = field(default_factory=set)
+    attention_outputs: set[int] = field(default_factory=set)
 
 
 class _Ledger:
@@ -55,167 +55,189 @@ class _Ledger:
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         # Keep storages alive: a number is an address, which a later tensor could reuse.
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._weights = self._numbers(weights)
-        self.outside: set[int] = set()
-        self.blocks: list[_Block] = []
-        self._current: _Block | None = None
+        self._weights = self._register_storages(weights)
+        self.saved_outside_blocks: set[int] = set()
+        self.blocks: list[_BlockRecord] = []
+        self._current_block: _BlockRecord | None = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pack hook of autograd: called with each tensor that it saves."""
         # Tensors saved outside of blocks are kept in every mode.
-        saved = self.outside if self._current is None else self._current.saved
-        saved |= self._activations([tensor])
+        saved = (
+            self.saved_outside_blocks if self._current_block is None else self._current_block.saved
+        )
+        saved |= self._register_activations([tensor])
         return tensor.detach()
 
     # Tells other code that this hook leaves the saved tensors as they are.
-    setattr(pack, ONLY_COUNTS, True)
+    setattr(pack_tensor, COUNTS_ONLY, True)
 
     @contextmanager
-    def block(self, inputs: Iterable[Any], *, in_every_mode: bool) -> Iterator[_Block]:
+    def record_block(
+        self, inputs: Iterable[Any], *, is_always_recomputed: bool
+    ) -> Iterator[_BlockRecord]:
         """Count tensors saved inside the context as a block's: recomputed in every mode, or in some."""
-        self._current = _Block(self._activations(inputs), in_every_mode)
-        self.blocks.append(self._current)
+        self._current_block = _BlockRecord(self._register_activations(inputs), is_always_recomputed)
+        self.blocks.append(self._current_block)
         try:
-            with _AttentionOutputs(self._current.attention, self._activations):
-                yield self._current
+            with _AttentionOutputRecorder(
+                self._current_block.attention_outputs, self._register_activations
+            ):
+                yield self._current_block
         finally:
-            self._current = None
+            self._current_block = None
 
-    def needs(self) -> dict[Mode, int]:
+    def compute_peak_bytes(self) -> dict[CheckpointingMode, int]:
         """Bytes kept until the backward pass, plus those that the largest block adds when it is recomputed, by
         mode.
         """
         # Full checkpointing keeps the blocks' inputs, selective also their attention outputs, `none` all that they
         # save.
         # `none` below also keeps the inputs of calls that are recomputed in every mode.
-        kept_in_full = self.outside.union(*(block.inputs for block in self.blocks))
-        some = [block for block in self.blocks if not block.in_every_mode]
-        always = [block for block in self.blocks if block.in_every_mode]
-        attention = kept_in_full.union(*(block.attention for block in some))
+        kept_in_full = self.saved_outside_blocks.union(*(block.inputs for block in self.blocks))
+        some = [block for block in self.blocks if not block.is_always_recomputed]
+        always = [block for block in self.blocks if block.is_always_recomputed]
+        attention = kept_in_full.union(*(block.attention_outputs for block in some))
         return {
-            "none": self._peak(
-                self.outside.union(
+            "none": self._compute_peak(
+                self.saved_outside_blocks.union(
                     *(block.inputs for block in always), *(block.saved for block in some)
                 )
             ),
-            "selective": self._peak(attention),
-            "full": self._peak(kept_in_full),
+            "selective": self._compute_peak(attention),
+            "full": self._compute_peak(kept_in_full),
         }
 
-    def _peak(self, kept: set[int]) -> int:
+    def _compute_peak(self, kept_storages: set[int]) -> int:
         # A recomputed block holds what it saves until its backward pass ends; blocks take turns.
-        recomputed_bytes = (self._bytes(block.saved - kept) for block in self.blocks)
-        return self._bytes(kept) + max(recomputed_bytes, default=0)
+        recomputed_bytes = (self._sum_bytes(block.saved - kept_storages) for block in self.blocks)
+        return self._sum_bytes(kept_storages) + max(recomputed_bytes, default=0)
 
-    def _bytes(self, numbers: Iterable[int]) -> int:
-        return sum(self._storages[number].nbytes() for number in numbers)
+    def _sum_bytes(self, storage_ids: Iterable[int]) -> int:
+        return sum(self._storages[number].nbytes() for number in storage_ids)
 
-    def _activations(self, values: Iterable[Any]) -> set[int]:
-        return self._numbers(v for v in values if isinstance(v, torch.Tensor)) - self._weights
+    def _register_activations(self, values: Iterable[Any]) -> set[int]:
+        return (
+            self._register_storages(v for v in values if isinstance(v, torch.Tensor))
+            - self._weights
+        )
 
-    def _numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+    def _register_storages(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         # By storage, not by tensor: views share their memory.
         storages = {(s := tensor.untyped_storage())._cdata: s for tensor in tensors}
         self._storages |= storages
         return set(storages)
 
 
-class _AttentionOutputs(TorchDispatchMode):
+class _AttentionOutputRecorder(TorchDispatchMode):
     """Records the outputs of attention ops that selective checkpointing keeps."""
 
-    def __init__(self, found: set[int], numbers: Callable[[Iterable[Any]], set[int]]) -> None:
+    def __init__(
+        self, recorded: set[int], register_storages: Callable[[Iterable[Any]], set[int]]
+    ) -> None:
         super().__init__()
-        self._found, self._numbers_of = found, numbers
+        self._recorded, self._register_storages = recorded, register_storages
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if keeps_outputs(func, args, kwargs or {}):
-            self._found |= self._numbers_of(tree_leaves(output))
+        if should_keep_outputs(func, args, kwargs or {}):
+            self._recorded |= self._register_storages(tree_leaves(output))
         return output
 
 
-def measure(
+def measure_activations(
     transformer: nn.Module,
     losses: Losses,
     batch: Spec,
     device: torch.device,
-    known: Tensors | None = None,
-    alone: AbstractContextManager[None] | None = None,
-) -> Needs:
+    integer_inputs: Tensors | None = None,
+    forward_context: AbstractContextManager[None] | None = None,
+) -> PeakBytes:
     """Peak bytes of activations under each mode, for `losses` of a batch of these shapes and dtypes.
 
-    `known` holds integers that the forward depends on, such as token ids. Inside `alone`, one process can call the
-    model by itself. Autograd's saved-tensor hooks count the bytes of a `FakeStep` on `device`, with the unpatched
-    forward, autocast and attention. Checkpointing must be off, and is off afterwards. Raises the errors of
-    `FakeStep.run`.
+    `integer_inputs` holds integers that the forward depends on, such as token ids. Inside `forward_context`, one
+    process can call the model by itself. Autograd's saved-tensor hooks count the bytes of a `FakeStep` on `device`,
+    with the unpatched forward, autocast and attention. Checkpointing must be off, and is off afterwards. Raises the
+    errors of `FakeStep.run_block`.
     """
-    step = FakeStep(transformer, batch, known, device)
+    step = FakeStep(transformer, batch, integer_inputs, device)
     ledger = _Ledger(step.weights.values())
     with (
-        alone or nullcontext(),
-        eager(transformer),
-        _blocks_into(ledger, transformer),
-        saved_tensors_hooks(ledger.pack, lambda saved: saved),
+        forward_context or nullcontext(),
+        disable_compile(transformer),
+        _record_blocks(ledger, transformer),
+        saved_tensors_hooks(ledger.pack_tensor, lambda saved: saved),
     ):
         step.run(losses)
-    needs = ledger.needs()
+    needs = ledger.compute_peak_bytes()
     return needs if supports_checkpointing(transformer) else {"none": needs["none"]}
 
 
 @contextmanager
-def _blocks_into(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
+def _record_blocks(ledger: _Ledger, transformer: nn.Module) -> Iterator[None]:
     """Record checkpointed blocks and chunks of logits in the ledger while the context is open."""
 
-    def run(block: Callable[..., Any], *args: Any) -> Any:
+    def run_block(block: Callable[..., Any], *args: Any) -> Any:
         # Transformers passes a partial that holds further inputs of the block.
         partial_kwargs = block.keywords if isinstance(block, partial) else {}
-        with ledger.block(tree_leaves((args, partial_kwargs)), in_every_mode=False):
+        with ledger.record_block(tree_leaves((args, partial_kwargs)), is_always_recomputed=False):
             return block(*args)
 
-    def recomputed(_stock: Any, function: Callable[..., Any], *args: Any) -> Any:
-        with ledger.block(args, in_every_mode=True):
+    def recompute(_original: Any, function: Callable[..., Any], *args: Any) -> Any:
+        with ledger.record_block(args, is_always_recomputed=True):
             return function(*args)
 
     patches = Patches()
     # The losses recompute chunks of logits in every mode, whatever `train.checkpointing` is.
-    patches.method(objectives, "recomputed", recomputed)
+    patches.wrap_method(objectives, "recomputed", recompute)
     try:
-        with blocks_called_by(transformer, run):
+        with use_block_caller(transformer, run_block):
             yield
     finally:
         patches.undo()
 
 
-class Advice(NamedTuple):
+class CheckpointingAdvice(NamedTuple):
     """A mode, a message with its reason, and whether it should fit."""
 
-    mode: Mode
-    words: str
+    mode: CheckpointingMode
+    message: str
     fits: bool
 
 
-def advise(needs: Needs, free: int, asked: Literal["auto", Mode]) -> Advice:
-    """Choose the mode with the least recomputation that fits `SHARE` of the free bytes, or the requested one.
+def advise_checkpointing(
+    peak_bytes: PeakBytes, free_bytes: int, requested_mode: Literal["auto", CheckpointingMode]
+) -> CheckpointingAdvice:
+    """Choose the mode with the least recomputation that fits `MAX_MEMORY_SHARE` of the free bytes, or the requested
+    one.
 
-    If nothing fits, `auto` takes the mode that needs least memory. `free` is in bytes.
+    If nothing fits, `auto` takes the mode that needs least memory. `count_free_bytes` is in bytes.
     """
     # In the order of increasing recomputation: the first that fits is the fastest.
-    fitting = [mode for mode in MODES if mode in needs and needs[mode] <= SHARE * free]
-    best = fitting[0] if fitting else min(needs, key=lambda mode: needs[mode])
-    mode = best if asked == "auto" else asked
+    fitting = [
+        mode
+        for mode in CHECKPOINTING_MODES
+        if mode in peak_bytes and peak_bytes[mode] <= MAX_MEMORY_SHARE * free_bytes
+    ]
+    best = fitting[0] if fitting else min(peak_bytes, key=lambda mode: peak_bytes[mode])
+    mode = best if requested_mode == "auto" else requested_mode
     # At most two other modes, for example `selective would need 3.1, full 1.2`, in GiB.
     alternatives = ", ".join(
-        f"{alternative} {'would need ' * is_first}{_gib(needs[alternative])}"
+        f"{alternative} {'would need ' * is_first}{_format_gib(peak_bytes[alternative])}"
         for alternative, is_first in zip(
-            (m for m in needs if m != mode), (True, False), strict=False
+            (m for m in peak_bytes if m != mode), (True, False), strict=False
         )
     )
-    message = f"{mode}: activations {_gib(needs[mode])} of {_gib(free)} GiB free"
-    return Advice(mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting)
+    message = (
+        f"{mode}: activations {_format_gib(peak_bytes[mode])} of {_format_gib(free_bytes)} GiB free"
+    )
+    return CheckpointingAdvice(
+        mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting
+    )
 
 
-def _gib(count: int) -> str:
-    size = count / 2**30
+def _format_gib(num_bytes: int) -> str:
+    size = num_bytes / 2**30
     return f"{size:.3g}" if size < 100 else f"{size:.0f}"

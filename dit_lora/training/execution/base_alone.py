@@ -7,29 +7,31 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from dit_lora.adapters.under import trained_off
-from dit_lora.numerics.adapter_tensors import is_adapter, is_idle
-from dit_lora.numerics.dtensors import local
+from dit_lora.adapters.under import disable_trained_adapter
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor, is_zero_initialized
+from dit_lora.numerics.dtensors import get_local_tensor
 
 
-def does_nothing(model: nn.Module) -> bool:
+def has_only_idle_adapters(model: nn.Module) -> bool:
     """True if only adapters train and they have no effect on any rank, as before step 1. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    idle = _idle_parts(model)
-    is_zero = all(map(is_adapter, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
+    idle = _find_idle_parameters(model)
+    is_zero = (
+        all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
+    )
     # A rank's shard of a trained weight may still be zero: ask all ranks.
     return all(gather_object([is_zero]))
 
 
 @contextmanager
-def base_alone(model: nn.Module) -> Iterator[None]:
+def temporarily_reset_adapters(model: nn.Module) -> Iterator[None]:
     """Reset the adapters to their state before step 1 inside the context; afterwards the weights are bitwise the same.
 
     Valid if the adapters had no effect at that point. A LoRA's B is zero then, so the same code runs as in training.
     DoRA also trains magnitudes, which are not zero at the start. They are bypassed, with the same bits: DoRA's output
     is the base's output plus a difference.
     """
-    idle = _idle_parts(model)
+    idle = _find_idle_parameters(model)
     trained = [part.clone() for part in idle]
     # Only DoRA has these parameters.
     magnitudes = any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
@@ -37,14 +39,18 @@ def base_alone(model: nn.Module) -> Iterator[None]:
         # In place: optimizer, engine and hooks hold these tensors.
         for part in idle:
             part.zero_()
-        with trained_off(model) if magnitudes else nullcontext():
+        with disable_trained_adapter(model) if magnitudes else nullcontext():
             yield
     finally:
         for part, before in zip(idle, trained, strict=True):
             part.copy_(before)
 
 
-def _idle_parts(model: nn.Module) -> list[torch.Tensor]:
+def _find_idle_parameters(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the parameters that train and start at zero; they share the parameters' memory."""
     named_parameters = model.named_parameters()
-    return [local(p.detach()) for name, p in named_parameters if p.requires_grad and is_idle(name)]
+    return [
+        get_local_tensor(p.detach())
+        for name, p in named_parameters
+        if p.requires_grad and is_zero_initialized(name)
+    ]

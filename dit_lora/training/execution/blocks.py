@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+WHOLE_BLOCK_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 """Launches in which every rank has whole blocks and calls them directly."""
 
 
@@ -24,6 +24,12 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     return [block for blocks in lists for block in blocks]
 
 
-def read_outside(transformer: nn.Module, called_alone: Sequence[str]) -> set[nn.Parameter]:
-    """Weights of blocks that the model also reads outside of them, according to its family's `called_alone`."""
-    return {p for name in called_alone for p in transformer.get_submodule(name).parameters()}
+def find_weights_read_outside(
+    transformer: nn.Module, directly_called_modules: Sequence[str]
+) -> set[nn.Parameter]:
+    """Weights of blocks that the model also reads outside of them, according to its family's
+    `directly_called_modules`.
+    """
+    return {
+        p for name in directly_called_modules for p in transformer.get_submodule(name).parameters()
+    }

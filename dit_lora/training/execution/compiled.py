@@ -31,16 +31,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.switches import COMPILE, Switch, model_switches, set_model_switches
-from dit_lora.numerics.opaque import set_whole, whole_test
-from dit_lora.training.execution.blocks import LAUNCHES, repeated_blocks
+from dit_lora.guard.switches import COMPILE, Fallback, list_model_fallbacks, set_model_fallbacks
+from dit_lora.numerics.opaque import get_fused_test, set_fused_test
+from dit_lora.training.execution.blocks import WHOLE_BLOCK_LAUNCHES, repeated_blocks
 
 _BACKEND = "inductor"
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_FALLBACK_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 # Dynamo wraps most errors of its tracer in its own exceptions, but not these (`_compile` in convert_frame.py of torch
 # 2.11, 2.13 and 2.15). Code that was traced wrongly raises any Python error when it runs.
-_UNWRAPPED = (
+_UNWRAPPED_ERRORS = (
     AssertionError,
     AttributeError,
     IndexError,
@@ -50,7 +50,7 @@ _UNWRAPPED = (
     ValueError,
 )
 # Graphs per block's code; beyond torch's default of 8 it would silently run eager.
-_SHAPES = 256
+_MAX_GRAPHS_PER_BLOCK = 256
 
 
 def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelerator) -> None:
@@ -62,7 +62,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     """
     if not recipe.train.compile:
         return
-    if accelerator.distributed_type not in LAUNCHES:
+    if accelerator.distributed_type not in WHOLE_BLOCK_LAUNCHES:
         raise DitLoraError(
             f"train.compile: not under {accelerator.distributed_type.value}, which gathers a block's weights when "
             "it is called; launch with accelerate_configs/ddp.yaml or in one process, or set it to false"
@@ -70,37 +70,39 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     _require_compiler(accelerator.device)
     # Next to the encodings, where the next start finds it; the temporary folder may be emptied.
     # Torch sets the variable to its default folder by itself: this counts as not set.
-    if os.environ.get(_CACHE) in (None, default_cache_dir()):
-        os.environ[_CACHE] = _plain_path(recipe.cache_dir.absolute() / "compile")
+    if os.environ.get(_CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[_CACHE_VARIABLE] = _make_plain_path(recipe.cache_dir.absolute() / "compile")
     # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
-    torch._dynamo.config.recompile_limit = max(_SHAPES, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(
+        _MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.recompile_limit
+    )
     torch._dynamo.config.accumulated_recompile_limit = max(
-        8 * _SHAPES, torch._dynamo.config.accumulated_recompile_limit
+        8 * _MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.accumulated_recompile_limit
     )
     # Dropout draws the numbers of eager mode, so that compiled and eager training can be compared.
     torch._inductor.config.fallback_random = True
     # Compile backward together with forward: a failure shows at the block's first call.
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # One switch for all blocks, which the guard can turn off.
-    state = _State()
+    state = _CompileSwitch()
     for block in repeated_blocks(transformer):
         if isinstance(block, GradientCheckpointingLayer):
             _compile_layer(block, state)
         else:
-            block.forward = _switched(block.forward, state)
+            block.forward = _compile_forward(block.forward, state)
         # Probes hook the parts of a block, but compiled code calls none of them: tell the guard.
-        set_whole(block, partial(_either, state, whole_test(block)))
-    switch = Switch(COMPILE, "kernel", state.off, state.turn_off, "eager mode")
+        set_fused_test(block, partial(_is_single_unit, state, get_fused_test(block)))
+    switch = Fallback(COMPILE, "kernel", state.disable_temporarily, state.turn_off, "eager mode")
     # For the guard: running eager separates a fault of compiled code from one of the model.
-    set_model_switches(transformer, [*model_switches(transformer), switch])
+    set_model_fallbacks(transformer, [*list_model_fallbacks(transformer), switch])
 
 
-def _plain_path(folder: Path) -> str:
+def _make_plain_path(folder: Path) -> str:
     """A path to the folder that needs no quotes: inductor puts it unquoted on the compiler's command line."""
     if shlex.quote(str(folder)) == str(folder):
         return str(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for parent in dict.fromkeys([tempfile.gettempdir(), *_PLACES]):
+    for parent in dict.fromkeys([tempfile.gettempdir(), *_FALLBACK_FOLDERS]):
         # The link's own folder must have a plain path too.
         if shlex.quote(parent) == parent and os.access(parent, os.W_OK):
             # `mkdtemp` makes a folder that only this user can read.
@@ -112,48 +114,50 @@ def _plain_path(folder: Path) -> str:
             return str(link)
     raise DitLoraError(
         f"train.compile: compilers cannot take the path {folder}; set data.cache to one of plain letters, or "
-        f"{_CACHE}"
+        f"{_CACHE_VARIABLE}"
     )
 
 
-class _State:
+class _CompileSwitch:
     """Whether the compiled blocks are in use."""
 
     def __init__(self) -> None:
-        self.on = True
+        self.is_on = True
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        before, self.on = self.on, False
+    def disable_temporarily(self) -> Iterator[None]:
+        before, self.is_on = self.is_on, False
         try:
             yield
         finally:
-            self.on = before
+            self.is_on = before
 
     def turn_off(self) -> None:
-        self.on = False
+        self.is_on = False
 
 
-def _switched(eager: Callable[..., Any], state: _State) -> Callable[..., Any]:
-    compiled = torch.compile(eager, dynamic=False, backend=_BACKEND)
+def _compile_forward(
+    eager_forward: Callable[..., Any], state: _CompileSwitch
+) -> Callable[..., Any]:
+    compiled = torch.compile(eager_forward, dynamic=False, backend=_BACKEND)
 
-    @wraps(eager)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not state.on:
-            return eager(*args, **kwargs)
+    @wraps(eager_forward)
+    def switched_forward(*args: Any, **kwargs: Any) -> Any:
+        if not state.is_on:
+            return eager_forward(*args, **kwargs)
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            raise _cannot(error) from error
-        except _UNWRAPPED as error:
+            raise _make_compile_error(error) from error
+        except _UNWRAPPED_ERRORS as error:
             # The block's own error also occurs without compilation, and is raised unchanged here.
-            eager(*args, **kwargs)
-            raise _cannot(error) from error
+            eager_forward(*args, **kwargs)
+            raise _make_compile_error(error) from error
 
-    return forward
+    return switched_forward
 
 
-def _cannot(error: Exception) -> DitLoraError:
+def _make_compile_error(error: Exception) -> DitLoraError:
     """One-line error that says why a block cannot be compiled."""
     # Dynamo's errors are pages long; the first line, or the next if it ends with a colon, has the reason.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -164,7 +168,7 @@ def _cannot(error: Exception) -> DitLoraError:
     )
 
 
-def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:
+def _compile_layer(layer: GradientCheckpointingLayer, state: _CompileSwitch) -> None:
     """Compile a Transformers layer beneath its checkpointing, which its class's forward calls.
 
     The layer gets its own class, as in FSDP2: the layer's base class wraps each class's forward, and only the
@@ -172,13 +176,15 @@ def _compile_layer(layer: GradientCheckpointingLayer, state: _State) -> None:
     """
     layer_class = type(layer)
     # The forward without its checkpointing wrapper, whose state would be compiled in.
-    forward = _switched(getattr(layer_class.forward, "__wrapped__", layer_class.forward), state)
+    forward = _compile_forward(
+        getattr(layer_class.forward, "__wrapped__", layer_class.forward), state
+    )
     layer.__class__ = type(layer_class.__name__, (layer_class,), {"forward": forward})
 
 
-def _either(state: _State, whole: Callable[[], bool] | None) -> bool:
+def _is_single_unit(state: _CompileSwitch, is_whole: Callable[[], bool] | None) -> bool:
     """True if the block computes as one unit: a compiled block calls none of its parts, nor do some fused ones."""
-    return state.on or (whole is not None and whole())
+    return state.is_on or (is_whole is not None and is_whole())
 
 
 def _require_compiler(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from dit_lora.families.base import Tensors
 
 CPU = torch.device("cpu")
 # Frames between a call and the mode that it is dispatched to, besides those of other modes.
-_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py")
+_WRAPPER_FILES = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py")
 Losses = Callable[[nn.Module, Tensors], Any]
 
 
@@ -26,21 +26,21 @@ class FakeStep:
     """A model with fake weights in place of its own, and a batch.
 
     Floating-point tensors of the batch are fake. Integers are real, because a model may read the longest caption's
-    length: they are ones, which gives the longest, or the tensors of `known`.
+    length: they are ones, which gives the longest, or the tensors of `integer_inputs`.
     """
 
     def __init__(
         self,
         model: nn.Module,
         batch: Spec,
-        known: Tensors | None = None,
+        integer_inputs: Tensors | None = None,
         device: torch.device = CPU,
     ) -> None:
         if device.type == "cpu":
             # Accelerate uses cpu:0 in several processes; a fake tensor there does not equal one on cpu.
             device = CPU
         # A wrapper, because `functional_call` replaces the weights of one module call.
-        self._step = _Step(model)
+        self._module = _StepModule(model)
         floats = {name: spec for name, spec in batch.items() if spec[1].is_floating_point}
         # Fake copies of all weights and buffers; the real ones give only shapes and dtypes.
         with _FakeMode(allow_non_fake_inputs=True):
@@ -48,7 +48,7 @@ class FakeStep:
                 name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
                     t.requires_grad
                 )
-                for name, t in [*self._step.named_parameters(), *self._step.named_buffers()]
+                for name, t in [*self._module.named_parameters(), *self._module.named_buffers()]
             }
             self.batch: dict[str, torch.Tensor] = {
                 name: torch.empty(shape, dtype=dtype, device=device)
@@ -57,7 +57,7 @@ class FakeStep:
         for name, (shape, dtype) in batch.items():
             if name not in floats:
                 self.batch[name] = torch.ones(shape, dtype=dtype, device=device)
-        self.batch |= {name: tensor.to(device) for name, tensor in (known or {}).items()}
+        self.batch |= {name: tensor.to(device) for name, tensor in (integer_inputs or {}).items()}
 
     def run(self, compute: Losses) -> Any:
         """Run `compute(model, batch)` with the model on the fake weights.
@@ -65,13 +65,13 @@ class FakeStep:
         Not under a fake mode: tables that a model computes and keeps, and its random numbers, must be real. Raises
         `RuntimeError` if the model depends on values, and the model's own errors for token ids that are ones.
         """
-        return functional_call(self._step, self.weights, (compute, self.batch))
+        return functional_call(self._module, self.weights, (compute, self.batch))
 
-    def live(self) -> "Live":
+    def track_allocations(self) -> "AllocationTracker":
         """A counter of allocations other than the weights, their gradients and the batch."""
         weights = self.weights.values()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        return Live([*weights, *gradients, *self.batch.values()])
+        return AllocationTracker([*weights, *gradients, *self.batch.values()])
 
 
 class _FakeMode(FakeTensorMode):
@@ -84,11 +84,14 @@ class _FakeMode(FakeTensorMode):
         if func is torch.ops.aten.index.Tensor:
             # Replace each real mask by its integer indices, which give the result a known shape.
             tensor, indices = args
-            args = tensor, [plain_index for index in indices for plain_index in _places(index)]
+            args = (
+                tensor,
+                [plain_index for index in indices for plain_index in _to_index_tensors(index)],
+            )
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+def _to_index_tensors(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     """A mask's indices, one tensor per dimension; anything else is returned in a list."""
     if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
         return [index]
@@ -96,7 +99,7 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     return index.nonzero().unbind(1)
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """A computation as a module, so that `functional_call` can replace its weights, for the backward pass too."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,64 +110,64 @@ class _Step(nn.Module):
         return compute(self.model, batch)
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the storages allocated by ops while the mode is on, now and at most; `without` is not counted.
+class AllocationTracker(TorchDispatchMode):
+    """Bytes of the storages allocated by ops while the mode is on, now and at most; `excluded` is not counted.
 
     Counts real ops as well as those on fake tensors.
     """
 
-    def __init__(self, without: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, excluded: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, Any] = {_number(tensor): None for tensor in without}
+        self.current_bytes = self.max_bytes = 0
+        self._storages: dict[int, Any] = {_get_storage_id(tensor): None for tensor in excluded}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._note()
+        self._update_max()
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and _number(tensor) not in self._known:
-                self._count(_number(tensor), tensor.untyped_storage())
+            if isinstance(tensor, torch.Tensor) and _get_storage_id(tensor) not in self._storages:
+                self._add_storage(_get_storage_id(tensor), tensor.untyped_storage())
         # Autograd adds a tensor's second gradient in place if nobody else holds the first. A fake first gradient is
         # freed a moment later, before the next op, so do not count both.
-        if not (func is torch.ops.aten.add.Tensor and _called_by_autograd()):
-            self._note()
+        if not (func is torch.ops.aten.add.Tensor and _is_called_by_autograd()):
+            self._update_max()
         return output
 
-    def _note(self) -> None:
-        self.most = max(self.most, self.now)
+    def _update_max(self) -> None:
+        self.max_bytes = max(self.max_bytes, self.current_bytes)
 
-    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage_id: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
 
-        def gone(_reference: Any) -> None:
-            del self._known[number]
-            self.now -= size
+        def on_freed(_reference: Any) -> None:
+            del self._storages[storage_id]
+            self.current_bytes -= size
 
         # The callback runs when the last tensor of this storage is freed.
-        self._known[number] = weakref.ref(storage, gone)
-        self.now += size
+        self._storages[storage_id] = weakref.ref(storage, on_freed)
+        self.current_bytes += size
 
 
-def _called_by_autograd() -> bool:
+def _is_called_by_autograd() -> bool:
     """True if the autograd engine itself called the current op, rather than a Python backward function."""
     # Skip this function and the dispatch method that called it.
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_between(frame.f_code):
+    while frame.f_back is not None and _is_wrapper_frame(frame.f_code):
         frame = frame.f_back
     # The Python function that starts the autograd engine: only C++ is between it and the op.
     return frame.f_code.co_name == "_engine_run_backward"
 
 
-def _is_between(code: CodeType) -> bool:
-    return code.co_name == "__torch_dispatch__" or code.co_filename.endswith(_WRAPPERS)
+def _is_wrapper_frame(code: CodeType) -> bool:
+    return code.co_name == "__torch_dispatch__" or code.co_filename.endswith(_WRAPPER_FILES)
 
 
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def count_tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors' storages, each once: tied weights count once."""
-    return sum({_number(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({_get_storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _number(tensor: torch.Tensor) -> int:
+def _get_storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -8,7 +8,7 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def use_eval_mode(model: nn.Module) -> Iterator[None]:
     """Compute without gradients and dropout inside the context; afterwards the previous mode is restored."""
     was_training = model.training
     model.eval()

@@ -22,36 +22,40 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.training.execution.activation_checkpointing import (
-    before_each_computation,
+    register_before_computation,
     supports_checkpointing,
 )
-from dit_lora.training.execution.blocks import LAUNCHES, read_outside, repeated_blocks
+from dit_lora.training.execution.blocks import (
+    WHOLE_BLOCK_LAUNCHES,
+    find_weights_read_outside,
+    repeated_blocks,
+)
 
-_OFFLOAD = "_dit_lora_offload"
+_OFFLOAD_KEY = "_dit_lora_offload"
 
 
 def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerator) -> None:
     """Keep the frozen base in host memory if `train.offload` is set.
 
     Call it with the adapter attached and the model on the CPU, before `Accelerator.prepare`, which must get
-    `placement` so that it does not move the model: the whole base is never on the device. Raises `DitLoraError` if the
-    model or the launch does not support it.
+    `get_device_placement` so that it does not move the model: the whole base is never on the device. Raises
+    `DitLoraError` if the model or the launch does not support it.
     """
     if recipe.train.offload == "none":
         return
-    if accelerator.distributed_type not in LAUNCHES:
+    if accelerator.distributed_type not in WHOLE_BLOCK_LAUNCHES:
         raise DitLoraError(
             f"train.offload=group: {accelerator.distributed_type.value} places the weights itself; launch "
             "with accelerate_configs/ddp.yaml or in one process, or set it to none"
         )
-    directly_called = get_family(recipe.model.family).called_alone
-    transformer.__dict__[_OFFLOAD] = Offload(transformer, accelerator.device, directly_called)
+    directly_called = get_family(recipe.model.family).directly_called_modules
+    transformer.__dict__[_OFFLOAD_KEY] = Offload(transformer, accelerator.device, directly_called)
 
 
-def placement(*prepared: Any) -> list[bool] | None:
+def get_device_placement(*objects: Any) -> list[bool] | None:
     """`device_placement` for `Accelerator.prepare` of these objects; None (its default) without offload."""
     offloaded_flags = [
-        isinstance(module, nn.Module) and _OFFLOAD in module.__dict__ for module in prepared
+        isinstance(module, nn.Module) and _OFFLOAD_KEY in module.__dict__ for module in objects
     ]
     return [not module for module in offloaded_flags] if any(offloaded_flags) else None
 
@@ -62,35 +66,38 @@ class Offload:
     """
 
     def __init__(
-        self, transformer: nn.Module, device: torch.device, called_alone: Sequence[str] = ()
+        self,
+        transformer: nn.Module,
+        device: torch.device,
+        directly_called_modules: Sequence[str] = (),
     ) -> None:
         """Move all other tensors to `device` and register hooks. Raises `DitLoraError` if no weight can be
         offloaded.
         """
-        self.groups = _groups(transformer, called_alone)
+        self.groups = _group_frozen_weights(transformer, directly_called_modules)
         self._device = device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.resident: list[_Group] = []
-        self._trail: _Trail = (None, None)
-        self._follows: dict[_Trail, _Group] = {}
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.resident_groups: list[_FrozenGroup] = []
+        self._last_two_groups: _GroupPair = (None, None)
+        self._next_groups: dict[_GroupPair, _FrozenGroup] = {}
         """The group that last followed two others; pairs tell forward order from backward order."""
-        self._place(transformer)
+        self._place_tensors(transformer)
         for block, group in self.groups.items():
-            enter = partial(self._enter, group)
+            enter = partial(self._prepare_block, group)
             block.register_forward_pre_hook(enter, prepend=True)
             # Transformers recomputes a layer without calling its forward pre-hooks.
-            before_each_computation(block, enter)
-        transformer.register_forward_pre_hook(self._rest, prepend=True)
+            register_before_computation(block, enter)
+        transformer.register_forward_pre_hook(self._offload_all, prepend=True)
         # Also after a forward that raised: a replay catches the error, and the base must be at rest for the next.
-        transformer.register_forward_hook(self._rest, always_call=True)
+        transformer.register_forward_hook(self._offload_all, always_call=True)
 
-    def _place(self, transformer: nn.Module) -> None:
+    def _place_tensors(self, transformer: nn.Module) -> None:
         offloaded = {p for group in self.groups.values() for p in group.parameters}
         named_tensors = [*transformer.named_parameters(), *transformer.named_buffers()]
         for _, tensor in named_tensors:
             if tensor not in offloaded:
                 tensor.data = tensor.data.to(self._device)
-            elif self._copies is not None:
+            elif self._copy_stream is not None:
                 # A copy from pageable memory would block the host and could not overlap with computation.
                 tensor.data = tensor.data.pin_memory()
         # DDP refuses a model on two devices, and has no public way to exclude weights. These need no broadcast: all
@@ -100,79 +107,83 @@ class Offload:
             transformer, offloaded_names
         )
 
-    def _enter(self, group: "_Group", *_: Any) -> None:
+    def _prepare_block(self, group: "_FrozenGroup", *_: Any) -> None:
         """Bring a block's weights before it computes, in a forward pass or its recomputation.
 
         May be called twice for one computation.
         """
-        if group is self._trail[1]:
+        if group is self._last_two_groups[1]:
             return
         # In a backward pass no module hook runs after the last block, but the engine's callback does.
-        if not self.resident and torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self._rest)
-        self._follows[self._trail] = group
-        self._trail = (self._trail[1], group)
+        if not self.resident_groups and torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._offload_all)
+        self._next_groups[self._last_two_groups] = group
+        self._last_two_groups = (self._last_two_groups[1], group)
         # The block that followed these two the last time: prefetch it.
-        ahead = self._follows.get(self._trail)
+        ahead = self._next_groups.get(self._last_two_groups)
         # Earlier blocks have been computed, in a backward pass too: otherwise this block would not be called yet.
-        for passed in [resident for resident in self.resident if resident not in (group, ahead)]:
-            self._send_away(passed)
-        self._bring(group)
-        if group.arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(group.arrived)
+        for passed in [
+            resident for resident in self.resident_groups if resident not in (group, ahead)
+        ]:
+            self._offload_group(passed)
+        self._load_group(group)
+        if group.arrival_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(group.arrival_event)
         if ahead is not None:
-            self._bring(ahead)
+            self._load_group(ahead)
 
-    def _rest(self, *_: Any) -> None:
+    def _offload_all(self, *_: Any) -> None:
         """Move everything to host memory: before and after a forward pass, and after a backward pass."""
-        for group in list(self.resident):
-            self._send_away(group)
-        self._trail = (None, None)
+        for group in list(self.resident_groups):
+            self._offload_group(group)
+        self._last_two_groups = (None, None)
 
-    def _bring(self, group: "_Group") -> None:
-        if group in self.resident:
+    def _load_group(self, group: "_FrozenGroup") -> None:
+        if group in self.resident_groups:
             return
-        self.resident.append(group)
-        if self._copies is not None:
+        self.resident_groups.append(group)
+        if self._copy_stream is not None:
             # The memory may belong to a released block that queued work still reads.
-            self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         # Has no effect if there is no stream.
-        with torch.cuda.stream(self._copies):
-            group.bring(self._device)
-            if self._copies is not None:
-                group.arrived = self._copies.record_event()
+        with torch.cuda.stream(self._copy_stream):
+            group.load(self._device)
+            if self._copy_stream is not None:
+                group.arrival_event = self._copy_stream.record_event()
 
-    def _send_away(self, group: "_Group") -> None:
-        self.resident.remove(group)
-        group.send_away()
+    def _offload_group(self, group: "_FrozenGroup") -> None:
+        self.resident_groups.remove(group)
+        group.offload()
 
 
-class _Group:
+class _FrozenGroup:
     """The frozen weights of one block."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.arrived: torch.cuda.Event | None = None
+        self.arrival_event: torch.cuda.Event | None = None
         """CUDA event after which the copies requested last have arrived; None without copies."""
-        self._home: list[torch.Tensor] = []
+        self._host_tensors: list[torch.Tensor] = []
 
-    def bring(self, device: torch.device) -> None:
+    def load(self, device: torch.device) -> None:
         """Copy the weights from where they are now; a diagnosis in fp32 may have replaced their values."""
-        self._home = [parameter.data for parameter in self.parameters]
-        for parameter, home in zip(self.parameters, self._home, strict=True):
+        self._host_tensors = [parameter.data for parameter in self.parameters]
+        for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home.to(device, non_blocking=True)
 
-    def send_away(self) -> None:
+    def offload(self) -> None:
         """Go back to the tensors in host memory. Nothing is copied: frozen weights have not changed."""
-        for parameter, home in zip(self.parameters, self._home, strict=True):
+        for parameter, home in zip(self.parameters, self._host_tensors, strict=True):
             parameter.data = home
-        self._home = []
+        self._host_tensors = []
 
 
-_Trail = tuple[_Group | None, _Group | None]
+_GroupPair = tuple[_FrozenGroup | None, _FrozenGroup | None]
 
 
-def _groups(transformer: nn.Module, called_alone: Sequence[str]) -> dict[nn.Module, _Group]:
+def _group_frozen_weights(
+    transformer: nn.Module, directly_called_modules: Sequence[str]
+) -> dict[nn.Module, _FrozenGroup]:
     """The blocks that have frozen weights. Raises `DitLoraError` for a model that cannot be offloaded."""
     name = type(transformer).__name__
     if not supports_checkpointing(transformer):
@@ -181,12 +192,12 @@ def _groups(transformer: nn.Module, called_alone: Sequence[str]) -> dict[nn.Modu
             "for its backward pass; set it to none"
         )
     # Weights that the model also reads outside of their block must stay on the device.
-    stays = read_outside(transformer, called_alone)
+    stays = find_weights_read_outside(transformer, directly_called_modules)
     frozen = {
         block: [p for p in block.parameters() if not p.requires_grad and p not in stays]
         for block in repeated_blocks(transformer)
     }
-    groups = {block: _Group(parameters) for block, parameters in frozen.items() if parameters}
+    groups = {block: _FrozenGroup(parameters) for block, parameters in frozen.items() if parameters}
     if not groups:
         raise DitLoraError(
             f"train.offload=group: no block of {name} has frozen weights to keep in host memory; set it to none"

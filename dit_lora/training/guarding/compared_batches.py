@@ -10,103 +10,108 @@ from accelerate.utils import broadcast_object_list, gather_object
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.switches import Switch
-from dit_lora.numerics.streams import fold
+from dit_lora.guard.switches import Fallback
+from dit_lora.numerics.streams import derive_seed
 from dit_lora.training.guarding.recovery import RunRecovery
-from dit_lora.training.micro_batch import Place, replayable, sample_losses
+from dit_lora.training.micro_batch import BatchPosition, build_loss_function, make_replayable
 from dit_lora.training.task import AnySetup
 
-ROWS = 2
+MIN_SAMPLES = 2
 """Minimum number of samples in a comparison: a kernel that uses the first sample's tables for all is right for one
 sample.
 """
 
 
-def several_rows(batch: Batch, others: Sequence[Batch] = ()) -> Batch:
-    """Extend the batch to at least `ROWS` samples: with one of `others` of equal shapes, or with its own sample,
-    reseeded.
+def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
+    """Extend the batch to at least `MIN_SAMPLES` samples: with one of `candidates` of equal shapes, or with its own
+    sample, reseeded.
     """
-    if len(batch.ids) >= ROWS:
+    if len(batch.ids) >= MIN_SAMPLES:
         return batch
     # Shapes without the batch dimension: samples of equal shapes can be joined.
     shapes = {name: tensor.shape[1:] for name, tensor in batch.tensors.items()}
     fitting = [
-        candidate.single(0)
-        for candidate in others
+        candidate.select_sample(0)
+        for candidate in candidates
         if candidate.ids[0] != batch.ids[0]
         and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
     # The same sample with another random seed, and so with other noise and another timestep.
-    reseeded = replace(batch, draws=tuple(fold(draw, "redrawn", 0) for draw in batch.draws))
-    return collate([batch, *fitting[:1], reseeded][:ROWS])
+    reseeded = replace(
+        batch, sample_seeds=tuple(derive_seed(draw, "redrawn", 0) for draw in batch.sample_seeds)
+    )
+    return collate([batch, *fitting[:1], reseeded][:MIN_SAMPLES])
 
 
-def micro_batch_of(setup: AnySetup, batch: Batch) -> MicroBatch:
+def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
     """The batch as a micro-batch for comparisons, which belongs to no training step."""
     on_device = batch.to(setup.session.accelerator.device)
     # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
-    rank = 0 if setup.engine.lockstep else setup.session.accelerator.process_index
-    position = Place(setup.recipe.train.seed, 0, 0, rank)
-    return replayable(
-        sample_losses(setup.checkpoint), setup.transformer.train(), on_device, position
+    rank = 0 if setup.engine.collective_forward else setup.session.accelerator.process_index
+    position = BatchPosition(setup.recipe.train.seed, 0, 0, rank)
+    return make_replayable(
+        build_loss_function(setup.checkpoint), setup.transformer.train(), on_device, position
     )
 
 
-def samples_of(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
+def read_good_samples(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
     """Read `count` good samples of the entries, each with its own random seed; entries repeat if there are too few."""
     good: list[tuple[Any, Batch]] = []
     for entry in entries:
         if len(good) == count:
             break
-        sample = setup.data.clips.sample(entry, len(good))
+        sample = setup.data.training_set.read_sample(entry, len(good))
         if not sample.faults:
             good.append((entry, sample))
     samples = [sample for _, sample in good]
     while good and len(samples) < count:
         entry, _ = good[len(samples) % len(good)]
         # The sample's number is its random seed: a repeated entry gets other noise.
-        samples.append(setup.data.clips.sample(entry, len(samples)))
+        samples.append(setup.data.training_set.read_sample(entry, len(samples)))
     return samples
 
 
-def kept_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
+def select_usable_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
     """The entries that the quarantine does not exclude."""
     left_out = {record.sample_id for record in quarantine.records}
-    return [entry for entry in setup.data.clips.entries if entry.id not in left_out]
+    return [entry for entry in setup.data.training_set.entries if entry.id not in left_out]
 
 
-def compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
+def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
-    trained_on, size = kept_entries(setup, quarantine), max(ROWS, setup.recipe.train.batch_size)
+    trained_on, size = (
+        select_usable_entries(setup, quarantine),
+        max(MIN_SAMPLES, setup.recipe.train.batch_size),
+    )
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []
     # The largest bucket finds errors of size, the fullest one errors in the most common case.
     largest = max(counts, key=lambda shape: shape.volume)
-    kinds = [[entry] for entry in setup.data.clips.one_of_each_kind()]
+    kinds = [[entry] for entry in setup.data.training_set.select_example_entries()]
     fullest = max(counts, key=lambda shape: (counts[shape], shape.volume))
     groups = [[e for e in trained_on if e.shape == shape] for shape in (largest, fullest)]
     # The largest bucket may also be the fullest one.
     if groups[0] == groups[1]:
         groups.pop()
-    batches = [samples_of(setup, entries, size) for entries in groups]
-    batches += [samples_of(setup, entries, size) for entries in kinds]
+    batches = [read_good_samples(setup, entries, size) for entries in groups]
+    batches += [read_good_samples(setup, entries, size) for entries in kinds]
     return [collate(samples) for samples in batches if samples]
 
 
-def make_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
-    """Build `compared_batches` as micro-batches: the same number on every rank, and the same ones for collective
+def build_micro_batches(setup: AnySetup, quarantine: Quarantine) -> list[MicroBatch]:
+    """Build `build_compared_batches` as micro-batches: the same number on every rank, and the same ones for collective
     forwards.
     """
-    choices = [compared_batches(setup, quarantine)]
-    if setup.engine.lockstep:
+    choices = [build_compared_batches(setup, quarantine)]
+    if setup.engine.collective_forward:
         broadcast_object_list(choices)
     # Each comparison gathers: a rank with more batches would wait for the others forever.
     count = min(gather_object([len(choices[0])]))
-    return [micro_batch_of(setup, batch) for batch in choices[0][:count]]
+    return [make_micro_batch(setup, batch) for batch in choices[0][:count]]
 
 
-def turn_off(recovery: RunRecovery, switch: Switch) -> None:
+def disable_for_run(recovery: RunRecovery, fallback: Fallback) -> None:
     """Turn a switch off for the rest of the run, and for runs that resume it."""
-    switch.turn_off()
-    recovery.state.switched_off.append(switch.name)
+    fallback.disable()
+    recovery.state.switched_off.append(fallback.name)

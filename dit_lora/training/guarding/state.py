@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.guard.policy import Policy
-from dit_lora.guard.switches import Switch
+from dit_lora.guard.switches import Fallback
 
 
 @dataclass
@@ -23,7 +23,7 @@ class GuardStart:
 
     state: GuardState
     policy: Policy
-    switches: list[Switch]
+    fallbacks: list[Fallback]
     quarantine: Quarantine
     start_peak: float
     """The largest trained weight before the run's first step."""

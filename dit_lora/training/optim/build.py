@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dit_lora.config.optim import OptimConfig
-from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS, SMALLEST_8BIT, of_all
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, MIN_8BIT_SIZE, OPTIMIZERS, collect_names
 from dit_lora.errors import DitLoraError
-from dit_lora.fuse.gradient_norms import Norms
-from dit_lora.numerics.dtensors import local
+from dit_lora.fuse.gradient_norms import NormFunction
+from dit_lora.numerics.dtensors import get_local_tensor
 
-Groups = Sequence[dict[str, Any]]
+ParameterGroups = Sequence[dict[str, Any]]
 Schedule = Callable[[str, int], float]
 """(group name, step counted from 1) to learning rate."""
 
@@ -28,18 +28,18 @@ def require_optimizer(optim: OptimConfig, device: torch.device) -> None:
             f"optim.name={name}: {record.package} is not installed; pip install 'dit-lora[{record.extra}]'"
         )
     # Paged optimizers move their state between GPU and host, which only CUDA offers.
-    if record.unpaged is not None and device.type != "cuda":
+    if record.unpaged_variant is not None and device.type != "cuda":
         raise DitLoraError(
             f"optim.name={name} pages memory between a CUDA GPU and the host, and this run is on "
-            f"{device.type}; take optim.name={record.unpaged}"
+            f"{device.type}; take optim.name={record.unpaged_variant}"
         )
-    if record.native:
+    if record.is_native:
         _require_native_step(optim, device)
 
 
 def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
     """Take one step of a small tensor: bitsandbytes may have no code for this device or its CUDA version."""
-    parameter = torch.nn.Parameter(torch.zeros(SMALLEST_8BIT, device=device))
+    parameter = torch.nn.Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
     parameter.grad = torch.ones_like(parameter)
     try:
         build_optimizer([{"params": [parameter], "lr": 1.0}], optim).step()
@@ -52,44 +52,48 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
             f"optim.name={optim.name}: {package} {metadata.version(package)} cannot take a step on {device.type}: "
-            f"{reason}; `python -m {package}` says more, and optim.name={DEFAULT} does without it"
+            f"{reason}; `python -m {package}` says more, and optim.name={DEFAULT_OPTIMIZER} does without it"
         ) from error
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer `optim.name` over the groups of `parameter_groups`."""
     record = OPTIMIZERS[optim.name]
-    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.arguments}
+    arguments: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps, **record.class_kwargs}
     # Some optimizers print a message if the weight decay is among their defaults.
     if record.decay_in_groups:
         groups = [{"weight_decay": optim.weight_decay, **group} for group in groups]
     else:
         arguments["weight_decay"] = optim.weight_decay
     # `package.module:Class`, imported only if it is used.
-    module, _, name = record.target.partition(":")
+    module, _, name = record.class_path.partition(":")
     optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, **arguments)
     return optimizer
 
 
 def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
     """Learning rates that depend only on the step, so that no state can be lost or corrupted."""
-    configs = optim.groups.given()
+    configs = optim.groups.get_configured_groups()
 
     def learning_rate(group: str, step: int) -> float:
         config = configs[group]
         kind = config.schedule or optim.schedule
         warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
-        factor = schedule_factor(kind, step, warmup=warmup, steps=steps, least=optim.min_lr_rate)
+        factor = compute_schedule_factor(
+            kind, step, warmup=warmup, steps=steps, min_factor=optim.min_lr_rate
+        )
         return config.lr * factor
 
     return learning_rate
 
 
-def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: float = 0.0) -> float:
+def compute_schedule_factor(
+    kind: str, step: int, *, warmup: int, steps: int, min_factor: float = 0.0
+) -> float:
     """Share of the peak learning rate at `step`, counted from 1; never zero at the first step.
 
-    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards `least`, which
-    they would reach one step after the last.
+    Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards `min_factor`,
+    which they would reach one step after the last.
     """
     if step <= warmup:
         return step / warmup
@@ -99,15 +103,15 @@ def schedule_factor(kind: str, step: int, *, warmup: int, steps: int, least: flo
     progress = min(1.0, (step - 1 - warmup) / max(1, steps - warmup))
     # A line, or half a cosine wave, from 1 to 0.
     remaining = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return least + (1.0 - least) * remaining
+    return min_factor + (1.0 - min_factor) * remaining
 
 
-def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, float]:
+def apply_schedule(groups: ParameterGroups, schedule: Schedule, step: int) -> dict[str, float]:
     """Set each group's learning rate for this step; returns them by name, multiplied by Prodigy's estimate if it has
     one.
     """
     # Names of group keys that multiply the rate, such as Prodigy's estimate.
-    factors = of_all(lambda record: (record.rate_factor,) if record.rate_factor else ())
+    factors = collect_names(lambda record: (record.lr_factor,) if record.lr_factor else ())
     rates = {}
     for group in groups:
         group["lr"] = schedule(group["name"], step)
@@ -116,30 +120,36 @@ def apply_schedule(groups: Groups, schedule: Schedule, step: int) -> dict[str, f
     return rates
 
 
-def gradient_norms(groups: Groups, norms: Norms | None = None) -> dict[str, torch.Tensor]:
+def compute_gradient_norms(
+    groups: ParameterGroups, compute_norms: NormFunction | None = None
+) -> dict[str, torch.Tensor]:
     """Each group's gradient norm: fp64 scalars on the device, finite or zero exactly if all elements are.
 
-    In fp32 squares overflow from 1.8e19 and vanish below 1e-23. `norms` computes all in one pass if given and no
-    gradient is sharded.
+    In fp32 squares overflow from 1.8e19 and vanish below 1e-23. `compute_norms` computes all in one pass if given and
+    no gradient is sharded.
     """
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in groups]
     # One flat list for a single pass; `groups_of` is each gradient's group index.
     flat = [gradient for group_gradients in gradients for gradient in group_gradients]
     names = [group["name"] for group in groups]
-    if norms is not None and flat and not any(isinstance(gradient, DTensor) for gradient in flat):
+    if (
+        compute_norms is not None
+        and flat
+        and not any(isinstance(gradient, DTensor) for gradient in flat)
+    ):
         groups_of = [
             index for index, group_gradients in enumerate(gradients) for _ in group_gradients
         ]
-        # `norms` returns one value per group, (groups,).
-        return dict(zip(names, norms(flat, groups_of, len(names)).unbind(), strict=True))
+        # `compute_norms` returns one value per group, (groups,).
+        return dict(zip(names, compute_norms(flat, groups_of, len(names)).unbind(), strict=True))
     device = groups[0]["params"][0].device
     return {
-        name: total_norm(group_gradients, device)
+        name: compute_total_norm(group_gradients, device)
         for name, group_gradients in zip(names, gradients, strict=True)
     }
 
 
-def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def compute_total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Norm over all gradients, an fp64 scalar; 0 without gradients, as for an unused vision encoder."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -156,40 +166,42 @@ def total_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch
 
 
 def clip_gradients(
-    groups: Groups,
+    groups: ParameterGroups,
     norms: Mapping[str, torch.Tensor],
     optim: OptimConfig,
-    adaptive: Callable[[str], float | None] = lambda group: None,
+    adaptive_bound: Callable[[str], float | None] = lambda group: None,
 ) -> torch.Tensor:
     """Clip the gradients; returns the norm over all groups before clipping.
 
-    `adaptive` may give a bound for a group's norm, which is applied first. Groups with their own clip are scaled
+    `adaptive_bound` may give a bound for a group's norm, which is applied first. Groups with their own clip are scaled
     separately; `optim.clip` bounds all the others together.
     """
     clipped_norms = dict(norms)
     for group in groups:
-        bound = adaptive(group["name"])
+        bound = adaptive_bound(group["name"])
         if bound is not None:
-            _scale([group], norms[group["name"]], bound)
+            _scale_gradients([group], norms[group["name"]], bound)
             # Scaling leaves a norm as it was, or at the bound.
             clipped_norms[group["name"]] = norms[group["name"]].clamp(max=bound)
-    clips = {name: group.clip for name, group in optim.groups.given().items()}
+    clips = {name: group.clip for name, group in optim.groups.get_configured_groups().items()}
     # Groups without their own clip are clipped together.
     shared = [group for group in groups if clips[group["name"]] is None]
     for group in groups:
         clip = clips[group["name"]]
         if clip is not None:
-            _scale([group], clipped_norms[group["name"]], clip)
+            _scale_gradients([group], clipped_norms[group["name"]], clip)
     if shared and optim.clip is not None:
-        _scale(shared, _joint([clipped_norms[group["name"]] for group in shared]), optim.clip)
-    return _joint(list(norms.values()))
+        _scale_gradients(
+            shared, _combine_norms([clipped_norms[group["name"]] for group in shared]), optim.clip
+        )
+    return _combine_norms(list(norms.values()))
 
 
-def _joint(norms: list[torch.Tensor]) -> torch.Tensor:
+def _combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
+def _scale_gradients(groups: ParameterGroups, norm: torch.Tensor, clip: float) -> None:
     """Scale like torch's `clip_grads_with_norm_`, which refuses a full norm for sharded gradients."""
     # 1e-6 as in PyTorch, against a division by zero. The clamp never scales up.
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -197,7 +209,7 @@ def _scale(groups: Groups, norm: torch.Tensor, clip: float) -> None:
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                gradients[parameter.grad.dtype].append(local(parameter.grad))
+                gradients[parameter.grad.dtype].append(get_local_tensor(parameter.grad))
     # One launch for many gradients needs a factor of their dtype.
     for dtype, same_dtype in gradients.items():
         torch._foreach_mul_(same_dtype, factor.to(dtype))

@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.config.optimizers import of_all
-from dit_lora.numerics.optimizer_numbers import as_tensor, group_numbers, is_number, put_back
+from dit_lora.config.optimizers import collect_names
+from dit_lora.numerics.optimizer_numbers import (
+    convert_to_tensor,
+    is_scalar_tensor,
+    read_group_numbers,
+    restore_scalars,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -15,12 +20,12 @@ Tensors = Mapping[str, torch.Tensor]
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimizer's tensors as `<group>/<parameter>/<name>`; learning rates follow from the step.
 
-    Python numbers are 0-dim int64 or float64 copies on the CPU, which `put_numbers` writes back; those of a group are
-    `<group>/<name>`. Tables shared by all parameters appear once, as `<name>`.
+    Python numbers are 0-dim int64 or float64 copies on the CPU, which `load_scalar_state` writes back; those of a
+    group are `<group>/<name>`. Tables shared by all parameters appear once, as `<name>`.
     """
-    state, shared = {}, _shared()
+    state, shared = {}, _shared_state_names()
     holders: dict[str, Mapping[str, Any]] = {
-        group["name"]: group_numbers(group) for group in optimizer.param_groups
+        group["name"]: read_group_numbers(group) for group in optimizer.param_groups
     }
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
         # Empty for a parameter that has had no gradient yet.
@@ -28,17 +33,17 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     for prefix, holder in holders.items():
         for name, value in holder.items():
             key = name if name in shared else f"{prefix}/{name}"
-            state[key] = as_tensor(value)
+            state[key] = convert_to_tensor(value)
     return state
 
 
-def put_numbers(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
+def load_scalar_state(optimizer: torch.optim.Optimizer, state: Tensors) -> None:
     """Write the Python numbers of an `optimizer_state` back into the optimizer; its tensors are live already."""
     for group in optimizer.param_groups:
-        put_back(group, group["name"], state)
+        restore_scalars(group, group["name"], state)
     for prefix, parameter in named_parameters(optimizer.param_groups).items():
         if parameter in optimizer.state:
-            put_back(optimizer.state[parameter], prefix, state)
+            restore_scalars(optimizer.state[parameter], prefix, state)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> None:
@@ -52,7 +57,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
     # Shared tables have no prefix.
     tables = by_parameter.get("", {})
     for number, group in enumerate(inner_optimizer.param_groups):
-        put_back(group, group["name"], stored)
+        restore_scalars(group, group["name"], stored)
         group_parameters = zip(group["param_names"], group["params"], strict=True)
         for index, (name, parameter) in enumerate(group_parameters):
             inner_optimizer.state.pop(parameter, None)
@@ -63,8 +68,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
             if hasattr(inner_optimizer, "init_state"):
                 # bitsandbytes allocates its buffers itself: they may be paged.
                 inner_optimizer.init_state(group, parameter, number, index)
-                values |= {n: tables[n] for n in _shared() if n in inner_optimizer.state[parameter]}
-            _fill(inner_optimizer.state[parameter], values, parameter.device)
+                values |= {
+                    n: tables[n]
+                    for n in _shared_state_names()
+                    if n in inner_optimizer.state[parameter]
+                }
+            _fill_state(inner_optimizer.state[parameter], values, parameter.device)
 
 
 def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
@@ -76,18 +85,18 @@ def drop_optimizer_state(optimizer: torch.optim.Optimizer, names: Sequence[str])
             optimizer.state.pop(parameter, None)
 
 
-def _shared() -> tuple[str, ...]:
+def _shared_state_names() -> tuple[str, ...]:
     """Names of tensors that every parameter's state shares, such as bitsandbytes' 8-bit codes."""
-    return of_all(lambda record: record.shared_state)
+    return collect_names(lambda record: record.shared_state)
 
 
-def _fill(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
+def _fill_state(state: MutableMapping[str, Any], values: Tensors, device: torch.device) -> None:
     for name, value in values.items():
         # Into a tensor that the optimizer has allocated, else as a new tensor or a Python number.
         if isinstance(state.get(name), torch.Tensor):
             state[name].copy_(value)
         else:
-            state[name] = value.item() if is_number(value) else value.to(device, copy=True)
+            state[name] = value.item() if is_scalar_tensor(value) else value.to(device, copy=True)
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:

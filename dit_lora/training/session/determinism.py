@@ -8,25 +8,26 @@ import torch
 
 from dit_lora.errors import DitLoraError
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # Eight buffers of 4 MiB; otherwise cuBLAS picks algorithms by the space that its streams left.
-_SETTING = ":4096:8"
+_WORKSPACE_SETTING = ":4096:8"
 # Part of PyTorch's error message.
-_NONE = "does not have a deterministic implementation"
+_NO_DETERMINISTIC_TEXT = "does not have a deterministic implementation"
 
 
 def set_workspace() -> None:
     """Configure cuBLAS's workspace for reproducible results; must run before the first cuBLAS call, which reads it."""
-    os.environ.setdefault(_WORKSPACE, _SETTING)
+    os.environ.setdefault(_WORKSPACE_VARIABLE, _WORKSPACE_SETTING)
 
 
 @contextmanager
-def deterministic_algorithms(asked: bool) -> Iterator[None]:
-    """Use only deterministic algorithms of PyTorch inside the context, if `asked`; call it before CUDA is first used.
+def use_deterministic_algorithms(is_enabled: bool) -> Iterator[None]:
+    """Use only deterministic algorithms of PyTorch inside the context, if `is_enabled`; call it before CUDA is first
+    used.
 
     Raises `DitLoraError` if an op has none. Uninitialized memory is not filled: no op here reads any.
     """
-    if not asked:
+    if not is_enabled:
         yield
         return
     set_workspace()
@@ -39,10 +40,10 @@ def deterministic_algorithms(asked: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _NONE not in str(error):
+        if _NO_DETERMINISTIC_TEXT not in str(error):
             raise
         # The word before the phrase is the op's name.
-        reason = str(error).partition(_NONE)[0].split()[-1]
+        reason = str(error).partition(_NO_DETERMINISTIC_TEXT)[0].split()[-1]
         raise DitLoraError(
             f"train.deterministic: PyTorch's {reason} has no deterministic way here; set it to false"
         ) from error

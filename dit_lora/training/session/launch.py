@@ -6,34 +6,34 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dit_lora.config.optimizers import DEFAULT, OPTIMIZERS
+from dit_lora.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from dit_lora.config.recipe import Recipe
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 
-_SET_BY_ACCELERATE = "ACCELERATE_DYNAMO_MODE"
+_ACCELERATE_VARIABLE = "ACCELERATE_DYNAMO_MODE"
 """A variable that `accelerate launch` always sets, and nothing else does."""
 
 
-def waiting_launcher(environment: Mapping[str, str]) -> int | None:
+def find_waiting_launcher(environment: Mapping[str, str]) -> int | None:
     """Process id of the `accelerate launch` that started this process.
 
     None if something else did: any other parent may end without ending the run.
     """
-    return os.getppid() if _SET_BY_ACCELERATE in environment else None
+    return os.getppid() if _ACCELERATE_VARIABLE in environment else None
 
 
-def started_alone(environment: Mapping[str, str], gpus: int) -> bool:
-    """True if `accelerate launch` was asked for several processes but started one. `gpus` is the machine's number of
-    GPUs.
+def is_started_alone(environment: Mapping[str, str], num_gpus: int) -> bool:
+    """True if `accelerate launch` was asked for several processes but started one. `num_gpus` is the machine's number
+    of GPUs.
 
     For several processes it sets their rendezvous address, but not their number (simple_launcher in
     accelerate/commands/launch.py). With --cpu it always sets the address on a machine with several GPUs.
     """
-    by_accelerate = _SET_BY_ACCELERATE in environment
+    by_accelerate = _ACCELERATE_VARIABLE in environment
     # A rendezvous address without a world size: several processes were requested, one was started.
     meets = environment.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in environment
     # With --cpu the address is always set on such a machine, so it says nothing.
-    by_default = gpus > 1 and _is_on(environment.get("ACCELERATE_USE_CPU", ""))
+    by_default = num_gpus > 1 and _is_true(environment.get("ACCELERATE_USE_CPU", ""))
     return by_accelerate and meets and not by_default
 
 
@@ -45,36 +45,38 @@ class Sharding:
     """True if a block's weights are released between its forward and its backward pass."""
 
 
-def take_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
+def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     """Read and remove the launch's FSDP settings from the environment; None without FSDP.
 
     Only the version and `reshard_after_forward` of the `fsdp_*` settings have an effect. Raises `DitLoraError` for
     version 1 and for parameters in host memory.
     """
     # Popped, because Accelerate would shard with its own plugin, on GPUs only.
-    if not _is_on(environment.pop("ACCELERATE_USE_FSDP", "")):
+    if not _is_true(environment.pop("ACCELERATE_USE_FSDP", "")):
         return None
     refused = []
     # Accelerate's default is version 1.
     if environment.get("FSDP_VERSION", "1") != "2":
         refused.append("FSDP version 1: set fsdp_version: 2, as accelerate_configs/fsdp2.yaml does")
-    if _is_on(environment.get("FSDP_OFFLOAD_PARAMS", "")):
+    if _is_true(environment.get("FSDP_OFFLOAD_PARAMS", "")):
         refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
     if refused:
-        raise DitLoraError(listed("the launch asks FSDP for what this version cannot do", refused))
+        raise DitLoraError(
+            format_list("the launch asks FSDP for what this version cannot do", refused)
+        )
     # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(reshard_after_forward=not stays_whole)
 
 
-def take_zero(environment: MutableMapping[str, str]) -> int | None:
+def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
     """Read and remove the launch's DeepSpeed settings from the environment; returns the ZeRO stage, None without
     DeepSpeed.
 
     Raises `DitLoraError` for settings that only DeepSpeed could honour, and if it is not installed.
     """
     # Popped, because Accelerate's DeepSpeed steps inside backward, before the gate.
-    if not _is_on(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
+    if not _is_true(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:
         raise DitLoraError(
@@ -86,7 +88,7 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
     if stage != "2":
         remedy = "set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml"
         refused.append(f"ZeRO stage {stage}: {remedy}")
-    for name, instead in _NOT_BY_DEEPSPEED.items():
+    for name, instead in _UNSUPPORTED_DEEPSPEED.items():
         value = environment.get(f"ACCELERATE_{name}", "none").lower()
         if value not in ("none", "auto"):
             refused.append(f"{name.lower()} {value}: leave it out; {instead}")
@@ -94,11 +96,11 @@ def take_zero(environment: MutableMapping[str, str]) -> int | None:
         summary = (
             "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
         )
-        raise DitLoraError(listed(summary, refused))
+        raise DitLoraError(format_list(summary, refused))
     return int(stage)
 
 
-_NOT_BY_DEEPSPEED = {
+_UNSUPPORTED_DEEPSPEED = {
     "DEEPSPEED_CONFIG_FILE": "the recipe says everything else",
     "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "more GPUs share it further",
     "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "train.offload is for one process and DDP",
@@ -106,21 +108,21 @@ _NOT_BY_DEEPSPEED = {
 }
 
 
-def require_shared(
-    recipe: Recipe, sharding: Literal["fsdp2", "zero2"], *, some_idle: bool = False
+def require_shardable(
+    recipe: Recipe, sharding: Literal["fsdp2", "zero2"], *, has_idle_parameters: bool = False
 ) -> None:
     """Raise `DitLoraError` with every option of the recipe that does not work with a sharded model.
 
-    These are options that read whole tensors or place weights. `some_idle`: a step may leave trained parameters
-    without a gradient.
+    These are options that read whole tensors or place weights. `has_idle_parameters`: a step may leave trained
+    parameters without a gradient.
     """
     optimizer = recipe.optim.name
     # The optimizer stays if it can be sharded; else the advice names the default one.
-    is_shared = sharding in OPTIMIZERS[optimizer].sharding
+    is_shared = sharding in OPTIMIZERS[optimizer].supported_sharding
     refused = [
         f"{name}={value}: set it to {instead}"
         for name, value, instead in (
-            ("optim.name", optimizer, optimizer if is_shared else DEFAULT),
+            ("optim.name", optimizer, optimizer if is_shared else DEFAULT_OPTIMIZER),
             ("model.quantize", recipe.model.quantize, None),
             ("train.offload", recipe.train.offload, "none"),
             ("kernels.fp8", recipe.kernels.fp8, "off"),
@@ -128,7 +130,7 @@ def require_shared(
         )
         if value != instead
     ]
-    if some_idle and sharding == "zero2":
+    if has_idle_parameters and sharding == "zero2":
         refused.append(
             "optim.groups.connector or backbone: a step of text alone gives them no gradient, which ZeRO takes "
             "for zero; train the adapter alone"
@@ -136,8 +138,8 @@ def require_shared(
     if refused:
         sharding_name = "sharded weights (FSDP)" if sharding == "fsdp2" else "DeepSpeed's ZeRO"
         summary = f"not with {sharding_name}; launch with accelerate_configs/ddp.yaml, or"
-        raise DitLoraError(listed(summary, refused))
+        raise DitLoraError(format_list(summary, refused))
 
 
-def _is_on(value: str) -> bool:
+def _is_true(value: str) -> bool:
     return value.lower() in ("1", "true")

@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 import torch
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
-from dit_lora.guard.gate import NonFiniteError, PoisonedStateError
+from dit_lora.guard.gate import BadStateError, NonFiniteError
 from dit_lora.numerics.memory import is_out_of_memory
 
 T = TypeVar("T")
 
 # These must end training: the guard's stop, a signal, or a device that can compute nothing more.
-PASSES = (NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError)
+RERAISED_ERRORS = (NonFiniteError, BadStateError, InterruptedRunError, torch.AcceleratorError)
 
 
 @dataclass
-class _LeftOut:
+class _FailedWork:
     """A kind of work that failed."""
 
-    why: str
+    reason: str
     steps: list[int] = field(default_factory=list)
-    is_over: bool = False
+    is_disabled: bool = False
     """True after it ran out of memory: it is not tried again in this process."""
 
 
@@ -33,13 +33,13 @@ class OptionalWork:
     """The optional work of a run, and which of it was left out.
 
     Args:
-        share: Returns the values of all ranks, in rank order; collective.
+        gather: Returns the values of all ranks, in rank order; collective.
         say: Writes a line for the user, on the main process.
     """
 
-    def __init__(self, share: Callable[[Any], list[Any]], say: Callable[[str], None]) -> None:
-        self._share, self._say = share, say
-        self._left_out: dict[str, _LeftOut] = {}
+    def __init__(self, gather: Callable[[Any], list[Any]], say: Callable[[str], None]) -> None:
+        self._gather, self._say = gather, say
+        self._failed_work: dict[str, _FailedWork] = {}
 
     def attempt(
         self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False
@@ -55,48 +55,48 @@ class OptionalWork:
                 other ranks cannot be reached.
 
         Raises:
-            NonFiniteError, PoisonedStateError, InterruptedRunError, torch.AcceleratorError: These end training too.
+            NonFiniteError, BadStateError, InterruptedRunError, torch.AcceleratorError: These end training too.
         """
-        earlier = self._left_out.get(name)
+        earlier = self._failed_work.get(name)
         # Failures are shared, so all ranks skip the work together.
-        if earlier is not None and earlier.is_over:
+        if earlier is not None and earlier.is_disabled:
             earlier.steps.append(step)
             return None
         result, failure = None, None
         try:
             result = work()
-        except PASSES:
+        except RERAISED_ERRORS:
             raise
         # Pipelines, codecs and drivers raise errors of any class, and none should end a run.
         except Exception as error:
             # The other ranks are inside the forward pass, and would never reach the gather below.
-            if is_collective and not getattr(error, "collective", False) and self._is_shared():
+            if is_collective and not getattr(error, "collective", False) and self._is_distributed():
                 raise
-            failure = _words(error), is_out_of_memory(error)
+            failure = _format_error(error), is_out_of_memory(error)
         # Only after the handler: the error's frames held the tensors that did not fit.
         if failure is not None:
             free_memory()
-        failures = [reported for reported in self._share(failure) if reported is not None]
+        failures = [reported for reported in self._gather(failure) if reported is not None]
         if not failures:
             return result
         reason, is_over = failures[0][0], any(reported[1] for reported in failures)
-        left_out = self._left_out.setdefault(name, _LeftOut(reason))
+        left_out = self._failed_work.setdefault(name, _FailedWork(reason))
         left_out.steps.append(step)
-        left_out.is_over |= is_over
+        left_out.is_disabled |= is_over
         scope_text = "from here on" if is_over else "this time"
         self._say(
             f"warning: step {step}: {name} are left out {scope_text}: {reason}; training goes on"
         )
         return None
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """One line per kind of work that was left out, for the closing summary."""
         return [
-            f"left out: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.why}"
-            for name, part in self._left_out.items()
+            f"left out: {name} of step{'s' * (len(part.steps) > 1)} {', '.join(map(str, part.steps))}: {part.reason}"
+            for name, part in self._failed_work.items()
         ]
 
-    def _is_shared(self) -> bool:
+    def _is_distributed(self) -> bool:
         return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
@@ -107,14 +107,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def as_failure(error: Exception) -> DitLoraError:
+def to_dit_lora_error(error: Exception) -> DitLoraError:
     """Convert any error to a `DitLoraError` with a one-line message, for other ranks."""
-    failure = DitLoraError(_words(error))
+    failure = DitLoraError(_format_error(error))
     failure.__cause__ = error
     return failure
 
 
-def _words(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
     # One line, whatever the error contains.

@@ -11,11 +11,11 @@ from typing import Literal
 
 import psutil
 
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 
 PHASES_FILE = "phases.json"
 FIRST_STEP = "first step"
-_SHOWN = 0.05
+_MIN_SHOWN_S = 0.05
 """Phases shorter than this (seconds) are not listed."""
 
 Stage = Literal["before", "training", "after"]
@@ -37,70 +37,70 @@ class Phase:
 class Phases:
     """The phases that a process has been through, in order.
 
-    `wait` is called at the end of each phase before the first step, so that GPU time is counted in the right phase.
-    During training nothing waits.
+    `synchronize` is called at the end of each phase before the first step, so that GPU time is counted in the right
+    phase. During training nothing waits.
     """
 
-    wait: Callable[[], object] = lambda: None
-    all: list[Phase] = field(default_factory=list)
+    synchronize: Callable[[], object] = lambda: None
+    entries: list[Phase] = field(default_factory=list)
     stage: Stage = "before"
     seconds: dict[Stage, float] = field(default_factory=dict)
     """Wall time of the stages that have ended, including time in no named phase."""
-    _open: list[str] = field(default_factory=list)
-    _began: float = field(default_factory=time.perf_counter)
-    _step_began: tuple[float, float] = (0.0, 0.0)
+    _open_names: list[str] = field(default_factory=list)
+    _stage_start: float = field(default_factory=time.perf_counter)
+    _first_step_start: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
-    def of_process(cls, launcher: int | None = None) -> "Phases":
+    def from_process(cls, launcher: int | None = None) -> "Phases":
         """Phases that begin with the process or its launcher; the time until now is counted as imports."""
-        age, cpu = _age(os.getpid()), time.process_time()
-        phases = cls(_began=time.perf_counter() - age)
+        age, cpu = _get_process_age_s(os.getpid()), time.process_time()
+        phases = cls(_stage_start=time.perf_counter() - age)
         if launcher is not None:
             # The clocks may disagree by a moment: a launcher is never younger than its process.
-            before = max(0.0, _age(launcher) - age)
-            phases._began -= before
-            phases.note("launcher", before, 0.0)
-        phases.note("imports", age, cpu)
+            before = max(0.0, _get_process_age_s(launcher) - age)
+            phases._stage_start -= before
+            phases.add_time("launcher", before, 0.0)
+        phases.add_time("imports", age, cpu)
         return phases
 
-    def note(self, name: str, seconds: float, cpu_seconds: float) -> None:
+    def add_time(self, name: str, seconds: float, cpu_seconds: float) -> None:
         """Add a measurement to a phase."""
-        path = "/".join([*self._open, name])
+        path = "/".join([*self._open_names, name])
         # A phase that runs again adds to its first entry.
-        phase = next((p for p in self.all if (p.name, p.stage) == (path, self.stage)), None)
+        phase = next((p for p in self.entries if (p.name, p.stage) == (path, self.stage)), None)
         if phase is None:
             phase = Phase(path, self.stage)
-            self.all.append(phase)
+            self.entries.append(phase)
         phase.seconds += seconds
         phase.cpu_seconds += cpu_seconds
         phase.count += 1
 
     @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         """Time the context, even if it ends with an error."""
         began, stage = (time.perf_counter(), time.process_time()), self.stage
-        self._open.append(name)
+        self._open_names.append(name)
         try:
             yield
         finally:
             if self.stage == "before":
-                self.wait()
-            self._open.pop()
+                self.synchronize()
+            self._open_names.pop()
             # A phase that was open while the stage changed belongs to neither stage.
             if stage == self.stage:
                 took = time.perf_counter() - began[0], time.process_time() - began[1]
-                self.note(name, *took)
+                self.add_time(name, *took)
 
     def begin_steps(self) -> None:
         """Start timing the first step."""
-        self._step_began = time.perf_counter(), time.process_time()
+        self._first_step_start = time.perf_counter(), time.process_time()
 
-    def first_step_taken(self) -> bool:
+    def end_first_step(self) -> bool:
         """End the first step. Returns True at the first call, False at later ones."""
         if self.stage != "before":
             return False
-        clock, cpu = self._step_began
-        self.note(FIRST_STEP, time.perf_counter() - clock, time.process_time() - cpu)
+        clock, cpu = self._first_step_start
+        self.add_time(FIRST_STEP, time.perf_counter() - clock, time.process_time() - cpu)
         self._end_stage("training")
         return True
 
@@ -108,35 +108,35 @@ class Phases:
         """End the training stage."""
         self._end_stage("after")
 
-    def _end_stage(self, following: Stage) -> None:
+    def _end_stage(self, next_stage: Stage) -> None:
         now = time.perf_counter()
-        self.seconds[self.stage] = now - self._began
-        self.stage, self._began = following, now
+        self.seconds[self.stage] = now - self._stage_start
+        self.stage, self._stage_start = next_stage, now
 
-    def line(self, stage: Stage) -> str:
+    def format_stage(self, stage: Stage) -> str:
         """One line on a stage: its total, each phase, and in brackets that phase's parts."""
-        total = self.seconds.get(stage, time.perf_counter() - self._began)
-        phases = [p for p in self.all if p.stage == stage and "/" not in p.name]
-        parts = [self._words(phase) for phase in phases if phase.seconds >= _SHOWN]
+        total = self.seconds.get(stage, time.perf_counter() - self._stage_start)
+        phases = [p for p in self.entries if p.stage == stage and "/" not in p.name]
+        parts = [self._format_phase(phase) for phase in phases if phase.seconds >= _MIN_SHOWN_S]
         # Time of the stage that belongs to no named phase.
         other_seconds = total - sum(phase.seconds for phase in phases)
-        if other_seconds >= _SHOWN:
+        if other_seconds >= _MIN_SHOWN_S:
             parts.append(f"other {other_seconds:.1f}")
         return f"{total:.1f} s: {', '.join(parts)}" if parts else f"{total:.1f} s"
 
-    def _words(self, phase: Phase) -> str:
+    def _format_phase(self, phase: Phase) -> str:
         path = f"{phase.name}/"
         parts = [
             f"{p.name.removeprefix(path)} {p.seconds:.1f}"
-            for p in self.all
-            if p.stage == phase.stage and p.name.startswith(path) and p.seconds >= _SHOWN
+            for p in self.entries
+            if p.stage == phase.stage and p.name.startswith(path) and p.seconds >= _MIN_SHOWN_S
         ]
         return f"{phase.name} {phase.seconds:.1f}" + (f" ({', '.join(parts)})" if parts else "")
 
     def write(self, folder: Path) -> None:
         """Write phases.json with this process's phases."""
         stages = dict(self.seconds)
-        stages.setdefault(self.stage, time.perf_counter() - self._began)
+        stages.setdefault(self.stage, time.perf_counter() - self._stage_start)
         record = {
             "stages": {name: round(seconds, 3) for name, seconds in stages.items()},
             "phases": [
@@ -147,13 +147,13 @@ class Phases:
                     "cpu_seconds": round(phase.cpu_seconds, 3),
                     "count": phase.count,
                 }
-                for phase in self.all
+                for phase in self.entries
             ],
         }
-        write_whole(folder / PHASES_FILE, json.dumps(record, indent=1) + "\n")
+        write_atomically(folder / PHASES_FILE, json.dumps(record, indent=1) + "\n")
 
 
-def _age(pid: int) -> float:
+def _get_process_age_s(pid: int) -> float:
     """Seconds since a process began."""
     try:
         # psutil is off by up to a second on Linux: the boot time in /proc is in whole seconds.

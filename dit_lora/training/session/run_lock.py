@@ -29,12 +29,12 @@ from dit_lora.errors import DitLoraError
 from dit_lora.files import open_inside, read_inside
 from dit_lora.parsing import parse_json
 
-LOCK = "run.lock"
+LOCK_FILE = "run.lock"
 BEAT, STALE = 10.0, 90.0
 """Seconds between heartbeats, and seconds without one after which a process of another host counts as dead."""
 _TRIES, _PAUSE = 10, 0.2
 """Tries, and seconds between them: a process that inspects a lock holds it for an instant."""
-_NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+_NO_FLOCK_ERRNOS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Holder:
     """Number of times that Slurm has requeued the job."""
 
     @classmethod
-    def own(cls) -> "Holder":
+    def from_this_process(cls) -> "Holder":
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             host=socket.gethostname(),
-            boot=_of_kernel("/proc/sys/kernel/random/boot_id"),
-            namespace=_of_kernel("/proc/self/ns/pid"),
+            boot=_read_proc("/proc/sys/kernel/random/boot_id"),
+            namespace=_read_proc("/proc/self/ns/pid"),
             pid=os.getpid(),
             born=psutil.Process().create_time(),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -72,13 +72,17 @@ class Holder:
             restarts=int(restarts) if restarts.isdecimal() else 0,
         )
 
-    def shares_kernel(self, other: "Holder") -> bool:
+    def shares_kernel(self, other_holder: "Holder") -> bool:
         """True if both run on one kernel, as containers of one machine do, whatever their host names."""
-        return self.boot == other.boot if self.boot else self.host == other.host
+        return self.boot == other_holder.boot if self.boot else self.host == other_holder.host
 
-    def was_requeued_as(self, other: "Holder") -> bool:
-        """True if `other` is Slurm's restart of this job, which happens only after this process has ended."""
-        return bool(self.job) and self.job == other.job and self.restarts < other.restarts
+    def was_requeued_as(self, other_holder: "Holder") -> bool:
+        """True if `other_holder` is Slurm's restart of this job, which happens only after this process has ended."""
+        return (
+            bool(self.job)
+            and self.job == other_holder.job
+            and self.restarts < other_holder.restarts
+        )
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -89,13 +93,13 @@ class RunLock:
     """The lock of one run's folder. `say` tells the user why a start must wait."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
-        self.path = folder / LOCK
+        self.path = folder / LOCK_FILE
         self._say = say
-        self._handle = -1
-        self._made: list[Path] = []
-        self._ended = threading.Event()
-        self._lost: DitLoraError | None = None
-        self._own: Holder | None = None
+        self._file_descriptor = -1
+        self._created_folders: list[Path] = []
+        self._stop_event = threading.Event()
+        self._takeover_error: DitLoraError | None = None
+        self._holder: Holder | None = None
 
     def acquire(self) -> None:
         """Create the folder if necessary, and hold its lock until `release`. Waits only if the holder may be alive
@@ -104,144 +108,148 @@ class RunLock:
         Raises `DitLoraError` if another process trains there. An earlier lock of this process is released.
         """
         # flock also conflicts within a process: without the release this run would be refused.
-        earlier = _held.get(self._key)
+        earlier = _held_locks.get(self._real_path)
         if earlier is not None:
             earlier.release()
         try:
             self._make_folder()
-            holder = self._take()
+            holder = self._lock_file()
             # The lock is held: name this process as its holder.
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps(asdict(holder)).encode(), 0)
+            os.ftruncate(self._file_descriptor, 0)
+            os.pwrite(self._file_descriptor, json.dumps(asdict(holder)).encode(), 0)
         except OSError as error:
-            self._remove()
+            self._remove_lock()
             raise DitLoraError(
                 f"run.dir {self.path.parent} cannot be written: {self.path}: {error.strerror}"
             ) from error
-        self._own = holder
-        _held[self._key] = self
+        self._holder = holder
+        _held_locks[self._real_path] = self
         # A daemon thread: it must not keep a finished process alive.
-        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+        threading.Thread(target=self._update_heartbeat, name="run lock", daemon=True).start()
 
     def release(self) -> None:
         """Release the lock; deletes a folder that was created for it and is otherwise empty."""
-        if self._handle < 0:
+        if self._file_descriptor < 0:
             return
-        self._ended.set()
-        _held.pop(self._key, None)
-        self._remove()
+        self._stop_event.set()
+        _held_locks.pop(self._real_path, None)
+        self._remove_lock()
 
-    def _remove(self) -> None:
+    def _remove_lock(self) -> None:
         """Release the lock and delete its file, and folders created for it."""
         with suppress(OSError):
-            if self._handle >= 0 and self._is_in_place():
+            if self._file_descriptor >= 0 and self._is_same_file():
                 self.path.unlink()
         self._close()
         # Fails if the folder is not empty: a run is in it.
         with suppress(OSError):
             # The innermost folder comes first.
-            for folder in self._made:
+            for folder in self._created_folders:
                 folder.rmdir()
 
-    def lost(self) -> DitLoraError | None:
+    def get_takeover_error(self) -> DitLoraError | None:
         """The error that another process has taken the folder, believing this process dead; None if that has not
         happened.
         """
-        return self._lost
+        return self._takeover_error
 
     @property
-    def _key(self) -> str:
+    def _real_path(self) -> str:
         return os.path.realpath(self.path)
 
     def _make_folder(self) -> None:
         folder = self.path.parent
-        self._made = [
+        self._created_folders = [
             parent for parent in (folder, *folder.absolute().parents) if not parent.exists()
         ]
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _take(self) -> Holder:
+    def _lock_file(self) -> Holder:
         """Open and lock the file, once the process that it names is known to be dead."""
-        this_process = Holder.own()
+        this_process = Holder.from_this_process()
         for _ in range(_TRIES):
             # Without O_TRUNC: the file still names the last holder. O_CLOEXEC keeps it out of child programs.
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            locked = _flock(self._handle, fcntl.LOCK_EX)
+            self._file_descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            locked = _try_flock(self._file_descriptor, fcntl.LOCK_EX)
             # Another process holds it, perhaps only to look at it: try again.
             if locked is False:
                 self._close()
                 time.sleep(_PAUSE)
                 continue
             # Its holder released it in between.
-            if not self._is_in_place():
+            if not self._is_same_file():
                 self._close()
                 continue
             # A host to which the filesystem does not forward locks can only read the file's text.
-            holder = holder_of(self.path.parent)
-            if holder is not None and not self._is_over(
-                holder, this_process, honoured=locked is True
+            holder = read_holder(self.path.parent)
+            if holder is not None and not self._has_ended(
+                holder, this_process, is_granted=locked is True
             ):
                 self._close()
-                raise self._refusal(holder)
+                raise self._make_in_use_error(holder)
             # Another process may have replaced the file meanwhile.
-            if self._is_in_place():
+            if self._is_same_file():
                 return this_process
             self._close()
-        raise self._refusal(holder_of(self.path.parent))
+        raise self._make_in_use_error(read_holder(self.path.parent))
 
-    def _is_over(self, named: Holder, own: Holder, *, honoured: bool) -> bool:
-        """True if the process named in the file has ended; `honoured`: the kernel granted the lock."""
+    def _has_ended(self, holder: Holder, this_process: Holder, *, is_granted: bool) -> bool:
+        """True if the process named in the file has ended; `is_granted`: the kernel granted the lock."""
         # On one machine the kernel's lock is proof; without it, look for the process itself.
-        if named.shares_kernel(own):
-            if honoured:
+        if holder.shares_kernel(this_process):
+            if is_granted:
                 return True
             # Process ids can be compared only within one namespace.
-            if named.namespace == own.namespace:
-                return not _is_running(named)
-        if named.was_requeued_as(own):
+            if holder.namespace == this_process.namespace:
+                return not _is_running(holder)
+        if holder.was_requeued_as(this_process):
             self._say(
-                f"run.dir {self.path.parent}: Slurm has requeued this job, last on {named.host}"
+                f"run.dir {self.path.parent}: Slurm has requeued this job, last on {holder.host}"
             )
             return True
-        return not self._beats(named)
+        return not self._has_heartbeat(holder)
 
-    def _beats(self, named: Holder) -> bool:
+    def _has_heartbeat(self, holder: Holder) -> bool:
         """True if the lock shows a heartbeat; waits as long as one may take."""
         # The rest of `STALE` by the file server's clock, because hosts' clocks may differ.
-        last_beat = self._time()
+        last_beat = self._read_mtime()
         # At most `STALE`, even if the file's time is in the future.
-        wait = min(STALE, STALE - (_now_at(self.path.parent) - last_beat))
+        wait = min(STALE, STALE - (_read_server_time(self.path.parent) - last_beat))
         if wait <= 0:
             return False
         self._say(
-            f"run.dir {self.path.parent} was held by {named} {STALE - wait:.0f} s ago: waiting {wait:.0f} s "
+            f"run.dir {self.path.parent} was held by {holder} {STALE - wait:.0f} s ago: waiting {wait:.0f} s "
             f"to see whether that lives (remove {self.path} if you know that it does not)"
         )
         until = time.monotonic() + wait
         while time.monotonic() < until:
             time.sleep(min(1.0, wait))
-            if not self._is_in_place():
+            if not self._is_same_file():
                 return False
-            if self._time() != last_beat:
+            if self._read_mtime() != last_beat:
                 return True
         return False
 
-    def _beat(self) -> None:
+    def _update_heartbeat(self) -> None:
         """Update the heartbeat, and check that the lock still belongs to this process."""
-        while not self._ended.wait(BEAT):
+        while not self._stop_event.wait(BEAT):
             # The disk may be unavailable for a while.
             with suppress(OSError):
                 # The heartbeat: sets the mtime to the present time.
-                os.utime(self._handle)
-                holder = holder_of(self.path.parent)
-                if holder is not None and self._own is not None and holder.token != self._own.token:
-                    self._lost = DitLoraError(
+                os.utime(self._file_descriptor)
+                holder = read_holder(self.path.parent)
+                if (
+                    holder is not None
+                    and self._holder is not None
+                    and holder.token != self._holder.token
+                ):
+                    self._takeover_error = DitLoraError(
                         f"run.dir {self.path.parent} was taken by {holder}, which held this process for dead; "
                         "nothing more is written to it"
                     )
                     return
 
-    def _time(self) -> float:
+    def _read_mtime(self) -> float:
         """The file's mtime; opens the file for it, because NFS caches attributes."""
         handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -249,30 +257,30 @@ class RunLock:
         finally:
             os.close(handle)
 
-    def _is_in_place(self) -> bool:
+    def _is_same_file(self) -> bool:
         """True if the open file is still the file at the path."""
         try:
-            return os.path.samestat(os.fstat(self._handle), self.path.stat())
+            return os.path.samestat(os.fstat(self._file_descriptor), self.path.stat())
         except FileNotFoundError:
             return False
 
-    def _refusal(self, named: Holder | None) -> DitLoraError:
-        holder_text = f"{named}" if named else "another process"
+    def _make_in_use_error(self, holder: Holder | None) -> DitLoraError:
+        holder_text = f"{holder}" if holder else "another process"
         return DitLoraError(
             f"run.dir {self.path.parent} is in use by {holder_text}: wait for it, stop it, or choose another run.dir; "
             f"if it is certain that it has ended, remove {self.path}"
         )
 
     def _close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
+        if self._file_descriptor >= 0:
+            os.close(self._file_descriptor)
+        self._file_descriptor = -1
 
 
-def holder_of(folder: Path) -> Holder | None:
+def read_holder(folder: Path) -> Holder | None:
     """The process that a run's lock names; None without a lock, or if it is unreadable."""
     try:
-        record = parse_json(read_inside(folder, folder / LOCK))
+        record = parse_json(read_inside(folder, folder / LOCK_FILE))
         return Holder(**{entry.name: record[entry.name] for entry in fields(Holder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -282,16 +290,16 @@ def is_live(folder: Path) -> bool | None:
     """True if the process that a run's lock names is still training; None without a lock, or if this cannot be
     determined.
     """
-    path, holder = folder / LOCK, holder_of(folder)
+    path, holder = folder / LOCK_FILE, read_holder(folder)
     if holder is None:
         return None
-    this_process = Holder.own()
+    this_process = Holder.from_this_process()
     try:
         if time.time() - path.stat().st_mtime < STALE and not holder.shares_kernel(this_process):
             return True
         with open_inside(folder, path) as file:
             # A shared lock for an instant: closing the file releases it.
-            locked = _flock(file.fileno(), fcntl.LOCK_SH)
+            locked = _try_flock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return None
     if locked is False:
@@ -300,24 +308,24 @@ def is_live(folder: Path) -> bool | None:
     return False if locked and holder.shares_kernel(this_process) else None
 
 
-def _flock(handle: int, kind: int) -> bool | None:
+def _try_flock(handle: int, kind: int) -> bool | None:
     """True if the lock was granted; None if the filesystem has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in _NO_FLOCK:
+        if error.errno in _NO_FLOCK_ERRNOS:
             return None
         raise
     return True
 
 
-def _is_running(named: Holder) -> bool:
+def _is_running(holder: Holder) -> bool:
     """True if this host runs the named process, and not a later one with the same id."""
     try:
         # Start times are rounded, so allow for a second.
-        return abs(psutil.Process(named.pid).create_time() - named.born) < 1
+        return abs(psutil.Process(holder.pid).create_time() - holder.born) < 1
     except psutil.NoSuchProcess:
         return False
     # A process of another user exists, but cannot be inspected.
@@ -325,9 +333,9 @@ def _is_running(named: Holder) -> bool:
         return True
 
 
-def _now_at(folder: Path) -> float:
+def _read_server_time(folder: Path) -> float:
     """The present time by the clock of the machine that stores the folder."""
-    probe = folder / f".{LOCK}.{os.getpid()}.clock"
+    probe = folder / f".{LOCK_FILE}.{os.getpid()}.clock"
     # The machine that stores the file sets its time.
     probe.touch()
     try:
@@ -336,7 +344,7 @@ def _now_at(folder: Path) -> float:
         probe.unlink()
 
 
-def _of_kernel(path: str) -> str:
+def _read_proc(path: str) -> str:
     """Content of a file, or target of a link, in /proc; empty if there is none."""
     try:
         return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
@@ -344,15 +352,15 @@ def _of_kernel(path: str) -> str:
         return ""
 
 
-_held: dict[str, RunLock] = {}
+_held_locks: dict[str, RunLock] = {}
 """Locks that this process holds."""
 
 
-def _forget_in_child() -> None:
+def _close_locks_in_child() -> None:
     """Close the locks in a forked worker, which may outlive this process by seconds and must not hold them."""
-    for lock in _held.values():
+    for lock in _held_locks.values():
         lock._close()
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_locks_in_child)

@@ -23,37 +23,37 @@ from tqdm import tqdm
 
 from dit_lora.config.load import dump_recipe
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.storage import waiting
-from dit_lora.environment.versions import launch_problem, probe_environment, require_compatible
-from dit_lora.errors import DitLoraError, listed, show, unwritable
+from dit_lora.data.storage import wait_for_storage
+from dit_lora.environment.versions import find_launch_problem, probe_environment, require_compatible
+from dit_lora.errors import DitLoraError, format_list, make_write_error, print_error
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.files import write_whole
+from dit_lora.files import write_atomically
 from dit_lora.guard.switches import choose_cudnn
 from dit_lora.numerics.precision import Precision, choose_precision
-from dit_lora.terminal import printable
-from dit_lora.training.session.determinism import deterministic_algorithms
+from dit_lora.terminal import make_printable
+from dit_lora.training.session.determinism import use_deterministic_algorithms
 from dit_lora.training.session.launch import (
     Sharding,
-    require_shared,
-    started_alone,
-    take_sharding,
-    take_zero,
-    waiting_launcher,
+    find_waiting_launcher,
+    is_started_alone,
+    pop_sharding,
+    pop_zero_stage,
+    require_shardable,
 )
-from dit_lora.training.session.optional_work import OptionalWork, as_failure
+from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
 from dit_lora.training.session.phases import Phases
-from dit_lora.training.session.run_lock import LOCK, RunLock
-from dit_lora.training.trackers.trackers import Trackers, login_problem, require_trackers
+from dit_lora.training.session.run_lock import LOCK_FILE, RunLock
+from dit_lora.training.trackers.trackers import Trackers, find_login_problem, require_trackers
 
 # A training collective that takes this long has lost a rank; NCCL's default is a third of it.
-_STALL = timedelta(minutes=30)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # One rank may encode, sample or write for any length of time: the others wait in another process group.
-_PATIENCE = timedelta(days=7)
-_PASSED_ON = 1.0
+_WAITING_TIMEOUT = timedelta(days=7)
+_FORWARDED_SIGNAL_S = 1.0
 """Seconds within which a repeated signal is the same one, forwarded by a launcher."""
-_OF_A_RUN = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK)
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "held_out.jsonl", LOCK_FILE)
 T = TypeVar("T")
-_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+_SUPPORTED_LAUNCHES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Session:
     """Process id of the `accelerate launch` that waits for this process; None without one."""
     sharding: Sharding | None = None
     """How weights are sharded over ranks; None if each rank holds all of them."""
-    zero: int | None = None
+    zero_stage: int | None = None
     """DeepSpeed's ZeRO stage; None if the launch does not use it."""
     phases: Phases = field(default_factory=Phases)
     """The timed phases of this process."""
@@ -86,9 +86,9 @@ class Session:
         return Trackers(self.dir, self.recipe.run.trackers if self.is_main else (), self.say)
 
     @cached_property
-    def optional(self) -> OptionalWork:
+    def optional_work(self) -> OptionalWork:
         """Runs validation and samples, whose failure does not end the run."""
-        return OptionalWork(lambda value: shared(self.accelerator, value), self.say)
+        return OptionalWork(lambda value: gather_from_ranks(self.accelerator, value), self.say)
 
     @cached_property
     def lock(self) -> RunLock:
@@ -101,20 +101,20 @@ class Session:
         return self.accelerator.process_index // self.recipe.train.context_parallel
 
     @property
-    def data_ranks(self) -> int:
+    def num_data_ranks(self) -> int:
         return self.accelerator.num_processes // self.recipe.train.context_parallel
 
     @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step, over all micro-steps and ranks."""
         train = self.recipe.train
-        return train.batch_size * train.accumulate * self.data_ranks
+        return train.batch_size * train.accumulate * self.num_data_ranks
 
     def say(self, line: str) -> None:
         """Write one line for the user, on the main process only."""
         if self.is_main:
             # Above a progress bar, if there is one.
-            tqdm.write(printable(line), file=sys.stderr)
+            tqdm.write(make_printable(line), file=sys.stderr)
 
 
 @contextmanager
@@ -123,19 +123,19 @@ def running(
 ) -> Iterator[Session]:
     """Start a run; at the end close its trackers and its process group, even after an error.
 
-    `after` is this process's earlier run. The process group is kept for the next run unless this is the `last`.
+    `previous` is this process's earlier run. The process group is kept for the next run unless this is the `is_last`.
     """
     with (
-        deterministic_algorithms(recipe.train.deterministic),
-        waiting(),
-        _started(recipe, after, last=last) as session,
+        use_deterministic_algorithms(recipe.train.deterministic),
+        wait_for_storage(),
+        _open_session(recipe, after, is_last=last) as session,
     ):
         yield session
 
 
 @contextmanager
-def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[Session]:
-    session = _start(recipe, after)
+def _open_session(recipe: Recipe, previous: Session | None, *, is_last: bool) -> Iterator[Session]:
+    session = _create_session(recipe, previous)
     # Until the run has ended without an error.
     failed = True
     try:
@@ -145,60 +145,62 @@ def _started(recipe: Recipe, after: Session | None, *, last: bool) -> Iterator[S
         if error.collective:
             # Show the error and wait for all ranks before any of them ends: the launcher then stops the others
             # immediately.
-            show(error)
-            meet(session.accelerator)
+            print_error(error)
+            wait_for_all_ranks(session.accelerator)
         raise
     finally:
         session.trackers.finish(failed=failed)
         session.lock.release()
         # The waiting group ends with the process group; a later run of this process creates its own.
-        _waiting_room.cache_clear()
+        _get_waiting_group.cache_clear()
         # Gloo's thread takes the interpreter lock to free the last collective's tensors. Destroying the group waits
         # for that thread while holding the lock: a deadlock, unless the thread has run before.
         if session.accelerator.num_processes > 1:
             time.sleep(0.1)
-        if last or failed:
+        if is_last or failed:
             session.accelerator.end_training()
         else:
             # Accelerate keeps references to everything it prepared.
             session.accelerator.free_memory()
 
 
-def _start(recipe: Recipe, after: Session | None) -> Session:
+def _create_session(recipe: Recipe, previous: Session | None) -> Session:
     """Check versions and launch, choose the precision, and create the Accelerator; writes nothing yet."""
-    launcher = waiting_launcher(os.environ)
-    phases = Phases.of_process(launcher) if after is None else Phases()
-    quiet_libraries()
+    launcher = find_waiting_launcher(os.environ)
+    phases = Phases.from_process(launcher) if previous is None else Phases()
+    hide_progress_bars()
     # Checks that can refuse the run come before the process group: no rank waits for one that has ended.
     require_trackers(recipe.run.trackers)
     # Before Accelerate reads it; an earlier run of this process has already taken it.
-    sharding = take_sharding(os.environ) if after is None else after.sharding
+    sharding = pop_sharding(os.environ) if previous is None else previous.sharding
     if sharding is not None:
-        require_shared(recipe, "fsdp2")
-    zero = take_zero(os.environ) if after is None else after.zero
+        require_shardable(recipe, "fsdp2")
+    zero = pop_zero_stage(os.environ) if previous is None else previous.zero_stage
     if zero is not None:
-        require_shared(recipe, "zero2", some_idle=_some_idle(recipe))
+        require_shardable(recipe, "zero2", has_idle_parameters=_has_idle_parameters(recipe))
     environment = probe_environment()
     warnings = require_compatible(environment, recipe.run.allow_untested)
     on_gpu = torch.cuda.is_available()
     # The recipe decides, not the launch: one owner of autocast.
     precision = choose_precision(recipe.model.dtype, torch.device("cuda" if on_gpu else "cpu"))
-    choose_cudnn(masked=get_family(recipe.model.family).masked_attention)
+    choose_cudnn(masked=get_family(recipe.model.family).has_attention_mask)
     accelerator = Accelerator(
         cpu=not on_gpu,
-        mixed_precision=precision.mixed,
+        mixed_precision=precision.mixed_precision,
         gradient_accumulation_steps=recipe.train.accumulate,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=_STALL),
-            DistributedDataParallelKwargs(find_unused_parameters=_some_idle(recipe)),
+            InitProcessGroupKwargs(timeout=_COLLECTIVE_TIMEOUT),
+            DistributedDataParallelKwargs(find_unused_parameters=_has_idle_parameters(recipe)),
         ],
     )
     _check_launch(accelerator, sharding)
-    _check_settings(recipe, accelerator)
+    _check_launch_settings(recipe, accelerator)
     if on_gpu:
-        phases.wait = torch.cuda.synchronize
+        phases.synchronize = torch.cuda.synchronize
     session = Session(recipe, accelerator, precision, launcher, sharding, zero, phases)
-    agree(accelerator, login_problem(recipe.run.trackers) if session.is_main else None)
+    raise_on_all_ranks(
+        accelerator, find_login_problem(recipe.run.trackers) if session.is_main else None
+    )
     for warning in warnings:
         session.say(f"warning: {warning}")
     spread = ", weights sharded over them (FSDP2)" if sharding else ""
@@ -210,7 +212,7 @@ def _start(recipe: Recipe, after: Session | None) -> Session:
     return session
 
 
-def _some_idle(recipe: Recipe) -> bool:
+def _has_idle_parameters(recipe: Recipe) -> bool:
     """True if some trained parameters may get no gradient in a step (DDP then needs `find_unused_parameters`), such as
     the vision encoder's in a text-only batch.
     """
@@ -224,12 +226,12 @@ def require_free_folder(session: Session) -> None:
     Raises `DitLoraError` if the folder cannot be written, is not a run's, is used by another process, or holds another
     run's steps (unless resuming).
     """
-    with agreeing(session.accelerator):
+    with share_errors(session.accelerator):
         if session.is_main:
-            _take_folder(session)
+            _lock_folder(session)
 
 
-def _take_folder(session: Session) -> None:
+def _lock_folder(session: Session) -> None:
     folder = session.dir
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -238,7 +240,7 @@ def _take_folder(session: Session) -> None:
             f"run.dir {folder} cannot be written: {existing} is no folder that may be"
         )
     # A folder of an earlier run may be reused; other folders with files may not.
-    is_run = any((folder / name).exists() for name in _OF_A_RUN)
+    is_run = any((folder / name).exists() for name in _RUN_FILES)
     if existing == folder and any(folder.iterdir()) and not is_run:
         raise DitLoraError(f"run.dir {folder} is not empty and holds no run; choose another")
     # Before the folder's files are read: another process may still be writing them.
@@ -247,11 +249,11 @@ def _take_folder(session: Session) -> None:
         session.lock.release()
         raise DitLoraError(
             f"run.dir {folder} already holds a run; continue it with train.resume=auto, or choose another run.dir"
-            f"{_from_its_result(session.recipe, folder)}"
+            f"{_suggest_init(session.recipe, folder)}"
         )
 
 
-def _from_its_result(recipe: Recipe, folder: Path) -> str:
+def _suggest_init(recipe: Recipe, folder: Path) -> str:
     if recipe.train.mode != "lora" or recipe.model.family in CHAT_FAMILIES:
         return ""
     return f" (lora.init={folder} there trains on from its result)"
@@ -261,17 +263,17 @@ def open_run_folder(session: Session) -> None:
     """Write config.yaml and environment.json. Call it after every check that can refuse the run."""
     folder = session.dir
     if session.is_main:
-        write_whole(folder / "config.yaml", dump_recipe(session.recipe))
+        write_atomically(folder / "config.yaml", dump_recipe(session.recipe))
         environment = asdict(probe_environment())
         environment["packages"] = environment.pop("versions")
         environment["processes"] = session.accelerator.num_processes
         environment["precision"] = f"{session.precision.dtype}: {session.precision.reason}"
         text = json.dumps(environment, indent=2, sort_keys=True)
-        write_whole(folder / "environment.json", text + "\n")
-    meet(session.accelerator)
+        write_atomically(folder / "environment.json", text + "\n")
+    wait_for_all_ranks(session.accelerator)
 
 
-def quiet_libraries() -> None:
+def hide_progress_bars() -> None:
     """Hide the libraries' progress bars for loading; warnings stay."""
     import diffusers
     import transformers
@@ -281,7 +283,7 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
+def handle_stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
     """Turn the first SIGINT or SIGTERM inside the context into a request for a clean stop; the second acts
     immediately.
 
@@ -291,12 +293,12 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
     """
     requested, last_signal = {"code": 0}, -math.inf
 
-    def remember(number: int, _frame: FrameType | None) -> None:
+    def handle_signal(number: int, _frame: FrameType | None) -> None:
         nonlocal last_signal
         before, last_signal = last_signal, time.monotonic()
         if requested["code"]:
             # The launcher has forwarded the same signal.
-            if last_signal - before < _PASSED_ON:
+            if last_signal - before < _FORWARDED_SIGNAL_S:
                 return
             # A second request: end at once, without saving.
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -305,24 +307,26 @@ def stop_signals(launcher: int | None = None) -> Iterator[Callable[[], int]]:
         # A plain write: the signal may have interrupted one of Python's own writes.
         os.write(2, b"\nstopping after this step, which is saved; again to stop at once\n")
 
-    def stop_asked() -> int:
+    def get_stop_code() -> int:
         # An orphan has another parent: the launcher ended without forwarding its signal.
         if not requested["code"] and launcher is not None and os.getppid() != launcher:
             requested["code"] = 128 + signal.SIGTERM
         return requested["code"]
 
-    previous = {s: signal.signal(s, remember) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, handle_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop_asked
+        yield get_stop_code
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
-    """Raise on every rank if any rank passes an error, with the first one's message. Ranks wait as in `meet`."""
+def raise_on_all_ranks(accelerator: Accelerator, error: DitLoraError | None) -> None:
+    """Raise on every rank if any rank passes an error, with the first one's message. Ranks wait as in
+    `wait_for_all_ranks`.
+    """
     local_error = None if error is None else (str(error), error.exit_code)
-    errors_by_rank = shared(accelerator, local_error)
+    errors_by_rank = gather_from_ranks(accelerator, local_error)
     first_error = next((item for item in errors_by_rank if item is not None), None)
     if first_error is None:
         return
@@ -332,28 +336,30 @@ def agree(accelerator: Accelerator, error: DitLoraError | None) -> None:
     raise agreed from error
 
 
-def shared(accelerator: Accelerator, own: Any) -> list[Any]:
-    """Gather a picklable value from every rank, in rank order. Ranks wait as in `meet`. Collective."""
+def gather_from_ranks(accelerator: Accelerator, value: Any) -> list[Any]:
+    """Gather a picklable value from every rank, in rank order. Ranks wait as in `wait_for_all_ranks`. Collective."""
     if accelerator.num_processes == 1:
-        return [own]
+        return [value]
     # One entry per rank.
     values_by_rank = [None] * accelerator.num_processes
-    dist.all_gather_object(values_by_rank, own, group=_waiting_room(dist.group.WORLD))
+    dist.all_gather_object(values_by_rank, value, group=_get_waiting_group(dist.group.WORLD))
     return values_by_rank
 
 
 @contextmanager
-def agreeing(accelerator: Accelerator) -> Iterator[None]:
-    """Raise on every rank a `DitLoraError` that any rank raises inside the context, as `agree` does. Collective."""
+def share_errors(accelerator: Accelerator) -> Iterator[None]:
+    """Raise on every rank a `DitLoraError` that any rank raises inside the context, as `raise_on_all_ranks` does.
+    Collective.
+    """
     error = None
     try:
         yield
     except DitLoraError as problem:
         error = problem
-    agree(accelerator, error)
+    raise_on_all_ranks(accelerator, error)
 
 
-def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
+def run_with_shared_errors(session: Session, work: Callable[[], T] | None) -> T | None:
     """Run `work` on the ranks that have it; an error on any rank is raised on all. Collective.
 
     Returns the result, None on ranks without `work`.
@@ -366,29 +372,29 @@ def agreed(session: Session, work: Callable[[], T] | None) -> T | None:
         except DitLoraError as error:
             failure = error
         except OSError as error:
-            failure = unwritable(error)
+            failure = make_write_error(error)
         # Any class: other ranks wait for this one.
         except Exception as error:
             if session.accelerator.num_processes == 1:
                 raise
-            failure = as_failure(error)
-    agree(session.accelerator, failure)
+            failure = to_dit_lora_error(error)
+    raise_on_all_ranks(session.accelerator, failure)
     return result
 
 
-def meet(accelerator: Accelerator) -> None:
+def wait_for_all_ranks(accelerator: Accelerator) -> None:
     """Barrier with a timeout of days: for work that only one rank does, or that takes some ranks longer."""
     if accelerator.num_processes > 1:
-        dist.barrier(group=_waiting_room(dist.group.WORLD))
+        dist.barrier(group=_get_waiting_group(dist.group.WORLD))
 
 
 @cache
-def _waiting_room(_world: Any) -> Any:
+def _get_waiting_group(_world: Any) -> Any:
     """A gloo process group for long waits: ranks waiting here do not hit NCCL's timeout."""
-    return dist.new_group(backend="gloo", timeout=_PATIENCE)
+    return dist.new_group(backend="gloo", timeout=_WAITING_TIMEOUT)
 
 
-def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
+def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
     """Raise `DitLoraError` for launch settings, which Accelerate reads too, that contradict the recipe."""
     contradictions = []
     micro_steps = accelerator.gradient_accumulation_steps
@@ -410,7 +416,7 @@ def _check_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if contradictions:
         raise DitLoraError(
-            listed("the launch contradicts the recipe, which decides", contradictions)
+            format_list("the launch contradicts the recipe, which decides", contradictions)
         )
 
 
@@ -419,14 +425,14 @@ def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:
     launches.
     """
     is_one = accelerator.num_processes == 1
-    problem = launch_problem(
-        several_asked=is_one and started_alone(os.environ, torch.cuda.device_count()),
-        fsdp_asked=is_one and sharding is not None,
+    problem = find_launch_problem(
+        is_multiple_requested=is_one and is_started_alone(os.environ, torch.cuda.device_count()),
+        is_fsdp_requested=is_one and sharding is not None,
     )
     if problem:
         raise DitLoraError(problem)
     kind = accelerator.distributed_type
-    if kind not in _SUPPORTED:
+    if kind not in _SUPPORTED_LAUNCHES:
         raise DitLoraError(
             f"{kind.value} is not supported by this version: its saving and clipping are DDP's; launch with "
             "accelerate_configs/ddp.yaml"

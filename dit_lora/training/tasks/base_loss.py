@@ -7,16 +7,20 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from dit_lora.environment.versions import probe_environment
-from dit_lora.guard.checks import CheckFinding, cached_findings, remember
-from dit_lora.training.guarding.parity_memory import ANEW, device_facts, memory_file
+from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
+from dit_lora.training.guarding.parity_memory import (
+    REMEASURE,
+    describe_device,
+    get_preflight_cache_path,
+)
 from dit_lora.training.task import AnySetup
-from dit_lora.training.tasks.held_out import HeldOut
+from dit_lora.training.tasks.held_out import EvalSample
 from dit_lora.version import __version__
 
 
-def base_loss(
+def compute_base_eval_loss(
     setup: AnySetup,
-    draws: Sequence[HeldOut],
+    eval_samples: Sequence[EvalSample],
     measure: Callable[[], tuple[float | None, bool]],
 ) -> float | None:
     """The held-out loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
@@ -24,10 +28,10 @@ def base_loss(
     Call it only while the adapter has no effect. `measure` returns the loss and whether every sample was good; only
     then is the loss cached. None without samples.
     """
-    path, facts = memory_file(setup), _facts(setup, draws)
+    path, facts = get_preflight_cache_path(setup), _build_cache_key(setup, eval_samples)
     cached_finding = None
-    if setup.recipe.guard.preflight != ANEW:
-        cached_finding = next(iter(cached_findings(path, facts)), None)
+    if setup.recipe.guard.preflight != REMEASURE:
+        cached_finding = next(iter(read_cached_findings(path, facts)), None)
     # The text of the finding is the loss itself, in full precision.
     losses = gather_object([float(cached_finding.words) if cached_finding is not None else None])
     # One rank without a cached loss makes all ranks measure it, because that is collective.
@@ -39,27 +43,29 @@ def base_loss(
         return float(losses[0])
     loss, sound = measure()
     if loss is not None and math.isfinite(loss) and all(gather_object([sound])):
-        remember(path, facts, [CheckFinding("held-out loss", True, repr(loss), fatal=False)])
+        store_findings(path, facts, [CheckFinding("held-out loss", True, repr(loss), fatal=False)])
     return loss
 
 
-def _facts(setup: AnySetup, draws: Sequence[HeldOut]) -> Mapping[str, Any]:
+def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Mapping[str, Any]:
     recipe, environment = setup.recipe, probe_environment()
     return {
         "what": "held-out loss",
         "version": __version__,
         "packages": dict(environment.versions),
         "cuda": environment.torch_cuda,
-        "device": device_facts(setup.session.accelerator.device),
+        "device": describe_device(setup.session.accelerator.device),
         "ranks": setup.session.accelerator.num_processes,
         "family": recipe.model.family,
         "transformer": setup.data.transformer_digest,
         "data": setup.data.data_digest,
-        "draws": [(held_out.entry.id, held_out.draw, held_out.weight) for held_out in draws],
+        "draws": [
+            (held_out.entry.id, held_out.sample_seed, held_out.weight) for held_out in eval_samples
+        ],
         "seed": recipe.train.seed,
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,
-        "identity": setup.task.identity(recipe),
+        "identity": setup.task.trajectory_config(recipe),
         "under": setup.data.adapters.get("under"),
         "kernels": recipe.kernels.model_dump(mode="json"),
     }

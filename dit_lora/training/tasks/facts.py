@@ -20,19 +20,19 @@ from dit_lora.data.chat.conversation import Conversation
 from dit_lora.data.media.video import write_sample
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
-from dit_lora.data.sources.hf_datasets import name_on_hub
-from dit_lora.data.sources.scan import scan
+from dit_lora.data.sources.hf_datasets import get_dataset_hub_name
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.families import CHAT_FAMILIES
 from dit_lora.families.base import Sampling
-from dit_lora.files import write_whole
-from dit_lora.numerics.dtensors import stock_class
-from dit_lora.training.session.session import agreeing
+from dit_lora.files import write_atomically
+from dit_lora.numerics.dtensors import get_original_class
+from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.diffusion.samples import read_headers
 
 FACTS_FILE = "facts.json"
 # Words that captions begin with whatever their subject: not a trigger.
-_USUAL = frozenset(
+_COMMON_WORDS = frozenset(
     [
         "a",
         "an",
@@ -80,13 +80,13 @@ _USUAL = frozenset(
 
 def write_facts(setup: Setup[Any, Any]) -> None:
     """Write RUN/facts.json on the main process; a `DitLoraError` there is raised on all ranks. Collective."""
-    with agreeing(setup.session.accelerator):
+    with share_errors(setup.session.accelerator):
         if setup.session.is_main:
-            text = json.dumps(_facts(setup), indent=2, ensure_ascii=False)
-            write_whole(setup.session.dir / FACTS_FILE, text + "\n")
+            text = json.dumps(_collect_facts(setup), indent=2, ensure_ascii=False)
+            write_atomically(setup.session.dir / FACTS_FILE, text + "\n")
 
 
-def common_prefix(captions: Sequence[str]) -> str | None:
+def find_common_prefix(captions: Sequence[str]) -> str | None:
     """The words that all captions begin with, if they include a meaningful one.
 
     None for fewer than two captions, or if they share only words such as `a video of a`.
@@ -100,64 +100,69 @@ def common_prefix(captions: Sequence[str]) -> str | None:
             break
         shared.append(column[0])
     # A trigger is a word that only these captions have: trailing words such as "a" and "of" are not part of it.
-    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _USUAL:
+    while shared and shared[-1].strip(".,:;!?\"'()[]").lower() in _COMMON_WORDS:
         shared.pop()
     return " ".join(shared) or None
 
 
-def _facts(setup: Setup[Any, Any]) -> dict[str, Any]:
+def _collect_facts(setup: Setup[Any, Any]) -> dict[str, Any]:
     recipe = setup.recipe
     data = recipe.data
     # Only names on the Hub; local paths are private.
-    hub_names = {name for source in data.all_sources if (name := name_on_hub(source)) is not None}
+    hub_names = {
+        name for source in data.all_sources if (name := get_dataset_hub_name(source)) is not None
+    }
     common = {"datasets": sorted(hub_names), "left_out": len(setup.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
-        model = stock_class(setup.transformer)
+        model = get_original_class(setup.transformer)
         library = model.__module__.partition(".")[0]
         return {
             "model": {"class": model.__name__, "module": model.__module__, "library": library},
-            "data": {**_of_conversations(setup.data.clips.entries), **common},
+            "data": {**_describe_conversations(setup.data.training_set.entries), **common},
         }
     # A clip that is cut into windows counts once.
-    scanned = scan(data, recipe.cache_dir).clips
+    scanned = scan_sources(data, recipe.cache_dir).clips
     clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
-    return {"pipeline": _pipeline(setup, clips), "data": {**_of_clips(setup, clips), **common}}
+    return {
+        "pipeline": _describe_pipeline(setup, clips),
+        "data": {**_describe_clips(setup, clips), **common},
+    }
 
 
-def _of_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
+def _describe_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     recipe = setup.recipe
-    entries = setup.data.clips.entries
-    default_shape = VideoShape.of(recipe.data)
+    entries = setup.data.training_set.entries
+    default_shape = VideoShape.from_data(recipe.data)
     shapes = Counter(str(entry.shape or default_shape) for entry in entries)
     captions = [clip.caption for clip in clips]
     headers = read_headers([clip.media for clip in clips], recipe, quiet=True)
-    by_class = "class_labels" in setup.checkpoint.conditions(clips[0].caption)
+    by_class = "class_labels" in setup.checkpoint.prompt_kwargs(clips[0].caption)
     facts: dict[str, Any] = {
-        "kind": "images" if recipe.data.most_frames == 1 else "clips",
+        "kind": "images" if recipe.data.max_frames == 1 else "clips",
         "clips": len(clips),
         "samples": len(entries),
         "shapes": dict(shapes.most_common()),
-        "seconds": _seconds(headers),
-        "references": _references(clips),
+        "seconds": _summarize_durations(headers),
+        "references": _count_references(clips),
         "masked": sum(clip.mask is not None for clip in clips),
     }
     if by_class:
         return facts | {"classes": len(set(captions))}
     return facts | {
-        "caption_words": _spread([len(caption.split()) for caption in captions]),
+        "caption_words": _summarize([len(caption.split()) for caption in captions]),
         "distinct_captions": len(set(captions)),
-        "caption_prefix": common_prefix(captions),
+        "caption_prefix": find_common_prefix(captions),
     }
 
 
-def _references(clips: Sequence[Clip]) -> dict[str, int]:
+def _count_references(clips: Sequence[Clip]) -> dict[str, int]:
     """Number of clips by number of references, most frequent first; empty if no clip has any."""
     counted = Counter(len(clip.references) for clip in clips)
     # The keys are numbers of references: `any` is true if one is not zero.
     return {str(number): count for number, count in counted.most_common()} if any(counted) else {}
 
 
-def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
+def _describe_conversations(entries: Sequence[Any]) -> dict[str, Any]:
     conversations: list[Conversation] = [entry.conversation for entry in entries]
     headers = [entry.header for entry in entries]
     return {
@@ -166,22 +171,22 @@ def _of_conversations(entries: Sequence[Any]) -> dict[str, Any]:
         "by_media": dict(
             Counter(conversation.kind for conversation in conversations).most_common()
         ),
-        "seconds": _seconds(headers),
-        "answer_tokens": _spread([entry.answers for entry in entries]),
+        "seconds": _summarize_durations(headers),
+        "answer_tokens": _summarize([entry.answers for entry in entries]),
     }
 
 
-def _seconds(headers: Sequence[Any]) -> dict[str, float] | None:
+def _summarize_durations(headers: Sequence[Any]) -> dict[str, float] | None:
     # Pictures and unreadable files have no duration.
     durations = [
         header.seconds
         for header in headers
         if isinstance(header, VideoHeader) and not header.is_image and header.seconds
     ]
-    return _spread([round(seconds, 2) for seconds in durations]) if durations else None
+    return _summarize([round(seconds, 2) for seconds in durations]) if durations else None
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _summarize(values: Sequence[float]) -> dict[str, float]:
     """Minimum, median, maximum and sum of the values."""
     return {
         "least": min(values),
@@ -191,15 +196,15 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
+def _describe_pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
     """The pipeline's class, and the arguments that validation passes to it, for the most common kind of clip."""
     checkpoint = setup.checkpoint
     recipe = setup.recipe
     cls = checkpoint.pipeline_class
     # Any clip will do: only the kinds of arguments are read.
-    prompt_kwargs = dict(checkpoint.conditions(clips[0].caption))
-    references = int(next(iter(_references(clips)), 0))
-    called, output = _called(setup, prompt_kwargs, references)
+    prompt_kwargs = dict(checkpoint.prompt_kwargs(clips[0].caption))
+    references = int(next(iter(_count_references(clips)), 0))
+    called, output = _record_call(setup, prompt_kwargs, references)
     is_own_class = cls.__module__.startswith("dit_lora.")
     labels = prompt_kwargs.get("class_labels")
     return {
@@ -209,10 +214,10 @@ def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "condition": "class_labels" if labels is not None else "prompt",
         "label": None if labels is None else [int(row) for row in labels],
         "labels_as_tensor": hasattr(labels, "tolist"),
-        "from_image": "image" in checkpoint.pictures,
+        "from_image": "image" in checkpoint.image_arguments,
         "to_image": "last_image" in called,
         "references": references,
-        "reference_clips": bool(checkpoint.references and checkpoint.references.clips),
+        "reference_clips": bool(checkpoint.references and checkpoint.references.is_clip),
         "reference_resolution": recipe.data.reference_resolution,
         "arguments": {
             name: value
@@ -223,47 +228,47 @@ def _pipeline(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
         "seed": recipe.validation.seed,
         "fps": recipe.data.fps,
         "dtype": str(setup.session.precision.dtype),
-        "in_fp32": list(checkpoint.in_fp32),
+        "in_fp32": list(checkpoint.fp32_components),
     }
 
 
-class _Recorder:
+class _PipelineRecorder:
     """A stand-in for a pipeline: records its arguments and returns one black picture."""
 
     def __init__(self) -> None:
-        self.called: dict[str, Any] = {}
-        self.output = ""
+        self.call_kwargs: dict[str, Any] = {}
+        self.output_name = ""
 
-    def __call__(self, **arguments: Any) -> "_Recorder":
-        self.called = arguments
+    def __call__(self, **arguments: Any) -> "_PipelineRecorder":
+        self.call_kwargs = arguments
         return self
 
     @property
     def frames(self) -> np.ndarray:
-        self.output = "frames"
+        self.output_name = "frames"
         return np.zeros((1, 1, 8, 8, 3), dtype=np.float32)
 
     @property
     def images(self) -> np.ndarray:
-        self.output = "images"
+        self.output_name = "images"
         return np.zeros((1, 8, 8, 3), dtype=np.float32)
 
 
-def _called(
-    setup: Setup[Any, Any], conditions: dict[str, Any], references: int
+def _record_call(
+    setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], references: int
 ) -> tuple[dict[str, Any], str]:
     """The arguments that validation would pass to the pipeline, and the name of the output it would read."""
     checkpoint = setup.checkpoint
-    settings, recorder = setup.recipe.validation, _Recorder()
-    shape = VideoShape.of(setup.recipe.data)
+    settings, recorder = setup.recipe.validation, _PipelineRecorder()
+    shape = VideoShape.from_data(setup.recipe.data)
     # An image-to-video family opens its first frame, so create one.
     with tempfile.TemporaryDirectory() as folder:
-        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.pictures}
+        pictures = {name: Path(folder) / f"{name}.png" for name in checkpoint.image_arguments}
         for file in pictures.values():
             Image.new("RGB", (shape.width, shape.height)).save(file)
         steps, guidance = settings.inference_steps, settings.guidance_scale
         supported = checkpoint.references
-        frames = shape.frames if supported and supported.clips else 1
+        frames = shape.frames if supported and supported.is_clip else 1
         # (frames, H, W, 3)
         black = torch.zeros(frames, shape.height, shape.width, 3, dtype=torch.uint8)
         files = [
@@ -276,5 +281,5 @@ def _called(
             "fps": setup.recipe.data.fps,
         }
         sampling = Sampling(shape, steps, guidance, settings.seed, **inputs)
-        checkpoint.generate(recorder, conditions, sampling)
-    return recorder.called, recorder.output
+        checkpoint.generate(recorder, prompt_kwargs, sampling)
+    return recorder.call_kwargs, recorder.output_name

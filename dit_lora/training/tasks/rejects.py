@@ -5,11 +5,11 @@ from typing import TypeVar
 
 from accelerate.utils import gather_object
 
-from dit_lora.errors import DitLoraError, listed
-from dit_lora.terminal import one_line
+from dit_lora.errors import DitLoraError, format_list
+from dit_lora.terminal import make_one_line
 from dit_lora.training.session.session import Session
 
-Named = TypeVar("Named")
+SampleT = TypeVar("SampleT")
 
 
 class Rejects:
@@ -33,22 +33,26 @@ class Rejects:
         if not new:
             return
         new = {
-            name: one_line(reason if name in reason else f"{name}: {reason}")
+            name: make_one_line(reason if name in reason else f"{name}: {reason}")
             for name, reason in new.items()
         }
         if self.session.recipe.data.rejects == "refuse":
             error = DitLoraError(
-                listed(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
+                format_list(f"{summary}; data.rejects=skip leaves them out", [*new.values()])
             )
             # Every rank has the same list, and raises it.
             error.collective = True
             raise error
         self.reasons |= new
-        self.session.say(listed(f"left out, by data.rejects: {len(new)} samples", [*new.values()]))
+        self.session.say(
+            format_list(f"left out, by data.rejects: {len(new)} samples", [*new.values()])
+        )
 
-    def without(self, samples: Sequence[Named], name: Callable[[Named], str]) -> list[Named]:
+    def filter_samples(
+        self, samples: Sequence[SampleT], get_id: Callable[[SampleT], str]
+    ) -> list[SampleT]:
         """The samples that are not rejected; raises `DitLoraError` if none is left."""
-        stay = [sample for sample in samples if name(sample) not in self.reasons]
+        stay = [sample for sample in samples if get_id(sample) not in self.reasons]
         if not stay:
             raise DitLoraError("no sample is left: every one was rejected")
         return stay

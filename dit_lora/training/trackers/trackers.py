@@ -17,25 +17,25 @@ from typing import Any, TypeVar
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from dit_lora.config.records import Answer, read_typed
+from dit_lora.config.records import Answer, read_typed_json
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.opened import open_media, open_picture
 from dit_lora.errors import DitLoraError
-from dit_lora.files import read_lines, write_whole
-from dit_lora.redact import redacted
+from dit_lora.files import read_json_lines, write_atomically
+from dit_lora.redact import redact_value
 
 T = TypeVar("T")
 
 PROJECT = "dit-lora"
-IDENTITY = "trackers.json"
+TRACKERS_FILE = "trackers.json"
 """File in the run's folder with the run's id in its trackers, so that a resumed run continues there."""
-_ANSWER = ("prompt", "media", "answer")
-_EVENT = ("step", "kind", "cause", "module", "samples", "action", "words")
-_LONGEST_SIDE = 320
+_ANSWER_COLUMNS = ("prompt", "media", "answer")
+_EVENT_COLUMNS = ("step", "kind", "cause", "module", "samples", "action", "words")
+_MAX_SIDE_PIXELS = 320
 """Pixels of an animation's longest side: TensorBoard embeds them in its files."""
-_ROWS = 100
+_MAX_TABLE_ROWS = 100
 """Number of last events in a table: it is sent again with each new event."""
-_WANDB = {
+_WANDB_SETTINGS = {
     "console": "off",
     "disable_git": True,
     "disable_code": True,
@@ -58,7 +58,7 @@ def require_trackers(names: Sequence[str]) -> None:
         )
 
 
-def login_problem(names: Sequence[str]) -> DitLoraError | None:
+def find_login_problem(names: Sequence[str]) -> DitLoraError | None:
     """The error to raise if Weights & Biases would ask for a login in the middle of a run; else None."""
     if "wandb" not in names:
         return None
@@ -81,7 +81,7 @@ class Trackers:
 
     def __init__(self, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
         self._folder, self._names, self._say = folder, names, say
-        self._open: list[GeneralTracker] = []
+        self._open_trackers: list[GeneralTracker] = []
         self._events: list[dict[str, Any]] = []
 
     def start(self, config: Mapping[str, Any], start_step: int) -> None:
@@ -90,128 +90,141 @@ class Trackers:
         `config` is a nested mapping of plain values.
         """
         if self._names:
-            self._guarded("all are left out", lambda: self._start(config, start_step))
+            self._run_guarded("all are left out", lambda: self._open_all(config, start_step))
 
-    def _start(self, config: Mapping[str, Any], start_step: int) -> None:
+    def _open_all(self, config: Mapping[str, Any], start_step: int) -> None:
         # A resumed run continues under the id of its first start.
-        earlier_id = (read_lines(self._folder / IDENTITY)[0] or [{}])[0].get("id")
+        earlier_id = (read_json_lines(self._folder / TRACKERS_FILE)[0] or [{}])[0].get("id")
         run_id = earlier_id or secrets.token_hex(4)
         if not earlier_id:
-            write_whole(self._folder / IDENTITY, json.dumps({"id": run_id}) + "\n")
+            write_atomically(self._folder / TRACKERS_FILE, json.dumps({"id": run_id}) + "\n")
         # Steps that a killed run has logged after its last checkpoint are taken and logged again.
         again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
-            opened = self._guarded(
-                _left_out(name), partial(self._opened, name, run_id, redacted(config), again_from)
+            opened = self._run_guarded(
+                _describe_drop(name),
+                partial(self._open_tracker, name, run_id, redact_value(config), again_from),
             )
             if opened is not None:
-                self._open.append(opened)
-        self._events = [_public(line) for line in read_lines(self._folder / "events.jsonl")[0]]
+                self._open_trackers.append(opened)
+        self._events = [
+            _select_public(line) for line in read_json_lines(self._folder / "events.jsonl")[0]
+        ]
         # TensorBoard drops the steps that are repeated.
         if earlier_id and self._events:
-            self._each(lambda tracker: _log_events(tracker, self._events, again_from))
+            self._call_each(lambda tracker: _log_events(tracker, self._events, again_from))
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers of a step."""
-        self._each(lambda tracker: _log(tracker, values, step))
+        self._call_each(lambda tracker: _log_values(tracker, values, step))
 
-    def samples(self, step: int, prompts: Sequence[str]) -> None:
+    def log_samples(self, step: int, prompts: Sequence[str]) -> None:
         """Log the files in samples/step_NNNNNN: videos, images, or a chat model's answers."""
-        if self._open:
+        if self._open_trackers:
             consequence = f"the samples of step {step} are left out"
-            self._guarded(consequence, lambda: self._samples(step, prompts))
+            self._run_guarded(consequence, lambda: self._log_sample_files(step, prompts))
 
-    def _samples(self, step: int, prompts: Sequence[str]) -> None:
+    def _log_sample_files(self, step: int, prompts: Sequence[str]) -> None:
         folder = self._folder / "samples" / f"step_{step:06d}"
         captions = {
-            path: redacted(_prompt_of(path, prompts))
+            path: redact_value(_find_prompt(path, prompts))
             for path in sorted(folder.glob("prompt_*.*"))
             if path.suffix in (".mp4", ".png")
         }
         if captions:
-            self._each(lambda tracker: _log_samples(tracker, captions, step))
+            self._call_each(lambda tracker: _log_samples(tracker, captions, step))
         answers = folder / "answers.json"
         if answers.is_file():
-            answers_read = redacted(read_typed(answers, list[Answer]))
-            rows = [[str(answer.get(name) or "") for name in _ANSWER] for answer in answers_read]
-            self._each(lambda tracker: _log_table(tracker, "samples/answers", _ANSWER, rows, step))
+            answers_read = redact_value(read_typed_json(answers, list[Answer]))
+            rows = [
+                [str(answer.get(name) or "") for name in _ANSWER_COLUMNS] for answer in answers_read
+            ]
+            self._call_each(
+                lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step)
+            )
 
-    def event(self, line: Mapping[str, Any]) -> None:
+    def log_event(self, line: Mapping[str, Any]) -> None:
         """Log a line of events.jsonl."""
-        if self._open:
-            self._events.append(_public(line))
-            self._each(lambda tracker: _log_events(tracker, self._events, line["step"]))
-            self._each(lambda tracker: _alert(tracker, self._events[-1]))
+        if self._open_trackers:
+            self._events.append(_select_public(line))
+            self._call_each(lambda tracker: _log_events(tracker, self._events, line["step"]))
+            self._call_each(lambda tracker: _send_alert(tracker, self._events[-1]))
 
     def finish(self, *, failed: bool) -> None:
         """Close all trackers. Called once, however the run ended."""
-        self._each(lambda tracker: _close(tracker, failed=failed))
-        self._open.clear()
+        self._call_each(lambda tracker: _close(tracker, failed=failed))
+        self._open_trackers.clear()
 
-    def _opened(
-        self, name: str, run_id: str, config: Mapping[str, Any], again_from: int
+    def _open_tracker(
+        self, name: str, run_id: str, config: Mapping[str, Any], first_repeated_step: int
     ) -> GeneralTracker:
-        label = redacted(self._folder.resolve().name)
+        label = redact_value(self._folder.resolve().name)
         if name == "tensorboard":
             # Purge from 0 too: TensorBoard takes the first purge mark for a start, the next for a restart.
             tracker = TensorBoardTracker(
-                PROJECT, self._folder, purge_step=again_from, flush_secs=10
+                PROJECT, self._folder, purge_step=first_repeated_step, flush_secs=10
             )
             tracker.start()
             _add_hyperparameters(tracker, config)
         elif name == "trackio":
-            options = {"config": flattened(config), "resume": "allow", "embed": False}
+            options = {"config": flatten(config), "resume": "allow", "embed": False}
             tracker = TrackioTracker(PROJECT, name=f"{label}-{run_id}", **options)
             tracker.start()
         else:
-            tracker = self._opened_wandb(id=run_id, name=label, config=dict(config))
+            tracker = self._open_wandb(id=run_id, name=label, config=dict(config))
         return tracker
 
-    def _opened_wandb(self, **options: Any) -> GeneralTracker:
+    def _open_wandb(self, **options: Any) -> GeneralTracker:
         """Start a run of Weights & Biases; offline in the run's folder if the service cannot be reached."""
         import wandb
 
         options |= {"dir": str(self._folder), "resume": "allow"}
         try:
-            tracker = WandBTracker(PROJECT, settings=_WANDB, **options)
+            tracker = WandBTracker(PROJECT, settings=_WANDB_SETTINGS, **options)
             tracker.start()
         except wandb.errors.Error as error:
-            self._say(f"warning: wandb: {_words(error)}; logging to the run's folder instead")
+            self._say(
+                f"warning: wandb: {_format_error(error)}; logging to the run's folder instead"
+            )
             # Its service still uses the id.
             wandb.teardown()
-            tracker = WandBTracker(PROJECT, settings={**_WANDB, "mode": "offline"}, **options)
+            tracker = WandBTracker(
+                PROJECT, settings={**_WANDB_SETTINGS, "mode": "offline"}, **options
+            )
             tracker.start()
         # Its own step counter never goes back, but a resumed or rolled back run does.
         tracker.tracker.define_metric("step")
         tracker.tracker.define_metric("*", step_metric="step")
         return tracker
 
-    def _each(self, tell: Callable[[GeneralTracker], None]) -> None:
-        for tracker in list(self._open):
-            if not self._guarded(_left_out(tracker.name), partial(_told, tell, tracker)):
-                self._open.remove(tracker)
+    def _call_each(self, call: Callable[[GeneralTracker], None]) -> None:
+        for tracker in list(self._open_trackers):
+            if not self._run_guarded(
+                _describe_drop(tracker.name), partial(_call_tracker, call, tracker)
+            ):
+                self._open_trackers.remove(tracker)
 
-    def _guarded(self, if_it_fails: str, work: Callable[[], T]) -> T | None:
-        """Run `work`; on any error log `if_it_fails` and return None: trackers must never end a run."""
+    def _run_guarded(self, consequence: str, work: Callable[[], T]) -> T | None:
+        """Run `work`; on any error log `consequence` and return None: trackers must never end a run."""
         try:
             return work()
         # Third-party clients: the exception classes they raise change with their versions.
         except Exception as error:
-            self._say(f"warning: run.trackers: {if_it_fails}: {_words(error)}")
+            self._say(f"warning: run.trackers: {consequence}: {_format_error(error)}")
             return None
 
 
-def _told(tell: Callable[[GeneralTracker], None], tracker: GeneralTracker) -> bool:
-    tell(tracker)
+def _call_tracker(call: Callable[[GeneralTracker], None], tracker: GeneralTracker) -> bool:
+    call(tracker)
     return True
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings; keys are joined with dots, as in a recipe's overrides."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -221,7 +234,7 @@ def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any])
     """Add the hyperparameters to the run itself: Accelerate would open another run below it at every resume."""
     from torch.utils.tensorboard.summary import hparams
 
-    flat = flattened(config)
+    flat = flatten(config)
     plain = {
         key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
         for key, value in flat.items()
@@ -231,7 +244,7 @@ def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any])
         tracker.tracker.file_writer.add_summary(summary)
 
 
-def _log(tracker: GeneralTracker, values: Mapping[str, Any], step: int) -> None:
+def _log_values(tracker: GeneralTracker, values: Mapping[str, Any], step: int) -> None:
     if isinstance(tracker, WandBTracker):
         tracker.log({**values, "step": step})
     else:
@@ -250,7 +263,7 @@ def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: in
         f"samples/{path.stem}": kinds[path.suffix](str(path), caption=caption)
         for path, caption in captions.items()
     }
-    _log(tracker, media, step)
+    _log_values(tracker, media, step)
 
 
 def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -> None:
@@ -271,7 +284,7 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
             frames = [image.convert("RGB")]
     for frame in frames:
         # In place; keeps the aspect ratio.
-        frame.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+        frame.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
     data, kind = io.BytesIO(), "GIF" if len(frames) > 1 else "PNG"
     # These options have no effect on a PNG.
     frames[0].save(
@@ -291,21 +304,21 @@ def _log_table(
 ) -> None:
     if not isinstance(tracker, TensorBoardTracker):
         table = importlib.import_module(tracker.name).Table
-        _log(tracker, {tag: table(columns=list(columns), data=rows)}, step)
+        _log_values(tracker, {tag: table(columns=list(columns), data=rows)}, step)
         return
     lines = [columns, ["---"] * len(columns), *rows]
     # Markdown: a bar would end the cell, a line break the table.
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    _log(tracker, {tag: "\n".join(f"| {' | '.join(line)} |" for line in cells)}, step)
+    _log_values(tracker, {tag: "\n".join(f"| {' | '.join(line)} |" for line in cells)}, step)
 
 
 def _log_events(tracker: GeneralTracker, events: Sequence[Mapping[str, Any]], step: int) -> None:
-    _log(tracker, {"guard/events": len(events)}, step)
-    rows = [list(event.values()) for event in events[-_ROWS:]]
-    _log_table(tracker, "guard/table", _EVENT, rows, step)
+    _log_values(tracker, {"guard/events": len(events)}, step)
+    rows = [list(event.values()) for event in events[-_MAX_TABLE_ROWS:]]
+    _log_table(tracker, "guard/table", _EVENT_COLUMNS, rows, step)
 
 
-def _alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
+def _send_alert(tracker: GeneralTracker, event: Mapping[str, Any]) -> None:
     """Send an alert to subscribers; TensorBoard has no alerts."""
     if isinstance(tracker, TensorBoardTracker):
         return
@@ -328,26 +341,26 @@ def _close(tracker: GeneralTracker, *, failed: bool) -> None:
         tracker.finish()
 
 
-def _public(line: Mapping[str, Any]) -> dict[str, Any]:
+def _select_public(line: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a guard event that may be published, from a line of events.jsonl."""
-    event = redacted(line)
+    event = redact_value(line)
     samples = ", ".join(event.get("sample_ids") or ())
     # The event's own keys win over those of its diagnosis.
     values = {**(event.get("verdict") or {}), **event, "samples": samples}
-    return {name: values[name] if values.get(name) is not None else "" for name in _EVENT}
+    return {name: values[name] if values.get(name) is not None else "" for name in _EVENT_COLUMNS}
 
 
-def _prompt_of(path: Path, prompts: Sequence[str]) -> str:
+def _find_prompt(path: Path, prompts: Sequence[str]) -> str:
     # `prompt_03.mp4` is the sample of `prompts[3]`.
     match = re.fullmatch(r"prompt_(\d+)", path.stem)
     index = int(match[1]) if match else len(prompts)
     return prompts[index] if index < len(prompts) else path.stem
 
 
-def _left_out(name: str) -> str:
+def _describe_drop(name: str) -> str:
     return f"{name} is left out from here"
 
 
-def _words(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

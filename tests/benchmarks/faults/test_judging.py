@@ -11,7 +11,7 @@ from benchmarks.faults.fault import Expected, Fault, judged
 from benchmarks.faults.suite import catalog
 from benchmarks.faults.target_table import DEFAULT, targets_for
 from benchmarks.faults.world import Observation, engine_of
-from dit_lora.data.loading.quarantine import LeftOut
+from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.errors import DitLoraError
 
 TARGETS = targets_for(DEFAULT)
@@ -33,7 +33,9 @@ def why(expected: Expected, seen: Observation) -> tuple[str, ...]:
 def test_a_sample_that_is_left_out_for_good_is_seen(tmp_path: Path) -> None:
     seen = observed(tmp_path, ("step", "skip", None))
     expected = Expected("step", "skip", nobody_lost=True)
-    lines = [asdict(LeftOut("a.mp4", 0, to_epoch, 3, "step", "words")) for to_epoch in (0, None)]
+    lines = [
+        asdict(QuarantineRecord("a.mp4", 0, to_epoch, 3, "step", "words")) for to_epoch in (0, None)
+    ]
     path = tmp_path / "quarantine.jsonl"
     path.write_text(json.dumps(lines[0]) + "\n", encoding="utf-8")
     assert not why(expected, seen)

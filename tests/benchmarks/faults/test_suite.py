@@ -24,7 +24,7 @@ from benchmarks.faults.fault import Expected, Fault, judged
 from benchmarks.faults.suite import catalog, chosen, judge_all, run_suite, totals
 from benchmarks.faults.target_table import DEFAULT, FAULT_TARGETS, targets_for
 from benchmarks.faults.world import Observation, World
-from dit_lora.config.lora import KINDS
+from dit_lora.config.lora import ADAPTER_KINDS
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_family
 from dit_lora.training import fit
@@ -118,7 +118,7 @@ def test_faults_are_named_and_recovered_where_every_row_is_read_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The suite's runs are short and save so often that most of their rows are read at once."""
-    monkeypatch.setattr(fit, "_read_at_once", lambda run, step: False)
+    monkeypatch.setattr(fit, "_should_sync_after", lambda run, step: False)
     judge_those(LATE, DEFAULT)
 
 
@@ -192,7 +192,7 @@ def test_quick_faults_of_chat_are_named_and_recovered() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
+@pytest.mark.parametrize("kind", [kind for kind in ADAPTER_KINDS if kind != "lora"])
 @pytest.mark.parametrize(
     "variant", [DEFAULT, "sana-600m", "flux2-klein", "wan-2.1-t2v", "videochat2-mistral"]
 )

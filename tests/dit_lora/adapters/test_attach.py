@@ -7,7 +7,7 @@ import pytest
 import torch
 from chat_adapter_checks import chat_model, inputs
 
-from dit_lora.adapters.attach import adapter_config, attach_lora, is_lora_b
+from dit_lora.adapters.attach import attach_lora, get_adapter_config, is_lora_b
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -27,13 +27,13 @@ def transformer(tiny_checkpoints: dict[str, Path]) -> torch.nn.Module:
 
 def test_adapters_are_fp32_over_a_frozen_bf16_base(transformer: torch.nn.Module) -> None:
     report = attach_lora(transformer, LoraConfig(rank=4, alpha=8), TARGETS, seed=0)
-    assert report.adapted == 8  # 2 blocks x 4 targets
-    assert report.parameters == 8 * 4 * (64 + 64)
+    assert report.num_adapted == 8  # 2 blocks x 4 targets
+    assert report.num_parameters == 8 * 4 * (64 + 64)
     for name, parameter in transformer.named_parameters():
         lora = ".lora_" in name
         assert parameter.requires_grad == lora
         assert parameter.dtype is (torch.float32 if lora else torch.bfloat16)
-    config = adapter_config(transformer)
+    config = get_adapter_config(transformer)
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
 
@@ -46,7 +46,7 @@ def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
             tiny_checkpoints["cogvideox-2b"], subfolder="transformer"
         )
         attach_lora(model, LoraConfig(rank=32, dropout=0.5, init=init), TARGETS, seed=0)
-        assert adapter_config(model)["lora_dropout"] == 0.5
+        assert get_adapter_config(model)["lora_dropout"] == 0.5
         drops = [
             m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in n
         ]
@@ -61,7 +61,7 @@ def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
 
 def test_alpha_defaults_to_rank(transformer: torch.nn.Module) -> None:
     attach_lora(transformer, LoraConfig(rank=6), TARGETS, seed=0)
-    assert adapter_config(transformer)["lora_alpha"] == 6
+    assert get_adapter_config(transformer)["lora_alpha"] == 6
 
 
 @pytest.mark.parametrize("init", ["kaiming", "gaussian"])
@@ -110,8 +110,8 @@ def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
     for target in ("to_q (4)", "conv_inverted (2, convolutions)", "conv_point (2, convolutions)"):
         assert target in message
     report = attach_lora(model, LoraConfig(rank=4, targets=targets[:1]), (), seed=0)
-    assert (report.adapted, report.convolutions) == (0, 2)
-    assert report.parameters == 2 * 4 * (32 + 2 * 80)
+    assert (report.num_adapted, report.num_convolutions) == (0, 2)
+    assert report.num_parameters == 2 * 4 * (32 + 2 * 80)
 
 
 def layers_with_lora(model: torch.nn.Module) -> set[str]:
@@ -154,9 +154,9 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
 
     model, second_model = (chat_model("llava").bfloat16() for _ in range(2))
     lora = LoraConfig(rank=4, targets=targets, dropout=0.25)
-    report = attach_lora(model, lora, ("v_proj",), seed=0, within=("language_model",))
+    report = attach_lora(model, lora, ("v_proj",), seed=0, submodules=("language_model",))
     assert layers_with_lora(model) == expected
-    assert report.adapted == len(expected)
+    assert report.num_adapted == len(expected)
     assert model.active_adapters() == ["default"]
     assert type(model) is type(
         second_model
@@ -166,7 +166,7 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
         assert parameter.dtype is (torch.float32 if ".lora_" in name else torch.bfloat16)
     drops = {m.p for n, m in model.named_modules() if n.endswith("lora_dropout.default")}
     assert drops == {0.25}
-    config = peft.LoraConfig(target_modules=adapter_config(model)["target_modules"])
+    config = peft.LoraConfig(target_modules=get_adapter_config(model)["target_modules"])
     second_model.add_adapter(config)
     assert layers_with_lora(second_model) == expected
 
@@ -174,7 +174,7 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
 def test_qwens_vision_blocks_can_be_named() -> None:
     model = chat_model("qwen")
     lora = LoraConfig(rank=4, targets=("q_proj", "visual.blocks.1.attn.qkv"))
-    attach_lora(model, lora, (), seed=0, within=("language_model",))
+    attach_lora(model, lora, (), seed=0, submodules=("language_model",))
     assert layers_with_lora(model) == text_layers("self_attn.q_proj") | {
         "model.visual.blocks.1.attn.qkv"
     }
@@ -188,7 +188,7 @@ def test_within_that_is_not_in_the_model_is_refused() -> None:
             LoraConfig(),
             ("q_proj",),
             seed=0,
-            within=("text_model", "llm"),
+            submodules=("text_model", "llm"),
         )
     with pytest.raises(DitLoraError, match=r"match no linear layer .*: qq_proj; it has"):
         attach_lora(
@@ -196,7 +196,7 @@ def test_within_that_is_not_in_the_model_is_refused() -> None:
             LoraConfig(targets=("q_proj", "qq_proj")),
             (),
             seed=0,
-            within=("language_model",),
+            submodules=("language_model",),
         )
 
 
@@ -223,14 +223,14 @@ def test_fused_lora_is_the_same_chat_model(name: str) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
     if name == "videochat2":
         targets = (*targets, "projection")
-    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, within=("language_model",))
+    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, submodules=("language_model",))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn_like(parameter)
     stock, gradients = step(model)
     report = fuse(model, {"lora_linear": "on"}, check=False)
     assert report.ops == ["lora_linear"]
-    assert len(report.fusion.replaced) == 8 + len(targets) - 4
+    assert len(report.fusion.patched_modules) == 8 + len(targets) - 4
     ours, fused = step(model)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
     assert len(fused) == len(gradients) == 2 * (8 + len(targets) - 4)

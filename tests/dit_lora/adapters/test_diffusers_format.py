@@ -13,7 +13,7 @@ from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    read_provenance,
+    read_run_metadata,
     save_adapter,
     save_pipeline,
 )
@@ -51,7 +51,7 @@ def test_rank_alpha_and_provenance_travel_in_the_header(
         config = json.loads(file.metadata()["lora_adapter_metadata"])
     assert config["transformer.r"] == 4
     assert config["transformer.lora_alpha"] == 7
-    assert read_provenance(path) == {"steps": 5}
+    assert read_run_metadata(path) == {"steps": 5}
     assert [p.name for p in tmp_path.iterdir()] == [ADAPTER_FILE]
     (tmp_path / "new").touch()
     assert path.stat().st_mode == (tmp_path / "new").stat().st_mode  # safetensors writes 0600
@@ -164,7 +164,7 @@ def test_base_weights_of_an_earlier_run_do_not_stay_behind(
 def test_a_file_that_is_no_adapter_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"nonsense")
     with pytest.raises(DitLoraError, match=r"x\.safetensors is not a safetensors adapter"):
-        read_provenance(tmp_path / "x.safetensors")
+        read_run_metadata(tmp_path / "x.safetensors")
 
 
 def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(

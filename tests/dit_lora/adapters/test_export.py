@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    read_provenance,
+    read_run_metadata,
 )
-from dit_lora.adapters.layer_names import UNKNOWN
+from dit_lora.adapters.layer_names import UNKNOWN_NAMES
 from dit_lora.adapters.load import load_adapter
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.results.export import formats
-from dit_lora.results.export.export import ExportRequest, Form, export
-from dit_lora.results.export.key_maps import comfyui_layout
+from dit_lora.results.export.export import ExportFormat, ExportRequest, export
+from dit_lora.results.export.key_maps import build_comfyui_layout
 
 MODELS = (
     ("cogvideox", "cogvideox-2b"),
@@ -62,7 +62,7 @@ def make(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Make:
     return made
 
 
-def exported(one: Trained, to: Form, *others: Trained, **kwargs: Any) -> Path:
+def exported(one: Trained, to: ExportFormat, *others: Trained, **kwargs: Any) -> Path:
     output_dir = one.folder.parent / f"{one.folder.name}-{to}"
     targets = (one.folder, *(adapter.folder for adapter in others))
     return export(ExportRequest(targets, to, output_dir, model=str(one.base), **kwargs))
@@ -88,7 +88,7 @@ def test_diffusers_and_peft_load_what_was_trained(make: Make, family: str, varia
     for form in ("diffusers", "folded"):
         output_dir = exported(adapter, form)
         assert_same(loaded(output_dir), expected)
-        metadata = read_provenance(output_dir / ADAPTER_FILE)
+        metadata = read_run_metadata(output_dir / ADAPTER_FILE)
         assert metadata["steps"] == 3
         assert (metadata["alpha"], metadata["exported"]) == (
             (4, {"to": "folded", "alpha": 7}) if form == "folded" else (7, {"to": "diffusers"})
@@ -159,7 +159,7 @@ def test_adapters_add_up_by_their_weights(make: Make) -> None:
     pipeline = fresh(adapter)
     pipeline.load_lora_weights(output_dir)
     assert_same(deltas(pipeline.transformer), expected)
-    metadata = read_provenance(output_dir / ADAPTER_FILE)
+    metadata = read_run_metadata(output_dir / ADAPTER_FILE)
     assert metadata["rank"] == metadata["alpha"] == 7
     assert metadata["transformer_digest"] == "d1"
     assert "steps" not in metadata  # of training each has its own
@@ -266,7 +266,9 @@ def walked(module: Any, parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
-def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: Form) -> None:
+def test_families_without_such_names_are_refused_with_what_there_is(
+    make: Make, form: ExportFormat
+) -> None:
     reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
     adapter = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as refused:
@@ -277,7 +279,7 @@ def test_families_without_such_names_are_refused_with_what_there_is(make: Make, 
 
 def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
     with pytest.raises(DitLoraError, match="no names of ComfyUI are known here"):
-        comfyui_layout(UNKNOWN, {})
+        build_comfyui_layout(UNKNOWN_NAMES, {})
 
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:
@@ -320,7 +322,7 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
 
 @pytest.mark.parametrize("form", ["diffusers", "folded", "peft", "comfyui", "kohya"])
 def test_what_reads_back_otherwise_is_not_kept(
-    make: Make, form: Form, monkeypatch: pytest.MonkeyPatch
+    make: Make, form: ExportFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer that changes one matrix by a thousandth."""
     adapter = make()
@@ -355,6 +357,6 @@ def test_a_file_that_is_not_ours_goes_by_the_base(make: Make) -> None:
     pipeline = fresh(adapter)
     pipeline.load_lora_weights(output_dir)
     assert_same(deltas(pipeline.transformer), deltas(adapter.model))
-    assert json.loads(json.dumps(read_provenance(output_dir / ADAPTER_FILE))) == {
+    assert json.loads(json.dumps(read_run_metadata(output_dir / ADAPTER_FILE))) == {
         "exported": {"to": "folded"}
     }

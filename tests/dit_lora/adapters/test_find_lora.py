@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from dit_lora.adapters import find_lora as finding
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE
-from dit_lora.adapters.find_lora import find_lora, public_name
+from dit_lora.adapters.find_lora import find_lora, get_public_name
 from dit_lora.errors import DitLoraError
 
 
@@ -22,7 +22,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tu
         calls.append((target, files))
         return tmp_path
 
-    monkeypatch.setattr(finding, "result_folder", result_folder)
+    monkeypatch.setattr(finding, "resolve_result_folder", result_folder)
     return calls
 
 
@@ -61,5 +61,5 @@ def test_base_weights_beside_it_are_not_left_out_unseen(tmp_path: Path) -> None:
 
 def test_a_name_for_others_has_no_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    assert public_name(str(tmp_path / "mine" / ".." / "mine")) == "mine"
-    assert public_name("hub:owner/name") == public_name("owner/name") == "owner/name"
+    assert get_public_name(str(tmp_path / "mine" / ".." / "mine")) == "mine"
+    assert get_public_name("hub:owner/name") == get_public_name("owner/name") == "owner/name"

@@ -17,7 +17,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import save_file
 from torch import nn
 
-from dit_lora.adapters.attach import adaptable_layers
+from dit_lora.adapters.attach import find_adaptable_layers
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.adapters.published_names import PUBLISHED_NAMES
 from dit_lora.config.recipe import ModelConfig
@@ -144,7 +144,7 @@ def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, list[Tiny]]:
             path = str(tiny_checkpoints[variant])
             checkpoint = get_family(family).open(ModelConfig(family=family, path=path))
             model = checkpoint.load_transformer(torch.float32)
-            layers = tuple(adaptable_layers(model))
+            layers = tuple(find_adaptable_layers(model))
             if layers in known_layers:
                 continue
             known_layers.add(layers)
@@ -154,7 +154,7 @@ def tiny_models(tiny_checkpoints: dict[str, Path]) -> dict[str, list[Tiny]]:
 
 
 def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
-    layers, names = adaptable_layers(model), get_family(family).comfyui
+    layers, names = find_adaptable_layers(model), get_family(family).comfyui
     table = PUBLISHED_NAMES.get(type(model).__name__)
     layer_names = {}
     if table is None:
@@ -181,7 +181,7 @@ def factors_of(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
     """Random factors and alpha for every layer, by the name that the form has for it without its prefix."""
     generator = torch.Generator().manual_seed(5)
-    layers = {name: [name] for name in adaptable_layers(tiny.model)}
+    layers = {name: [name] for name in find_adaptable_layers(tiny.model)}
     for number, (name, ours) in enumerate(
         (tiny.published if form.is_published else layers).items()
     ):
@@ -240,7 +240,7 @@ def as_diffusers(tiny: Tiny, updates: Tensors) -> Tensors:
     if apart:
         separate |= {f"{name}.weight": torch.zeros(_JOINED_ROWS, 1) for name in apart}
     converted = convert(separate, config={})
-    layers = set(adaptable_layers(tiny.model))
+    layers = set(find_adaptable_layers(tiny.model))
     truth = {n.removesuffix(".weight"): u for n, u in converted.items() if n.endswith(".weight")}
     for name, update in apart.items():
         ours = tiny.published[name]
@@ -269,7 +269,7 @@ def test_every_layer_of_every_form_has_the_update_of_its_factors(
     for tiny in tiny_models[family]:
         file, updates = write_file(tiny, FORMS[form], tmp_path)
         truth = as_diffusers(tiny, updates) if FORMS[form].is_published else updates
-        assert truth.keys() == set(adaptable_layers(tiny.model))
+        assert truth.keys() == set(find_adaptable_layers(tiny.model))
         assert_reads(read(tiny, file), truth)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dit_lora
-from dit_lora.adapters.groups import base_parameters
+from dit_lora.adapters.groups import get_base_parameters
 from dit_lora.config.optim import GroupConfig
 from dit_lora.errors import DitLoraError
 
@@ -53,7 +53,7 @@ def test_adapter_alone_leaves_the_base_frozen(model: nn.Module) -> None:
         "blocks.0.to_q.lora_A.default.weight",
         "blocks.0.to_q.lora_B.default.weight",
     }
-    assert not base_parameters(model)
+    assert not get_base_parameters(model)
 
 
 def test_four_groups_share_out_every_parameter_once(model: nn.Module) -> None:
@@ -79,7 +79,12 @@ def test_base_weights_that_train_become_fp32_and_only_they(model: nn.Module) -> 
         trains = ".lora_" in name or name.startswith(("embed", "out"))
         assert parameter.requires_grad == trains
         assert parameter.dtype is (torch.float32 if trains else torch.bfloat16)
-    assert set(base_parameters(model)) == {"embed.weight", "embed.bias", "out.weight", "out.bias"}
+    assert set(get_base_parameters(model)) == {
+        "embed.weight",
+        "embed.bias",
+        "out.weight",
+        "out.bias",
+    }
 
 
 def test_backbone_without_patterns_is_every_base_weight(model: nn.Module) -> None:
@@ -121,8 +126,8 @@ def test_a_quantised_weight_is_not_trained(model: nn.Module) -> None:
 
 def test_base_weights_are_named_as_in_an_unadapted_model(model: nn.Module) -> None:
     dit_lora.parameter_groups(model, adapter=1e-4, backbone=1e-6, patterns=PATTERNS)
-    assert "blocks.0.to_q.weight" in base_parameters(model)
-    assert not any("base_layer" in name for name in base_parameters(model))
+    assert "blocks.0.to_q.weight" in get_base_parameters(model)
+    assert not any("base_layer" in name for name in get_base_parameters(model))
 
 
 def test_groups_that_match_nothing_are_all_named(model: nn.Module) -> None:

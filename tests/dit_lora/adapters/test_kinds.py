@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora
-from dit_lora.adapters.changed_weight import changes_of
-from dit_lora.config.lora import KINDS, LoraConfig
+from dit_lora.adapters.changed_weight import get_weight_changes
+from dit_lora.config.lora import ADAPTER_KINDS, LoraConfig
 from dit_lora.errors import DitLoraError
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def attached(model: nn.Module, kind: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ADAPTER_KINDS)
 def test_it_is_the_base_before_the_first_step(kind: str) -> None:
     """Over bf16 too, whose norms PEFT would round where its forward pass does not."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -68,7 +68,7 @@ def test_doras_magnitudes_are_the_rows_norms_in_fp32() -> None:
         torch.testing.assert_close(magnitude, weight.norm(dim=1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ADAPTER_KINDS)
 def test_the_changed_weight_is_what_peft_computes_with(kind: str) -> None:
     model = attached(net(), kind)
     generator = torch.Generator().manual_seed(2)
@@ -79,9 +79,9 @@ def test_the_changed_weight_is_what_peft_computes_with(kind: str) -> None:
     model.double()
     expected, plain = model(inputs().double()), net().double()
     with torch.no_grad():
-        for name, change in changes_of(model, ADAPTER_NAME).items():
+        for name, change in get_weight_changes(model, ADAPTER_NAME).items():
             weight = plain.get_submodule(name).weight
-            weight.copy_(change.of(weight.clone()))
+            weight.copy_(change.apply_to(weight.clone()))
     # PEFT's scale of LoHa is an fp32 tensor.
     torch.testing.assert_close(plain(inputs().double()), expected, rtol=1e-6, atol=1e-7)
     assert (net().double()(inputs().double()) - expected).abs().max() > 0.05

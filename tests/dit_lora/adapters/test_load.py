@@ -15,7 +15,7 @@ from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.results.export.export import ExportRequest, export
-from dit_lora.results.export.updates import updates_of
+from dit_lora.results.export.updates import collect_updates
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 def musubi(one: Trained, *, without: str = "") -> Tensors:
     """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
     names, tensors = get_family("wan").comfyui, {}
-    for name, (term,) in updates_of(one.model).items():
+    for name, (term,) in collect_updates(one.model).items():
         theirs = (names.of(name) or "").removeprefix(names.prefix).replace(".", "_")
         if without and without in theirs:
             continue
@@ -85,7 +85,7 @@ def test_verify_names_layers_that_the_stock_loader_drops(
     adapter = trained("flux", base, tmp_path / "run", targets=targets)
     tensors = {}
     for name, key in (("proj_out", "final_layer_linear"), ("x_embedder", "img_in")):
-        (term,) = updates_of(adapter.model)[name]
+        (term,) = collect_updates(adapter.model)[name]
         tensors[f"lora_unet_{key}.lora_down.weight"] = term.a.contiguous()
         tensors[f"lora_unet_{key}.lora_up.weight"] = term.b.contiguous()
         tensors[f"lora_unet_{key}.alpha"] = torch.tensor(term.scale * term.rank)
@@ -109,7 +109,8 @@ def comfyui_of(one: Trained) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", [name for name in DIFFUSION_FAMILIES if not get_family(name).comfyui.lacking]
+    "family",
+    [name for name in DIFFUSION_FAMILIES if not get_family(name).comfyui.unsupported_reason],
 )
 def test_comfyuis_file_acts_on_the_pipeline(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str
@@ -126,7 +127,7 @@ def test_sample_applies_a_flux_file_of_comfyui(
     shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
     # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
     theirs = {}
-    for name, (term,) in updates_of(adapter.model).items():
+    for name, (term,) in collect_updates(adapter.model).items():
         theirs[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
         theirs[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
         theirs[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)

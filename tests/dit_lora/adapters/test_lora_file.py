@@ -15,18 +15,23 @@ from exported import Trained, assert_same, deltas, trained
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, adapter_config
+from dit_lora.adapters.attach import ADAPTER_NAME, get_adapter_config
 from dit_lora.adapters.attach_file import attach_lora_file
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
-from dit_lora.adapters.layer_names import UNKNOWN, LayerNames, kohya_name, no_names
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
+from dit_lora.adapters.layer_names import (
+    UNKNOWN_NAMES,
+    LayerNames,
+    get_kohya_name,
+    make_unsupported_names,
+)
 from dit_lora.adapters.lora_file import LoraFile, read_lora
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
-from dit_lora.results.export.export import ExportRequest, Form, export
-from dit_lora.results.export.key_maps import comfyui_layout
-from dit_lora.results.export.updates import updates_of
-from dit_lora.results.tensor_file import header_of
+from dit_lora.results.export.export import ExportFormat, ExportRequest, export
+from dit_lora.results.export.key_maps import build_comfyui_layout
+from dit_lora.results.export.updates import collect_updates
+from dit_lora.results.tensor_file import read_file_metadata
 
 Make = Callable[..., Trained]
 CONTINUED = LoraConfig(init="a/file")
@@ -60,16 +65,19 @@ def matrices(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if ".lora_" in n}
 
 
-def exported(one: Trained, to: Form) -> Path:
+def exported(one: Trained, to: ExportFormat) -> Path:
     output_dir = one.folder.parent / f"{one.folder.name}-{to}"
     export(ExportRequest((one.folder,), to, output_dir, model=str(one.base)))
     (file,) = output_dir.glob("*.safetensors")
     return file
 
 
-def forms_of(family: str) -> tuple[Form, ...]:
+def forms_of(family: str) -> tuple[ExportFormat, ...]:
     facts = get_family(family)
-    programs: dict[Form, bool] = {"comfyui": not facts.comfyui.lacking, "kohya": facts.kohya}
+    programs: dict[ExportFormat, bool] = {
+        "comfyui": not facts.comfyui.unsupported_reason,
+        "kohya": facts.has_kohya_layout,
+    }
     return (
         "diffusers",
         "folded",
@@ -91,7 +99,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
         expected, actual = matrices(adapter.model), matrices(model)
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        config = adapter_config(model)
+        config = get_adapter_config(model)
         assert (config["r"], config["lora_alpha"]) == (4, 7)
         assert not config["rank_pattern"]
         assert not config["alpha_pattern"]
@@ -100,7 +108,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
             for n, p in model.named_parameters()
             if ".lora_" in n
         )
-        assert adapter_config(adapter.model)["target_modules"] == config["target_modules"]
+        assert get_adapter_config(adapter.model)["target_modules"] == config["target_modules"]
 
 
 def test_of_the_families_here_comfyui_runs_those_it_has_names_for() -> None:
@@ -152,7 +160,7 @@ def uneven(one: Trained, file: Path, key: Callable[[str], str], up: str, down: s
 
 def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_path: Path) -> None:
     adapter = make()
-    expected = uneven(adapter, tmp_path / "k.safetensors", kohya_name, "lora_up", "lora_down")
+    expected = uneven(adapter, tmp_path / "k.safetensors", get_kohya_name, "lora_up", "lora_down")
     model = attached(adapter, read(adapter, tmp_path / "k.safetensors"))
     assert_same(deltas(model), expected)
     # As Diffusers loads what is saved of it.
@@ -161,7 +169,7 @@ def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_pat
         transformer_lora_layers={
             n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()
         },
-        transformer_lora_adapter_metadata=adapter_config(model),
+        transformer_lora_adapter_metadata=get_adapter_config(model),
     )
     pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
     pipeline.load_lora_weights(tmp_path / "saved")
@@ -193,8 +201,10 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
 
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
     adapter = make()
-    names = LayerNames(prefix="transformer.", alpha=False)
-    tensors = comfyui_layout(names, updates_of(adapter.model)).tensors(updates_of(adapter.model))
+    names = LayerNames(prefix="transformer.", reads_alpha=False)
+    tensors = build_comfyui_layout(names, collect_updates(adapter.model)).build_tensors(
+        collect_updates(adapter.model)
+    )
     assert set(tensors) == {
         f"transformer.{name}.lora_{part}.weight" for name in deltas(adapter.model) for part in "AB"
     }
@@ -211,7 +221,10 @@ def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(mak
 def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: Any) -> None:
     """From ComfyUI's names, with alpha and without, to Diffusers' file, whose header says what `verify` compares."""
     adapter = make()
-    for names in (get_family("cogvideox").comfyui, LayerNames(prefix="transformer.", alpha=False)):
+    for names in (
+        get_family("cogvideox").comfyui,
+        LayerNames(prefix="transformer.", reads_alpha=False),
+    ):
         family = replace(get_family("cogvideox"), comfyui=names)
         monkeypatch.setattr(
             "dit_lora.results.export.export.get_family", lambda _, bound_family=family: bound_family
@@ -222,10 +235,10 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(output_dir)
         assert_same(deltas(pipeline.transformer), deltas(adapter.model))
-        metadata = read_provenance(output_dir / ADAPTER_FILE)
-        assert (metadata["rank"], metadata["alpha"]) == (4, 7 if names.alpha else 4)
+        metadata = read_run_metadata(output_dir / ADAPTER_FILE)
+        assert (metadata["rank"], metadata["alpha"]) == (4, 7 if names.reads_alpha else 4)
         assert (
-            adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))[
+            get_adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))[
                 "lora_alpha"
             ]
             == metadata["alpha"]
@@ -234,17 +247,17 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
 
 
 def test_names_of_a_program() -> None:
-    renamed = LayerNames(renamed={"blocks.*.a.to_q": "layers.*.q", "out": "head"})
-    assert renamed.of("blocks.12.a.to_q") == "diffusion_model.layers.12.q"
-    assert renamed.of("out") == "diffusion_model.head"
-    assert renamed.of("blocks.x.a.to_q") is None
-    assert renamed.of("blocks.1.a.to_k") is None
-    assert LayerNames(prefix="transformer.").of("blocks.1.a") == "transformer.blocks.1.a"
-    partly = LayerNames(without=("single_stream_modulation.*",))
-    assert partly.of("single_stream_modulation.linear") is None
-    assert partly.of("blocks.1.a") == "diffusion_model.blocks.1.a"
-    assert no_names("why").of("out") is None
-    assert UNKNOWN.lacking
+    renamed = LayerNames(renames={"blocks.*.a.to_q": "layers.*.q", "out": "head"})
+    assert renamed.translate("blocks.12.a.to_q") == "diffusion_model.layers.12.q"
+    assert renamed.translate("out") == "diffusion_model.head"
+    assert renamed.translate("blocks.x.a.to_q") is None
+    assert renamed.translate("blocks.1.a.to_k") is None
+    assert LayerNames(prefix="transformer.").translate("blocks.1.a") == "transformer.blocks.1.a"
+    partly = LayerNames(unnamed_layers=("single_stream_modulation.*",))
+    assert partly.translate("single_stream_modulation.linear") is None
+    assert partly.translate("blocks.1.a") == "diffusion_model.blocks.1.a"
+    assert make_unsupported_names("why").translate("out") is None
+    assert UNKNOWN_NAMES.unsupported_reason
 
 
 @pytest.mark.parametrize(
@@ -267,7 +280,7 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     """Files have both kinds of names: Diffusers', and those of the published model, which ComfyUI has."""
     adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
-    for name, (term,) in updates_of(adapter.model).items():
+    for name, (term,) in collect_updates(adapter.model).items():
         theirs = (names.of(name) or "").removeprefix(names.prefix)
         joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
         layer_key = key.format(ours=name, theirs=theirs, **joined)
@@ -302,7 +315,7 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
         f"{key}.alpha": torch.tensor(6.0),
     }
     save_file(tensors, tmp_path / "flux.safetensors")
-    stored = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+    stored = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN_NAMES, FluxPipeline)
     attach_lora_file(model, stored, CONTINUED, (), seed=0)
     updates = (2.0 * b.double() @ a.double()).split(16)
     expected = {
@@ -325,10 +338,10 @@ def test_joined_layers_come_apart_at_the_models_own_widths(
         tensors = {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
         save_file(tensors, tmp_path / "flux.safetensors")
         if rows == 224:
-            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN_NAMES, FluxPipeline)
             continue
         with pytest.raises(DitLoraError, match=f"{key}.lora_B.weight: made for 225 outputs"):
-            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN, FluxPipeline)
+            read_lora(tmp_path / "flux.safetensors", model, UNKNOWN_NAMES, FluxPipeline)
 
 
 def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None) -> str:
@@ -354,9 +367,11 @@ def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda file: read_lora(file, nn.Linear(1, 1), no_names("not asked"), FluxPipeline),
-        read_provenance,
-        header_of,
+        lambda file: read_lora(
+            file, nn.Linear(1, 1), make_unsupported_names("not asked"), FluxPipeline
+        ),
+        read_run_metadata,
+        read_file_metadata,
     ],
     ids=["read_lora", "read_provenance", "header_of"],
 )
@@ -396,7 +411,7 @@ def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None
     assert "attn1: no linear layer and no 2D convolution" in refusal(
         adapter, {**tensors, **invalid_tensors}
     )
-    twice = kohya_name("transformer_blocks.0.attn1.to_q")
+    twice = get_kohya_name("transformer_blocks.0.attn1.to_q")
     message = refusal(adapter, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
     assert "a second one of transformer_blocks.0.attn1.to_q" in message
     assert "has no LoRA matrices" in refusal(adapter, {})
@@ -450,7 +465,7 @@ def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
     file = adapter.folder.parent / "strange.safetensors"
     tensors = {f"x_blocks_0.{part}.weight": t for part, t in factors.items()}
     save_file(tensors | {"x_blocks_0.alpha": torch.tensor(8.0)}, file)
-    stored = read_lora(file, fresh(adapter), UNKNOWN, Dropping).layers[
+    stored = read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping).layers[
         "transformer_blocks.0.attn1.to_q"
     ]
     update = stored.alpha / stored.rank * stored.b @ stored.a
@@ -458,7 +473,7 @@ def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
     more = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
     save_file(tensors | more, file)
     with pytest.raises(DitLoraError, match=r"would drop these\n  - x_blocks_1\.lora_down"):
-        read_lora(file, fresh(adapter), UNKNOWN, Dropping)
+        read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping)
 
 
 def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> None:
@@ -488,7 +503,7 @@ def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
     model = fresh(adapter)
     quantize_base(model, "int8")
     stored = read_lora(
-        adapter.folder / ADAPTER_FILE, model, UNKNOWN, adapter.checkpoint.pipeline_class
+        adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.pipeline_class
     )
     attach_lora_file(model, stored, CONTINUED, (), seed=0)
     assert_same(deltas(model), deltas(adapter.model))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.adapters.own_files import copy_own, own_files
+from dit_lora.adapters.own_files import copy_checkpoint_files, list_checkpoint_files
 from dit_lora.errors import DitLoraError
 
 OWN = [
@@ -53,8 +53,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_pipeline_is_its_index_and_its_components(checkpoint: Path, tmp_path: Path) -> None:
-    assert own_files(checkpoint) == OWN
-    copy_own(checkpoint, tmp_path / "out", lambda name: not name.startswith("vae/"))
+    assert list_checkpoint_files(checkpoint) == OWN
+    copy_checkpoint_files(checkpoint, tmp_path / "out", lambda name: not name.startswith("vae/"))
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {path.relative_to(tmp_path / "out").as_posix() for path in files} == set(OWN[:4])
     assert (tmp_path / "out" / OWN[2]).read_text() == OWN[2]
@@ -63,7 +63,7 @@ def test_a_pipeline_is_its_index_and_its_components(checkpoint: Path, tmp_path: 
 def test_a_model_is_what_stock_loaders_read_of_it(checkpoint: Path) -> None:
     (checkpoint / "model_index.json").unlink()
     (checkpoint / "config.json").write_text("{}")
-    files = own_files(checkpoint)
+    files = list_checkpoint_files(checkpoint)
     assert "config.json" in files
     assert "tokenizer/tokenizer_config.json" in files
     assert not set(files) & {"notes.txt", "id_rsa", "clips/me.mp4", "tokenizer/evil.py", ".env"}
@@ -83,7 +83,7 @@ def test_a_link_to_outside_is_refused_by_its_name(checkpoint: Path, link: str) -
     with pytest.raises(
         DitLoraError, match="links to outside of it, which are not followed"
     ) as failed:
-        own_files(checkpoint)
+        list_checkpoint_files(checkpoint)
     assert f"- {link}" in str(failed.value)
 
 
@@ -92,7 +92,7 @@ def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(
 ) -> None:
     (checkpoint / "vae/config.json").rename(checkpoint / "shared")
     (checkpoint / "vae/config.json").symlink_to("../shared")
-    assert own_files(checkpoint) == OWN
+    assert list_checkpoint_files(checkpoint) == OWN
     snapshot = tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs = snapshot.parents[1] / "blobs"
     blobs.mkdir(parents=True)
@@ -100,8 +100,8 @@ def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(
         (blobs / str(number)).write_bytes((checkpoint / name).read_bytes())
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / name).symlink_to(blobs / str(number))
-    assert own_files(snapshot) == OWN
-    copy_own(snapshot, tmp_path / "out", lambda _: True)
+    assert list_checkpoint_files(snapshot) == OWN
+    copy_checkpoint_files(snapshot, tmp_path / "out", lambda _: True)
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
@@ -109,4 +109,4 @@ def test_an_index_that_cannot_be_read_is_one_line(checkpoint: Path) -> None:
     for text in ("[1]", "torn", "3"):
         (checkpoint / "model_index.json").write_text(text)
         with pytest.raises(DitLoraError, match=r"cannot read .*model_index\.json"):
-            own_files(checkpoint)
+            list_checkpoint_files(checkpoint)

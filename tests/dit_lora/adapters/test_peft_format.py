@@ -16,11 +16,11 @@ from tiny_chat_models import MODELS, mistral
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
-from dit_lora.adapters.diffusers_format import BASE_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import BASE_FILE, read_run_metadata
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.adapters.peft_format import (
     CHAT_ADAPTER_FILE,
-    chat_adapter_file,
+    find_chat_adapter_file,
     load_chat_adapter,
     save_chat_adapter,
 )
@@ -36,7 +36,7 @@ def adapted(name: str, **lora: Any) -> tuple[nn.Module, nn.Module]:
     base = chat_model(name)
     model = copy.deepcopy(base)
     config = LoraConfig(**{"rank": 4, "alpha": 7, **lora})
-    attach_lora(model, config, TARGETS, seed=0, within=WITHIN[name])
+    attach_lora(model, config, TARGETS, seed=0, submodules=WITHIN[name])
     return base, model
 
 
@@ -127,7 +127,7 @@ def test_base_weights_alone_have_no_peft_config(tmp_path: Path) -> None:
     train_a_little(model)
     assert save_chat_adapter(model, tmp_path, {"steps": 3}) == tmp_path / BASE_FILE
     assert [path.name for path in tmp_path.iterdir()] == [BASE_FILE]
-    assert read_provenance(chat_adapter_file(tmp_path)) == {"steps": 3}
+    assert read_run_metadata(find_chat_adapter_file(tmp_path)) == {"steps": 3}
     before = logits(base, "qwen")
     load_chat_adapter(base, tmp_path)
     assert torch.equal(logits(base, "qwen"), logits(model, "qwen"))

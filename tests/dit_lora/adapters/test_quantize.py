@@ -10,25 +10,30 @@ from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
 from dit_lora.adapters.diffusers_format import save_adapter
-from dit_lora.adapters.groups import base_members
-from dit_lora.adapters.quantize import quantizable, quantize_base, quantized_bytes, stored_bytes
+from dit_lora.adapters.groups import find_base_members
+from dit_lora.adapters.quantize import (
+    count_parameter_bytes,
+    count_quantized_bytes,
+    find_quantizable_layers,
+    quantize_base,
+)
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.optim import GroupConfig, GroupsConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.lora import why_not
+from dit_lora.fuse.lora import find_lora_problem
 from dit_lora.guard.checks import check_base_weights
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.state import bad_state
-from dit_lora.guard.suspects import Suspects
-from dit_lora.numerics.quantized_linear import Kind, NarrowLinear
-from dit_lora.results.verify.diffusion_model import DiffusionStock
+from dit_lora.guard.state import find_bad_state
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.numerics.quantized_linear import Quantization, QuantizedLinear
+from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.training.tasks.diffusion.model import require_quantization
 
 pytest.importorskip("bitsandbytes")
-KINDS: tuple[Kind, ...] = ("nf4", "int8", "fp8")
+KINDS: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
 QUERY = "transformer_blocks.0.attn1.to_q"
 
 
@@ -39,7 +44,7 @@ def transformer(tiny_checkpoints: dict[str, Path]) -> Any:
     return get_family("cogvideox").open(model).load_transformer(torch.float32)
 
 
-def adapted(model: Any, kind: Kind, lora: LoraConfig | None = None) -> Any:
+def adapted(model: Any, kind: Quantization, lora: LoraConfig | None = None) -> Any:
     quantize_base(model, kind)
     targets = get_family("cogvideox").lora_targets
     attach_lora(model, lora or LoraConfig(rank=4, alpha=6), targets, seed=0)
@@ -72,18 +77,20 @@ def call(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_linear_layers_of_the_blocks_alone_are_quantised(transformer: Any, kind: Kind) -> None:
+def test_the_linear_layers_of_the_blocks_alone_are_quantised(
+    transformer: Any, kind: Quantization
+) -> None:
     """As many bytes as shapes say; what the model computes changes a little."""
     linear = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     inside = {name for name in linear if name.startswith("transformer_blocks.")}
     assert inside < linear
-    before, computed = call(transformer), quantized_bytes(transformer, kind)
+    before, computed = call(transformer), count_quantized_bytes(transformer, kind)
     num_parameters = sum(p.numel() for p in transformer.parameters())
     report = quantize_base(transformer, kind)
-    narrow = {n for n, module in transformer.named_modules() if isinstance(module, NarrowLinear)}
+    narrow = {n for n, module in transformer.named_modules() if isinstance(module, QuantizedLinear)}
     assert narrow == inside
-    assert report.bytes_after == stored_bytes(transformer) == computed
-    assert (report.layers, report.of_parameters) == (len(inside), num_parameters)
+    assert report.bytes_after == count_parameter_bytes(transformer) == computed
+    assert (report.num_layers, report.num_total_parameters) == (len(inside), num_parameters)
     error = (call(transformer) - before).norm() / before.norm()
     assert 1e-4 < error < (0.2 if kind == "nf4" else 0.05)
 
@@ -99,17 +106,19 @@ class Tied(nn.Module):
 
 def test_shared_weights_and_what_is_trained_are_left_out(transformer: Any) -> None:
     """So is the projection of torch's own attention, which uses its weight in another way."""
-    assert quantizable(Tied()) == ["blocks.0.0"]
-    quantizable_names = quantizable(transformer)
+    assert find_quantizable_layers(Tied()) == ["blocks.0.0"]
+    quantizable_names = find_quantizable_layers(transformer)
     groups = GroupsConfig(backbone=GroupConfig(lr=1e-5, modules=(f"{QUERY}.bias", "*.ff.net.2.*")))
-    remaining = set(quantizable(transformer, base_members(transformer, groups, {})))
+    remaining = set(
+        find_quantizable_layers(transformer, find_base_members(transformer, groups, {}))
+    )
     assert {QUERY, "transformer_blocks.1.ff.net.2"} == {
         name for name in quantizable_names if name not in remaining and "blocks.0.ff" not in name
     }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_on_top_is_fp32_and_alone_gets_gradients(transformer: Any, kind: Kind) -> None:
+def test_lora_on_top_is_fp32_and_alone_gets_gradients(transformer: Any, kind: Quantization) -> None:
     """Through the fused layer as through PEFT's own."""
     model = adapted(transformer, kind)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -126,7 +135,7 @@ def test_lora_on_top_is_fp32_and_alone_gets_gradients(transformer: Any, kind: Ki
     stock = gradients()
     fuse(model, {"lora_linear": "on"}, check=False)
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    assert [why_not(layer) for layer in layers] == [None] * len(layers)
+    assert [find_lora_problem(layer) for layer in layers] == [None] * len(layers)
     for ours, theirs in zip(gradients(), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     unfuse(model)
@@ -141,16 +150,16 @@ def nothing_run() -> MicroBatch:
 
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
 def test_the_guard_names_a_frozen_weight_that_is_damaged(
-    transformer: Any, kind: Kind, name: str
+    transformer: Any, kind: Quantization, name: str
 ) -> None:
     """A NaN among the scales (bitsandbytes' absmax), or a flipped bit that makes one of fp8."""
     model = adapted(transformer, kind)
-    suspects = Suspects(model, lambda: [])
-    assert bad_state(nothing_run(), suspects) is None
+    suspects = DiagnosisContext(model, lambda: [])
+    assert find_bad_state(nothing_run(), suspects) is None
     layer = f"{QUERY}.base_layer"
     bad = 0xFF if name == "weight" else torch.nan
     model.get_parameter(f"{layer}.{name}").data.view(-1)[1] = bad
-    verdict = bad_state(nothing_run(), suspects)
+    verdict = find_bad_state(nothing_run(), suspects)
     assert verdict is not None
     assert (verdict.cause, verdict.module) == ("weights", layer)
     assert f"the frozen weight {layer}.{name} has 1 NaN" in verdict.words
@@ -171,7 +180,7 @@ def test_damaged_weights_are_refused_before_a_code_hides_them(transformer: Any) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, kind: Kind
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, kind: Quantization
 ) -> None:
     """It compares shapes of weights with the file's, and widens layers: those in 4 bits stay as they are."""
     family = get_family("flux")
@@ -180,9 +189,9 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
     attach_lora(trained, LoraConfig(rank=4), family.lora_targets, seed=0)
     file = save_adapter(moved(trained), checkpoint.pipeline_class, tmp_path, {"family": "flux"})
     quantize_base(fresh, kind)
-    layers = [module for module in fresh.modules() if isinstance(module, NarrowLinear)]
-    DiffusionStock(checkpoint).put(fresh, file)
-    assert layers == [module for module in fresh.modules() if isinstance(module, NarrowLinear)]
+    layers = [module for module in fresh.modules() if isinstance(module, QuantizedLinear)]
+    DiffusionReferenceModel(checkpoint).load_adapter(fresh, file)
+    assert layers == [module for module in fresh.modules() if isinstance(module, QuantizedLinear)]
     expected = dict(trained.named_parameters())
     named = fresh.named_parameters()
     actual = {n.replace(".default_0.", ".default."): p for n, p in named if ".lora_" in n}
@@ -193,7 +202,7 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
 def test_nothing_left_to_quantise_is_refused(transformer: Any) -> None:
     groups = GroupsConfig(backbone=GroupConfig(lr=1e-5))
     with pytest.raises(DitLoraError, match=r"no linear layer of CogVideoX\w+ is left to quantise"):
-        quantize_base(transformer, "int8", base_members(transformer, groups, {}))
+        quantize_base(transformer, "int8", find_base_members(transformer, groups, {}))
 
 
 def test_what_a_recipe_or_a_machine_cannot_do_is_refused(

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.start import START, attach_started, saved_config, saved_state
-from dit_lora.adapters.under import trained_off, under_off
+from dit_lora.adapters.start import (
+    START_ADAPTER,
+    attach_initialized_lora,
+    build_saved_config,
+    build_saved_state,
+)
+from dit_lora.adapters.under import disable_frozen_adapters, disable_trained_adapter
 from dit_lora.config.lora import LoraConfig
 from dit_lora.errors import DitLoraError
 
@@ -41,7 +46,7 @@ def inputs() -> torch.Tensor:
 def started(net: nn.Module, init: str, **options: Any) -> Any:
     model = copy.deepcopy(net)
     lora = LoraConfig(init=init, rank=RANK, alpha=8, **options)
-    attach_started(model, lora, ("wide", "tall"), seed=3)
+    attach_initialized_lora(model, lora, ("wide", "tall"), seed=3)
     return model
 
 
@@ -104,8 +109,10 @@ def test_what_is_saved_is_one_lora_over_the_untouched_base(rslora: bool, net: An
     with torch.no_grad():
         for p in trained(model).values():
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
-    state = saved_state(model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME))
-    config = saved_config(model, ADAPTER_NAME)
+    state = build_saved_state(
+        model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
+    )
+    config = build_saved_config(model, ADAPTER_NAME)
     assert (config.r, config.rank_pattern, config.use_rslora) in (
         (2 * RANK, {"^tall": 6}, False),
         (6, {"^wide": 2 * RANK}, False),
@@ -121,16 +128,16 @@ def test_the_start_is_on_wherever_what_trains_is_and_only_there(net: Any) -> Non
     model = started(net, "pissa", dropout=0.5)
     model.train()
     assert all(".default." in name for name in trained(model))
-    drops = {type(layer.lora_dropout[START]) for layer in (model.wide, model.tall)}
+    drops = {type(layer.lora_dropout[START_ADAPTER]) for layer in (model.wide, model.tall)}
     assert drops == {nn.Identity}  # it takes back what is there, dropped or not
     model.eval()
     with torch.no_grad():
         for p in trained(model).values():
             p += 0.1
     now = model(inputs())
-    with under_off(model):
+    with disable_frozen_adapters(model):
         assert torch.equal(model(inputs()), now)
-    with trained_off(model):
+    with disable_trained_adapter(model):
         assert torch.equal(model(inputs()), net(inputs()))
     assert torch.equal(model(inputs()), now)
 
@@ -141,4 +148,4 @@ def test_a_rank_that_a_weight_has_not_is_refused_by_its_layer(net: Any) -> None:
     with pytest.raises(
         DitLoraError, match=r"olora needs a rank.*\n.*wide: rank 21, and its weight has 20"
     ):
-        attach_started(model, lora, ("wide", "tall"), seed=0)
+        attach_initialized_lora(model, lora, ("wide", "tall"), seed=0)

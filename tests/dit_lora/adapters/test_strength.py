@@ -13,7 +13,7 @@ from peft.utils import get_peft_model_state_dict
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.adapters.load import load_adapter
-from dit_lora.adapters.strength import at_strength
+from dit_lora.adapters.strength import scale_adapters
 from dit_lora.families import get_family
 
 SIZE: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 2}
@@ -53,12 +53,12 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
     load_adapter(ours, tmp_path / ADAPTER_FILE, get_family("flux").comfyui, name="both")
     for strength in (1.0, 0.5):
         stock.set_adapters("both", strength)
-        with at_strength(ours, strength):
+        with scale_adapters(ours, strength):
             assert torch.equal(latents(ours), latents(stock)), strength
-    with at_strength(ours, 0.0):
+    with scale_adapters(ours, 0.0):
         assert torch.equal(latents(ours), stock_latents)
     stock.set_adapters("both", {"transformer": 0.5, "text_encoder": 0.0})
-    with at_strength(ours, 0.5):
+    with scale_adapters(ours, 0.5):
         assert not torch.equal(latents(ours), latents(stock)), "the text encoder's has a part in it"
 
 
@@ -77,9 +77,9 @@ def test_both_experts_adapters_have_it_and_get_their_own_back(
             adapter.folder, load_into_transformer_2=second, adapter_name="own"
         )
     full_latents = latents(pipeline, num_frames=5)
-    with at_strength(pipeline, 0.0):
+    with scale_adapters(pipeline, 0.0):
         assert torch.equal(latents(pipeline, num_frames=5), adapter_latents)
-    with at_strength(pipeline, 0.5):
+    with scale_adapters(pipeline, 0.5):
         half = latents(pipeline, num_frames=5)
     assert torch.equal(latents(pipeline, num_frames=5), full_latents)
     pipeline.set_adapters("own", 0.5)

@@ -8,14 +8,18 @@ import torch
 from exported import trained
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora, is_under
+from dit_lora.adapters.attach import ADAPTER_NAME, attach_lora, is_frozen_adapter
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
-from dit_lora.adapters.groups import base_parameters, parameter_groups
+from dit_lora.adapters.groups import get_base_parameters, parameter_groups
 from dit_lora.adapters.lora_file import StoredLayer, read_lora
-from dit_lora.adapters.under import configs_under, put_under, under_off
+from dit_lora.adapters.under import (
+    attach_frozen_adapters,
+    build_frozen_configs,
+    disable_frozen_adapters,
+)
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.families import get_family
-from dit_lora.results.verify.output import adapters_off
+from dit_lora.results.verify.output import disable_adapters
 
 FAMILY = get_family("cogvideox")
 
@@ -34,9 +38,11 @@ def stored(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Any, dict
 def model_of(stored: tuple[Any, dict[str, StoredLayer]], dtype: torch.dtype) -> Any:
     checkpoint, layers = stored
     model = checkpoint.load_transformer(dtype)
-    configs = configs_under(model, [layers, layers])
+    configs = build_frozen_configs(model, [layers, layers])
     attach_lora(model, LoraConfig(rank=4), FAMILY.lora_targets, seed=0)
-    put_under(model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)})
+    attach_frozen_adapters(
+        model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)}
+    )
     return model.eval()
 
 
@@ -58,7 +64,7 @@ def trainable(model: nn.Module) -> set[str]:
 
 def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) -> None:
     model = model_of(stored, torch.bfloat16)
-    frozen_parameters = {name: p for name, p in model.named_parameters() if is_under(name)}
+    frozen_parameters = {name: p for name, p in model.named_parameters() if is_frozen_adapter(name)}
     assert len(frozen_parameters) == 2 * 2 * len(stored[1])
     assert {p.dtype for p in frozen_parameters.values()} == {torch.float32}
     assert all(f".{ADAPTER_NAME}." in name for name in trainable(model))
@@ -67,7 +73,7 @@ def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) ->
     )
     named = {name for group in groups for name in group["param_names"]}
     assert not named & frozen_parameters.keys()
-    assert not any(is_under(name) for name in base_parameters(model))
+    assert not any(is_frozen_adapter(name) for name in get_base_parameters(model))
     assert not any(p.requires_grad for p in frozen_parameters.values())
 
 
@@ -75,13 +81,13 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
     model, checkpoint = model_of(stored, torch.float32), stored[0]
     base, before = output(checkpoint.load_transformer(torch.float32).eval()), trainable(model)
     full_output = output(model)
-    with under_off(model):
+    with disable_frozen_adapters(model):
         assert torch.equal(output(model), base)  # B of the trained one is zero
-        with adapters_off(model):
+        with disable_adapters(model):
             assert torch.equal(output(model), base)
         assert torch.equal(output(model), base)
     assert torch.equal(output(model), full_output)
-    with under_off(model, but=["under_0"]):
+    with disable_frozen_adapters(model, keep_active=["under_0"]):
         half = output(model)
     expected = checkpoint.load_transformer(torch.float32)
     for name, layer in stored[1].items():
@@ -91,6 +97,6 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
     torch.testing.assert_close(half, output(expected.eval()), rtol=1e-4, atol=1e-5)
     assert (half - full_output).abs().max() > 0.01 < (half - base).abs().max()
     assert trainable(model) == before
-    with pytest.raises(ZeroDivisionError), under_off(model):
+    with pytest.raises(ZeroDivisionError), disable_frozen_adapters(model):
         raise ZeroDivisionError
     assert torch.equal(output(model), full_output)

@@ -10,13 +10,13 @@ from torch import nn
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.adapters.update_norms import (
-    EXTREME,
+    EXTREME_UPDATE_RATIO,
     ModuleUpdate,
-    base_updates,
-    loaded_layers,
-    module_updates,
-    product_norm,
-    weight_norms,
+    compute_base_updates,
+    compute_module_updates,
+    compute_product_norm,
+    compute_weight_norms,
+    list_loaded_layers,
 )
 from dit_lora.config.recipe import LoraConfig
 
@@ -48,21 +48,23 @@ def adapted(kind: str | None = None) -> nn.Module:
 def test_the_norm_of_a_product_is_taken_without_it(b_scale: float) -> None:
     a, b = draws(8, 300, seed=1), b_scale * draws(200, 8, seed=2)
     exact = torch.linalg.matrix_norm(b.double() @ a.double()).item()
-    assert product_norm(b, a) == pytest.approx(exact, rel=1e-10)
-    assert product_norm(0 * b, a) == 0
+    assert compute_product_norm(b, a) == pytest.approx(exact, rel=1e-10)
+    assert compute_product_norm(0 * b, a) == 0
 
 
 def test_the_norm_of_a_convolutions_update() -> None:
     a, b = draws(4, 3, 3, 3, seed=1), draws(8, 4, 1, 1, seed=2)
     delta = nn.functional.conv2d(a.permute(1, 0, 2, 3), b).permute(1, 0, 2, 3)  # as PEFT merges it
-    assert product_norm(b, a) == pytest.approx(torch.linalg.vector_norm(delta).item(), rel=1e-5)
+    assert compute_product_norm(b, a) == pytest.approx(
+        torch.linalg.vector_norm(delta).item(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | None) -> None:
     """Of PEFT's own delta, over the weight that the layer computes with."""
     model = adapted(kind)
-    layers = loaded_layers(model)
+    layers = list_loaded_layers(model)
     assert {loaded_layer.scaling for loaded_layer in layers.values()} == {3.0}
     tensors = {
         name.replace(".default", ""): p.detach()
@@ -70,7 +72,8 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
         if ".lora_" in name
     }
     update_by_name = {
-        item.name: item for item in module_updates(tensors, layers, weight_norms(model, []))
+        item.name: item
+        for item in compute_module_updates(tensors, layers, compute_weight_norms(model, []))
     }
     assert update_by_name.keys() == {"blocks.0", "blocks.1", "conv"}
     for name, update in update_by_name.items():
@@ -80,7 +83,7 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
         base = layer.base_layer
         wide = base.widened(torch.float32) if hasattr(base, "widened") else base.weight  # type: ignore[operator, union-attr]
         assert update.norm == pytest.approx(norm, rel=1e-5)
-        assert update.relative == pytest.approx(
+        assert update.relative_norm == pytest.approx(
             norm / torch.linalg.vector_norm(wide).item(), rel=1e-5
         )
 
@@ -89,7 +92,7 @@ def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
     tmp_path: Path,
 ) -> None:
     model = adapted()
-    expected = weight_norms(model, [])
+    expected = compute_weight_norms(model, [])
     stored = {
         name.replace(".base_layer", ""): p.detach().clone()
         for name, p in model.named_parameters()
@@ -97,7 +100,7 @@ def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
     }
     del stored["conv.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    norms = weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
+    norms = compute_weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
     assert norms == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
 
 
@@ -113,13 +116,22 @@ def test_an_update_of_a_weight_that_begins_at_nothing_is_no_extreme_one(size: fl
             for name, p in model.named_parameters()
             if ".lora_" in name
         }
-        update_list = module_updates(tensors, loaded_layers(model), weight_norms(model, []))
+        update_list = compute_module_updates(
+            tensors, list_loaded_layers(model), compute_weight_norms(model, [])
+        )
         return {update.name: update for update in update_list}
 
     mild = updates(0.3)["blocks.0"]
-    assert mild.relative is None if size == 0 else (mild.relative or 0) > EXTREME
-    assert 0 < (mild.share or 0) <= EXTREME
-    assert all((update.share or 0) > EXTREME for update in updates(30.0).values())
+    assert (
+        mild.relative_norm is None
+        if size == 0
+        else (mild.relative_norm or 0) > EXTREME_UPDATE_RATIO
+    )
+    assert 0 < (mild.relative_to_typical or 0) <= EXTREME_UPDATE_RATIO
+    assert all(
+        (update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO
+        for update in updates(30.0).values()
+    )
 
 
 def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
@@ -135,13 +147,16 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
         "d": draws(1),
     }
     update_by_name = {
-        update.name: update for update in base_updates(now, [tmp_path / "model.safetensors"])
+        update.name: update
+        for update in compute_base_updates(now, [tmp_path / "model.safetensors"])
     }
-    assert {name: update.relative for name, update in update_by_name.items()} == {
+    assert {name: update.relative_norm for name, update in update_by_name.items()} == {
         "a": pytest.approx(20),
         "b": 0,
         "zero": None,
     }
-    assert [name for name, update in update_by_name.items() if (update.share or 0) > EXTREME] == [
-        "a"
-    ]
+    assert [
+        name
+        for name, update in update_by_name.items()
+        if (update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO
+    ] == ["a"]

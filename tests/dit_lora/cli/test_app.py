@@ -186,7 +186,7 @@ def test_sample_writes_videos_that_the_adapter_changes(
     lora_main: Callable[[list[str]], None], smoke: list[str], tmp_path: Path
 ) -> None:
     """From a run, from its adapter, from a copy of that with --model, equal for equal seeds."""
-    from dit_lora.commands.sample import SampleRequest, sample
+    from dit_lora.commands.sample import SampleRequest, write_samples
 
     run = tmp_path / "run"
     lora_main([*smoke, f"run.dir={run}", "train.steps=5", "optim.groups.adapter.lr=0.1"])
@@ -202,8 +202,10 @@ def test_sample_writes_videos_that_the_adapter_changes(
         assert len({Path(path).read_bytes() for path in sample_paths}) == 1
     header = read_header(Path(first_paths[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)
-    other_paths = sample(
-        SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, out=tmp_path / "other")
+    other_paths = write_samples(
+        SampleRequest(
+            target=run, prompts=("a",), seed=4, inference_steps=2, output_folder=tmp_path / "other"
+        )
     )
     assert difference(other_paths[0], first_paths[0]) > 5
     with pytest.raises(

@@ -142,7 +142,7 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     pruned = json.loads(invoke("cache", "prune", cache, "--keep", skipping, "--json"))
     assert pruned["videos"]["unwanted"] == 5
     cached = TensorCache(cache / "videos")
-    assert {entry.facts["fps"] for entry in cached.entries()} == {8}
+    assert {entry.facts["fps"] for entry in cached.iter_entries()} == {8}
     assert len(cached) == 5
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import EXAMPLES, PANELS, app
-from dit_lora.config.catalog import recipe_names
+from dit_lora.config.catalog import list_recipe_names
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES
 
@@ -28,12 +28,12 @@ def invoke(*arguments: object) -> str:
 
 def test_recipes_lists_all_with_task_memory_and_time() -> None:
     table = invoke("recipes")
-    assert [name for name in recipe_names() if name not in table] == []
+    assert [name for name in list_recipe_names() if name not in table] == []
     assert re.search(r"smoke/cogvideox +text-to-video +0.6 GiB +10 s +cogvideox-2b", table)
     assert re.search(r"cogvideox/5b_t2v +text-to-video +21 GiB +- ", table)
     assert re.search(r"chat/qwen +video chat +16.0 GiB \+ ", table)
     records = json.loads(invoke("recipes", "--json"))["recipes"]
-    assert [record["name"] for record in records] == recipe_names()
+    assert [record["name"] for record in records] == list_recipe_names()
     assert sum(record["default"] for record in records) == len(FAMILIES)
 
 

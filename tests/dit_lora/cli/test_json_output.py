@@ -24,7 +24,7 @@ def noisy(*arguments):
     return ()
 from dit_lora import cli
 sys.argv = ["dit-lora", "recipes", "--json"]
-with mock.patch("dit_lora.cli.init.recipe_names", noisy):
+with mock.patch("dit_lora.cli.init.list_recipe_names", noisy):
     cli.main()
 """
 
@@ -51,7 +51,7 @@ def test_every_verb_has_the_one_flag() -> None:
     different = [
         n
         for n, flag in flags_of_verbs
-        if getattr(flag.callback, "__wrapped__", 0) is not json_output._begin
+        if getattr(flag.callback, "__wrapped__", 0) is not json_output._divert_if_requested
     ]
     assert different == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.errors import DitLoraError
 from dit_lora.training.session.run_lock import RunLock
 
@@ -21,10 +21,10 @@ def invoke(*arguments: object) -> str:
 def fill(folder: Path) -> Path:
     evidence = {"control": "c.mp4", "replays": {"failed": 3, "of": 3}}
     records = [
-        LeftOut(
+        QuarantineRecord(
             "a.mp4", 0, None, 4, "data", "it fails whatever is switched off", evidence=evidence
         ),
-        LeftOut("b.mp4", 1, 1, 9, "inputs", "only with this noise"),
+        QuarantineRecord("b.mp4", 1, 1, 9, "inputs", "only with this noise"),
     ]
     Quarantine(folder / "quarantine.jsonl", records).save()
     return folder

@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 
 from dit_lora.cli.app import app
 from dit_lora.commands import caption as captions
-from dit_lora.commands.caption import fitted, with_trigger
-from dit_lora.data.sources.caption_table import locked_table
+from dit_lora.commands.caption import add_trigger, shorten_caption
+from dit_lora.data.sources.caption_table import lock_table
 from dit_lora.families.base import TextLimit
 
 
@@ -125,11 +125,11 @@ def test_a_caption_that_is_written_meanwhile_is_kept(
             edited.update(
                 {min(rows(clips)): "better", file.relative_to(clips).as_posix(): "by hand"}
             )
-            with locked_table(clips) as table:
-                table.put(edited)
+            with lock_table(clips) as table:
+                table.write_captions(edited)
         return str(inner(answerer, file, *args))
 
-    monkeypatch.setattr(captions, "describe", partial(describe, captions.describe))
+    monkeypatch.setattr(captions, "describe_file", partial(describe, captions.describe_file))
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 0, result.output
     rows_by_name = rows(clips)
@@ -177,10 +177,10 @@ def test_processes_share_a_folder(tiny_checkpoints: dict[str, Path], clips: Path
 
 
 def test_a_trigger_is_put_before_what_does_not_have_it() -> None:
-    assert with_trigger("a dog", "sks") == "sks, a dog"
-    assert with_trigger("a sks dog", "sks") == "a sks dog"
-    assert with_trigger("a sksdog", "sks") == "sks, a sksdog"
-    assert with_trigger("a dog", None) == "a dog"
+    assert add_trigger("a dog", "sks") == "sks, a dog"
+    assert add_trigger("a sks dog", "sks") == "a sks dog"
+    assert add_trigger("a sksdog", "sks") == "sks, a sksdog"
+    assert add_trigger("a dog", None) == "a dog"
 
 
 class Words:
@@ -205,8 +205,8 @@ class Words:
 )
 def test_a_caption_is_cut_at_the_end_of_a_sentence(tokens: int, kept: str) -> None:
     text = "One two. Three four! Five six."
-    assert fitted(text, TextLimit(Words(), tokens)) == (kept, kept != text)
-    assert fitted(text, None) == (text, False)
+    assert shorten_caption(text, TextLimit(Words(), tokens)) == (kept, kept != text)
+    assert shorten_caption(text, None) == (text, False)
 
 
 def test_a_recipe_bounds_captions_and_what_is_missing_is_said_in_a_line(

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from dit_lora.commands.doctor import launch_config_problem, render, report
-from dit_lora.environment.versions import TESTED, Device, Environment, problems
+from dit_lora.commands.doctor import build_report, find_launch_config_problem, print_report
+from dit_lora.environment.versions import TESTED, Device, Environment, find_problems
 from dit_lora.errors import DitLoraError
 
 TESTED_VERSIONS = {
-    name: tested.release for name, tested in TESTED.items() if tested.required and tested.release
+    name: tested.tested_version
+    for name, tested in TESTED.items()
+    if tested.required and tested.tested_version
 }
 ON_CPU = Environment("3.12.4", "Linux-6.1.0-x86_64", {**TESTED_VERSIONS, "numpy": "2.4.6"})
 H100 = Device("NVIDIA H100 80GB HBM3", 79.1, bf16=True)
@@ -30,7 +32,7 @@ def _no_default_launch_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_tested_environment_is_ok():
     """Nothing to refuse and no launch file: ok, and every package has a status."""
-    report_values = report(ON_CPU, None)
+    report_values = build_report(ON_CPU, None)
     assert report_values["ok"] is True
     assert report_values["python"] == "3.12.4"
     assert report_values["platform"] == "Linux-6.1.0-x86_64"
@@ -47,7 +49,7 @@ def test_a_tested_environment_is_ok():
 def test_a_report_survives_json():
     """It is made of plain values alone, so that `--json` can print it."""
     env = replace(ON_GPU, versions={**ON_GPU.versions, "peft": "0.11.1", "diffusers": "0.43.0"})
-    report_values = report(env, None)
+    report_values = build_report(env, None)
     assert json.loads(json.dumps(report_values)) == report_values
     assert report_values["device"] == {
         "cuda_available": True,
@@ -68,12 +70,12 @@ def test_a_report_survives_json():
 )
 def test_only_refusals_make_a_report_not_ok(env, ok):
     """Warnings and handled faults leave it ok; a refused version or combination does not."""
-    assert report(env, None)["ok"] is ok
+    assert build_report(env, None)["ok"] is ok
 
 
 def test_a_known_bad_is_reported_with_its_source_and_remedy():
     """The handled fault is in the report, so that its user can read about it."""
-    (entry,) = report(ON_GPU, None)["known_bad"]
+    (entry,) = build_report(ON_GPU, None)["known_bad"]
     assert entry["id"] == "cudnn-sdpa-backward"
     assert entry["severity"] == "handled"
     assert entry["source"] == "https://github.com/pytorch/pytorch/issues/196678"
@@ -84,7 +86,7 @@ def test_a_launch_file_that_would_lose_processes_is_not_ok(tmp_path: Path):
     """MULTI_CPU with two processes starts one."""
     path = tmp_path / "cpu.yaml"
     path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n", encoding="utf-8")
-    report_values = report(ON_CPU, path)
+    report_values = build_report(ON_CPU, path)
     assert report_values["ok"] is False
     assert report_values["launch"]["config_file"] == str(path)
     assert report_values["launch"]["processes"] == 2
@@ -96,14 +98,14 @@ def test_the_default_launch_file_is_judged_when_none_is_named(tmp_path: Path):
     path = tmp_path / "home" / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("distributed_type: 'NO'\nnum_processes: 3\n", encoding="utf-8")
-    assert report(ON_CPU, None)["launch"]["config_file"] == str(path)
-    assert report(ON_CPU, None)["ok"] is False
+    assert build_report(ON_CPU, None)["launch"]["config_file"] == str(path)
+    assert build_report(ON_CPU, None)["ok"] is False
 
 
 def test_a_launch_file_that_is_not_there_is_bad_input(tmp_path: Path):
     """A file asked for by name is not passed over in silence."""
     with pytest.raises(DitLoraError, match=r"absent\.yaml"):
-        report(ON_CPU, tmp_path / "absent.yaml")
+        build_report(ON_CPU, tmp_path / "absent.yaml")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_launch_file_that_is_not_there_is_bad_input(tmp_path: Path):
 )
 def test_a_launch_file_is_judged_on_the_machine_it_is_for(values, env, part):
     """Processes lost, FSDP on one process, and more processes than GPUs are told beforehand."""
-    problem = launch_config_problem(values, env)
+    problem = find_launch_config_problem(values, env)
     assert problem is None if part is None else part in (problem or "")
 
 
@@ -143,9 +145,9 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     env = replace(ON_GPU, versions=versions, torch_cuda="12.4", devices=(gpu,))
     path = tmp_path / "[bold].yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n", encoding="utf-8")
-    render(report(env, path))
+    print_report(build_report(env, path))
     output = capsys.readouterr().out
-    for problem in problems(env):
+    for problem in find_problems(env):
         assert problem.remedy in output
         assert problem.what in output
     for name in TESTED:
@@ -154,7 +156,7 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     assert "[bold].yaml" in output
     assert "set num_processes to 1" in output
     assert output.rstrip().endswith("not ready: see the lines with refuse")
-    unbroken_texts = [text for p in problems(env) for text in (p.what, p.remedy)] + [
+    unbroken_texts = [text for p in find_problems(env) for text in (p.what, p.remedy)] + [
         "num_processes"
     ]
     unbroken_texts += [str(path)]
@@ -167,7 +169,7 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
 
 def test_a_good_report_ends_in_ready(capsys: pytest.CaptureFixture[str]):
     """The last line is the answer."""
-    render(report(ON_CPU, None))
+    print_report(build_report(ON_CPU, None))
     output = capsys.readouterr().out
     assert output.rstrip().endswith("ready to train")
     assert "refuse" not in output

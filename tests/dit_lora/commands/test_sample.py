@@ -12,9 +12,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dit_lora.adapters.diffusers_format import BASE_FILE
-from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
+from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
 from dit_lora.cli.app import app
-from dit_lora.commands.sample import SampleRequest, sample, sample_cells
+from dit_lora.commands.sample import SampleRequest, write_sample_cells, write_samples
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
@@ -42,7 +42,9 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 def request(target: Path, base: Path, out: Path, **options: Any) -> SampleRequest:
     sampling = {"inference_steps": 2, "guidance_scale": 1.0, **SHAPE}
-    return SampleRequest(target, (PROMPT,), model=str(base), out=out, **sampling, **options)
+    return SampleRequest(
+        target, (PROMPT,), model=str(base), output_folder=out, **sampling, **options
+    )
 
 
 def pixels(path: Path) -> Any:
@@ -55,17 +57,19 @@ def stock(base: Path, seed: int, put: Callable[[Any], None]) -> Any:
     pipeline = checkpoint.pipeline(torch.float32)
     put(pipeline)
     sampling = Sampling(VideoShape(1, 64, 64), 2, 1.0, seed)
-    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.conditions(PROMPT), sampling)
+    frames, _ = checkpoint.generate_with_sound(pipeline, checkpoint.prompt_kwargs(PROMPT), sampling)
     return frames[0].numpy()
 
 
 def test_each_seed_of_a_row_gives_what_it_gives_alone(
     base: Path, adapters: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    row = sample(request(adapters[0], base, tmp_path / "row", seed=5, count=3))
+    row = write_samples(request(adapters[0], base, tmp_path / "row", seed=5, count=3))
     assert len(row) == 3
     for seed, path in zip((5, 6, 7), row, strict=True):
-        (single_path,) = sample(request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed))
+        (single_path,) = write_samples(
+            request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed)
+        )
         assert single_path.name == path.name
         assert single_path.read_bytes() == path.read_bytes()
     assert len({path.read_bytes() for path in row}) == 3
@@ -84,9 +88,9 @@ def test_strengths_are_the_base_the_adapter_and_stock_weights_between(
     sample_request = request(
         adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5)
     )
-    cells = {cell.strength: cell.path for cell in sample_cells(sample_request)}
+    cells = {cell.strength: cell.path for cell in write_sample_cells(sample_request)}
     assert np.array_equal(pixels(cells[0]), stock(base, 3, lambda pipeline: None))
-    (plain,) = sample(request(adapters[0], base, tmp_path / "plain", seed=3))
+    (plain,) = write_samples(request(adapters[0], base, tmp_path / "plain", seed=3))
     assert plain.read_bytes() == cells[1].read_bytes()
     for weight in (0.5, 1.5):
         assert np.array_equal(pixels(cells[weight]), stock(base, 3, loaded(weight)))
@@ -102,7 +106,7 @@ def test_several_adapters_act_as_stock_set_adapters_weighs_them(
         pipeline.set_adapters(["a", "b"], [0.75, -0.5])
 
     both = {"others": ((adapters[1], -0.5),), "weight": 0.75}
-    (path,) = sample(request(adapters[0], base, tmp_path, seed=1, **both))
+    (path,) = write_samples(request(adapters[0], base, tmp_path, seed=1, **both))
     assert np.array_equal(pixels(path), stock(base, 1, put))
 
 
@@ -120,7 +124,7 @@ def test_a_second_adapter_may_be_in_another_programs_form(
     (file,) = comfyui.glob("*.safetensors")
     images = [
         pixels(
-            sample(request(first_folder, base, tmp_path / name, others=other_adapters))[0]
+            write_samples(request(first_folder, base, tmp_path / name, others=other_adapters))[0]
         ).astype(int)
         for name, other_adapters in (
             ("alone", ()),
@@ -139,14 +143,14 @@ def test_other_kinds_are_sampled_and_left_out_at_strength_0(
     kind: Any, base: Path, tmp_path: Path
 ) -> None:
     folder = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
-    target = folder if kind in WITHOUT_DIFFUSERS else folder / "pytorch_lora_weights.safetensors"
+    target = folder if kind in PEFT_ONLY_KINDS else folder / "pytorch_lora_weights.safetensors"
     sample_request = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
-    off, on = (pixels(cell.path) for cell in sample_cells(sample_request))
+    off, on = (pixels(cell.path) for cell in write_sample_cells(sample_request))
     assert np.array_equal(off, stock(base, 2, lambda pipeline: None))
     assert not np.array_equal(on, off)
     if kind == "oft":
         with pytest.raises(DitLoraError, match=r"strength 0\.5: OFT rotates"):
-            sample(request(target, base, tmp_path / "half", strengths=(0.5,)))
+            write_samples(request(target, base, tmp_path / "half", strengths=(0.5,)))
 
 
 def test_what_has_no_strength_is_refused_by_name(
@@ -156,9 +160,9 @@ def test_what_has_no_strength_is_refused_by_name(
     assert (wider / BASE_FILE).is_file()
     for options in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
         with pytest.raises(DitLoraError, match="base weights trained beside"):
-            sample(request(wider, base, tmp_path / "out", **options))
+            write_samples(request(wider, base, tmp_path / "out", **options))
     with pytest.raises(DitLoraError, match="base weights trained beside"):
-        sample(request(adapters[0], base, tmp_path / "out", others=((wider, 1.0),)))
+        write_samples(request(adapters[0], base, tmp_path / "out", others=((wider, 1.0),)))
     for arguments, message in (
         (["--strengths", "0,x"], "takes numbers"),
         (["--strengths", "1,1"], "each once"),

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.config.catalog import StockRecipe, recipe_names, stock_files, write_folder
-from dit_lora.config.load import load_recipe, recipe_schema
+from dit_lora.config.catalog import (
+    PackagedRecipe,
+    find_packaged_files,
+    list_recipe_names,
+    write_run_folder,
+)
+from dit_lora.config.load import build_recipe_schema, load_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families import default_recipes
+from dit_lora.families import get_default_recipes
 
 ROOT = Path(__file__).parents[3]
 TASKS = {
@@ -27,27 +32,29 @@ TASKS = {
 
 
 def test_a_checkout_names_every_recipe_where_it_lies() -> None:
-    assert stock_files() == ROOT
+    assert find_packaged_files() == ROOT
     paths = [path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").rglob("*.yaml")]
-    assert sorted(recipe_names()) == sorted(path.with_suffix("").as_posix() for path in paths)
+    assert sorted(list_recipe_names()) == sorted(path.with_suffix("").as_posix() for path in paths)
     assert len(paths) >= 35
-    assert recipe_names()[0].startswith("smoke/")
+    assert list_recipe_names()[0].startswith("smoke/")
 
 
 def test_every_family_has_a_default_of_its_own() -> None:
-    for family, name in default_recipes().items():
-        record = StockRecipe.named(family, default_recipes()).record(default_recipes())
+    for family, name in get_default_recipes().items():
+        record = PackagedRecipe.from_name(family, get_default_recipes()).record(
+            get_default_recipes()
+        )
         assert (record["name"], record["family"], record["default"]) == (name, family, True)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_there(
     name: str, tmp_path: Path
 ) -> None:
-    recipe = StockRecipe.named(name)
-    written = write_folder(recipe, tmp_path / "run", recipe.accelerate_config)
+    recipe = PackagedRecipe.from_name(name)
+    written = write_run_folder(recipe, tmp_path / "run", recipe.accelerate_config)
     assert [path.name for path in written] == [
-        recipe.file,
+        recipe.file_name,
         "lora.py",
         f"{recipe.accelerate_config}.yaml",
         "schema.json",
@@ -57,14 +64,14 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     assert header.startswith("# yaml-language-server: $schema=schema.json\n")
     assert not re.search(r"recipes/|accelerate_configs/", header)
     # Every file that the launch names is there; its options are the shipped header's.
-    launch = recipe.launch(recipe.accelerate_config)
+    launch = recipe.build_launch_command(recipe.accelerate_config)
     assert f"#   {launch}\n" in header + "\n"
     arguments = shlex.split(launch)
     assert arguments[:4] == ["accelerate", "launch", "--quiet", "--config_file"]
     named = [word for word in arguments if word.endswith((".yaml", ".py"))]
-    assert named == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file]
+    assert named == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file_name]
     assert all((tmp_path / "run" / word).is_file() for word in named)
-    record = recipe.record(default_recipes())
+    record = recipe.record(get_default_recipes())
     assert record["task"] in TASKS
     assert record["memory"]
     assert record["time"]
@@ -73,8 +80,8 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
 
 
 def test_the_script_in_a_folder_of_its_own_differs_in_what_it_says_alone(tmp_path: Path) -> None:
-    recipe = StockRecipe.named("sana", default_recipes())
-    write_folder(recipe, tmp_path, "ddp")
+    recipe = PackagedRecipe.from_name("sana", get_default_recipes())
+    write_run_folder(recipe, tmp_path, "ddp")
     text = (tmp_path / "lora.py").read_text()
     assert "accelerate launch lora.py sana_600m_512.yaml" in text
     assert "recipes/" not in text
@@ -84,16 +91,18 @@ def test_the_script_in_a_folder_of_its_own_differs_in_what_it_says_alone(tmp_pat
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 node.value = ""
     assert ast.dump(trees[0]) == ast.dump(trees[1])
-    assert json.loads((tmp_path / "schema.json").read_text()) == recipe_schema()
+    assert json.loads((tmp_path / "schema.json").read_text()) == build_recipe_schema()
     shipped = ROOT / "accelerate_configs" / "ddp.yaml"
     assert (tmp_path / "ddp.yaml").read_text() == shipped.read_text()
 
 
 def test_options_of_a_header_that_belong_to_its_own_topology_stay_with_it() -> None:
-    recipe = StockRecipe.named("videochat2/mistral_stage3")
-    assert "--num_processes 8 lora.py" in recipe.launch("ddp")
-    assert "--num_processes" not in recipe.launch("one_gpu")
-    assert recipe.launch("ddp").endswith("videochat2_mistral_stage3.yaml data.media=videos")
+    recipe = PackagedRecipe.from_name("videochat2/mistral_stage3")
+    assert "--num_processes 8 lora.py" in recipe.build_launch_command("ddp")
+    assert "--num_processes" not in recipe.build_launch_command("one_gpu")
+    assert recipe.build_launch_command("ddp").endswith(
+        "videochat2_mistral_stage3.yaml data.media=videos"
+    )
     assert recipe.commands[0].startswith(
         "dit-lora convert videochat2 videochat2-mistral-stage2 --llm"
     )
@@ -102,8 +111,11 @@ def test_options_of_a_header_that_belong_to_its_own_topology_stay_with_it() -> N
 
 def test_names_are_taken_as_users_write_them() -> None:
     for name in ("cogvideox/5b_t2v", "cogvideox/5b_t2v.yaml", "recipes/cogvideox/5b_t2v.yaml"):
-        assert StockRecipe.named(name).file == "cogvideox_5b_t2v.yaml"
-    assert StockRecipe.named("cogvideox", default_recipes()).file == "cogvideox_2b_t2v.yaml"
+        assert PackagedRecipe.from_name(name).file_name == "cogvideox_5b_t2v.yaml"
+    assert (
+        PackagedRecipe.from_name("cogvideox", get_default_recipes()).file_name
+        == "cogvideox_2b_t2v.yaml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,20 +131,22 @@ def test_names_are_taken_as_users_write_them() -> None:
 )
 def test_an_unknown_recipe_gets_the_nearest_names(name: str, message: str) -> None:
     with pytest.raises(DitLoraError, match=message):
-        StockRecipe.named(name, default_recipes())
+        PackagedRecipe.from_name(name, get_default_recipes())
 
 
 def test_a_folder_of_recipes_is_listed() -> None:
     with pytest.raises(DitLoraError, match="several recipes") as caught:
-        StockRecipe.named("smoke")
+        PackagedRecipe.from_name("smoke")
     listed = re.findall(r"  - (.*)", str(caught.value))
-    assert listed == [name for name in recipe_names() if name.startswith("smoke/")]
+    assert listed == [name for name in list_recipe_names() if name.startswith("smoke/")]
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(DitLoraError, match="is not empty; name another folder"):
-        write_folder(StockRecipe.named("dit", default_recipes()), tmp_path, "cpu")
+        write_run_folder(PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(DitLoraError, match=r"cannot write .*mine\.txt"):
-        write_folder(StockRecipe.named("dit", default_recipes()), tmp_path / "mine.txt", "cpu")
+        write_run_folder(
+            PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path / "mine.txt", "cpu"
+        )

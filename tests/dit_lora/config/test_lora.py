@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dit_lora.config.lora import KINDS, LoraConfig
+from dit_lora.config.lora import ADAPTER_KINDS, LoraConfig
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_what_a_kind_has_not_is_refused_by_name(values: dict[str, Any], words: s
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ADAPTER_KINDS)
 def test_defaults_are_the_kinds_own(kind: Any) -> None:
     config = LoraConfig(kind=kind)
     assert config.rank == (None if kind == "oft" else 64)

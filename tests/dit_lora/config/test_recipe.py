@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dit_lora.config.load import dump_recipe, load_recipe, parse_recipe, recipe_schema
+from dit_lora.config.load import build_recipe_schema, dump_recipe, load_recipe, parse_recipe
 from dit_lora.errors import DitLoraError
 
 
@@ -127,7 +127,7 @@ def test_recipes_are_frozen(values: dict[str, Any]) -> None:
 
 
 def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> None:
-    schema = recipe_schema()
+    schema = build_recipe_schema()
     json.dumps(schema)
     train = schema["$defs"]["TrainConfig"]
     assert train["additionalProperties"] is False

@@ -11,9 +11,9 @@ from dit_lora.config.records import (
     BundleFacts,
     Facts,
     Manifest,
-    Provenance,
-    read_typed,
-    typed,
+    RunMetadata,
+    parse_typed_json,
+    read_typed_json,
 )
 from dit_lora.errors import DitLoraError
 
@@ -30,12 +30,12 @@ CODE = "x; import os; os.system('touch ran')"
         ('{"sha256": {}, "sha256": {"a": "b"}}', Manifest, "it holds 'sha256' twice"),
         ('{"sha256": ' + "[" * 2000, Manifest, "nested deeper"),
         ('{"sha256": ' + "9" * 5000 + "}", Manifest, "more than 100 digits"),
-        ('{"rank": ' + "9" * 90 + "}", Provenance, "less than or equal"),
-        ('{"alpha": NaN}', Provenance, "alpha"),
-        ('{"alpha": 1e999}', Provenance, "alpha"),
-        ('{"rank": true}', Provenance, "rank"),
-        ('{"part": "../../x"}', Provenance, "part"),
-        ('{"under": [{"name": "a"}]}', Provenance, "under.0.scale: Field required; got nothing"),
+        ('{"rank": ' + "9" * 90 + "}", RunMetadata, "less than or equal"),
+        ('{"alpha": NaN}', RunMetadata, "alpha"),
+        ('{"alpha": 1e999}', RunMetadata, "alpha"),
+        ('{"rank": true}', RunMetadata, "rank"),
+        ('{"part": "../../x"}', RunMetadata, "part"),
+        ('{"under": [{"name": "a"}]}', RunMetadata, "under.0.scale: Field required; got nothing"),
         ('{"r": "4"}', AdapterConfig, "r: Input should be a valid integer"),
         ('{"rank_pattern": [1]}', AdapterConfig, "rank_pattern"),
         ("{}", BundleFacts, "format: Field required"),
@@ -48,7 +48,7 @@ def test_what_is_of_another_shape_is_one_line(
     file = tmp_path / "a.json"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DitLoraError) as refused:
-        read_typed(file, kind)
+        read_typed_json(file, kind)
     message = str(refused.value)
     assert reason in message
     assert str(file) in message
@@ -58,7 +58,7 @@ def test_what_is_of_another_shape_is_one_line(
 
 def test_what_newer_versions_write_is_kept_and_integers_stay_so() -> None:
     values = {"alpha": 8, "video": {"frames": 9, "fps": None}, "future": {"key": [1]}}
-    assert json.dumps(typed(json.dumps(values), Provenance, "a")) == json.dumps(values)
+    assert json.dumps(parse_typed_json(json.dumps(values), RunMetadata, "a")) == json.dumps(values)
 
 
 FACTS: dict[str, Any] = {
@@ -98,7 +98,7 @@ FACTS: dict[str, Any] = {
     ],
 )
 def test_facts_hold_no_code(part: str, field: str, value: Any) -> None:
-    assert typed(json.dumps(FACTS), Facts, "facts.json") == FACTS
+    assert parse_typed_json(json.dumps(FACTS), Facts, "facts.json") == FACTS
     changed = {**FACTS, part: {**FACTS[part], field: value}}
     with pytest.raises(DitLoraError, match=rf"facts\.json is damaged: {part}\.{field}"):
-        typed(json.dumps(changed), Facts, "facts.json")
+        parse_typed_json(json.dumps(changed), Facts, "facts.json")

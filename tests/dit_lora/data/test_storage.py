@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dit_lora.data import storage
-from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
+from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
 from dit_lora.data.media import media as media_module
 from dit_lora.data.media.clip_sound import read_sound
 from dit_lora.data.media.headers import Headers
@@ -30,7 +30,7 @@ OF_ENTRY = {"x": (torch.Size([4]), torch.float32)}
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(storage, "MAX_WAIT_S", 5.0)
     monkeypatch.setattr(storage, "_POLL_S", 0.01)
-    with storage.waiting():
+    with storage.wait_for_storage():
         yield
 
 
@@ -56,9 +56,9 @@ def cache(tmp_path: Path) -> TensorCache:
     """Four entries in two shards."""
     cache = TensorCache(tmp_path / "videos")
     for start in (0, 2):
-        cache.write_all(
+        cache.write_entries(
             [
-                encoded(key(k), {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
+                encode_entry(key(k), {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
                 for k in (start, start + 1)
             ]
         )
@@ -67,7 +67,7 @@ def cache(tmp_path: Path) -> TensorCache:
 
 
 def key(number: int) -> str:
-    return entry_key({"number": number})
+    return make_entry_key({"number": number})
 
 
 def require_right(cache: TensorCache, number: int) -> None:
@@ -80,7 +80,7 @@ def require_right(cache: TensorCache, number: int) -> None:
 def test_a_cache_that_is_away_for_a_moment(
     cache: TensorCache, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = cache.root if what == "folder" else cache.path(key(0))
+    path = cache.root if what == "folder" else cache.find_shard_path(key(0))
     with away(path):
         require_right(cache, 0)
     for number in range(4):
@@ -95,28 +95,28 @@ def test_a_cache_that_is_away_for_a_moment(
 
 def test_what_was_looked_for_meanwhile_does_not_lose_the_others(cache: TensorCache) -> None:
     with away(cache.root):
-        assert cache.missing([key(0), key(9)]) == [key(0), key(9)]
+        assert cache.find_missing([key(0), key(9)]) == [key(0), key(9)]
         require_right(cache, 0)
-        assert cache.first_spec([key(3)]) == OF_ENTRY
+        assert cache.get_first_spec([key(3)]) == OF_ENTRY
 
 
 @pytest.mark.usefixtures("no_patience")
 def test_a_shard_that_stays_away_is_no_fault_of_a_sample(cache: TensorCache) -> None:
-    cache.path(key(0)).unlink()
+    cache.find_shard_path(key(0)).unlink()
     with pytest.raises(
         UnreadableError, match=r"No such file or directory; waited 0\.03 s"
     ) as error:
         cache.read(key(0), OF_ENTRY)
     assert f"the folder {cache.root}" in str(error.value)
     with pytest.raises(UnreadableError, match="No such file"):
-        cache.first_spec([key(0)])
+        cache.get_first_spec([key(0)])
     require_right(cache, 2)
 
 
 @pytest.mark.usefixtures("no_patience")
 def test_damage_and_marks_are_the_entrys_own(cache: TensorCache) -> None:
-    cache.set_aside(key(0))
-    path = cache.path(key(2))
+    cache.mark_bad(key(0))
+    path = cache.find_shard_path(key(2))
     path.write_bytes(path.read_bytes()[:-20])  # the last entry is cut
     for number, message in ((0, "marked bad"), (3, "not all of it")):
         tensors, fault = cache.read(key(number), OF_ENTRY)
@@ -141,7 +141,7 @@ def test_after_an_error_the_file_is_opened_again(
         return read(handle, *rest)  # type: ignore[arg-type]
 
     # As a tensor of an earlier step may hold it: so its number is not that of the next file.
-    shard_file = cache._opened(cache.path(key(0)))
+    shard_file = cache._get_open_shard(cache.find_shard_path(key(0)))
     monkeypatch.setattr(os, "preadv", stale)
     require_right(cache, 0)
     assert shard_file is not None
@@ -189,9 +189,9 @@ def test_a_damaged_clip_is_read_twice_and_named(
     damaged = tmp_path / "damaged.mp4"
     damaged.write_bytes(clip.read_bytes()[:200])
     tries = []
-    require = media_module.require_readable
+    require = media_module.wait_until_readable
     monkeypatch.setattr(
-        media_module, "require_readable", lambda media: tries.append(1) or require(media)
+        media_module, "wait_until_readable", lambda media: tries.append(1) or require(media)
     )
     with pytest.raises(ClipError, match=r"damaged\.mp4: cannot be opened"):
         read_header(damaged)
@@ -202,13 +202,13 @@ def test_a_file_that_is_back_before_it_is_looked_at(
     clip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoder failed, and the bytes are there by now: only a second failure counts."""
-    source, tries = MediaFile.source, []
+    source, tries = MediaFile.get_source, []
 
     def flaky(media: MediaFile) -> Path:
         tries.append(1)
         return media.path.with_name("gone.mp4") if len(tries) == 1 else source(media)
 
-    monkeypatch.setattr(MediaFile, "source", flaky)
+    monkeypatch.setattr(MediaFile, "get_source", flaky)
     assert read_header(clip).height == 32
 
 
@@ -219,6 +219,6 @@ def test_outside_a_run_a_missing_clip_is_said_at_once(
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(ClipError, match="No such file"):
         read_header(tmp_path / "gone.mp4")
-    cache.path(key(0)).unlink()
+    cache.find_shard_path(key(0)).unlink()
     with pytest.raises(UnreadableError, match=r"No such file or directory$"):
         cache.read(key(0), OF_ENTRY)

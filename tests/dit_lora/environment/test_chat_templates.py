@@ -11,7 +11,7 @@ from chat_tokenizers import byte_tokenizer
 from transformers import tokenization_utils_base
 
 from dit_lora.environment import chat_templates
-from dit_lora.environment.chat_templates import ChatTemplateError, bound_chat_templates
+from dit_lora.environment.chat_templates import ChatTemplateError, limit_chat_templates
 
 MESSAGES = [{"role": "user", "content": "A disc?"}]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -19,7 +19,7 @@ PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @pytest.fixture
 def tokenizer() -> Any:
-    bound_chat_templates()
+    limit_chat_templates()
     # A process that is left from the last test has that test's MAX_SECONDS.
     tokenization_utils_base.render_jinja_template._stop()
     return byte_tokenizer()

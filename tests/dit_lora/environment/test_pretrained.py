@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
-from dit_lora.environment.pretrained import built_from, load_pretrained
+from dit_lora.environment.pretrained import build_from_config, load_pretrained
 from dit_lora.errors import DitLoraError
 
 EVIL = """
@@ -124,15 +124,15 @@ def test_nor_by_a_pipeline_whose_index_names_it(
 @pytest.mark.usefixtures("yes")
 def test_nor_by_a_conversion(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The language model's folder is somebody else's too."""
-    from dit_lora.models.videochat2.convert import _text_config, _tokenizers
+    from dit_lora.models.videochat2.convert import _load_tokenizers, _read_text_config
 
     llm = shutil.copytree(tiny_checkpoints["videochat2-phi3"], tmp_path / "llm")
     asking(llm, **TOKENIZER)
     with pytest.raises(DitLoraError, match="by code of its own"):
-        _tokenizers(llm, llm / "qformer_tokenizer")
+        _load_tokenizers(llm, llm / "qformer_tokenizer")
     asking(llm, **CONFIG)
     with pytest.raises(DitLoraError, match="by code of its own"):
-        _text_config(llm, "phi", None)
+        _read_text_config(llm, "phi", None)
     assert not list(tmp_path.rglob("ran"))
 
 
@@ -193,7 +193,7 @@ def test_flash_attention_of_a_config_is_not_fetched(
 ) -> None:
     from transformers import AutoConfig, Qwen2ForCausalLM
 
-    from dit_lora.families.without_weights import text_encoders
+    from dit_lora.families.without_weights import build_text_encoders
 
     folder = tmp_path / "text_encoder"
     folder.mkdir()
@@ -202,12 +202,12 @@ def test_flash_attention_of_a_config_is_not_fetched(
         Qwen2ForCausalLM._from_config(AutoConfig.from_pretrained(folder))
     assert asked  # Transformers by itself does
     asked.clear()
-    built = built_from(AutoModelForCausalLM, load_pretrained(AutoConfig, folder))
+    built = build_from_config(AutoModelForCausalLM, load_pretrained(AutoConfig, folder))
     built.save_pretrained(folder / "saved")
     saved = json.loads((folder / "saved" / "config.json").read_text())
     (folder / "saved" / "config.json").write_text(json.dumps({**saved, key: "flash_attention_2"}))
     loaded = load_pretrained(Qwen2ForCausalLM, folder / "saved", use_safetensors=True)
-    for model in (built, loaded, *text_encoders(tmp_path, torch.float32)):
+    for model in (built, loaded, *build_text_encoders(tmp_path, torch.float32)):
         assert model.config._attn_implementation in ("sdpa", "eager")
     assert not asked
 
@@ -228,7 +228,7 @@ def test_nor_is_a_kernel_that_an_architecture_loads_by_itself(
             get_kernel("kernels-community/yoso", version=1)
 
     with pytest.raises(DitLoraError, match="ImportError"):
-        built_from(Asking, config)
+        build_from_config(Asking, config)
     assert not asked
 
 

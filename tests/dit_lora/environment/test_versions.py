@@ -12,17 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from dit_lora.commands.doctor import decisions
+from dit_lora.commands.doctor import list_decisions
 from dit_lora.environment.versions import (
     KNOWN_BAD,
     TESTED,
     Device,
     Environment,
-    launch_problem,
-    launch_processes,
-    package_status,
+    find_launch_problem,
+    find_problems,
+    get_num_launch_processes,
+    get_package_status,
     probe_environment,
-    problems,
     read_launch_config,
     require_compatible,
 )
@@ -49,7 +49,7 @@ def having(env: Environment, changes: str) -> Environment:
 
 
 def ids(env: Environment) -> set[str]:
-    return {problem.id for problem in problems(env)}
+    return {problem.id for problem in find_problems(env)}
 
 
 ON_CPU = having(
@@ -63,9 +63,11 @@ NO_GPU = replace(ON_GPU, devices=())  # torch for CUDA on a machine without a GP
 
 def test_the_tested_set_gives_no_warning():
     """Optional packages may be absent, and what the run handles itself is listed without a warning."""
-    assert problems(ON_CPU) == []
-    assert package_status("triton", ON_CPU) == "absent"
-    assert [(p.id, p.severity) for p in problems(ON_GPU)] == [("cudnn-sdpa-backward", "handled")]
+    assert find_problems(ON_CPU) == []
+    assert get_package_status("triton", ON_CPU) == "absent"
+    assert [(p.id, p.severity) for p in find_problems(ON_GPU)] == [
+        ("cudnn-sdpa-backward", "handled")
+    ]
     assert require_compatible(ON_GPU, allow_untested=False) == []
 
 
@@ -81,7 +83,7 @@ def test_floors_are_those_of_pyproject():
         (floors[requirement.name],) = (Version(part.version) for part in requirement.specifier)
     checked = [name for name in TESTED if name != "triton"]  # torch decides on Triton
     for name in checked:
-        assert Version(TESTED[name].floor) == floors[name], name
+        assert Version(TESTED[name].min_version) == floors[name], name
     required = {Requirement(line).name for line in project["dependencies"]}
     assert {name for name in TESTED if TESTED[name].required} == required & set(TESTED)
 
@@ -103,8 +105,8 @@ JUDGED = {
 def test_a_version_is_judged_by_floor_tested_release_and_next_major(change, status):
     """Below the floor and from the next major on is refused; a newer minor is untested."""
     env, name = having(ON_CPU, change), change.partition("=")[0]
-    assert package_status(name, env) == status
-    severities = [problem.severity for problem in problems(env) if problem.id == name]
+    assert get_package_status(name, env) == status
+    severities = [problem.severity for problem in find_problems(env) if problem.id == name]
     assert severities == {"refused": ["refuse"], "untested": ["warn"]}.get(status, [])
 
 
@@ -143,8 +145,8 @@ def test_all_refusals_are_listed_at_once_and_allow_untested_passes_them():
 
 def test_a_cpu_build_of_torch_is_replaced_by_a_cpu_build():
     """Without its index pip would install a CUDA build."""
-    (cpu,) = [p for p in problems(having(ON_CPU, "torch=2.10.0+cpu")) if p.id == "torch"]
-    (gpu,) = [p for p in problems(having(ON_GPU, "torch=2.10.0")) if p.id == "torch"]
+    (cpu,) = [p for p in find_problems(having(ON_CPU, "torch=2.10.0+cpu")) if p.id == "torch"]
+    (gpu,) = [p for p in find_problems(having(ON_GPU, "torch=2.10.0")) if p.id == "torch"]
     assert cpu.remedy.endswith("--index-url https://download.pytorch.org/whl/cpu")
     assert gpu.remedy == 'pip install "torch>=2.11,<3"'
 
@@ -198,7 +200,7 @@ def test_processes_are_read_from_a_config_file(
     tmp_path: Path, name: str, text: str, count: int | None
 ):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert launch_processes(read_launch_config(tmp_path / name)) == count
+    assert get_num_launch_processes(read_launch_config(tmp_path / name)) == count
 
 
 def test_a_broken_config_file_is_named(tmp_path: Path):
@@ -216,8 +218,8 @@ def test_the_default_file_is_that_of_the_installed_accelerate(variables: dict[st
     script = """
 import json
 from accelerate.commands.config.config_args import default_config_file
-from dit_lora.environment.versions import default_launch_config
-print(json.dumps([default_config_file, str(default_launch_config())]))
+from dit_lora.environment.versions import get_default_launch_config
+print(json.dumps([default_config_file, str(get_default_launch_config())]))
 """
     theirs, ours = json.loads(run_python(script, {"HOME": "/home/somebody", **variables}))
     assert ours == theirs
@@ -237,31 +239,38 @@ def run_python(script: str, environment: dict[str, str] | None = None) -> str:
 
 
 def test_processes_left_out_are_a_problem_with_two_ways_out():
-    problem = launch_problem(several_asked=True, fsdp_asked=False, processes=4)
+    problem = find_launch_problem(
+        is_multiple_requested=True, is_fsdp_requested=False, num_processes=4
+    )
     assert problem is not None
     assert problem.startswith("4 processes were asked for and the run has 1")
     assert "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 4" in problem
     assert "torchrun --nproc_per_node 4" in problem
-    unknown = launch_problem(several_asked=True, fsdp_asked=False)
+    unknown = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=False)
     assert unknown is not None
     assert unknown.startswith("several processes were asked for and the run has 1")
     assert "torchrun --nproc_per_node 2" in unknown
-    assert launch_problem(several_asked=False, fsdp_asked=False, processes=1) is None
+    assert (
+        find_launch_problem(is_multiple_requested=False, is_fsdp_requested=False, num_processes=1)
+        is None
+    )
 
 
 def test_fsdp_that_is_not_in_effect_is_a_problem():
     """One process has nobody to share weights with."""
-    both = launch_problem(several_asked=True, fsdp_asked=True) or ""
+    both = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=True) or ""
     assert len(both.splitlines()) == 2
-    assert "FSDP was asked for" in (launch_problem(several_asked=False, fsdp_asked=True) or "")
+    assert "FSDP was asked for" in (
+        find_launch_problem(is_multiple_requested=False, is_fsdp_requested=True) or ""
+    )
 
 
 def test_decisions_follow_the_device():
     """bf16 only on a GPU that computes in it; every decision has a reason."""
     chosen = {}
     for name, env in {"cpu": ON_CPU, "h100": ON_GPU, "t4": replace(ON_GPU, devices=(T4,))}.items():
-        assert all(decision.why for decision in decisions(env))
-        chosen[name] = {decision.what: decision.choice for decision in decisions(env)}
+        assert all(decision.why for decision in list_decisions(env))
+        chosen[name] = {decision.what: decision.choice for decision in list_decisions(env)}
     dtypes = {name: choice["dtype"] for name, choice in chosen.items()}
     assert dtypes == {"cpu": "fp32", "h100": "bf16", "t4": "fp32"}
     assert chosen["cpu"]["device"] == "cpu"
@@ -270,7 +279,7 @@ def test_decisions_follow_the_device():
     assert chosen["cpu"]["video"] == "PyAV 18.1.0"
     assert chosen["cpu"]["trackers"] == "none"
     both = having(ON_CPU, "tensorboard=2.21.0 trackio=0.2.0")
-    assert {d.what: d.choice for d in decisions(both)}["trackers"] == "tensorboard, trackio"
+    assert {d.what: d.choice for d in list_decisions(both)}["trackers"] == "tensorboard, trackio"
 
 
 def test_the_probe_agrees_with_the_installed_distributions():
@@ -298,7 +307,7 @@ from dit_lora.environment.versions import probe_environment
 print(probe_environment().devices)
 """
     assert run_python(script) == "()"
-    (problem,) = problems(having(ON_CPU, "torch=none"))
+    (problem,) = find_problems(having(ON_CPU, "torch=none"))
     assert "not installed" in str(problem)
 
 

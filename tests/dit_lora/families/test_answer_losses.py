@@ -17,14 +17,14 @@ from torch.func import functional_call
 
 from dit_lora.errors import DitLoraError
 from dit_lora.families import answer_losses
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 
 WEIGHTS = torch.tensor([0.3, 1.7, -0.9])
 
 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_losses, "CHUNK", 4)
+    monkeypatch.setattr(answer_losses, "CHUNK_ROWS", 4)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def test_losses_and_gradients_are_the_stock_models_of_each_sample_alone(name: st
     (single_losses @ WEIGHTS).backward()
     expected = gradients(model)
     model.zero_grad()
-    losses = with_answer_losses(model)(**tiny.batch(samples))
+    losses = add_answer_losses(model)(**tiny.batch(samples))
     assert losses.dtype is torch.float32
     (losses @ WEIGHTS).backward()
     got = gradients(model)
@@ -52,7 +52,7 @@ def test_losses_and_gradients_are_the_stock_models_of_each_sample_alone(name: st
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_padding_on_the_right_needs_no_mask(name: str) -> None:
-    model, samples = with_answer_losses(tiny.MODELS[name]().eval()), tiny.samples(name)
+    model, samples = add_answer_losses(tiny.MODELS[name]().eval()), tiny.samples(name)
     batch, mask = tiny.batch(samples), tiny.mask(samples)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch), model(**batch, attention_mask=mask))
@@ -65,7 +65,7 @@ def test_without_answers_the_stock_forward_runs() -> None:
     model, (sample, *_) = tiny.mistral().eval(), tiny.samples("mistral")
     expected = model(**sample.inputs, labels=sample.labels)
     answer = model.generate(**sample.inputs, max_new_tokens=4, do_sample=False)
-    assert with_answer_losses(model) is model
+    assert add_answer_losses(model) is model
     got = model(**sample.inputs, labels=sample.labels)
     assert torch.equal(got.logits, expected.logits)
     assert torch.equal(got.loss, expected.loss)
@@ -74,7 +74,7 @@ def test_without_answers_the_stock_forward_runs() -> None:
 
 
 def test_a_deep_copy_has_losses_of_its_own_weights() -> None:
-    model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
+    model, batch = add_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     before = model(**batch)
     twin = copy.deepcopy(model)
     nn.init.normal_(twin.model.layers[0].mlp.up_proj.weight)
@@ -86,7 +86,7 @@ def test_a_deep_copy_has_losses_of_its_own_weights() -> None:
 
 
 def test_an_adapter_on_the_head_and_in_the_blocks_trains() -> None:
-    model = with_answer_losses(tiny.mistral())
+    model = add_answer_losses(tiny.mistral())
     model.requires_grad_(False)
     targets = ["q_proj", "down_proj", "lm_head"]
     model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
@@ -111,7 +111,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def test_accelerates_autocast_reaches_trunk_and_head(accelerator: Accelerator) -> None:
-    model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
+    model, batch = add_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     stock = model(**batch)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch)
@@ -128,7 +128,7 @@ def test_accelerates_autocast_reaches_trunk_and_head(accelerator: Accelerator) -
 
 
 def test_ddp_gives_the_same_gradients(tmp_path: Path) -> None:
-    model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
+    model, batch = add_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     model(**batch).sum().backward()
     expected = gradients(model)
     model.zero_grad()
@@ -144,7 +144,7 @@ def test_ddp_gives_the_same_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_it_runs_on_tensors_without_values(name: str) -> None:
-    model, batch = with_answer_losses(tiny.MODELS[name]()), tiny.batch(tiny.samples(name))
+    model, batch = add_answer_losses(tiny.MODELS[name]()), tiny.batch(tiny.samples(name))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         weights = {n: fake.from_tensor(t) for n, t in model.state_dict(keep_vars=True).items()}
         pixels = {n: fake.from_tensor(t) for n, t in batch.items() if t.is_floating_point()}
@@ -154,7 +154,7 @@ def test_it_runs_on_tensors_without_values(name: str) -> None:
 
 
 def test_answers_are_asked_for_whole_and_by_name() -> None:
-    model, batch = with_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
+    model, batch = add_answer_losses(tiny.mistral()), tiny.batch(tiny.samples("mistral"))
     ids = batch.pop("input_ids")
     with pytest.raises(DitLoraError, match="all other inputs by name"):
         model(ids, **batch)
@@ -180,7 +180,7 @@ def scaled() -> nn.Module:
 def test_logits_that_are_more_than_linear_are_refused(build, dtype: torch.dtype) -> None:
     model = build().to(dtype)
     with pytest.raises(DitLoraError, match="more than its output layer makes"):
-        with_answer_losses(model)
+        add_answer_losses(model)
     assert "forward" not in model.__dict__
     assert "forward" not in model.model.__dict__
 
@@ -189,11 +189,11 @@ def test_a_model_without_a_trunk_is_refused() -> None:
     from transformers import MistralModel
 
     with pytest.raises(DitLoraError, match="not a trunk with an output layer"):
-        with_answer_losses(MistralModel(tiny.mistral().config))
+        add_answer_losses(MistralModel(tiny.mistral().config))
 
 
 def test_a_wrapped_model_is_refused() -> None:
     model = tiny.mistral()
     model.forward = lambda **_: None
     with pytest.raises(DitLoraError, match="wrapped already"):
-        with_answer_losses(model)
+        add_answer_losses(model)

@@ -6,13 +6,16 @@ from family_cases.subject import Subject, adapted, encoded_batch
 from fuse_checks import by, fuse_all
 from torch import nn
 
-from dit_lora.numerics.streams import Streams
-from dit_lora.training.execution.base_alone import base_alone, does_nothing
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.training.execution.base_alone import (
+    has_only_idle_adapters,
+    temporarily_reset_adapters,
+)
 
 
 @torch.no_grad()
 def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return subject.checkpoint.losses(model.eval(), batch, Streams(0, [0, 1, 2])).losses
+    return subject.checkpoint.losses(model.eval(), batch, RandomStreams(0, [0, 1, 2])).losses
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -29,19 +32,19 @@ def test_a_trained_model_is_its_base_within_and_as_it_was_afterwards(
         for name, parameter in trained.items():
             if ".lora_B." in name:
                 parameter.zero_()
-        assert does_nothing(model)
+        assert has_only_idle_adapters(model)
         base = losses(model_subject, model, batch)
         for parameter in trained.values():
             parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
         after = losses(model_subject, model, batch)
         assert not torch.equal(after, base)
         initial = {name: p.clone() for name, p in trained.items()}
-        with base_alone(model):
-            assert does_nothing(model)
+        with temporarily_reset_adapters(model):
+            assert has_only_idle_adapters(model)
             assert torch.equal(losses(model_subject, model, batch), base)
-        with pytest.raises(ValueError, match="within"), base_alone(model):
+        with pytest.raises(ValueError, match="within"), temporarily_reset_adapters(model):
             raise ValueError("within")
-        assert not does_nothing(model)
+        assert not has_only_idle_adapters(model)
         assert all(torch.equal(p, initial[name]) for name, p in trained.items())
         assert torch.equal(losses(model_subject, model, batch), after)
 
@@ -52,10 +55,10 @@ def test_only_a_lora_whose_b_is_zero_does_nothing(model_subject: Subject) -> Non
     with torch.no_grad():
         for parameter in b:
             parameter.zero_()
-        assert does_nothing(model)
+        assert has_only_idle_adapters(model)
         b[-1].view(-1)[-1] = 1e-20
-    assert not does_nothing(model)
+    assert not has_only_idle_adapters(model)
     b[-1].detach().zero_()
     frozen = next(p for p in model.parameters() if not p.requires_grad)
     frozen.requires_grad_(True)  # a group of base weights
-    assert not does_nothing(model)
+    assert not has_only_idle_adapters(model)

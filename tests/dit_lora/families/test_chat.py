@@ -29,10 +29,10 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families.chat import FAMILY
 from dit_lora.families.chat.checkpoint import LAYOUTS
 from dit_lora.families.chat.tiny import VARIANTS as TINY
-from dit_lora.families.chat_base import Viewing
-from dit_lora.numerics.streams import Streams
+from dit_lora.families.chat_base import VisionSettings
+from dit_lora.numerics.streams import RandomStreams
 
-STREAMS = Streams(0, ())
+STREAMS = RandomStreams(0, ())
 
 
 @pytest.fixture(params=VARIANTS)
@@ -100,7 +100,13 @@ def test_gradients_reach_every_lora_matrix_of_the_language_model_alone(
 ) -> None:
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
-    attach_lora(model, LoraConfig(rank=2), FAMILY.lora_targets, seed=0, within=FAMILY.lora_within)
+    attach_lora(
+        model,
+        LoraConfig(rank=2),
+        FAMILY.lora_targets,
+        seed=0,
+        submodules=FAMILY.lora_parent_modules,
+    )
     adapters = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(adapters) == 2 * 2 * len(FAMILY.lora_targets)  # A and B, two layers
     assert all(".language_model." in name or ".text_model." in name for name in adapters)
@@ -149,7 +155,7 @@ def test_an_answer_is_the_most_likely_token_each_time(
     model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0)
     with torch.no_grad():  # a random model would say the tokens of pictures too
         model.lm_head.weight[
-            checkpoint.tokenizer.convert_tokens_to_ids(list(TINY[folder.name].special))
+            checkpoint.tokenizer.convert_tokens_to_ids(list(TINY[folder.name].special_tokens))
         ] = 0
     prompt, media = rendered_sample(checkpoint, kind, answered=False, generator=draws)
     answer = checkpoint.answer(model, prompt, media.get("pixels"), max_tokens=5)
@@ -171,10 +177,10 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     assert shape is not None
     talk, times = conversation("video", "What is it?", "A dog."), frame_times(shape.frames)
     full_sample = checkpoint.render(talk, shape, times)
-    question = checkpoint.render(talk, shape, times, answered=False)
+    question = checkpoint.render(talk, shape, times, include_answer=False)
     assert question.ids == full_sample.ids[: len(question)]
     assert question.answers < full_sample.answers
-    assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end
+    assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end_token
 
 
 def test_weights_load_in_bf16_and_are_frozen(folder: Path, draws: torch.Generator) -> None:
@@ -265,7 +271,7 @@ def test_a_recipe_says_how_much_is_shown(folder: Path, tmp_path: Path) -> None:
     side = {"smolvlm2": 64}.get(folder.name, 56)
     recipe = recipe_of(folder, tmp_path, data={"height": side, "width": side})
     checkpoint = FAMILY.open(recipe.model, recipe)
-    assert checkpoint.how == Viewing(4, side, side)
+    assert checkpoint.vision_settings == VisionSettings(4, side, side)
     shape = checkpoint.shape("video", 300, 200)
     assert shape is not None
     assert shape.frames == 4
@@ -329,8 +335,8 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
         if "qwen" in folder.name and height > 28:
             continue
         with pytest.raises(DitLoraError, match=rf"{height}x{width}; for \w+ give"):
-            checkpoint.viewing(Viewing(4, height, width))
-    untimed = Viewing(4, checkpoint.how.height, checkpoint.how.width, timestamps=False)
+            checkpoint.viewing(VisionSettings(4, height, width))
+    untimed = VisionSettings(4, checkpoint.how.height, checkpoint.how.width, timestamps=False)
     if folder.name in ("llava-next-video", "internvl"):
         assert checkpoint.viewing(untimed).how == untimed
         return
@@ -368,7 +374,7 @@ def test_a_template_file_of_older_checkpoints_is_read(
     changed = template.replace("<|im_start|>", "<|endoftext|>")
     (copied / "chat_template.json").write_text(json.dumps({"chat_template": changed}))
     checkpoint = opened(copied)
-    prompt = checkpoint.render(talk, None, answered=False)
+    prompt = checkpoint.render(talk, None, include_answer=False)
     assert checkpoint.tokenizer.decode(prompt.ids).startswith("<|endoftext|>user")
 
 

@@ -20,14 +20,17 @@ from torch import nn
 
 from dit_lora.adapters.attach import is_lora_a, is_lora_b
 from dit_lora.adapters.peft_format import load_chat_adapter, save_chat_adapter
-from dit_lora.data.chat.rendered import IGNORE
-from dit_lora.families.chat_base import KINDS, greedy_answer
+from dit_lora.data.chat.rendered import IGNORE_INDEX
+from dit_lora.families.chat_base import KINDS, generate_answer
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.patches import OPS, fusion_of
-from dit_lora.numerics.streams import Streams
-from dit_lora.training.execution.activation_checkpointing import MODES, set_checkpointing
+from dit_lora.fuse.patches import OPS, get_fusion
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.training.execution.activation_checkpointing import (
+    CHECKPOINTING_MODES,
+    set_checkpointing,
+)
 
-STREAMS = Streams(0, (0, 1, 2))
+STREAMS = RandomStreams(0, (0, 1, 2))
 # No answer depends on what the Q-Former's last layer makes of text, nor on layers after the one that is read.
 LAST_OF_TEXT = tuple(f"qformer.encoder.layer.1.{part}." for part in ("intermediate", "output"))
 UNUSED = {
@@ -74,7 +77,7 @@ def _stock_loss(subject: ChatSubject, model: Any, sample: Any) -> torch.Tensor:
     """By the model's own `labels=`, without padding."""
     model_inputs = subject.checkpoint.inputs(padded([sample]))
     labels = torch.tensor([sample.rendered.labels])
-    assert (labels != IGNORE).any()
+    assert (labels != IGNORE_INDEX).any()
     return model(**model_inputs, labels=labels).loss
 
 
@@ -97,7 +100,7 @@ def test_a_gradient_reaches_all_that_trains_and_nothing_frozen(subject: ChatSubj
     names = [*trained]
     assert [n for n in names if is_lora_a(n)]
     assert [n for n in names if is_lora_b(n)]
-    language = subject.family.lora_within
+    language = subject.family.lora_parent_modules
     assert all(any(part in n.split(".") for part in language) for n in names if ".lora_" in n)
     assert [n for n, p in model.named_parameters() if n not in trained and p.grad is not None] == []
     idle = [n for n, p in trained.items() if p.grad is None or not p.grad.any()]
@@ -144,13 +147,13 @@ def test_an_answer_ends_where_its_format_ends_one(subject: ChatSubject) -> None:
     tokenizer = checkpoint.tokenizer
     head = model.get_output_embeddings()
     with Outputs(head) as steps:
-        expected = greedy_answer(model, tokenizer, model_inputs, 12)
+        expected = generate_answer(model, tokenizer, model_inputs, 12)
     plain = re.search(r"[A-Za-z]{2}", expected)
     if plain is None:
         pytest.skip("the random model says no letters")
     end = plain[0]
     with Outputs(head) as fewer:
-        ended = greedy_answer(model, tokenizer, model_inputs, 12, end=end)
+        ended = generate_answer(model, tokenizer, model_inputs, 12, end_text=end)
     assert ended == expected[: expected.index(end)].strip()
     assert len(fewer) < len(steps)
 
@@ -237,7 +240,7 @@ def values(subject: ChatSubject, model: nn.Module, batch: dict[str, torch.Tensor
 def test_checkpointing_recomputes_the_same_bits(subject: ChatSubject) -> None:
     model, batch = adapted(subject).train(), padded(subject.samples())
     expected = values(subject, model, batch)
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(model, mode)
         assert_equal(values(subject, model, batch), expected, 0.0)
 
@@ -249,9 +252,9 @@ def test_fused_lora_layers_are_pefts(subject: ChatSubject, monkeypatch: pytest.M
     with by("reference", monkeypatch):
         fuse(model, {op: "on" if op == "lora_linear" else "off" for op in OPS}, check=False)
         adapters = sum(is_lora_a(name) for name, _ in model.named_parameters())
-        fused = fusion_of(model).used()
-        assert set(fused) == {"lora_linear"}, fusion_of(model).lines()
-        assert str(adapters) in fusion_of(model).lines()[0]
+        fused = get_fusion(model).get_active_ops()
+        assert set(fused) == {"lora_linear"}, get_fusion(model).format_lines()
+        assert str(adapters) in get_fusion(model).format_lines()[0]
         assert_equal(values(subject, model, batch), expected, 1e-4)
 
 

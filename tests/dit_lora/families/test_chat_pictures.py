@@ -17,9 +17,9 @@ from video_text_cases import VARIANTS, conversation, frame_times, opened, pictur
 
 from dit_lora.data.chat.conversation import Conversation, Turn
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat.layouts import in_words
-from dit_lora.families.chat.views import patches
-from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat.layouts import spell_number
+from dit_lora.families.chat.views import split_patches
+from dit_lora.families.chat_base import VisionSettings
 
 # Height and width as stored: even, odd, narrow, wide, smaller than a tile, large.
 SIZES = ((90, 151), (201, 60), (57, 300), (31, 33), (720, 1280), (640, 480))
@@ -60,7 +60,9 @@ def stock_options(checkpoint: Any) -> dict[str, Any]:
     if kind == "internvl":
         return {"crop_to_patches": True, "max_patches": budget // layout.side**2}
     if kind.startswith("qwen"):
-        return {"size": {"shortest_edge": layout.image_pixels.fewest, "longest_edge": budget}}
+        return {
+            "size": {"shortest_edge": layout.image_pixel_limits.min_pixels, "longest_edge": budget}
+        }
     return {}
 
 
@@ -151,11 +153,11 @@ def test_qwen3_sizes_are_those_of_all_frames_together(
 def test_a_budget_below_the_checkpoints_least_pixels_is_kept(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).viewing(Viewing(4, 28, 28))
+    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).viewing(VisionSettings(4, 28, 28))
     shape = checkpoint.shape("video", 480, 640)
     assert shape is not None
     assert (shape.height, shape.width) == (28, 28)
-    huge = checkpoint.viewing(Viewing(4, 2800, 2800)).shape("video", 480, 640)
+    huge = checkpoint.viewing(VisionSettings(4, 2800, 2800)).shape("video", 480, 640)
     assert huge is not None
     assert huge.height * huge.width <= 112 * 112  # the checkpoint's own most
 
@@ -167,7 +169,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tiny_checkpoints: dict[str, Pat
 
 def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path]) -> None:
     internvl, smolvlm = (opened(tiny_checkpoints[variant]) for variant in ("internvl", "smolvlm2"))
-    wide = smolvlm.viewing(Viewing(4, 128, 128))
+    wide = smolvlm.viewing(VisionSettings(4, 128, 128))
     stock = SmolVLMImageProcessorPil(
         size={"longest_edge": 128}, max_image_size={"longest_edge": 32}
     )
@@ -202,7 +204,7 @@ def test_llava_images_are_as_large_as_their_canvas_allows(
 def test_patches_hold_neighbours_one_after_the_other(draws: torch.Generator) -> None:
     """Against a loop; the third frame comes twice."""
     frames = torch.rand(2, 3, 3, 8, 12, generator=draws)
-    patched = patches(frames, side=2, merge=2, frames_per_patch=2)
+    patched = split_patches(frames, side=2, merge=2, frames_per_patch=2)
     rows = [
         frames[:, [min(2 * pair, 2), min(2 * pair + 1, 2)], :, y : y + 2, x : x + 2]
         .transpose(1, 2)
@@ -250,7 +252,7 @@ def test_frame_counts_are_spelled_as_num2words_does() -> None:
         128: "one hundred and twenty-eight",
         999: "nine hundred and ninety-nine",
     }
-    assert {number: in_words(number) for number in spelled} == spelled
+    assert {number: spell_number(number) for number in spelled} == spelled
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -287,7 +289,7 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
         return_tensors="pt",
     )
     talk = Conversation("one", "video", None, (Turn("What is it?", ""),))
-    prompt = checkpoint.render(talk, shape, seconds, answered=False)
+    prompt = checkpoint.render(talk, shape, seconds, include_answer=False)
     ours = checkpoint.inputs(
         {
             "input_ids": torch.tensor([prompt.ids]),

@@ -14,7 +14,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.numerics.streams import Streams, generator
+from dit_lora.numerics.streams import RandomStreams, make_generator
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]
@@ -38,7 +38,7 @@ def open_checkpoint(path: Path) -> Any:
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -53,7 +53,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     text = torch.randn(3, 226, 32, generator=g)
     model = Recorder(torch.randn(3, 3, 4, 4, 6, generator=g))
     batch = {"latent_mean": mean, "latent_logvar": logvar, "prompt_embeds": text}
-    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     scheduler = CogVideoXDPMScheduler.from_pretrained(
         tiny_checkpoints[variant], subfolder="scheduler"
@@ -66,7 +66,10 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     clean = sample.transpose(1, 2) * scale
     noise = own_draws((4, 3, 4, 6), "noise").transpose(1, 2)
     timesteps = torch.cat(
-        [torch.randint(0, 1000, (1,), generator=generator(SEED, "timestep", p)) for p in POSITIONS]
+        [
+            torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
+            for p in POSITIONS
+        ]
     )
     assert torch.equal(output.timesteps, timesteps)
     assert torch.equal(model.asked["timestep"], timesteps)
@@ -89,7 +92,7 @@ def test_timesteps_are_uniform_over_the_whole_schedule(tiny_checkpoints: dict[st
         "prompt_embeds": torch.zeros(count, 1, 1),
     }
     output = checkpoint.losses(
-        Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, Streams(0, range(count))
+        Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count))
     )
     assert output.timesteps.min() < 5
     assert output.timesteps.max() > 994
@@ -128,7 +131,7 @@ def test_a_changed_file_of_an_encoder_changes_what_its_entries_are_keyed_by(
     def key() -> list[str]:
         values = getattr(open_checkpoint(path), facts)().values()
         digests = Digests(tmp_path / "memo.json")
-        return [digests.component(v) if isinstance(v, Path) else str(v) for v in values]
+        return [digests.hash_component(v) if isinstance(v, Path) else str(v) for v in values]
 
     before = key()
     data = (path / file).read_bytes()

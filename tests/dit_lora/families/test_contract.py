@@ -31,7 +31,7 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import DIFFUSION_FAMILIES, get_family
 from dit_lora.families.base import Checkpoint, Sampling
-from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.numerics.streams import RandomInputs, RandomStreams
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 # Their pipelines take the embeddings of several prompts, of one length.
@@ -61,7 +61,7 @@ def test_every_variant_of_every_family_is_under_the_contract() -> None:
 
 
 def guidance_of(case: Case, checkpoint: Checkpoint) -> float:
-    return checkpoint.guided_above if case.guidance is None else case.guidance
+    return checkpoint.guidance_threshold if case.guidance is None else case.guidance
 
 
 def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -79,26 +79,28 @@ def record_calls(module: torch.nn.Module) -> list[tuple[dict[str, Any], torch.Te
 def test_losses_are_per_sample_fp32_and_finite(subject: Subject) -> None:
     transformer = subject.checkpoint.load_transformer(torch.float32)
     batch = encoded_batch(subject)
-    output = subject.checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2]))
+    output = subject.checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2]))
     assert output.losses.shape == output.timesteps.shape == (3,)
     assert output.losses.dtype is torch.float32
     assert torch.isfinite(output.losses).all()
     assert output.timesteps.min() >= 0
-    assert output.timesteps.max() < subject.checkpoint.train_timesteps
+    assert output.timesteps.max() < subject.checkpoint.num_train_timesteps
 
 
 def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     """Alone or in a batch, and whatever its neighbours are."""
     transformer = subject.checkpoint.load_transformer(torch.float32)
     batch = encoded_batch(subject)
-    losses = subject.checkpoint.losses(transformer, batch, Streams(0, [4, 5, 6])).losses
+    losses = subject.checkpoint.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = subject.checkpoint.losses(transformer, single_batch, Streams(0, [5])).losses
+    second_losses = subject.checkpoint.losses(
+        transformer, single_batch, RandomStreams(0, [5])
+    ).losses
     torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
 
-class NothingToDraw(Streams):
+class NothingToDraw(RandomStreams):
     """Streams all of whose draws were made ahead."""
 
     def __call__(self, stream: str) -> list[torch.Generator]:
@@ -110,21 +112,21 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
     checkpoint, batch = subject.checkpoint, encoded_batch(subject)
     transformer = checkpoint.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
-    tensors = Streams(0, [4, 5, 6]).drawn(checkpoint.draws(shapes), CPU)
-    ahead = Drawn(0, (4, 5, 6), tensors)
+    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.draws(shapes), CPU)
+    ahead = RandomInputs(0, (4, 5, 6), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 
-    def losses(streams: Streams) -> torch.Tensor:
+    def losses(streams: RandomStreams) -> torch.Tensor:
         return checkpoint.losses(transformer, batch, streams).losses
 
-    now = losses(Streams(0, [4, 5, 6]))
+    now = losses(RandomStreams(0, [4, 5, 6]))
     assert torch.equal(losses(NothingToDraw(0, [4, 5, 6], ahead)), now)
     assert all(
         torch.equal(tensors[name], expected_tensor) for name, expected_tensor in before.items()
     )
     for seed, draws in ((0, [4, 6, 5]), (1, [4, 5, 6])):
-        other_losses = losses(Streams(seed, draws))
-        assert torch.equal(losses(Streams(seed, draws, ahead)), other_losses)
+        other_losses = losses(RandomStreams(seed, draws))
+        assert torch.equal(losses(RandomStreams(seed, draws, ahead)), other_losses)
         assert not torch.equal(other_losses, now)
     # Each is used: another value of it gives another loss.
     for name, drawn_tensor in tensors.items():
@@ -137,13 +139,15 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
         )
         if not torch.equal(changed, drawn_tensor):
             changed_inputs = replace(ahead, tensors={**tensors, name: changed})
-            assert not torch.equal(losses(Streams(0, [4, 5, 6], changed_inputs)), now), name
+            assert not torch.equal(losses(RandomStreams(0, [4, 5, 6], changed_inputs)), now), name
 
 
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
     transformer = adapted(subject)
     batch = encoded_batch(subject)
-    subject.checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2])).losses.mean().backward()
+    subject.checkpoint.losses(
+        transformer, batch, RandomStreams(0, [0, 1, 2])
+    ).losses.mean().backward()
     for name, parameter in transformer.named_parameters():
         if is_lora_a(name) or is_lora_b(name):
             assert parameter.grad is not None, name
@@ -167,9 +171,9 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         image_kwargs, sample = pictures_of(case, shape, tmp_path)
         recorded.clear()
         sampling = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **image_kwargs)
-        checkpoint.generate(pipeline, checkpoint.conditions(case.captions[1]), sampling)
+        checkpoint.generate(pipeline, checkpoint.prompt_kwargs(case.captions[1]), sampling)
         caption, references = case.captions[1], sample.references
-        row = sample.encoded(encode_video, shape) | encoded_text(
+        row = sample.encode(encode_video, shape) | encoded_text(
             subject, encode_text, caption, references, shape
         )
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, sampling.seed)
@@ -204,8 +208,10 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
         sampling = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
-        empty = encode(["", ""]) if sampling.guidance_scale > checkpoint.guided_above else None
-        checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
+        empty = (
+            encode(["", ""]) if sampling.guidance_scale > checkpoint.guidance_threshold else None
+        )
+        checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
         batch = case.as_sampled({**both, **text}, sampling.seed)
@@ -264,7 +270,7 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
     pipeline.set_progress_bar_config(disable=True)
     calls = record_calls(getattr(pipeline, case.part))
     sampling = Sampling(case.native, inference_steps=2, guidance_scale=0.0, seed=0, **images)
-    video = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
+    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
     assert calls
     assert all(len(case.noisy(call)) == 1 for call, _ in calls)
     assert len(video.unique()) > 1
@@ -285,7 +291,7 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
 
     spy = Spy(**vars(subject.checkpoint.objective))
     checkpoint = type(subject.checkpoint)(**{**vars(subject.checkpoint), "objective": spy})
-    checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, Streams(0, [0]))
+    checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, RandomStreams(0, [0]))
     pipeline = stock_pipeline(subject)
     with torch.no_grad():
         pipeline.vae.double()  # in fp32 a decoder makes more of the latents' rounding
@@ -312,7 +318,9 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
 
     def losses(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
-            return subject.checkpoint.losses(model.eval(), batch, Streams(0, [4, 5, 6])).losses
+            return subject.checkpoint.losses(
+                model.eval(), batch, RandomStreams(0, [4, 5, 6])
+            ).losses
 
     trained, loaded, untrained = map(losses, (transformer, getattr(pipeline, part), base))
     assert torch.equal(trained, loaded)
@@ -331,7 +339,7 @@ def test_bf16_keeps_position_tables_and_stays_close_to_fp32(subject: Subject) ->
         assert buffer.dtype is expected.dtype, name
         assert torch.equal(buffer, expected), name
     batch = encoded_batch(subject)
-    streams = Streams(0, [0, 1, 2])
+    streams = RandomStreams(0, [0, 1, 2])
     exact = subject.checkpoint.losses(full, batch, streams).losses
     rounded = {
         name: tensor.bfloat16() if tensor.is_floating_point() and "latent" not in name else tensor
@@ -371,7 +379,7 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(
 
 def test_sides_come_in_the_steps_that_buckets_are_made_of(subject: Subject) -> None:
     checkpoint, native = subject.checkpoint, subject.case.native
-    step = checkpoint.side_step
+    step = checkpoint.size_multiple
     assert native.height % step == native.width % step == 0
     checkpoint.check_shape(native)
     for sides in ({"height": native.height + step // 2}, {"width": native.width + step // 2}):
@@ -381,7 +389,7 @@ def test_sides_come_in_the_steps_that_buckets_are_made_of(subject: Subject) -> N
 
 def test_the_text_limit_is_what_the_encoder_gives(subject: Subject) -> None:
     """As many tokens as the embedding of a caption far too long has, where it has one row a token."""
-    limit = subject.checkpoint.text_limit()
+    limit = subject.checkpoint.load_text_limit()
     encode = subject.checkpoint.load_text_encoder(torch.float32, CPU)
     if limit is None:
         (label,) = encode(subject.case.captions[:1]).values()
@@ -389,7 +397,7 @@ def test_the_text_limit_is_what_the_encoder_gives(subject: Subject) -> None:
         return
     assert len(limit.tokenizer("a word " * 200).input_ids) > limit.max_tokens
     takes = subject.checkpoint.references
-    if takes is not None and takes.in_text:
+    if takes is not None and takes.is_encoded_with_caption:
         return  # whose pipelines cut none: a test of their own holds the limit
     embedding = next(t for t in encode(["a word " * 200]).values() if t.is_floating_point())
     rows = limit.max_tokens + subject.case.template_tokens

@@ -21,7 +21,7 @@ from dit_lora.data.synthetic.clips import write_class_folders
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.numerics.streams import Streams, generator
+from dit_lora.numerics.streams import RandomStreams, make_generator
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]
@@ -46,7 +46,7 @@ def open_checkpoint(path: Path, scratch: dict[str, Any] | None = None) -> Any:
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -68,14 +68,17 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     """Posterior draw, latent scale, noise, timestep, noise target: each from its own stream."""
     checkpoint, batch = open_checkpoint(tiny), a_batch()
     model = Recorder(torch.randn(3, 8, 4, 4, generator=torch.Generator().manual_seed(1)))
-    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     scheduler = DDIMScheduler.from_pretrained(tiny, subfolder="scheduler")
     std = (0.5 * batch["latent_logvar"].double()).exp()
     sample = batch["latent_mean"].double() + std * own_draws((4, 4, 4), "posterior")
     clean, noise = sample * 0.18215, own_draws((4, 4, 4), "noise")
     timesteps = torch.cat(
-        [torch.randint(0, 1000, (1,), generator=generator(SEED, "timestep", p)) for p in POSITIONS]
+        [
+            torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
+            for p in POSITIONS
+        ]
     )
     assert torch.equal(output.timesteps, timesteps)
     assert torch.equal(model.asked["timestep"], timesteps)
@@ -83,7 +86,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     expected = scheduler.add_noise(clean, noise, timesteps)
     torch.testing.assert_close(model.asked["noisy"].double(), expected, rtol=1e-5, atol=1e-5)
     squared = (model.answer[:, :4].double() - noise).square().flatten(1).mean(1)
-    bound = checkpoint.objective.variational_bound(
+    bound = checkpoint.objective.compute_variational_bound(
         model.answer[:, :4], model.answer[:, 4:], clean.float(), expected.float(), timesteps
     )
     assert (bound > 1e-3).all()
@@ -137,7 +140,7 @@ def test_sampling_passes_on_every_setting(tiny: Path) -> None:
 
     checkpoint = open_checkpoint(tiny)
     sampling = Sampling(VideoShape(1, 32, 32), inference_steps=7, guidance_scale=2.5, seed=5)
-    image = checkpoint.generate(Pipeline(), checkpoint.conditions("tabby cat"), sampling)
+    image = checkpoint.generate(Pipeline(), checkpoint.prompt_kwargs("tabby cat"), sampling)
     assert call_kwargs["class_labels"] == [281]
     assert (call_kwargs["num_inference_steps"], call_kwargs["guidance_scale"]) == (7, 2.5)
     assert call_kwargs["generator"].initial_seed() == 5
@@ -292,7 +295,7 @@ def trained_checkpoint(values: Values) -> Any:
 
 def loss_of(checkpoint: Any) -> torch.Tensor:
     model = Recorder(torch.randn(3, 8, 4, 4, generator=torch.Generator().manual_seed(1)))
-    return checkpoint.losses(model, a_batch(), Streams(SEED, POSITIONS)).losses
+    return checkpoint.losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
 
 
 def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -> None:
@@ -327,7 +330,9 @@ def test_a_recipe_that_cannot_train_is_refused(
 def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> None:
     values["model"]["from_scratch"] = {"out_channels": 4}
     model = Recorder(torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(1)))
-    losses = trained_checkpoint(values).losses(model, a_batch(), Streams(SEED, POSITIONS)).losses
+    losses = (
+        trained_checkpoint(values).losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
+    )
     noise = own_draws((4, 4, 4), "noise")
     squared = (model.answer.double() - noise).square().flatten(1).mean(1)
     torch.testing.assert_close(losses.double(), squared, rtol=1e-5, atol=0)

@@ -15,9 +15,9 @@ from dit_lora.config.timesteps import TimestepsConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.sana.checkpoint import SanaCheckpoint
-from dit_lora.numerics.noise_levels import NoiseLevels
-from dit_lora.numerics.objectives import mean_squared_error
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.noise_levels import NoiseLevelDistribution
+from dit_lora.numerics.objectives import compute_mean_squared_error
+from dit_lora.numerics.streams import RandomStreams
 
 
 def recipe_with(path: Path, **timesteps: Any) -> Recipe:
@@ -43,21 +43,25 @@ def stored(tiny: Path) -> SanaCheckpoint:
 
 def levels_of(checkpoint: SanaCheckpoint, rows: int = 2000) -> torch.Tensor:
     batch = {"latent_mean": torch.zeros(rows, 32, 2, 2)}
-    return Streams(0, range(rows)).drawn(checkpoint.draws(batch), torch.device("cpu"))["timestep"]
+    return RandomStreams(0, range(rows)).draw_tensors(
+        checkpoint.draw_functions(batch), torch.device("cpu")
+    )["timestep"]
 
 
 def test_a_recipe_without_a_schedule_trains_by_the_familys(
     tiny: Path, stored: SanaCheckpoint
 ) -> None:
-    assert stored.for_recipe(recipe_with(tiny)).objective == stored.objective
+    assert stored.apply_recipe(recipe_with(tiny)).objective == stored.objective
 
 
 def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpoint) -> None:
     schedule = {"density": "uniform", "shift": 2.0, "t_min": 0.25, "t_max": 0.75}
-    checkpoint = stored.for_recipe(recipe_with(tiny, **schedule))
+    checkpoint = stored.apply_recipe(recipe_with(tiny, **schedule))
     assert checkpoint.objective.shift == 2.0
-    assert checkpoint.objective.levels == NoiseLevels("uniform", t_min=0.25, t_max=0.75)
-    assert checkpoint.drawn_timesteps == range(250, 750)
+    assert checkpoint.objective.distribution == NoiseLevelDistribution(
+        "uniform", t_min=0.25, t_max=0.75
+    )
+    assert checkpoint.timestep_range == range(250, 750)
     levels = levels_of(checkpoint)
     assert levels.min() >= 0.25
     assert levels.max() < 0.75
@@ -67,9 +71,9 @@ def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpo
 
 
 def test_what_a_recipe_leaves_out_stays(tiny: Path, stored: SanaCheckpoint) -> None:
-    checkpoint = stored.for_recipe(recipe_with(tiny, std=0.5))
+    checkpoint = stored.apply_recipe(recipe_with(tiny, std=0.5))
     assert checkpoint.objective.shift == stored.objective.shift
-    assert checkpoint.objective.levels == NoiseLevels("logit_normal", std=0.5)
+    assert checkpoint.objective.distribution == NoiseLevelDistribution("logit_normal", std=0.5)
     spread = torch.logit(levels_of(checkpoint)).std().item()
     assert spread == pytest.approx(0.5, rel=0.05)
 
@@ -84,29 +88,34 @@ class Expert(SanaCheckpoint):
 
 @pytest.fixture
 def expert(stored: SanaCheckpoint) -> Expert:
-    high = replace(stored.objective, levels=NoiseLevels(t_min=0.875))
+    high = replace(stored.objective, distribution=NoiseLevelDistribution(t_min=0.875))
     return Expert(**{**vars(stored), "objective": high})
 
 
 def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(
     tiny: Path, expert: Expert
 ) -> None:
-    checkpoint = expert.for_recipe(recipe_with(tiny, shift="tokens"))
-    assert checkpoint.shift_of(torch.Size((32, 4, 10))) == pytest.approx(math.e)
-    plain = replace(checkpoint, objective=replace(checkpoint.objective, levels=NoiseLevels()))
+    checkpoint = expert.apply_recipe(recipe_with(tiny, shift="tokens"))
+    assert checkpoint.compute_shift(torch.Size((32, 4, 10))) == pytest.approx(math.e)
+    plain = replace(
+        checkpoint, objective=replace(checkpoint.objective, distribution=NoiseLevelDistribution())
+    )
     median = levels_of(plain).median().item()
     assert torch.logit(torch.tensor(median)).item() == pytest.approx(0.2, abs=0.08)
 
 
 def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Expert) -> None:
-    assert expert.for_recipe(recipe_with(tiny, density="uniform")).objective.levels.t_min == 0.875
-    narrow = expert.for_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
+    assert (
+        expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min
+        == 0.875
+    )
+    narrow = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
     levels = levels_of(narrow)
     assert levels.min() >= 0.9
     assert levels.max() < 0.95
     for options in ({"t_min": 0.5}, {"t_max": 0.5}, {"t_min": 0.1, "t_max": 0.4}):
         with pytest.raises(DitLoraError, match=r"not within the noise levels that transformer"):
-            expert.for_recipe(recipe_with(tiny, **options))
+            expert.apply_recipe(recipe_with(tiny, **options))
 
 
 def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpoint) -> None:
@@ -119,16 +128,16 @@ def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpo
     with pytest.raises(ValidationError, match="std is of density logit_normal or"):
         TimestepsConfig(density="mode", std=1.0)
     with pytest.raises(DitLoraError, match="does not shift by size; give a number"):
-        stored.for_recipe(recipe_with(tiny, shift="tokens"))
+        stored.apply_recipe(recipe_with(tiny, shift="tokens"))
     with pytest.raises(DitLoraError, match=r"has no draw from 0 on and below 0\.001"):
-        stored.for_recipe(recipe_with(tiny, std=0.1, t_max=0.001))
+        stored.apply_recipe(recipe_with(tiny, std=0.1, t_max=0.001))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inpainting(SanaCheckpoint):
     """Sana that is given the left column of the latents clean."""
 
-    def known(self, batch: Any, given: Any) -> torch.Tensor:
+    def conditioning_mask(self, batch: Any, given: Any) -> torch.Tensor:
         rows = batch["latent_mean"]
         conditioning_mask = torch.zeros(len(rows), 1, *rows.shape[2:])
         conditioning_mask[..., 0] = 1
@@ -151,9 +160,9 @@ def test_given_latents_stay_clean_and_no_loss_is_taken_there(stored: SanaCheckpo
         "prompt_embeds": torch.randn(3, 4, 8, generator=generator),
         "prompt_attention_mask": torch.ones(3, 4, dtype=torch.int64),
     }
-    model, streams = Echo(), Streams(0, [1, 2, 3])
+    model, streams = Echo(), RandomStreams(0, [1, 2, 3])
     output = checkpoint.losses(model, batch, streams)
-    random_inputs = streams.drawn(checkpoint.draws(batch), torch.device("cpu"))
+    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), torch.device("cpu"))
     clean = checkpoint.clean_latents(batch, random_inputs)
     assert torch.equal(model.seen[..., 0], clean[..., 0])
     level = random_inputs["timestep"].double().view(-1, 1, 1, 1)
@@ -170,7 +179,7 @@ def test_weighted_errors_are_divided_by_the_sum_of_their_weights() -> None:
     prediction = torch.randn(3, 5, 7, generator=generator).transpose(1, 2).requires_grad_()
     target = torch.randn(3, 7, 5, generator=generator)
     weights = torch.rand(3, 1, 5, generator=generator)
-    losses = mean_squared_error(prediction, target, weights)
+    losses = compute_mean_squared_error(prediction, target, weights)
     wide = prediction.detach().double().requires_grad_()
     full = weights.double().expand_as(wide)
     exact = ((wide - target.double()).square() * full).sum((1, 2)) / full.sum((1, 2))

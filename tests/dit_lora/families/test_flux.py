@@ -26,9 +26,9 @@ from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.references import scaled
-from dit_lora.numerics.streams import Streams, generator
-from dit_lora.training.tasks.diffusion.second_model import open_second
+from dit_lora.families.references import scale_image
+from dit_lora.numerics.streams import RandomStreams, make_generator
+from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
 SEED, POSITIONS = 11, [3, 400, 21]
 
@@ -74,7 +74,7 @@ def some_batch(checkpoint: Any, dtype: torch.dtype = torch.float32) -> dict[str,
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -86,7 +86,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint)
     model = Recorder(torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)))
-    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     latents = batch["latent_mean"].double()
     if "latent_logvar" in batch:
@@ -152,7 +152,7 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     for step in range(1, 11):
         height, width = 192 * step, 256 + 64 * step
-        kwargs = {"height": height, "width": width, **checkpoint.conditions(text_of(batch))}
+        kwargs = {"height": height, "width": width, **checkpoint.prompt_kwargs(text_of(batch))}
         with pytest.raises(StopHereError):
             pipeline(**kwargs)
         size = torch.Size([4, height // 8, width // 8])
@@ -161,7 +161,7 @@ def test_the_shift_is_the_pipelines_at_ten_sizes(
             mu = pytest.approx(0.5 + (12 * step * (16 + 4 * step) - 256) * 0.65 / 3840)
         assert checkpoint.mu(size) == mu
         shift = 1.0 if variant == "flux-schnell" else math.exp(checkpoint.mu(size))
-        assert checkpoint.shift_of(size) == shift
+        assert checkpoint.compute_shift(size) == shift
     assert len(set(scales)) == 10
 
 
@@ -180,10 +180,10 @@ def test_guidance_is_embedded_at_the_recipes_value_and_recorded(
     path = tiny_checkpoints[variant]
     train = recipe_values["train"] | ({} if value is None else {"guidance_scale": value})
     recipe = recipe_for(path, recipe_values, train=train)
-    checkpoint = open_checkpoint(path).for_recipe(recipe)
+    checkpoint = open_checkpoint(path).apply_recipe(recipe)
     expected = 1.0 if value is None else value
     model, batch = Recorder(torch.zeros(3, 6, 16)), some_batch(checkpoint, torch.bfloat16)
-    checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
     assert torch.equal(model.asked["guidance"], torch.full([3], expected))
     assert checkpoint.header() == {"guidance_scale": expected}
     assert any(f"guidance of {expected:g}" in line for line in checkpoint.notes(recipe))
@@ -197,13 +197,13 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     checkpoint = open_checkpoint(path)
     train = recipe_values["train"]
     with pytest.raises(DitLoraError, match=r"train.guidance_scale: .* has no guidance embedding"):
-        checkpoint.for_recipe(
+        checkpoint.apply_recipe(
             recipe_for(path, recipe_values, train={**train, "guidance_scale": 1.0})
         )
     recipe = recipe_for(path, recipe_values)
     model = Recorder(torch.zeros(3, 6, 16))
-    plain = checkpoint.for_recipe(recipe)
-    plain.losses(model, some_batch(plain), Streams(SEED, POSITIONS))
+    plain = checkpoint.apply_recipe(recipe)
+    plain.losses(model, some_batch(plain), RandomStreams(SEED, POSITIONS))
     assert model.asked["guidance"] is None
     assert plain.header() == {}
     notes = " ".join(plain.notes(recipe))
@@ -224,12 +224,17 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
     training = recipe_for(
         base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]}
     )
-    second: Any = open_second(training, family.open(training.model, training))
-    assert second.distilled
+    second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
+    assert second.is_distilled
     pipeline = second.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     sampling = Sampling(VideoShape(1, 32, 64), inference_steps=1, guidance_scale=1.0, seed=3)
-    assert second.generate(pipeline, second.conditions("a cat"), sampling).shape == (1, 32, 64, 3)
+    assert second.generate(pipeline, second.prompt_kwargs("a cat"), sampling).shape == (
+        1,
+        32,
+        64,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +293,7 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
 ) -> None:
     """Sides are multiples of 16; the stock pipeline's limit is 1024x1024."""
     opened = open_checkpoint(tiny_checkpoints["flux2-klein"])
-    checkpoint = opened.with_header({"reference_resolution": resolution})
+    checkpoint = opened.with_training_metadata({"reference_resolution": resolution})
     shape = checkpoint.references.shape(1200, 1200, VideoShape(1, 64, 64))
     assert (shape.height, shape.width) == expected
     picture = Image.new("RGB", (1200, 1200), "red")
@@ -297,7 +302,7 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
     encoded = encode.references([pixels], VideoShape(1, 64, 64))["reference_0"]
     assert encoded.shape[-2:] == (expected[0] // 8, expected[1] // 8)
     pipeline = checkpoint.pipeline(torch.float32, text=False)
-    sent = scaled(picture, resolution)
+    sent = scale_image(picture, resolution)
     if sent.width * sent.height > 1024 * 1024:
         sent = pipeline.image_processor._resize_to_target_area(sent, 1024 * 1024)
     assert (sent.height // 16 * 16, sent.width // 16 * 16) == expected
@@ -354,11 +359,11 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     full_pipeline.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: calls.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     # klein calls it once more for "", and none makes a batch of two.
     assert calls == [1] * (4 if variant == "flux2-klein" else 2)
     tensors = checkpoint.generate(
-        cached, checkpoint.conditions(encode(["a cat"]), encode([""])), sampling
+        cached, checkpoint.prompt_kwargs(encode(["a cat"]), encode([""])), sampling
     )
     assert video_of_text.shape == (1, 32, 64, 3)
     assert video_of_text.float().std() > 1
@@ -373,5 +378,5 @@ def test_a_header_says_at_which_guidance_its_output_is_compared(
     transformer = adapted(open_subject(EVERY["flux-dev"], path))
     metadata = {"family": "flux", "base_model": path.name, "guidance_scale": 3.5}
     save_adapter(transformer, FluxPipeline, tmp_path, metadata)
-    stock: Any = find_target(tmp_path, str(path)).stock()
+    stock: Any = find_target(tmp_path, str(path)).open_reference_model()
     assert stock.checkpoint.guidance == 3.5

@@ -10,7 +10,7 @@ from family_cases.subject import CPU, pixels_of
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.numerics.streams import RandomInputs, RandomStreams
 
 CAPTIONS = ("a red disc", "", "a longer caption, of a green square below a blue disc")
 SHAPE = VideoShape(1, 48, 80)
@@ -64,10 +64,10 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     noise = torch.randn(3, 15, 16, generator=generator)
     # Of the checkpoint's own density, as it is drawn.
     sigma = checkpoint.draws(batch)["timestep"]([generator] * 3)
-    ahead = Drawn(0, (0, 1, 2), {"noise": noise, "timestep": sigma})
+    ahead = RandomInputs(0, (0, 1, 2), {"noise": noise, "timestep": sigma})
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses
+        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         theirs = losses_by_diffusers(path, torch.cat(pictures), noise, sigma)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

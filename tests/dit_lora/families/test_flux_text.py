@@ -38,7 +38,10 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(
 ) -> None:
     """A token more, and the end of the template is cut off."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    limit, pipeline = checkpoint.text_limit(), checkpoint.text_pipeline(torch.float32, CPU)
+    limit, pipeline = (
+        checkpoint.load_text_limit(),
+        checkpoint.load_text_pipeline(torch.float32, CPU),
+    )
     token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
         lambda _m, _args, kwargs: token_ids.append(kwargs["input_ids"][0].tolist()),
@@ -72,7 +75,7 @@ def test_a_processors_text_is_the_tokenizers(tiny_checkpoints: dict[str, Path]) 
 def test_what_text_depends_on_is_in_its_cache_key(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
-    facts = open_checkpoint(tiny_checkpoints[variant]).text_facts()
+    facts = open_checkpoint(tiny_checkpoints[variant]).text_cache_key()
     assert facts["layers"] == ([9, 18, 27] if variant == "flux2-klein" else [10, 20, 30])
     assert facts["tokens"] == 512
     assert ("reasons about image" in str(facts["system_message"])) == (variant == "flux2-dev")
@@ -95,7 +98,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.conditions(text),
+        **checkpoint.prompt_kwargs(text),
         **checkpoint.arguments(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,

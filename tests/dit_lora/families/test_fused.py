@@ -14,12 +14,12 @@ from torch import nn
 from dit_lora.adapters.diffusers_format import save_adapter
 from dit_lora.adapters.load import load_adapter
 from dit_lora.fuse.api import unfuse
-from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.comparison.block_parity import How, noting_inputs
-from dit_lora.guard.comparison.parity import first_difference
-from dit_lora.guard.switches import model_switches
-from dit_lora.numerics.saturation import is_emulated
-from dit_lora.numerics.streams import Streams
+from dit_lora.fuse.patches import get_fusion
+from dit_lora.guard.comparison.block_parity import ComparisonOptions, record_grad_flags
+from dit_lora.guard.comparison.parity import find_first_difference
+from dit_lora.guard.switches import list_model_fallbacks
+from dit_lora.numerics.saturation import has_fp16_saturation
+from dit_lora.numerics.streams import RandomStreams
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def losses(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return subject.checkpoint.losses(model, batch, Streams(0, [0, 1, 2])).losses
+    return subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
 
 
 def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> Values:
@@ -44,16 +44,18 @@ def run(subject: Subject, model: nn.Module, batch: dict[str, torch.Tensor]) -> V
 
 def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -> None:
     model, batch = adapted(subject).train(), encoded_batch(subject)
-    expected, emulated = run(subject, model, batch), is_emulated(model)
+    expected, emulated = run(subject, model, batch), has_fp16_saturation(model)
     names = list(model.state_dict())
     fuse_all(model)
-    assert set(fusion_of(model).used()) >= subject.case.takes, fusion_of(model).lines()
+    assert set(get_fusion(model).get_active_ops()) >= subject.case.takes, get_fusion(
+        model
+    ).format_lines()
     assert_equal(run(subject, model, batch), expected, 1e-4)
     assert list(model.state_dict()) == names
-    assert is_emulated(model) == emulated
+    assert has_fp16_saturation(model) == emulated
     unfuse(model)
     assert_equal(run(subject, model, batch), expected, 0.0)
-    assert is_emulated(model) == emulated
+    assert has_fp16_saturation(model) == emulated
 
 
 # Blocks in bf16 are compared in fp32 too.
@@ -68,19 +70,19 @@ def test_every_kernel_holds_parity_on_the_familys_own_batch(
     # Two samples are enough to find a row that was taken from another sample.
     batch = {name: tensor[:2] for name, tensor in encoded_batch(model_subject).items()}
     in_policy(model, dtype)
-    switches = [switch for switch in model_switches(model) if switch.name != "compile"]
+    switches = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
     assert len(switches) > 2
 
     def forward() -> torch.Tensor:
-        return model_subject.checkpoint.losses(model, batch, Streams(0, [0, 1])).losses
+        return model_subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1])).losses
 
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-        with noting_inputs(model) as learning:
+        with record_grad_flags(model) as learning:
             forward()
         # That kernels repeat themselves, which takes many passes, is asked of each of them elsewhere.
-        settings = How(learning=learning, passes=2)
+        settings = ComparisonOptions(grad_flags=learning, min_passes=2)
         for switch in switches:
-            difference = first_difference(switch, forward, model, how=settings)
+            difference = find_first_difference(switch, forward, model, options=settings)
             assert difference is None, difference
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from family_cases.subject import Subject, encoded_batch
 
-from dit_lora.families.loss_mask import LOSS_MASK, loss_weights, mask_of_latents
-from dit_lora.numerics.objectives import LossOutput, mean_squared_error
-from dit_lora.numerics.streams import Streams
+from dit_lora.families.loss_mask import LOSS_MASK, compute_loss_weights, downscale_mask
+from dit_lora.numerics.objectives import LossOutput, compute_mean_squared_error
+from dit_lora.numerics.streams import RandomStreams
 
 
 def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -24,7 +24,7 @@ def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
 
     class Predicting(type(subject.checkpoint)):  # type: ignore[misc]
         def predict(self, transformer: Any, noisy: torch.Tensor, *rest: Any) -> torch.Tensor:
-            channels = 2 if getattr(self, "learned", False) else 1
+            channels = 2 if getattr(self, "has_learned_variance", False) else 1
             generator = torch.Generator().manual_seed(1)
             leaf = torch.randn(torch.cat([noisy] * channels, dim=1).shape, generator=generator)
             recorded["prediction"] = leaf.requires_grad_()
@@ -37,7 +37,7 @@ def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def losses(checkpoint: Any, batch: dict[str, torch.Tensor]) -> LossOutput:
-    output: LossOutput = checkpoint.losses(torch.nn.Identity(), batch, Streams(0, [4, 5, 6]))
+    output: LossOutput = checkpoint.losses(torch.nn.Identity(), batch, RandomStreams(0, [4, 5, 6]))
     return output
 
 
@@ -107,7 +107,7 @@ def test_a_latent_weighs_as_the_mean_of_its_pixels() -> None:
     mask = torch.zeros(12, 16)
     mask[:4, :6] = 1.0
     mask[8:, 12:] = 0.5
-    weights = mask_of_latents(mask, torch.empty(16, 5, 3, 4))
+    weights = downscale_mask(mask, torch.empty(16, 5, 3, 4))
     expected = torch.tensor([[1.0, 0.5, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0.5]])
     assert torch.equal(weights, expected)
 
@@ -116,11 +116,11 @@ def test_a_latent_weighs_as_the_mean_of_its_pixels() -> None:
 def test_weights_are_broadcast_over_channels_and_frames(ndim: int) -> None:
     mask = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
     like = torch.empty(2, 4, *[6] * (ndim - 4), 3, 5)
-    weights = loss_weights({LOSS_MASK: mask}, 0.2, like)
+    weights = compute_loss_weights({LOSS_MASK: mask}, 0.2, like)
     assert weights is not None
     expected = (0.2 + 0.8 * mask).view(2, *[1] * (ndim - 3), 3, 5).expand_as(like)
     assert torch.equal(weights.expand_as(like), expected)
-    assert loss_weights({}, 0.2, like) is None
+    assert compute_loss_weights({}, 0.2, like) is None
 
 
 def test_weighted_errors_are_those_of_fp64() -> None:
@@ -130,7 +130,7 @@ def test_weighted_errors_are_those_of_fp64() -> None:
     expected = (prediction.double() - target.double()).square() * weights.double()
     total = weights.double().expand_as(expected).flatten(1).sum(1)
     torch.testing.assert_close(
-        mean_squared_error(prediction, target, weights).double(),
+        compute_mean_squared_error(prediction, target, weights).double(),
         expected.flatten(1).sum(1) / total,
         rtol=1e-6,
         atol=0,

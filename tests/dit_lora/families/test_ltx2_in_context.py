@@ -19,8 +19,8 @@ from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampling
 from dit_lora.families.loss_mask import LOSS_MASK
-from dit_lora.numerics.streams import Streams
-from dit_lora.results.export.export import ExportRequest, Form, export
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.results.export.export import ExportFormat, ExportRequest, export
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 
 SHAPE = VideoShape(9, 64, 128)
@@ -44,7 +44,7 @@ def batch_of(checkpoint: Any) -> dict[str, torch.Tensor]:
             pixels_of(SHAPE, generator), references=(pixels_of(SHAPE, generator),)
         )
         text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
-        rows.append(sample.encoded(encode_video, SHAPE) | text)
+        rows.append(sample.encode(encode_video, SHAPE) | text)
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -55,9 +55,9 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     """With places written down here: the reference's lie in the video's own pixels, however small it is."""
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = in_context(path, side)
-    batch, streams = batch_of(checkpoint), Streams(3, [1, 2, 3])
+    batch, streams = batch_of(checkpoint), RandomStreams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
     assert reference.shape[1] == TOKENS // factor**2
@@ -97,7 +97,9 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
         return outputs[0], output[1]
 
     model.register_forward_hook(keep)
-    checkpoint.losses(model, batch_of(checkpoint), Streams(0, [0, 1, 2])).losses.sum().backward()
+    checkpoint.losses(
+        model, batch_of(checkpoint), RandomStreams(0, [0, 1, 2])
+    ).losses.sum().backward()
     (gradient,) = (tensor.grad for tensor in outputs)
     assert gradient is not None
     assert gradient.shape[1] == TOKENS + HALVED
@@ -111,7 +113,7 @@ def test_the_reference_is_seen(tiny_checkpoints: dict[str, Path]) -> None:
     changed_batch = {**batch, "reference_0": batch["reference_0"].roll(1, 0)}
     with torch.no_grad():
         first_losses, second = (
-            checkpoint.losses(model, tensors, Streams(0, [0, 1, 2])).losses
+            checkpoint.losses(model, tensors, RandomStreams(0, [0, 1, 2])).losses
             for tensors in (batch, changed_batch)
         )
     assert (first_losses != second).all()
@@ -136,7 +138,7 @@ def test_what_is_no_one_clip_is_refused_for_samples(
     files = tuple(tmp_path / name for name in names)
     checkpoint = opened(tiny_checkpoints["ltx-2.3"], **TASK)
     with pytest.raises(DitLoraError, match=words):
-        checkpoint.reference_arguments(replace(sampling, references=files))
+        checkpoint.reference_kwargs(replace(sampling, references=files))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
 def test_other_programs_read_the_downscale_from_the_header(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, form: Form
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, form: ExportFormat
 ) -> None:
     """Lightricks' pipeline and ComfyUI-LTXVideo look for this name, and a number in text."""
     base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])

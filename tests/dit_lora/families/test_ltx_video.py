@@ -25,9 +25,9 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.pictures import as_picture
-from dit_lora.numerics.objectives import mean_squared_error
-from dit_lora.numerics.streams import Streams
+from dit_lora.families.pictures import to_pil_image
+from dit_lora.numerics.objectives import compute_mean_squared_error
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.results.export.export import ExportRequest, export
 
 FAMILY = get_family("ltx_video")
@@ -59,14 +59,14 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
     path = tiny_checkpoints["ltx-video"]
     recipe = recipe_of(path, recipe_values, task)
     plain = opened(path, task)
-    informed = plain.for_recipe(recipe)
+    informed = plain.apply_recipe(recipe)
     assert (plain.frame_rate, informed.frame_rate) == (25, 12.5)
-    assert plain.with_header({"video": {"fps": 12.5}}) == informed
+    assert plain.with_training_metadata({"video": {"fps": 12.5}}) == informed
     case = EVERY["ltx-video" if task == "t2v" else "ltx-video-i2v"]
     pixels, image = pixels_of(SHAPE, torch.Generator().manual_seed(3)), None
     if case.pictures:
         image = tmp_path / "first.png"
-        as_picture(pixels[0]).save(image)
+        to_pil_image(pixels[0]).save(image)
     row = informed.load_video_encoder(torch.float32, CPU)(pixels)
     text = informed.load_text_encoder(torch.float32, CPU)(["a cat"])
     batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()} | text, 4)
@@ -75,7 +75,7 @@ def test_frames_a_second_are_told_in_training_as_in_sampling(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     sampling = Sampling(SHAPE, 2, 1.0, seed=4, image=image, fps=12.5)
-    informed.generate(pipeline, informed.conditions(text), sampling)
+    informed.generate(pipeline, informed.prompt_kwargs(text), sampling)
     call, expected = calls[-1]
     assert call["rope_interpolation_scale"] == (8 / 12.5, 32, 32)
     transformer, timesteps = informed.load_transformer(torch.float32).eval(), case.timesteps(call)
@@ -105,7 +105,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
         assert torch.equal(encoded["prompt_embeds"][row], embeds[0])
         assert torch.equal(encoded["prompt_attention_mask"][row], mask[0])
     assert encoded["prompt_attention_mask"].sum(1).tolist()[1:] == [1, 128]
-    assert checkpoint.text_facts()["tokens"] == 128
+    assert checkpoint.text_cache_key()["tokens"] == 128
 
 
 @every_variant
@@ -131,7 +131,7 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
         assert checkpoint.mu(size) == recorded[-1]
         # The line through (1024, 0.95) and (4096, 2.05).
         line = 0.95 + (6 * step * (step + 1) - 1024) * 1.1 / 3072
-        assert checkpoint.shift_of(size) == pytest.approx(math.exp(line))
+        assert checkpoint.compute_shift(size) == pytest.approx(math.exp(line))
     assert len(set(recorded)) == 5
 
 
@@ -149,14 +149,14 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     videos = []
     for seed in (3, 3, 4):
         sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=seed)
-        videos.append(newer.generate(pipeline, newer.conditions("a cat"), sampling))
+        videos.append(newer.generate(pipeline, newer.prompt_kwargs("a cat"), sampling))
         torch.randn(5)  # somebody else draws
     assert videos[0].shape == (9, 64, 96, 3)
     assert torch.equal(videos[0], videos[1])
     assert not torch.equal(videos[0], videos[2])
     torch.set_rng_state(state)
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=1.0, seed=3)
-    newer.generate(pipeline, newer.conditions("a cat"), sampling)
+    newer.generate(pipeline, newer.prompt_kwargs("a cat"), sampling)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -169,7 +169,7 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
         pipeline("a cat", **checkpoint.arguments(SHAPE), num_inference_steps=1)
     sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
     with pytest.raises(DitLoraError, match=r"ltx-video: inference steps must be 2 or more, .*0\.1"):
-        checkpoint.generate(pipeline, checkpoint.conditions("a cat"), sampling)
+        checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
 
 
 @every_variant
@@ -178,7 +178,7 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
 ) -> None:
     checkpoint = opened(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, SHAPE)
-    assert batches == [checkpoint.guided_batch] * 2
+    assert batches == [checkpoint.guidance_batch_size] * 2
     assert texts.float().std() > 1
     assert torch.equal(texts, tensors)
 
@@ -230,18 +230,18 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():
-            return checkpoint.losses(transformer, batch, Streams(6, [0, 1, 2])).losses
+            return checkpoint.losses(transformer, batch, RandomStreams(6, [0, 1, 2])).losses
 
     def dropping(share: float) -> Any:
         recipe = recipe_of(path, recipe_values, "i2v", data={"image_dropout": share})
-        return opened(path, "i2v").for_recipe(recipe)
+        return opened(path, "i2v").apply_recipe(recipe)
 
     never, always = losses(dropping(0.0)), losses(dropping(1.0))
-    text = losses(opened(path).for_recipe(recipe_of(path, recipe_values)))
+    text = losses(opened(path).apply_recipe(recipe_of(path, recipe_values)))
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    keep_mask = Streams(6, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draws(batch), CPU)["image_dropout"]
     assert keep_mask.any()
     assert not keep_mask.all()
     torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
@@ -254,8 +254,8 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch = encoded_batch(open_subject(EVERY["ltx-video-i2v"], path))
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
     transformer = checkpoint.load_transformer(torch.float32)
-    streams = Streams(5, [0, 1, 2])
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    streams = RandomStreams(5, [0, 1, 2])
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
@@ -265,7 +265,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
         )
         velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, tokens:] for tensor in (velocity, random_inputs["noise"] - clean))
-        torch.testing.assert_close(mean_squared_error(*behind), before, rtol=1e-6, atol=0)
+        torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
         assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
         batch["image_latent_mean"] += 1
@@ -327,7 +327,7 @@ def test_a_recipe_that_it_cannot_train_is_refused(
         for name, section in sections.items()
     }
     with pytest.raises(DitLoraError, match=words):
-        opened(path, task).for_recipe(recipe_of(path, recipe_values, task, **sections))
+        opened(path, task).apply_recipe(recipe_of(path, recipe_values, task, **sections))
 
 
 @pytest.mark.parametrize("outside", [False, True])

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, T5EncoderModel
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 CAPTIONS = ["clip 0", "a longer caption of another clip", "many words, " * 30]
 
@@ -64,15 +64,15 @@ def test_our_loss_is_that_of_diffusers_modules(
 ) -> None:
     path, family = tiny_checkpoints["ltx-video"], get_family("ltx_video")
     opened = family.open(ModelConfig(family="ltx_video", path=str(path), task=task))
-    checkpoint = opened.with_header({"video": {"fps": 12.5}})
+    checkpoint = opened.with_training_metadata({"video": {"fps": 12.5}})
     generator = torch.Generator().manual_seed(7)
     pixels = torch.stack([pixels_of(VideoShape(17, 64, 96), generator) for _ in CAPTIONS])
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     text = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS)
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
-    streams = Streams(3, [1, 2, 3])
-    random_inputs = dict(streams.drawn(checkpoint.draws(batch), CPU))
+    streams = RandomStreams(3, [1, 2, 3])
+    random_inputs = dict(streams.draw_tensors(checkpoint.draws(batch), CPU))
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)

@@ -23,7 +23,7 @@ def test_weights_in_a_repositorys_root_are_fetched(
         requests.extend(files)
         raise DitLoraError("not here")
 
-    monkeypatch.setattr(hub_files, "_downloaded", downloaded)
+    monkeypatch.setattr(hub_files, "_download_files", downloaded)
     with pytest.raises(DitLoraError, match="not here"):
         get_family(name).open(ModelConfig(family=name, path="me/chat"))
     for file in ("model.safetensors", "model-00002-of-00005.safetensors", "config.json"):

@@ -3,26 +3,26 @@
 import torch
 from family_cases.subject import Subject, adapted, encoded_batch
 
-from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT
-from dit_lora.numerics.streams import Streams
-from dit_lora.training.preserve import trained_losses
+from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT
+from dit_lora.numerics.streams import RandomStreams
+from dit_lora.training.preserve import compute_training_losses
 
 
 def test_it_is_nothing_at_the_start_and_then_moves_the_adapter_alone(subject: Subject) -> None:
-    checkpoint, streams = subject.checkpoint, Streams(0, [4, 5, 6])
+    checkpoint, streams = subject.checkpoint, RandomStreams(0, [4, 5, 6])
     encoded = encoded_batch(subject)
     names = checkpoint.text_spec(torch.float32)
     # Each sample has another's caption, of its own size.
-    preserved_text = {f"{PRESERVE}{name}": encoded[name].roll(1, 0) for name in names}
+    preserved_text = {f"{PRESERVE_PREFIX}{name}": encoded[name].roll(1, 0) for name in names}
     batch = {**encoded, **preserved_text, PRESERVE_WEIGHT: torch.tensor([1.0, 0.0, 2.0])}
 
     start = adapted(subject, trained=False)
     plain = checkpoint.losses(start, encoded, streams).losses
-    assert torch.equal(trained_losses(checkpoint, start, batch, streams).losses, plain)
+    assert torch.equal(compute_training_losses(checkpoint, start, batch, streams).losses, plain)
 
     moved = adapted(subject)
     plain = checkpoint.losses(moved, encoded, streams).losses
-    second = trained_losses(checkpoint, moved, batch, streams).losses - plain
+    second = compute_training_losses(checkpoint, moved, batch, streams).losses - plain
     assert second[1] == 0
     assert (second[[0, 2]] > 0).all()
     second.sum().backward()

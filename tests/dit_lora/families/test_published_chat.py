@@ -51,10 +51,10 @@ def test_published_models_are_as_large_as_published(name: str) -> None:
         if name in TRAINED:
             lora = LoraConfig(rank=16)
             adapter_report = attach_lora(
-                model, lora, FAMILY.lora_targets, seed=0, within=FAMILY.lora_within
+                model, lora, FAMILY.lora_targets, seed=0, submodules=FAMILY.lora_parent_modules
             )
-            assert adapter_report.adapted == 7 * config.text_config.num_hidden_layers
-            assert adapter_report.parameters == TRAINED[name]
+            assert adapter_report.num_adapted == 7 * config.text_config.num_hidden_layers
+            assert adapter_report.num_parameters == TRAINED[name]
     # Pictures by the defaults, but for Qwen3-VL's videos, whose file gives frames more room.
     layout = LAYOUTS[config.model_type](config, CONFIGS / name, _Tokenizer())
     names = (config.image_token_id, getattr(config, "video_token_id", None))

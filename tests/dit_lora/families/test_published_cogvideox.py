@@ -91,8 +91,8 @@ def test_sizes_are_the_published_ones(name: str) -> None:
         )
     layers = config["num_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    assert report.parameters == adapter == layers * 4 * 128 * 2 * width
-    assert report.adapted == 4 * layers
+    assert report.num_parameters == adapter == layers * 4 * 128 * 2 * width
+    assert report.num_adapted == 4 * layers
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,15 +100,15 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
     path = ROOT / "recipes" / "cogvideox" / f"{RECIPES[name]}.yaml"
     recipe = load_recipe(path)
     assert recipe.model.path == f"THUDM/{name}"
-    checkpoint = opened(name, tmp_path, recipe).for_recipe(recipe)
-    shape = VideoShape.of(recipe.data)
+    checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
+    shape = VideoShape.from_data(recipe.data)
     assert checkpoint.pipeline_class.__name__ == (
         "CogVideoXImageToVideoPipeline" if name.endswith("I2V") else "CogVideoXPipeline"
     )
     latents = (shape.frames - 1) // 4 + 1
     assert latents + checkpoint.padding(latents) == (22 if "1.5" in name else 13)
-    assert checkpoint.train_timesteps == 1000
-    rotary = checkpoint._rotary(
+    assert checkpoint.num_train_timesteps == 1000
+    rotary = checkpoint._rotary_embeddings(
         latents + checkpoint.padding(latents),
         shape.height // 8,
         shape.width // 8,

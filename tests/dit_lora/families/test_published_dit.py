@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.families import get_family
@@ -56,7 +56,7 @@ def test_the_size_is_the_published_one() -> None:
             transformer, LoraConfig(rank=16), get_family("dit").lora_targets, seed=0
         )
     assert size == num_parameters + repeated == 749_826_464
-    assert (report.adapted, report.parameters) == (4 * 28, 28 * 4 * 16 * 2 * 1152)
+    assert (report.num_adapted, report.num_parameters) == (4 * 28, 28 * 4 * 16 * 2 * 1152)
 
 
 def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
         Image.new("RGB", (256, 256)).save(tmp_path / "images" / name / "0.png")
     overrides = [f"data.path={tmp_path / 'images'}"]
     recipe = load_recipe(ROOT / "recipes" / "dit" / "xl2_256_lora.yaml", overrides)
-    checkpoint = opened(recipe, tmp_path).for_recipe(recipe)
+    checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
     assert (checkpoint.classes.row("tabby cat"), checkpoint.classes.row("my dog")) == (281, 1001)
     assert checkpoint.pipeline_class.__module__.startswith("diffusers.")
     assert checkpoint.vlb
@@ -73,7 +73,9 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
         config = {**checkpoint.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config).requires_grad_(False)
         attach_lora(transformer, recipe.lora, get_family("dit").lora_targets, seed=0)
-        groups = recipe_groups(transformer, recipe.optim.groups, get_family("dit").group_patterns)
+        groups = build_recipe_groups(
+            transformer, recipe.optim.groups, get_family("dit").group_patterns
+        )
     sizes = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
     assert sizes == {"adapter": 4_128_768, "connector": 28 * 1002 * 1152}
 
@@ -90,9 +92,9 @@ def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(
     monkeypatch.setattr(datasets, "load_dataset", {"uoft-cs/cifar10": {"train": rows}}.__getitem__)
     overrides = [f"run.dir={tmp_path / 'run'}"]
     recipe = load_recipe(ROOT / "recipes" / "dit" / "cifar10_scratch.yaml", overrides)
-    checkpoint = opened(recipe, tmp_path).for_recipe(recipe)
+    checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
     assert [checkpoint.classes.row(name) for name in CIFAR10] == list(range(10))
-    assert checkpoint.classes.null == 10
+    assert checkpoint.classes.null_row == 10
     with torch.device("meta"):
         config = {**checkpoint.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config)

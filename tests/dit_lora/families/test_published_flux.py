@@ -58,7 +58,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
     stem, num_parameters, layers, adapter = PUBLISHED[name]
     recipe = load_recipe(ROOT / "recipes" / f"{stem}.yaml")
     assert recipe.model.path == f"black-forest-labs/{name}"
-    checkpoint = opened(name, tmp_path, recipe).for_recipe(recipe)
+    checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
@@ -66,7 +66,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
         assert name.startswith("FLUX.1") or counted(config) == num_parameters
         targets = checkpoint.lora_targets(get_family(recipe.model.family).lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
-    assert (report.adapted, report.parameters) == (layers, adapter)
+    assert (report.num_adapted, report.num_parameters) == (layers, adapter)
     assert (checkpoint.guidance is not None) == name.endswith("-dev")
     assert checkpoint.objective.shift == (1.0 if name == "FLUX.1-schnell" else None)
     checkpoint.check_shape(VideoShape(1, 1040, 752))
@@ -86,7 +86,7 @@ def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_licence_of_each_base_is_known(name: str) -> None:
     family = get_family("flux2" if name.startswith("FLUX.2") else "flux")
-    licence = family.license_of(f"black-forest-labs/{name}")
+    licence = family.get_license(f"black-forest-labs/{name}")
     open_ones = ("FLUX.1-schnell", "FLUX.2-klein-base-4B")
     assert licence is not None
     assert licence.id == ("apache-2.0" if name in open_ones else "other")

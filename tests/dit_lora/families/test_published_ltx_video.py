@@ -57,7 +57,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(
         save_file({"none": torch.zeros(1)}, config.with_name("model.safetensors"))
     family = get_family("ltx_video")
     model = recipe.model.model_copy(update={"path": str(path)})
-    checkpoint = family.open(model).for_recipe(recipe)
+    checkpoint = family.open(model).apply_recipe(recipe)
     assert type(checkpoint).__name__ == RECIPES[stem]
     with torch.device("meta"):
         config, vae_config = checkpoint.transformer_config, checkpoint.vae_config
@@ -67,14 +67,14 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(
         targets = checkpoint.lora_targets(family.lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=32), targets, seed=0)
     assert counted(28, 2048, 128, 4096) == WHOLE
-    assert (report.adapted, report.parameters) == (28 * 8, ADAPTER)
+    assert (report.num_adapted, report.num_parameters) == (28 * 8, ADAPTER)
     factors = (checkpoint.spatial_factor, checkpoint.temporal_factor)
     assert factors == (32, 8) == (vae.spatial_compression_ratio, vae.temporal_compression_ratio)
-    shape = VideoShape.of(recipe.data)
+    shape = VideoShape.from_data(recipe.data)
     size = torch.Size([128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32])
     assert size[1:].numel() == 4032
     assert "4,032 video tokens" in (ROOT / "recipes" / "ltx_video" / f"{stem}.yaml").read_text()
-    assert checkpoint.shift_of(size) == pytest.approx(7.6, abs=0.05)
+    assert checkpoint.compute_shift(size) == pytest.approx(7.6, abs=0.05)
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (25, 128)
     assert ("decode_timestep" in checkpoint.arguments(shape)) == ("0.9.1" in name)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 840"):
@@ -83,5 +83,5 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(
 
 def test_every_recipe_of_the_family_is_tried_and_its_licence_known() -> None:
     assert {path.stem for path in (ROOT / "recipes" / "ltx_video").glob("*.yaml")} == set(RECIPES)
-    licence = get_family("ltx_video").license_of("Lightricks/LTX-Video")
+    licence = get_family("ltx_video").get_license("Lightricks/LTX-Video")
     assert licence.link.endswith("LTX-Video-Open-Weights-License-0.X.txt")

@@ -15,7 +15,7 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
-from dit_lora.data.cache.cache import TensorCache, encoded, entry_key
+from dit_lora.data.cache.cache import TensorCache, encode_entry, make_entry_key
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 
@@ -68,7 +68,7 @@ def test_sizes_are_the_published_ones_and_the_recipe_fits(checkpoint: Any) -> No
     with pytest.raises(DitLoraError, match="width must be a multiple of 16; got 760, nearest 752"):
         checkpoint.check_shape(VideoShape(1, 1040, 760))
     # 0.5 at 256 tokens and 0.9 at 8192; musubi-tuner's advice is a shift of 2.2 at 1328x1328.
-    shift = checkpoint.shift_of(torch.Size([16, 1, 166, 166]))
+    shift = checkpoint.compute_shift(torch.Size([16, 1, 166, 166]))
     assert shift == pytest.approx(math.exp(0.5 + (83 * 83 - 256) * 0.4 / 7936))
     assert 2.2 < shift < 2.4
 
@@ -84,7 +84,7 @@ def test_the_default_targets_and_the_recipes_other_ones_are_as_large_as_computed
         report = attach_lora(
             transformer.requires_grad_(False), LoraConfig(rank=16), targets, seed=0
         )
-    assert (report.adapted, report.parameters) == ADAPTERS[targets]
+    assert (report.num_adapted, report.num_parameters) == ADAPTERS[targets]
     # The recipe names both.
     text = (ROOT / "recipes" / "qwen_image" / "base.yaml").read_text()
     assert all(target in text for target in BOTH_STREAMS)
@@ -100,9 +100,10 @@ def test_a_captions_size_is_that_of_512_tokens_of_the_text_encoder(
     tensors = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")
     entries = [
-        encoded(entry_key({"n": n}), tensors, sample=str(n), facts={"n": n}) for n in range(4)
+        encode_entry(make_entry_key({"n": n}), tensors, sample=str(n), facts={"n": n})
+        for n in range(4)
     ]
-    cache.write_all(entries)
+    cache.write_entries(entries)
     stored = sum(file.stat().st_size for file in (tmp_path / "texts").rglob("*"))
     # Of a thousand: 3.42 GiB, 3.67 GB.
     assert 250 * stored == pytest.approx(1000 * 3.5 * 2**20, rel=0.01)
@@ -112,7 +113,7 @@ def test_its_licence_is_known_and_its_recipe_is_the_families() -> None:
     family = get_family("qwen_image")
     edit = ("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511")
     for name in ("Qwen-Image", "Qwen-Image-2512", *edit):
-        assert family.license_of(f"Qwen/{name}").id == "apache-2.0"
+        assert family.get_license(f"Qwen/{name}").id == "apache-2.0"
     recipes = {path.stem for path in (ROOT / "recipes" / "qwen_image").glob("*.yaml")}
     assert recipes == {"base", "edit", "edit_plus"}
     assert family.default_recipe == "qwen_image/base"

@@ -41,8 +41,8 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
     assert transformer.zero_cond_t is name.endswith("2511")
     takes = checkpoint.references
     assert (takes.least, takes.most) == ((1, 3) if name.endswith("2511") else (1, 1))
-    assert takes.in_text
-    assert not takes.scales
+    assert takes.is_encoded_with_caption
+    assert not takes.is_resizable
     # Of 1:1, 16:9 and 2:3, whatever the size; the target's is its own.
     for size, scaled in (
         ((60, 60), (1024, 1024)),
@@ -50,7 +50,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
         ((600, 400), (1248, 832)),
     ):
         assert takes.shape(*size, VideoShape(1, 64, 64)) == VideoShape(1, *scaled)
-    shift = checkpoint.shift_of(torch.Size([16, 1, 128, 128]))
+    shift = checkpoint.compute_shift(torch.Size([16, 1, 128, 128]))
     assert shift == pytest.approx(math.exp(0.5 + (4096 - 256) * 0.4 / 7936))
 
 
@@ -66,7 +66,7 @@ def test_captions_are_as_long_as_docs_and_recipes_say(
         "prompt_embeds": ((tokens, 3584), torch.bfloat16),
         "prompt_mask": ((tokens,), torch.bool),
     }
-    assert checkpoint.text_facts()["tokens"] == tokens
+    assert checkpoint.text_cache_key()["tokens"] == tokens
     text = (ROOT / "recipes" / "qwen_image" / f"{RECIPES[name]}.yaml").read_text()
     assert f"{tokens * (3584 * 2 + 1) / 1e6:.1f} MB of cache a caption" in text
     page = " ".join((ROOT / "docs" / "models.md").read_text().split())

@@ -93,8 +93,8 @@ def test_sizes_are_the_published_ones(name: str) -> None:
         targets = get_family("sana").lora_targets
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    assert report.adapted == 8 * config["num_layers"]
-    assert report.parameters == adapter == report.adapted * 16 * 2 * width
+    assert report.num_adapted == 8 * config["num_layers"]
+    assert report.num_parameters == adapter == report.num_adapted * 16 * 2 * width
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -103,17 +103,17 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
     stem, saturates = RECIPES[name]
     recipe = load_recipe(ROOT / "recipes" / "sana" / f"{stem}.yaml")
     assert recipe.model.path == f"Efficient-Large-Model/{name}"
-    checkpoint = opened(name, tmp_path, recipe).for_recipe(recipe)
-    assert checkpoint.train_timesteps == 1000
+    checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
+    assert checkpoint.num_train_timesteps == 1000
     assert checkpoint.objective.shift == 3.0
-    assert getattr(checkpoint, "saturates", False) is saturates
-    shape = VideoShape.of(recipe.data)
+    assert getattr(checkpoint, "should_saturate", False) is saturates
+    shape = VideoShape.from_data(recipe.data)
     native = transformer_config(name)["sample_size"]
     if recipe.model.family == "sana":
         assert (shape.height, shape.width) == (32 * native, 32 * native)
     else:
         assert (shape.frames, shape.height, shape.width) == (81, 16 * native, 832)
-    assert checkpoint.text_facts()["tokens"] == 300
+    assert checkpoint.text_cache_key()["tokens"] == 300
 
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:

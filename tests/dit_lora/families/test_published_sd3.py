@@ -60,17 +60,17 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: P
         save_file({"none": torch.zeros(1)}, config.with_name("model.safetensors"))
     family = get_family("sd3")
     model = recipe.model.model_copy(update={"path": str(path)})
-    checkpoint = family.open(model).for_recipe(recipe)
+    checkpoint = family.open(model).apply_recipe(recipe)
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer: Any = SD3Transformer2DModel.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
         targets = checkpoint.lora_targets(family.lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
-    assert (report.adapted, report.parameters) == (layers, adapter)
+    assert (report.num_adapted, report.num_parameters) == (layers, adapter)
     assert adapter == layers * 16 * 2 * 64 * config["num_layers"]
     objective = checkpoint.objective
-    assert (objective.shift, objective.train_timesteps, objective.levels.density) == (
+    assert (objective.shift, objective.num_train_timesteps, objective.levels.density) == (
         3,
         1000,
         "logit_normal",
@@ -98,6 +98,6 @@ def test_every_recipe_of_the_family_is_tried_and_its_licence_known() -> None:
     assert recipe_names == {f"3.5_{size}" for size in PUBLISHED}
     for size in (*PUBLISHED, "large-turbo"):
         base = f"stabilityai/stable-diffusion-3.5-{size}"
-        licence = get_family("sd3").license_of(base)
+        licence = get_family("sd3").get_license(base)
         assert (licence.id, licence.name) == ("other", "stabilityai-ai-community")
         assert licence.link == f"https://huggingface.co/{base}/blob/main/LICENSE.md"

@@ -112,8 +112,8 @@ def test_lora_sizes(model_class: Any, name: str, family: str, layers: int) -> No
     with torch.device("meta"):
         model = model_class.from_config(config_of(name)).requires_grad_(False)
         report = attach_lora(model, LoraConfig(rank=16), get_family(family).lora_targets, seed=0)
-    assert report.adapted == layers
-    assert report.parameters == layers * 16 * 2 * 1152
+    assert report.num_adapted == layers
+    assert report.num_parameters == layers * 16 * 2 * 1152
 
 
 def opened(name: str, folder: Path, recipe: Any) -> Any:
@@ -129,10 +129,10 @@ def opened(name: str, folder: Path, recipe: Any) -> Any:
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
-    checkpoint = opened(RECIPES[name], tmp_path, recipe).for_recipe(recipe)
+    checkpoint = opened(RECIPES[name], tmp_path, recipe).apply_recipe(recipe)
     assert checkpoint.vlb
-    assert checkpoint.train_timesteps == 1000
-    latents = VideoShape.of(recipe.data)
+    assert checkpoint.num_train_timesteps == 1000
+    latents = VideoShape.from_data(recipe.data)
     config = config_of(RECIPES[name])
     frames = config.get("sample_frames") or config.get("video_length", 16)
     assert (latents.frames, latents.height // 8) == (

@@ -86,8 +86,8 @@ def test_sizes_are_the_published_ones(name: str) -> None:
             transformer, LoraConfig(rank=16), get_family("wan").lora_targets, seed=0
         )
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    assert report.adapted == 8 * config["num_layers"]
-    assert report.parameters == adapter == report.adapted * 16 * 2 * width
+    assert report.num_adapted == 8 * config["num_layers"]
+    assert report.num_parameters == adapter == report.num_adapted * 16 * 2 * width
     if name.startswith("Wan2.2") and "A14B" in name:
         assert config_of(name, "transformer_2") == config
 
@@ -107,8 +107,8 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     assert type(checkpoint).__name__ == kind
     objective = checkpoint.objective
     assert (objective.levels.t_min, objective.levels.t_max) == levels
-    assert (objective.shift, objective.train_timesteps) == (shift, 1000)
-    shape, step = VideoShape.of(recipe.data), checkpoint.side_step
+    assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
+    shape, step = VideoShape.from_data(recipe.data), checkpoint.size_multiple
     assert step == (32 if "5b" in stem else 16)
     num_tokens = ((shape.frames - 1) // 4 + 1) * (shape.height // step) * (shape.width // step)
     assert num_tokens == tokens

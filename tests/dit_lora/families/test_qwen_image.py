@@ -20,7 +20,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.results.export.export import ExportRequest, export
 
 CAPTIONS = ("a cat", "", "a longer caption, of a green square below a blue disc")
@@ -108,7 +108,7 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
     caption_embeds = encoded["prompt_embeds"][0, : len(states) - 34]
     torch.testing.assert_close(caption_embeds, states[34:])
     assert int(encoded["prompt_mask"].sum()) == len(states) - 34 == len(CAPTIONS[0]) + END
-    facts = checkpoint.text_facts()
+    facts = checkpoint.text_cache_key()
     assert (facts["template"], facts["dropped"], facts["tokens"]) == (template, 34, 512)
 
 
@@ -126,7 +126,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     )
     text = {name: batch[name] for name in ("prompt_embeds", "prompt_mask")}
     sampling = Sampling(SHAPE, inference_steps=3, guidance_scale=1.0, seed=1)
-    checkpoint.generate(pipeline, checkpoint.conditions(text), sampling)
+    checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text), sampling)
     transformer = checkpoint.load_transformer(dtype).eval()
     assert len(calls) == 3
     for (call, expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
@@ -161,7 +161,7 @@ def test_text_is_cut_to_the_longest_and_masked_where_something_is_padded(
     checkpoint: Any, captions: tuple[str, ...], padded: bool
 ) -> None:
     batch, model = batch_of(checkpoint, captions, torch.bfloat16), Recorder()
-    checkpoint.losses(model, batch, Streams(0, [*range(len(captions))]))
+    checkpoint.losses(model, batch, RandomStreams(0, [*range(len(captions))]))
     counts, mask = batch["prompt_mask"].sum(1), model.asked["encoder_hidden_states_mask"]
     text = model.asked["encoder_hidden_states"]
     assert text.shape == (len(captions), int(counts.max()), 48)
@@ -195,8 +195,8 @@ def test_the_guidance_scale_is_the_pipelines_true_cfg_scale(
         with_kwargs=True,
     )
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=scale, seed=3)
-    video = checkpoint.generate(pipeline, checkpoint.conditions(text, empty), sampling)
-    of_text = checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[2]), sampling)
+    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
+    of_text = checkpoint.generate(pipeline, checkpoint.prompt_kwargs(CAPTIONS[2]), sampling)
     assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
     count = int(text["prompt_mask"].sum())
     assert lengths == ([count, END] * 4 if scale > 1 else [count] * 4)
@@ -230,15 +230,15 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
     values = {**recipe_values, "data": data, "model": model, "validation": {"inference_steps": 1}}
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match=f"validation.inference_steps {message}"):
-        checkpoint.for_recipe(recipe)
+        checkpoint.apply_recipe(recipe)
     path = changed(tiny, tmp_path / "none", "scheduler", shift_terminal=None)
-    other_checkpoint = open_at(path).for_recipe(recipe)
+    other_checkpoint = open_at(path).apply_recipe(recipe)
     pipeline = other_checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     assert (
         len(
             other_checkpoint.generate(
-                pipeline, other_checkpoint.conditions("a cat"), sampling
+                pipeline, other_checkpoint.prompt_kwargs("a cat"), sampling
             ).unique()
         )
         > 1
@@ -256,7 +256,7 @@ def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
         transformer = opened_checkpoint.load_transformer(torch.float32)
         assert transformer.zero_cond_t is (opened_checkpoint is zero_cond)
         weight = transformer.transformer_blocks[0].img_mod[1].weight.requires_grad_()
-        losses = opened_checkpoint.losses(transformer, batch, Streams(0, [3, 1, 2])).losses
+        losses = opened_checkpoint.losses(transformer, batch, RandomStreams(0, [3, 1, 2])).losses
         predictions.append((losses.detach(), torch.autograd.grad(losses.sum(), weight)[0]))
     for ours, theirs in zip(*predictions, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -24,14 +24,18 @@ from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.qwen_image.picture_text import load_pictures, most_tokens, tokens_of
-from dit_lora.planning.search import subject_of
+from dit_lora.families.qwen_image.picture_text import (
+    count_image_tokens,
+    load_image_processor,
+    max_image_tokens,
+)
+from dit_lora.planning.search import open_estimator
 from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 VARIANTS = ("qwen-image-edit", "qwen-image-edit-plus")
 SHAPE = VideoShape(1, 64, 96)
-Run = Callable[..., Precomputed]
+Run = Callable[..., DiffusionTrainingData]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +60,7 @@ def cached(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp
     """Encode two pairs, whose captions are the same, or have them encoded as they come."""
     write_edit_pairs(tmp_path / "pairs", pairs=2, height=64, width=64)
 
-    def run(variant: str, **data: Any) -> Precomputed:
+    def run(variant: str, **data: Any) -> DiffusionTrainingData:
         where = {"path": str(tmp_path / "pairs"), "cache": str(tmp_path / "cache")}
         recipe = recipe_of(recipe_values, tiny_checkpoints[variant], **where, **data)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -73,7 +77,7 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
 ) -> None:
     """A prompt as words, which the pipeline encodes with its pictures, and as validation has it: the same bits."""
     checkpoint = open_at(tiny_checkpoints[variant])
-    files = (tmp_path / "0.png", tmp_path / "1.png")[: checkpoint.most_references]
+    files = (tmp_path / "0.png", tmp_path / "1.png")[: checkpoint.max_references]
     for file, size in zip(files, ((57, 80), (96, 64)), strict=False):
         pixels = pixels_of(VideoShape(1, *size), torch.Generator().manual_seed(size[0]))
         Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(file)
@@ -93,11 +97,13 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
     assert bare.processor is None
     for pipeline in (full_pipeline, bare):
         pipeline.set_progress_bar_config(disable=True)
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     assert torch.equal(
-        checkpoint.generate(bare, checkpoint.conditions(prompt, empty), sampling), video_of_text
+        checkpoint.generate(bare, checkpoint.prompt_kwargs(prompt, empty), sampling), video_of_text
     )
-    other_video = checkpoint.generate(bare, checkpoint.conditions(prompt, other_prompt), sampling)
+    other_video = checkpoint.generate(
+        bare, checkpoint.prompt_kwargs(prompt, other_prompt), sampling
+    )
     assert not torch.equal(other_video, video_of_text)
 
 
@@ -108,8 +114,8 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
     cached: Run, tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
 ) -> None:
     """From cache, and encoded as they come: the same tensors in the same batches."""
-    cached_clips = cached(variant, caption_dropout=0.5).clips
-    live = cached(variant, caption_dropout=0.5, precompute=False).clips
+    cached_clips = cached(variant, caption_dropout=0.5).training_set
+    live = cached(variant, caption_dropout=0.5, precompute=False).training_set
     encode = open_at(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
     for entry in cached_clips.entries:
         before = tmp_path / "pairs" / "before" / Path(entry.id).name
@@ -119,7 +125,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
             text = caption if caption is not None else before_text(before)
             expected = encode.with_references(text, [reference], SHAPE)
             for clips in (cached_clips, live):
-                tensors, fault = clips.texts.read(key, clips.texts.first_spec([key]))
+                tensors, fault = clips.texts.read(key, clips.texts.get_first_spec([key]))
                 assert fault is None
                 assert set(tensors) == set(expected)
                 assert all(torch.equal(tensors[n], expected[n][0]) for n in tensors)
@@ -127,7 +133,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
     assert [entry.empty_text_key for entry in live.entries] == [
         entry.empty_text_key for entry in cached_clips.entries
     ]
-    assert all(entry.empty_text_key is None for entry in cached(variant).clips.entries)
+    assert all(entry.empty_text_key is None for entry in cached(variant).training_set.entries)
 
 
 def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
@@ -140,7 +146,7 @@ def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
     message = r"its caption has \d+ tokens with its pictures, and there is room for 528"
     with pytest.raises(DitLoraError, match=rf"(?s)after/001\.png.*{message}"):
         cached(VARIANTS[0])
-    clips = cached(VARIANTS[0], precompute=False).clips
+    clips = cached(VARIANTS[0], precompute=False).training_set
     good, long = (clips.texts.read(entry.text_key, clips.text_spec) for entry in clips.entries)
     assert good[1] is None
     assert re.search(message, str(long[1]))
@@ -154,7 +160,9 @@ def test_a_plan_counts_what_encoders_make(
     """References at the pipeline's size and captions at their full length, without running an encoder."""
     path = ROOT / "recipes" / "smoke" / "qwen_image_edit.yaml"
     base = tiny_checkpoints[VARIANTS[1]]
-    subject = subject_of(load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), gpu=False)
+    subject = open_estimator(
+        load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), is_gpu=False
+    )
     (shape,) = subject.shapes
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
     pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
@@ -163,7 +171,7 @@ def test_a_plan_counts_what_encoders_make(
     )
     encoding = {**pictures(references[0]), **pictures.references(references, shape)}
     encoding |= {name: tensor[0] for name, tensor in texts.items()}
-    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
+    assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
     assert subject.caption_encoder is not None
 
 
@@ -177,7 +185,7 @@ def test_mirrored_samples_are_refused_in_one_line(
     for variant in VARIANTS:
         recipe = recipe_of(recipe_values, tiny_checkpoints[variant], flip=True)
         with pytest.raises(DitLoraError) as refused:
-            open_at(tiny_checkpoints[variant]).for_recipe(recipe)
+            open_at(tiny_checkpoints[variant]).apply_recipe(recipe)
         _, line = str(refused.value).splitlines()
         assert (
             "data.flip: captions are encoded with the references, and a mirrored one would" in line
@@ -190,7 +198,7 @@ def test_a_side_of_references_is_refused_since_the_pipeline_scales_them(
     path = tiny_checkpoints["qwen-image-edit"]
     recipe = recipe_of(recipe_values, path, reference_resolution=512)
     with pytest.raises(DitLoraError, match="reference_resolution: its pipeline scales them by its"):
-        open_at(path).for_recipe(recipe)
+        open_at(path).apply_recipe(recipe)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -199,16 +207,16 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 ) -> None:
     """Beside as many pictures as there may be; one token more is refused, as the pipeline would encode it whole."""
     checkpoint = open_at(tiny_checkpoints[variant])
-    number = checkpoint.most_references
+    number = checkpoint.max_references
     references = [
         pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)
     ]
-    encode, limit = checkpoint.load_text_encoder(torch.float32, CPU), checkpoint.text_limit()
+    encode, limit = checkpoint.load_text_encoder(torch.float32, CPU), checkpoint.load_text_limit()
     room, _ = checkpoint.text_spec(torch.float32)["prompt_embeds"]
     # The tiny processor scales pictures to 16 tokens at most, and to fewer what the text encoder of Plus is shown.
     side = 128 if number == 1 else 64
     spare = room[0] - checkpoint.text_tokens
-    spare -= number * tokens_of(load_pictures(checkpoint.path), side, side)
+    spare -= number * count_image_tokens(load_image_processor(checkpoint.path), side, side)
     fits = encode.with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
     assert fits["prompt_mask"].all()
@@ -223,9 +231,9 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
 
 def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[str, Path]) -> None:
     single, three = (open_at(tiny_checkpoints[variant]).references for variant in VARIANTS)
-    assert single.wrong_number(2) == "it has 2 references, and this model takes 1"
-    assert three.wrong_number(0) == "it has 0 references, and this model takes 1 to 3"
-    assert three.wrong_number(3) is None
+    assert single.count_error(2) == "it has 2 references, and this model takes 1"
+    assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
+    assert three.count_error(3) is None
     assert single.refusal(80, 640) is None
     assert single.refusal(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
 
@@ -238,11 +246,11 @@ def test_no_picture_has_more_tokens_than_there_is_room_for(
     monkeypatch.undo()
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 
-    pictures = load_pictures(tiny_checkpoints["qwen-image-edit"])
+    pictures = load_image_processor(tiny_checkpoints["qwen-image-edit"])
     pictures.size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
     counts = []
     for step in range(-2000, 2001):
         width, height = calculate_dimensions(area, 8 ** (step / 2000))
-        counts.append(tokens_of(pictures, height, width))
-    assert max(counts) == most_tokens(pictures, area)
-    assert tokens_of(pictures, 1024, 1024) == 37 * 37
+        counts.append(count_image_tokens(pictures, height, width))
+    assert max(counts) == max_image_tokens(pictures, area)
+    assert count_image_tokens(pictures, 1024, 1024) == 37 * 37

@@ -14,7 +14,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.qwen_image.picture_text import load_processor
-from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.numerics.streams import RandomInputs, RandomStreams
 
 SHAPE, CAPTIONS = VideoShape(1, 48, 80), ("make it red", "", "move the green square to the left")
 SIDES = {"": ((128, 128), (128, 128)), "-plus": ((128, 128), (64, 64))}
@@ -98,7 +98,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
         ours = checkpoint.losses(
             checkpoint.load_transformer(torch.float32),
             batch,
-            Streams(0, [0, 1, 2], Drawn(0, (0, 1, 2), random_inputs)),
+            RandomStreams(0, [0, 1, 2], RandomInputs(0, (0, 1, 2), random_inputs)),
         ).losses
         theirs = [
             loss_by_diffusers(

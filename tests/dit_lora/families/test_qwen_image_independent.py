@@ -9,7 +9,7 @@ from family_cases.subject import CPU, pixels_of
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.numerics.streams import RandomInputs, RandomStreams
 
 CAPTIONS = ("a red disc", "", "a longer caption, of a green square below a blue disc")
 SHAPE = VideoShape(1, 48, 80)
@@ -60,10 +60,10 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     # Of the checkpoint's own density, as it is drawn.
     sigma = checkpoint.draws(batch)["timestep"]([generator] * 3)
     random_inputs = {"posterior": posterior_noise, "noise": noise, "timestep": sigma}
-    ahead = Drawn(0, (0, 1, 2), random_inputs)
+    ahead = RandomInputs(0, (0, 1, 2), random_inputs)
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses
+        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         wide = posterior_noise * torch.e**3  # the deviation of a log variance that is 6 larger
         theirs = losses_by_diffusers(path, torch.cat(pictures), wide, noise, sigma)
     assert len(set(ours.tolist())) == 3

@@ -22,7 +22,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.numerics.objectives import FlowMatching
-from dit_lora.numerics.streams import Streams, generator
+from dit_lora.numerics.streams import RandomStreams, make_generator
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]
@@ -48,7 +48,7 @@ def open_checkpoint(path: Path, **scratch: Any) -> Any:
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -79,7 +79,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
     batch["prompt_attention_mask"][1, 250:] = 0
     batch |= {"latent_logvar": logvar} if video else {}
     model = Recorder(answer)
-    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
     if video:
         latents = mean.double() + (logvar.double() / 2).exp() * own_draws(shape, "posterior")
@@ -110,18 +110,20 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
 
 def test_noise_levels_are_logit_normal_and_shifted() -> None:
     """Deciles 1, 5 and 9 at shift 3: 0.454, 0.750, 0.915 (without the shift 0.217, 0.5, 0.783)."""
-    objective = FlowMatching(shift=3.0, train_timesteps=1000)
+    objective = FlowMatching(shift=3.0, num_train_timesteps=1000)
     normal = NormalDist()
     points = torch.tensor([normal.inv_cdf(p) for p in (0.1, 0.5, 0.9)])
-    assert objective.sigmas(points).tolist() == pytest.approx([0.4544, 0.7500, 0.9153], abs=1e-4)
-    gaussian = torch.cat(
-        [torch.randn(1, generator=generator(0, "timestep", n)) for n in range(4000)]
+    assert objective.compute_sigmas(points).tolist() == pytest.approx(
+        [0.4544, 0.7500, 0.9153], abs=1e-4
     )
-    deciles = objective.sigmas(gaussian).quantile(torch.tensor([0.1, 0.5, 0.9]))
+    gaussian = torch.cat(
+        [torch.randn(1, generator=make_generator(0, "timestep", n)) for n in range(4000)]
+    )
+    deciles = objective.compute_sigmas(gaussian).quantile(torch.tensor([0.1, 0.5, 0.9]))
     assert deciles.tolist() == pytest.approx([0.454, 0.750, 0.915], abs=0.02)
-    assert objective.sigmas(gaussian).mean().item() == pytest.approx(0.714, abs=0.01)
-    extreme = objective.sigmas(torch.tensor([-20.0, 20.0]))
-    assert objective.reported(extreme).tolist() == [0, 999]
+    assert objective.compute_sigmas(gaussian).mean().item() == pytest.approx(0.714, abs=0.01)
+    extreme = objective.compute_sigmas(torch.tensor([-20.0, 20.0]))
+    assert objective.convert_to_timesteps(extreme).tolist() == [0, 999]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_a_recipe_that_sana_cannot_train_is_refused(
     sizes = {"path": ".", "height": 64, "width": 96}
     recipe_values |= {"data": {**sizes, **data}, "model": {"family": "sana", "path": str(path)}}
     with pytest.raises(DitLoraError, match=words):
-        open_checkpoint(path).for_recipe(parse_recipe(recipe_values, "test"))
+        open_checkpoint(path).apply_recipe(parse_recipe(recipe_values, "test"))
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
@@ -261,7 +263,7 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints["sana-600m"])
-    before = checkpoint.text_facts()
+    before = checkpoint.text_cache_key()
     json.dumps({name: str(value) for name, value in before.items()})
     assert before["tokens"] == 300
     assert before["instruction"][-1] == "User Prompt: "
@@ -272,7 +274,7 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
         """Stands in for the pipeline's call of another version."""
 
     monkeypatch.setattr(SanaPipeline, "__call__", called)
-    assert checkpoint.text_facts() != before
+    assert checkpoint.text_cache_key() != before
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
@@ -291,11 +293,11 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     hook = full_pipeline.transformer.register_forward_pre_hook(
         lambda _m, args: sizes.append(args[0].shape)
     )
-    video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+    video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     hook.remove()
     # The shape that was asked for is denoised, not the pipeline's nearest one and then resized.
     assert {tuple(size[-2:]) for size in sizes} == {(4, 8) if frames > 1 else (2, 4)}
-    prompt_kwargs = checkpoint.conditions(encode(["a cat"]), encode([""]))
+    prompt_kwargs = checkpoint.prompt_kwargs(encode(["a cat"]), encode([""]))
     tensors = checkpoint.generate(cached, prompt_kwargs, sampling)
     assert video_of_text.shape == (frames, 32, 64, 3)
     assert video_of_text.float().std() > 1
@@ -351,7 +353,7 @@ def test_the_mix_ffn_can_be_adapted_too_and_loads_in_the_stock_pipeline(
     optimizer = torch.optim.SGD(trained, lr=1.0)
     for step in range(2):  # A gets a gradient once B has moved
         optimizer.zero_grad()
-        checkpoint.losses(transformer, batch, Streams(step, [0, 1])).losses.mean().backward()
+        checkpoint.losses(transformer, batch, RandomStreams(step, [0, 1])).losses.mean().backward()
         optimizer.step()
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
@@ -363,7 +365,7 @@ def test_the_mix_ffn_can_be_adapted_too_and_loads_in_the_stock_pipeline(
     load_adapter(pipeline, tmp_path)
     with torch.no_grad():
         ours, theirs = (
-            checkpoint.losses(m.eval(), batch, Streams(0, [4, 5])).losses
+            checkpoint.losses(m.eval(), batch, RandomStreams(0, [4, 5])).losses
             for m in (transformer, pipeline.transformer)
         )
     assert torch.equal(ours, theirs)
@@ -375,6 +377,6 @@ def test_from_scratch_draws_a_network_of_the_changed_config(
     """And one that was not trained in fp16, whatever the checkpoint's own was."""
     path = tiny_checkpoints["sana-fp16"]
     checkpoint = open_checkpoint(path, from_scratch={"num_layers": 3})
-    assert open_checkpoint(path).saturates
-    assert not checkpoint.saturates
+    assert open_checkpoint(path).should_saturate
+    assert not checkpoint.should_saturate
     assert len(checkpoint.load_transformer(torch.float32).transformer_blocks) == 3

@@ -24,7 +24,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 FAMILY = get_family("sd3")
 CAPTIONS = ("A Red cat on\na mat", "", "a caption that is far longer than a CLIP reads, " * 8)
@@ -53,7 +53,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
     folders = {"text_encoder", "text_encoder_2", "text_encoder_3"}
     assert folders | {"tokenizer", "tokenizer_2", "tokenizer_3", "tokens"} == set(
-        checkpoint.text_facts()
+        checkpoint.text_cache_key()
     )
 
 
@@ -71,7 +71,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline_in_bf16_too(
         lambda _m, _args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.conditions(text),
+        **checkpoint.prompt_kwargs(text),
         **checkpoint.arguments(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,
@@ -110,7 +110,9 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(
     assert targets < attention
     assert any("attn2" in name for name in targets) == (variant == "sd3.5-medium")
     weight = model.get_submodule(unread).weight.requires_grad_()
-    losses = subject.checkpoint.losses(model, encoded_batch(subject), Streams(0, [0, 1, 2])).losses
+    losses = subject.checkpoint.losses(
+        model, encoded_batch(subject), RandomStreams(0, [0, 1, 2])
+    ).losses
     (gradient,) = torch.autograd.grad(losses.sum(), [weight])
     assert not gradient.any()
 
@@ -121,7 +123,7 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
     tiny, size = tiny_checkpoints["sd3.5-large"], torch.Size([4, 6, 10])
     with pytest.raises(DitLoraError, match="does not shift by size; give a number"):
         open_checkpoint(tiny).mu(size)
-    assert open_checkpoint(tiny).shift_of(size) == 3
+    assert open_checkpoint(tiny).compute_shift(size) == 3
     file = "scheduler/scheduler_config.json"
     path = changed(tiny, tmp_path / "m", file, use_dynamic_shifting=True, base_shift=0.7)
     checkpoint, pipeline = open_checkpoint(path), StableDiffusion3Pipeline.from_pretrained(path)
@@ -140,7 +142,7 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
     assert recorded == [checkpoint.mu(size)]
     # The line through (256, 0.7) and (4096, 1.15), at 15 tokens.
     assert checkpoint.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)
-    assert checkpoint.shift_of(size) == math.exp(recorded[0])
+    assert checkpoint.compute_shift(size) == math.exp(recorded[0])
 
 
 @every_variant
@@ -149,7 +151,7 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
-    assert batches == [checkpoint.guided_batch] * 2
+    assert batches == [checkpoint.guidance_batch_size] * 2
     assert texts.shape == (1, 32, 64, 3)
     assert texts.float().std() > 1
     assert torch.equal(texts, tensors)
@@ -172,7 +174,7 @@ def test_3_0_medium_without_norms_and_second_attention_is_of_the_same_code(
     model = adapted(subject)
     assert not any("norm_q" in name for name, _ in model.named_modules())
     batch = encoded_batch(subject)
-    losses = subject.checkpoint.losses(model, batch, Streams(0, [0, 1, 2])).losses
+    losses = subject.checkpoint.losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
     losses.sum().backward()
     assert losses.isfinite().all()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, CLIPTextModelWithProjection, T5EncoderMo
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 CAPTIONS = ["a red disc", "", "a longer caption, of a green square below a blue disc, " * 4]
 
@@ -65,8 +65,8 @@ def test_our_loss_is_that_of_diffusers_modules(
     rows = [encode_picture(picture) for picture in pictures]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     batch |= encode_text(CAPTIONS)
-    streams = Streams(3, [1, 2, 3])
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    streams = RandomStreams(3, [1, 2, 3])
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, torch.cat(pictures), random_inputs)

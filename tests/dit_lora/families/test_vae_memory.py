@@ -15,7 +15,7 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Tensors
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
-from dit_lora.training.execution.fake_step import Live
+from dit_lora.training.execution.fake_step import AllocationTracker
 
 TILED, SLICED = VaeMemory(tiling=True), VaeMemory(slicing=True)
 
@@ -36,7 +36,7 @@ def encoded(
     """A clip's tensors, and the bytes that making them took."""
     checkpoint = get_family(family).open(ModelConfig(family=family, path=str(path)))
     encode = checkpoint.load_video_encoder(torch.float32, CPU, memory)
-    with Live([pixels]) as live:
+    with AllocationTracker([pixels]) as live:
         return encode(pixels), live.most
 
 
@@ -75,8 +75,8 @@ def test_tiles_take_less_memory_and_slices_change_no_bit(
 
 
 def test_only_tiling_is_a_fact_of_latents() -> None:
-    assert PLAIN_VAE.facts() == SLICED.facts() == {}
-    assert TILED.facts() == {"tiling": True}
+    assert PLAIN_VAE.cache_key() == SLICED.cache_key() == {}
+    assert TILED.cache_key() == {"tiling": True}
 
 
 def test_tiles_that_do_not_fit_are_refused_with_the_sizes(
@@ -86,17 +86,17 @@ def test_tiles_that_do_not_fit_are_refused_with_the_sizes(
     sizes = [(32, 48), (64, 96), (64, 80)]
     config = read_component_config(tiny_checkpoints["cogvideox-5b"], "vae")
     with pytest.raises(DitLoraError, match="tiles of AutoencoderKLCogVideoX") as error:
-        TILED.require("tiny", config, sizes)
+        TILED.require_supported("tiny", config, sizes)
     assert str(error.value).splitlines()[1:] == ["  - 64x96", "  - 64x80"]
-    SLICED.require("tiny", config, sizes)
-    PLAIN_VAE.require("tiny", config, sizes)
-    TILED.require("tiny", read_component_config(in_tiles, "vae"), sizes)
+    SLICED.require_supported("tiny", config, sizes)
+    PLAIN_VAE.require_supported("tiny", config, sizes)
+    TILED.require_supported("tiny", read_component_config(in_tiles, "vae"), sizes)
 
 
 def test_a_vae_without_them_is_refused() -> None:
     config: dict[str, Any] = {"_class_name": "VQModel"}
     both = r"data.vae_tiling, data.vae_slicing: VQModel, the VAE of old, cannot"
     with pytest.raises(DitLoraError, match=both):
-        VaeMemory(tiling=True, slicing=True).require("old", config, [(64, 64)])
+        VaeMemory(tiling=True, slicing=True).require_supported("old", config, [(64, 64)])
     with pytest.raises(DitLoraError, match=r"^data.vae_slicing: VQModel"):
-        SLICED.require("old", config, [(64, 64)])
+        SLICED.require_supported("old", config, [(64, 64)])

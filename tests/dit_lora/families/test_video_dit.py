@@ -22,7 +22,7 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
 from dit_lora.families.video_dit.tiny import CLASSES
-from dit_lora.numerics.streams import Streams, integers, normal
+from dit_lora.numerics.streams import RandomStreams, draw_integers, normal
 
 CPU = torch.device("cpu")
 VARIANTS = {"video-dit-class": "video_dit", "video-dit-text": "video_dit", "latte": "latte"}
@@ -50,9 +50,9 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         checkpoint = opened(tiny_checkpoints, variant)
         batch = batch_of(checkpoint, [CLASSES[4], "", CLASSES[1]])
         transformer = checkpoint.load_transformer(torch.float32)
-        streams = Streams(7, [11, 12, 13])
+        streams = RandomStreams(7, [11, 12, 13])
         output = checkpoint.losses(transformer, batch, streams)
-        t = integers(0, 1000, streams("timestep"))
+        t = draw_integers(0, 1000, streams("timestep"))
         assert torch.equal(output.timesteps, t)
         assert t.min() > 0
         beta = torch.linspace(1e-4, 0.02, 1000).double()
@@ -108,18 +108,18 @@ def test_cached_conditions_sample_what_the_prompt_samples(
     checkpoint = opened(tiny_checkpoints, variant)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     sampling = Sampling(VideoShape(4, 32, 32), inference_steps=3, guidance_scale=3.0, seed=1)
-    cached = checkpoint.conditions(encode([CLASSES[4]]), encode([""]))
+    cached = checkpoint.prompt_kwargs(encode([CLASSES[4]]), encode([""]))
     textless_pipeline = checkpoint.pipeline(torch.float32, text=False)
     for pipeline in (textless_pipeline, full_pipeline := checkpoint.pipeline(torch.float32)):
         pipeline.set_progress_bar_config(disable=True)
     video = checkpoint.generate(textless_pipeline, cached, sampling)
     assert torch.equal(
-        video, checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[4]), sampling)
+        video, checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), sampling)
     )
-    other_video = checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[1]), sampling)
+    other_video = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[1]), sampling)
     assert (video.int() - other_video.int()).abs().max() > 0
     unguided = Sampling(sampling.shape, 3, 1.0, seed=1)
-    plain = checkpoint.generate(full_pipeline, checkpoint.conditions(CLASSES[4]), unguided)
+    plain = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), unguided)
     assert (video.int() - plain.int()).abs().max() > 0
 
 
@@ -282,7 +282,7 @@ def test_ucf101s_folders_train_either_model(
     )
     assert (tmp_path / "run" / "samples" / "step_000002" / "prompt_00.mp4").is_file()
     cache = TensorCache(tmp_path / "cache" / "texts")
-    texts = [cache.read(entry.key, {})[0] for entry in cache.entries()]
+    texts = [cache.read(entry.key, {})[0] for entry in cache.iter_entries()]
     assert len(texts) == 4  # three captions and the empty one
     if is_class:
         assert sorted(int(text["class_labels"]) for text in texts) == [0, 1, 2, 3]
@@ -400,8 +400,8 @@ def test_without_a_learned_variance_there_is_no_bound(
     assert not checkpoint.vlb
     batch = batch_of(checkpoint, ["a", "b"])
     transformer = checkpoint.load_transformer(torch.float32)
-    losses = checkpoint.losses(transformer, batch, Streams(0, [1, 2])).losses
-    noise = normal(batch["latent_mean"].shape[1:], Streams(0, [1, 2])("noise"))
+    losses = checkpoint.losses(transformer, batch, RandomStreams(0, [1, 2])).losses
+    noise = normal(batch["latent_mean"].shape[1:], RandomStreams(0, [1, 2])("noise"))
     torch.testing.assert_close(
         losses, noise.square().flatten(1).mean(1)
     )  # the output starts at zero

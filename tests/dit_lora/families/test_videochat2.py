@@ -51,11 +51,18 @@ def test_seconds_are_said_where_the_originals_training_says_them(
 ) -> None:
     """`add_second_msg` is the default of its Vicuna data set alone (it_dataset*.py, dataset/__init__.py)."""
     checkpoint = tiny[name]
-    for settings in (checkpoint.how, replace(checkpoint.how, timestamps=None)):
-        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.viewing(settings))
+    for settings in (
+        checkpoint.vision_settings,
+        replace(checkpoint.vision_settings, timestamps=None),
+    ):
+        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(
+            checkpoint.with_vision_settings(settings)
+        )
         assert has_seconds is (name == "vicuna")
     for is_given in (True, False):
-        chosen = checkpoint.viewing(replace(checkpoint.how, timestamps=is_given))
+        chosen = checkpoint.with_vision_settings(
+            replace(checkpoint.vision_settings, timestamps=is_given)
+        )
         assert ("seconds" in prompt(chosen)) is is_given
 
 
@@ -101,7 +108,7 @@ def test_legacy_answers_embed_the_beginning_of_text_as_its_id(
     model.model.language_model.register_forward_pre_hook(
         lambda _m, _a, kwargs: embeddings.append(kwargs["inputs_embeds"]), with_kwargs=True
     )
-    rendered = checkpoint.render(replace(ASKED, kind="text"), None, answered=False)
+    rendered = checkpoint.render(replace(ASKED, kind="text"), None, include_answer=False)
     checkpoint.answer(model, rendered, None, 1)
     assert torch.equal(embeddings[0][0, 0], torch.ones(48))
 

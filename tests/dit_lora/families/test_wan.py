@@ -15,8 +15,8 @@ from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.wan import text_to_video
-from dit_lora.numerics.objectives import mean_squared_error
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.objectives import compute_mean_squared_error
+from dit_lora.numerics.streams import RandomStreams
 
 ROWS = 4000
 
@@ -89,11 +89,11 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = Streams(0, range(ROWS)).drawn(checkpoint.draws(batch), CPU)["timestep"]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draws(batch), CPU)["timestep"]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
-    assert checkpoint.drawn_timesteps == (
+    assert checkpoint.timestep_range == (
         range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
     )
     # Logit-normal at shift 3 has s = 3u / (1 + 2u). Over 50,000 samples, a side has its median within 0.004.
@@ -131,7 +131,7 @@ def test_published_shifts_are_the_default(tiny_checkpoints: dict[str, Path]) -> 
     shifts = {"wan-2.1-t2v": 3.0, "wan-2.1-flf2v": 16.0, "wan-2.2-ti2v-5b": 5.0}
     for variant, shift in shifts.items():
         objective = opened(tiny_checkpoints[variant]).objective
-        assert (objective.shift, objective.train_timesteps) == (shift, 1000)
+        assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_older_configs_are_filled_up(tiny_checkpoints: dict[str, Path], tmp_path
     removed = dict.fromkeys(("scale_factor_spatial", "scale_factor_temporal"), "removed")
     path = changed(tiny_checkpoints["wan-2.1-t2v"], tmp_path / "m", "vae", **removed)
     checkpoint = opened(path)
-    assert checkpoint.side_step == 16
-    assert checkpoint.wrong_shape(VideoShape(9, 64, 96)) == []
+    assert checkpoint.size_multiple == 16
+    assert checkpoint.shape_errors(VideoShape(9, 64, 96)) == []
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_run_says_that_ftfy_is_missing(
         )
         checkpoint = for_recipe(path)
         messages.append(" ".join(checkpoint.notes(recipe_of(path))))
-        facts.append(checkpoint.text_facts())
+        facts.append(checkpoint.text_cache_key())
     assert "pip install ftfy" in messages[0]
     assert "ftfy" not in messages[1]
     assert facts[0] != facts[1]
@@ -341,7 +341,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
 
     def losses(checkpoint: Any) -> torch.Tensor:
         with torch.no_grad():
-            return checkpoint.losses(transformer, batch, Streams(5, [0, 1, 2])).losses
+            return checkpoint.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
 
     i2v = {"model": {"task": "i2v"}}
     never, always = (
@@ -352,11 +352,11 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    keep_mask = Streams(5, [0, 1, 2]).drawn(half.draws(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draws(batch), CPU)["image_dropout"]
     expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
     many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
-    random_inputs = Streams(5, range(ROWS)).drawn(
+    random_inputs = RandomStreams(5, range(ROWS)).draw_tensors(
         {"image_dropout": half.draws(many)["image_dropout"]}, CPU
     )
     assert random_inputs["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
@@ -368,8 +368,8 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     checkpoint = opened(path, task="i2v")
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
     transformer = checkpoint.load_transformer(torch.float32)
-    streams = Streams(5, [0, 1, 2])
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    streams = RandomStreams(5, [0, 1, 2])
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
         clean = checkpoint.clean_latents(batch, random_inputs)
@@ -378,7 +378,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
         )
         velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, :, 1:] for tensor in (velocity, random_inputs["noise"] - clean))
-        torch.testing.assert_close(mean_squared_error(*behind), before, rtol=1e-6, atol=0)
+        torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
         batch["latent_mean"][:, :, 0] += 1
         assert torch.equal(checkpoint.losses(transformer, batch, streams).losses, before)
         batch["image_latents"] += 1

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, CLIPImageProcessor, CLIPVisionModel, UMT
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 CAPTIONS = ["clip 0", "a longer caption of another clip", "many words, " * 30]
 
@@ -87,8 +87,8 @@ def test_our_loss_is_that_of_diffusers_modules(
         for clip, caption in zip(pixels, CAPTIONS, strict=True)
     ]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    streams = Streams(3, [1, 2, 3])
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    streams = RandomStreams(3, [1, 2, 3])
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(

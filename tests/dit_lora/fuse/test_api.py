@@ -12,8 +12,8 @@ import dit_lora
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.models import streams
-from dit_lora.fuse.patches import OPS, fusion_of
-from dit_lora.guard.switches import find_switch, model_switches
+from dit_lora.fuse.patches import OPS, get_fusion
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 ON = {"lora_linear": "on", "ada_norm": "on"}
@@ -64,7 +64,7 @@ def test_the_package_is_the_verb(model: nn.Module) -> None:
     assert imported is fuse
     assert dit_lora.fuse(model, ON).ops == ["lora_linear", "ada_norm"]
     dit_lora.unfuse(model)
-    assert fusion_of(model) is None
+    assert get_fusion(model) is None
 
 
 def test_auto_uses_what_helps_here_and_says_what_does_not(model: nn.Module) -> None:
@@ -115,9 +115,9 @@ def test_what_cannot_be_is_refused(
     before = [set(vars(module)) for module in model.modules()]
     with pytest.raises(DitLoraError, match=words):
         fuse(model, ops, attention=attention)
-    assert fusion_of(model) is None
+    assert get_fusion(model) is None
     assert [set(vars(module)) for module in model.modules()] == before
-    assert not model_switches(model)
+    assert not list_model_fallbacks(model)
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -142,7 +142,7 @@ def test_a_backend_reaches_every_attention(
     assert_equal(run(model), expected)
     assert requests == [(2, 8, 2, 8)] * 2
     assert _AttentionBackendRegistry._active_backend is before
-    with find_switch(model_switches(model), "attention:_native_math").off():
+    with find_fallback(list_model_fallbacks(model), "attention:_native_math").disable_temporarily():
         assert_equal(run(model), expected)
     assert len(requests) == 2
 
@@ -182,14 +182,14 @@ def test_the_first_forward_of_a_shape_finds_a_wrong_kernel_and_goes_on_without(
 ) -> None:
     expected = run(model)
     fuse(model, ON)
-    fusion = fusion_of(model)
-    fusion_on = dict(fusion.on)
+    fusion = get_fusion(model)
+    fusion_on = dict(fusion.op_states)
     wrong_row(monkeypatch)
     set_optional(model)
     with pytest.warns(UserWarning, match="kernel ada_norm differs from its reference"):
         actual = run(model)
     assert_equal(actual, expected)
-    assert fusion.on == {**fusion_on, "ada_norm": False}
+    assert fusion.op_states == {**fusion_on, "ada_norm": False}
     assert not fusion.stock
 
 
@@ -207,7 +207,7 @@ def test_of_one_sample_each_block_is_given_a_second_one(
 
 def set_optional(model: nn.Module) -> None:
     """As if `auto` had chosen them: only a GPU makes it do so."""
-    for switch in model_switches(model):
+    for switch in list_model_fallbacks(model):
         object.__setattr__(switch, "insisted", False)
 
 
@@ -285,7 +285,7 @@ def test_adapters_that_are_disabled_or_changed_later_are_honoured(model: nn.Modu
         if hasattr(module, "lora_A"):
             module.lora_A["default"].weight.data.mul_(3.0)  # past autograd's version counter
     fused = run(model)
-    with fusion_of(model).all_stock():
+    with get_fusion(model).use_stock_code():
         assert_equal(fused, run(model))
         stock = {}
         for module in model.modules():

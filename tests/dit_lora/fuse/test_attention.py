@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
 from dit_lora.fuse.attention import (
-    MASKLESS,
-    TRAINABLE,
+    MASKLESS_BACKENDS,
+    TRAINABLE_BACKENDS,
     Recomputable,
     attend,
-    heads_mask,
     project_output,
     require_backend,
+    reshape_mask,
 )
-from dit_lora.guard.switches import attention_switches, find_switch
+from dit_lora.guard.switches import find_fallback, list_attention_fallbacks
 
 
 def heads(tokens: int = 7, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -167,7 +167,7 @@ def test_a_blocks_mask_is_kept_once_where_all_heads_share_it(per_head: bool, que
     mask = torch.where(torch.rand(2, queries, 7, generator=generator) < 0.6, 0.0, -1e4)
     mask[..., 0] = 0.0
     stock = attn.prepare_attention_mask(mask, 7, 2)
-    actual = heads_mask(attn, stock if per_head else mask, torch.empty(2, 7, 24))
+    actual = reshape_mask(attn, stock if per_head else mask, torch.empty(2, 7, 24))
     assert actual is not None
     assert actual.shape == (2, 3 if per_head else 1, queries, 7)
     assert torch.equal(actual.expand(2, 3, -1, -1), stock.view(2, 3, queries, 7))
@@ -201,7 +201,7 @@ def test_what_the_guard_switches_off_is_off_in_a_compiled_block_with_a_mask() ->
         compiled = torch.compile(attend, backend=backend, fullgraph=True)
         for _ in range(2):
             compiled(query, key, value, mask, None)
-        find_switch(attention_switches(), "attention:flash").turn_off()
+        find_fallback(list_attention_fallbacks(), "attention:flash").disable()
         compiled(query, key, value, mask, None)
     assert ["FLASH" in graph for graph in graphs] == [True, False]
     assert all("EFFICIENT" in graph for graph in graphs)
@@ -225,7 +225,7 @@ def test_a_mask_that_breaks_cudnns_backward_is_no_danger() -> None:
 def test_backends_without_a_backward_are_refused_with_those_that_have_one(name: str) -> None:
     with pytest.raises(DitLoraError, match=f"kernels.attention: {name} does not train") as error:
         require_backend(name)
-    assert all(backend_name in str(error.value) for backend_name in TRAINABLE)
+    assert all(backend_name in str(error.value) for backend_name in TRAINABLE_BACKENDS)
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_what_is_missing() -> None:
@@ -236,7 +236,7 @@ def test_a_backend_that_is_not_installed_is_refused_with_what_is_missing() -> No
 def test_every_backend_that_is_offered_is_one_of_diffusers() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName
 
-    assert set(TRAINABLE) <= {backend.value for backend in AttentionBackendName}
+    assert set(TRAINABLE_BACKENDS) <= {backend.value for backend in AttentionBackendName}
 
 
 def test_diffusers_operator_of_flash_attention_3_still_has_no_backward() -> None:
@@ -256,12 +256,12 @@ def test_backends_that_take_no_mask_are_those_of_diffusers_that_refuse_one() -> 
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     backends = _AttentionBackendRegistry._backends
-    sources = {n: inspect.getsource(backends[AttentionBackendName(n)]) for n in TRAINABLE}
+    sources = {n: inspect.getsource(backends[AttentionBackendName(n)]) for n in TRAINABLE_BACKENDS}
     refusing = {n for n, source in sources.items() if "`attn_mask` is not supported" in source}
-    assert set(MASKLESS) == refusing
+    assert set(MASKLESS_BACKENDS) == refusing
 
 
-@pytest.mark.parametrize("name", MASKLESS)
+@pytest.mark.parametrize("name", MASKLESS_BACKENDS)
 def test_a_mask_for_a_backend_that_takes_none_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(DitLoraError, match=f"kernels.attention: {name} takes no mask") as error:
         attend(*heads(), torch.rand(2, 1, 7, 7) > 0.3, name)
@@ -294,7 +294,7 @@ def test_what_is_computed_again_is_freed_and_has_the_same_gradient() -> None:
 
     def step(*, kept: bool) -> tuple[weakref.ref[torch.Tensor], torch.Tensor]:
         normed = make()
-        with nullcontext() if kept else Recomputable(normed, make).not_kept():
+        with nullcontext() if kept else Recomputable(normed, make).skip_saving():
             return weakref.ref(normed), Scale.apply(normed, weight)
 
     outputs = []
@@ -316,7 +316,7 @@ def test_under_checkpointing_nothing_is_computed_twice_for_it() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         normed = x.sin()
-        with Recomputable(normed, lambda: calls.append(2) or x.sin()).not_kept():
+        with Recomputable(normed, lambda: calls.append(2) or x.sin()).skip_saving():
             return Scale.apply(normed, weight)
 
     checkpoint(block, source, use_reentrant=False).sum().backward()
@@ -327,7 +327,7 @@ def test_counting_hooks_see_what_is_saved_beside_it() -> None:
     normed, weight = torch.randn(2, 300, 4), torch.ones(4, requires_grad=True)
 
     def run() -> torch.Tensor:
-        with Recomputable(normed, normed.clone).not_kept():
+        with Recomputable(normed, normed.clone).skip_saving():
             return Scale.apply(normed, weight)
 
     assert saved_bytes(run) == weight.nbytes

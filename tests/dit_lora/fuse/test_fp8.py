@@ -15,10 +15,10 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse import api
 from dit_lora.fuse import fp8 as of_fp8
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.guard.comparison.parity import differences, first_difference
-from dit_lora.guard.switches import find_switch, model_switches
-from dit_lora.numerics.quantized_linear import NarrowLinear
-from dit_lora.planning.search import subject_of
+from dit_lora.guard.comparison.parity import find_first_difference, iter_differences
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
+from dit_lora.numerics.quantized_linear import QuantizedLinear
+from dit_lora.planning.search import open_estimator
 from dit_lora_kernels import fp8, lora_linear
 
 WITH = {"fp8": "on", "lora_linear": "on"}
@@ -87,15 +87,15 @@ def test_a_model_is_within_what_is_stated(tiny_checkpoints: dict[str, Path], var
     report = fuse(step.transformer, WITH, check=False)
     assert "fp8" in report.ops
     grads = step.gradients()
-    assert 0 < kept(step.transformer) == sum(op == "fp8" for op, _ in report.fusion.replaced)
+    assert 0 < kept(step.transformer) == sum(op == "fp8" for op, _ in report.fusion.patched_modules)
     fp8_weights = [m.__dict__["_dit_lora_fp8"].weight for m in step.transformer.modules() if has(m)]
     tensors = [tensor for weight in fp8_weights for matrix in weight for tensor in matrix]
-    assert of_fp8.kept_bytes(step.transformer) == sum(tensor.nbytes for tensor in tensors)
+    assert of_fp8.count_fp8_bytes(step.transformer) == sum(tensor.nbytes for tensor in tensors)
     exact = tiny_step(tiny_checkpoints, variant).gradients()
     assert apart(plain, exact) < 0.01
     assert 0.02 < apart(grads, exact) < 0.05
     assert step.loss().item() == pytest.approx(loss.item(), rel=0.02)
-    with find_switch(model_switches(step.transformer), "fp8").off():
+    with find_fallback(list_model_fallbacks(step.transformer), "fp8").disable_temporarily():
         off = step.gradients()
     assert all(torch.equal(off[name], plain[name]) for name in plain)
     after = step.transformer.state_dict()
@@ -126,7 +126,7 @@ def test_a_wrong_one_is_blamed_and_a_right_one_is_not(
     step = step_of(tiny_checkpoints, variant)
     model = step.transformer
     fuse(model, WITH, check=False)
-    switches = model_switches(model)
+    switches = list_model_fallbacks(model)
     assert switches[0].name == "fp8"  # the first to be tried
 
     def losses() -> torch.Tensor:
@@ -134,20 +134,20 @@ def test_a_wrong_one_is_blamed_and_a_right_one_is_not(
         return step.losses(model, step.batch).losses
 
     def compare(switch: Any, others: Any) -> Any:
-        return first_difference(switch, losses, model, others=others)
+        return find_first_difference(switch, losses, model, disabled_fallbacks=others)
 
-    assert list(differences(switches, compare)) == []
-    product = fp8.product
+    assert list(iter_differences(switches, compare)) == []
+    product = fp8.multiply
 
     def wrong(rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
         return 2 * product(rows, weight, bias)
 
-    monkeypatch.setattr(lora_linear.fp8, "product", wrong)
-    differences_found = differences(switches, compare)
+    monkeypatch.setattr(lora_linear.fp8, "multiply", wrong)
+    differences_found = iter_differences(switches, compare)
     switch, difference = next(differences_found)
-    assert (switch.name, switch.insisted) == ("fp8", True)
-    assert "kernel fp8 differs from its reference at " in difference.words
-    switch.turn_off()
+    assert (switch.name, switch.required) == ("fp8", True)
+    assert "kernel fp8 differs from its reference at " in difference.message
+    switch.disable()
     assert list(differences_found) == []
     assert kept(model) == 0
 
@@ -156,9 +156,9 @@ def test_a_plan_for_a_gpu_counts_it(recipe_values: dict[str, Any]) -> None:
     frozen = []
     for mode in ("off", "on"):
         recipe = parse_recipe(recipe_values | {"kernels": {"fp8": mode}}, "test")
-        subject = subject_of(recipe, gpu=True)
-        frozen.append(subject.weights(recipe).frozen)
-    layers = [m for m in subject.model(recipe).modules() if isinstance(m, LoraLayer)]
+        subject = open_estimator(recipe, is_gpu=True)
+        frozen.append(subject.count_weights(recipe).frozen_bytes)
+    layers = [m for m in subject.get_model(recipe).modules() if isinstance(m, LoraLayer)]
     shapes = [layer.base_layer.weight.shape for layer in layers]
     assert frozen[1] - frozen[0] == sum(2 * s.numel() + 4 * sum(s) for s in shapes) > 0
 
@@ -198,7 +198,7 @@ def test_a_quantised_base_is_refused_by_name(
 ) -> None:
     step = step_of(tiny_checkpoints)
     for layer in [m for m in step.transformer.modules() if isinstance(m, LoraLayer)]:
-        layer.base_layer = NarrowLinear(layer.base_layer, "int8")
+        layer.base_layer = QuantizedLinear(layer.base_layer, "int8")
     with pytest.raises(DitLoraError, match="its base is a NarrowLinear, quantised already"):
         fuse(step.transformer, WITH, check=False)
     report = fuse(step.transformer, {"fp8": "auto"}, check=False)

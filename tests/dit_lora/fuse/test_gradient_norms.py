@@ -7,8 +7,8 @@ import torch
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse import gradient_norms as norms
-from dit_lora.fuse.gradient_norms import choose_norms
-from dit_lora.training.optim.build import gradient_norms
+from dit_lora.fuse.gradient_norms import choose_norm_function
+from dit_lora.training.optim.build import compute_gradient_norms
 from dit_lora_kernels import triton_support
 
 
@@ -30,7 +30,7 @@ def hides_inf(tensors: Sequence[torch.Tensor], groups: Sequence[int], count: int
 def test_on_is_the_kernel_and_gives_the_same_norms_by_group(
     trained: list[torch.nn.Parameter],
 ) -> None:
-    chosen, reason = choose_norms("on", trained)
+    chosen, reason = choose_norm_function("on", trained)
     assert reason is None
     for parameter in trained:
         parameter.grad = torch.randn(parameter.shape)
@@ -38,33 +38,33 @@ def test_on_is_the_kernel_and_gives_the_same_norms_by_group(
         {"name": "adapter", "params": trained[:2]},
         {"name": "backbone", "params": trained[2:]},
     ]
-    actual, expected = gradient_norms(groups, chosen), gradient_norms(groups)
+    actual, expected = compute_gradient_norms(groups, chosen), compute_gradient_norms(groups)
     assert list(actual) == list(expected) == ["adapter", "backbone"]
     for name, norm in expected.items():
         torch.testing.assert_close(actual[name], norm)
     trained[2].grad[1, 1, 1] = torch.nan
-    actual = gradient_norms(groups, chosen)
+    actual = compute_gradient_norms(groups, chosen)
     assert torch.isfinite(actual["adapter"])
     assert not torch.isfinite(actual["backbone"])
 
 
 def test_groups_without_gradients_have_norm_zero(trained: list[torch.nn.Parameter]) -> None:
-    chosen, _ = choose_norms("on", trained)
+    chosen, _ = choose_norm_function("on", trained)
     groups = [{"name": "adapter", "params": trained}, {"name": "none", "params": []}]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
-    for actual in (gradient_norms(groups, chosen), gradient_norms(groups)):
+    for actual in (compute_gradient_norms(groups, chosen), compute_gradient_norms(groups)):
         assert actual["adapter"].item() == pytest.approx(46**0.5)
         assert actual["none"].item() == 0.0
 
 
 def test_off_is_pytorch(trained: list[torch.nn.Parameter]) -> None:
-    assert choose_norms("off", trained) == (None, None)
+    assert choose_norm_function("off", trained) == (None, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a GPU")
 def test_auto_needs_a_gpu_and_says_so(trained: list[torch.nn.Parameter]) -> None:
-    assert choose_norms("auto", trained) == (None, triton_support().reason)
+    assert choose_norm_function("auto", trained) == (None, triton_support().reason)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_a_kernel_that_differs_is_refused_if_asked_for_and_left_if_not(
     with pytest.raises(
         DitLoraError, match=rf"kernels.finite_norm: .*{words}.*set it to auto or off"
     ):
-        choose_norms("on", trained)
+        choose_norm_function("on", trained)
     gpu = type(triton_support())("gpu", "as if")
     monkeypatch.setattr(norms, "triton_support", lambda: gpu)
-    chosen, reason = choose_norms("auto", trained)
+    chosen, reason = choose_norm_function("auto", trained)
     assert chosen is None
     assert reason is not None

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.fuse import api, liger
 from dit_lora.fuse.api import fuse, unfuse
-from dit_lora.fuse.patches import OPS, fusion_of
-from dit_lora.guard.switches import find_switch, model_switches
+from dit_lora.fuse.patches import OPS, get_fusion
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
 from dit_lora_kernels import triton_support
 
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
@@ -58,7 +58,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
     monkeypatch.setattr(rms_norm, "rsqrt", lambda x: 1 / tl.sqrt(x))  # CUDA has its own
-    monkeypatch.setattr(liger, "_runs", lambda _: True)
+    monkeypatch.setattr(liger, "_is_supported_device", lambda _: True)
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_the_product_is_that_of_fp64_and_leaves_its_operands_alone() -> None:
     weights = [drawn(2, 3, 11).detach()]
 
     def product(both: torch.Tensor) -> torch.Tensor:
-        return liger.swiglu(*both.chunk(2, dim=-1))  # as Phi-3's, in rows of both
+        return liger.apply_swiglu(*both.chunk(2, dim=-1))  # as Phi-3's, in rows of both
 
     def stock(both: torch.Tensor) -> torch.Tensor:
         gate, up = both.chunk(2, dim=-1)
@@ -125,7 +125,7 @@ def test_the_product_is_that_of_fp64_and_leaves_its_operands_alone() -> None:
     assert_right(results(product, [both], weights), in_fp64(stock, [both], weights))
     gate, up = drawn(4, 11), drawn(4, 11)
     originals = [gate.detach().clone(), up.detach().clone()]
-    output = liger.swiglu(gate, up)
+    output = liger.apply_swiglu(gate, up)
     twice = [torch.autograd.grad(output.sum(), (gate, up), retain_graph=True) for _ in range(2)]
     torch.testing.assert_close(*twice, rtol=0, atol=0)
     assert torch.equal(both, before)
@@ -236,7 +236,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     """Trained norms and adapters on gate, up and down get their gradients."""
-    model: Any = with_answer_losses(SMALL[name]())
+    model: Any = add_answer_losses(SMALL[name]())
     model.requires_grad_(False)
     targets = ["gate_up_proj" if name == "phi3" else "gate_proj", "down_proj", "o_proj"]
     model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
@@ -248,7 +248,7 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     report = fuse(model, ON, check=False)
     assert report.ops == ["liger"]
     norms = 5 if name == "qwen3" else 3
-    assert len(fusion_of(model).replaced) == norms + 2
+    assert len(get_fusion(model).patched_modules) == norms + 2
     with Calls() as ran:
         got = gradients(model)
     for op in ("rms_norm", "swiglu", "rotation"):
@@ -257,7 +257,7 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     assert got.keys() == expected_grads.keys()
     for parameter, tensor in expected_grads.items():
         torch.testing.assert_close(got[parameter], tensor, rtol=1e-4, atol=1e-5, msg=parameter)
-    with find_switch(model_switches(model), "liger").off():
+    with find_fallback(list_model_fallbacks(model), "liger").disable_temporarily():
         stock = gradients(model)
     unfuse(model)
     for repeated in (stock, gradients(model)):
@@ -270,12 +270,12 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
 
 @interpreted
 def test_the_first_training_forward_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_answer_losses(SMALL["llama"]())
+    model = add_answer_losses(SMALL["llama"]())
     fuse(model, ON)
     gradients(model)
-    assert fusion_of(model).is_on("liger")
+    assert get_fusion(model).is_on("liger")
     unfuse(model)
-    monkeypatch.setattr(liger, "swiglu", lambda gate, up: F.silu(gate[:1]) * up)
+    monkeypatch.setattr(liger, "apply_swiglu", lambda gate, up: F.silu(gate[:1]) * up)
     fuse(model, ON)
     with pytest.raises(DitLoraError, match=r"kernel liger differs from its reference at .*mlp"):
         gradients(model)
@@ -286,7 +286,7 @@ def test_another_model_of_the_class_keeps_its_own_code() -> None:
     from transformers.models.llama import modeling_llama
 
     before = modeling_llama.apply_rotary_pos_emb
-    model, other_model = (with_answer_losses(SMALL["llama"]()) for _ in range(2))
+    model, other_model = (add_answer_losses(SMALL["llama"]()) for _ in range(2))
     expected_grads = gradients(other_model)
     fuse(model, ON, check=False)
     gradients(model)
@@ -294,13 +294,13 @@ def test_another_model_of_the_class_keeps_its_own_code() -> None:
     assert all(
         torch.equal(tensor, expected_grads[n]) for n, tensor in gradients(other_model).items()
     )
-    assert fusion_of(other_model) is None
+    assert get_fusion(other_model) is None
 
 
 @interpreted
 def test_it_runs_on_tensors_without_values() -> None:
     """As the count of activations does."""
-    model = with_answer_losses(SMALL["mistral"]())
+    model = add_answer_losses(SMALL["mistral"]())
     fuse(model, ON, check=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         weights = {n: fake.from_tensor(t) for n, t in model.state_dict(keep_vars=True).items()}
@@ -332,7 +332,7 @@ def test_what_it_cannot_take_runs_the_stock_code(inputs: tuple[torch.Tensor, ...
 def test_another_activation_keeps_its_own_code() -> None:
     model = small("LlamaConfig", "LlamaForCausalLM", hidden_act="gelu")
     fuse(model, ON, check=False)
-    kept_layers = fusion_of(model).kept
+    kept_layers = get_fusion(model).skipped_modules
     assert [(op, name) for op, name, _ in kept_layers] == [("liger", "model.layers.0.mlp")]
     assert "GELU" in kept_layers[0][2]
 
@@ -345,7 +345,7 @@ def test_auto_needs_a_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> No
         assert "`on` runs its reference" in report.unavailable["liger"]
         assert "liger: off" in str(report)
         unfuse(model)
-    monkeypatch.setattr(liger, "why_unavailable", lambda: "liger-kernel is not installed")
+    monkeypatch.setattr(liger, "find_unavailable_reason", lambda: "liger-kernel is not installed")
     assert (
         fuse(model, OFF | {"liger": "auto"}).unavailable["liger"] == "liger-kernel is not installed"
     )

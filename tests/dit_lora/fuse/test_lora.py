@@ -23,7 +23,7 @@ def test_the_same_model(shared: bool, dropout: float, monkeypatch: pytest.Monkey
     model = copy.deepcopy(stock)
     model.shared, stock.shared = shared, False
     fusion, x = fused(model), inputs()
-    assert [name for _, name in fusion.replaced] == ["q", "k", "v", "out"]
+    assert [name for _, name in fusion.patched_modules] == ["q", "k", "v", "out"]
     with counted(monkeypatch) as calls:
         ours = step(model, x)
     assert calls == ([3, 1] if shared else [1] * 4)
@@ -177,7 +177,7 @@ def test_what_is_not_the_plain_case_runs_pefts_own_forward(
     """As a single layer and as one of three; the other layers are fused as before."""
     model = make()
     model.shared = False
-    assert lora.why_not(model.q) == reason
+    assert lora.find_lora_problem(model.q) == reason
     theirs = step(model, inputs())
     fusion = Fusion({lora.OP: True})
     for name in ("q", "k", "v"):  # as if it had been the plain case when the model was fused
@@ -193,17 +193,17 @@ def test_reasons_that_no_forward_survives() -> None:
     """Shards of ZeRO-3, storage in fp8, a transposed base: their own code has to run around the layer."""
     q = build().q
     q.base_layer.weight.data = torch.empty(0)
-    assert lora.why_not(q) == "its base weight is sharded, or no plain tensor"
+    assert lora.find_lora_problem(q) == "its base weight is sharded, or no plain tensor"
     q = build().q
     q.lora_A["default"].weight.data = torch.empty(0)
-    assert lora.why_not(q) == "its A or B is sharded"
+    assert lora.find_lora_problem(q) == "its A or B is sharded"
     q = build().q
     q.base_layer.to(torch.float8_e4m3fn)
-    assert lora.why_not(q) == "its base weight is in torch.float8_e4m3fn"
+    assert lora.find_lora_problem(q) == "its base weight is in torch.float8_e4m3fn"
     q = build().q
     q.fan_in_fan_out = True
-    assert lora.why_not(q) == "its base weight is transposed"
-    assert lora.why_not(nn.Linear(2, 2)) == "not one of PEFT's LoRA linear layers"
+    assert lora.find_lora_problem(q) == "its base weight is transposed"
+    assert lora.find_lora_problem(nn.Linear(2, 2)) == "not one of PEFT's LoRA linear layers"
 
 
 def test_adapters_may_change_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_hooks_on_the_layer_itself_are_called() -> None:
     handle.remove()
     with model.k.register_forward_pre_hook(lambda _m, args: (2 * args[0],)):
         assert torch.equal(lora.project((model.q, model.k), x)[1], model.k(x))
-    assert not [m for m in (model.q, model.k, model.v) if lora._READY in vars(m)]
+    assert not [m for m in (model.q, model.k, model.v) if lora._OUTPUT_ATTRIBUTE in vars(m)]
     calls: list[int] = []
     forward = model.v.forward
     model.v.forward = lambda *args: (calls.append(1), forward(*args))[1]  # offload, added later

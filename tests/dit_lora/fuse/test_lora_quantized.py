@@ -46,7 +46,9 @@ def fused(model: Projections) -> Fusion:
     fusion = Fusion({lora.OP: True})
     for name in ("k", "v"):
         layer = getattr(model, name)
-        (patch,) = [p for p in FORWARDS if p.of == f"peft.tuners.lora.bnb.{type(layer).__name__}"]
+        (patch,) = [
+            p for p in FORWARDS if p.target_class == f"peft.tuners.lora.bnb.{type(layer).__name__}"
+        ]
         patch_forward(name, layer, fusion, patch)
     return fusion
 
@@ -56,7 +58,7 @@ def exact(model: Projections, x: Tensor) -> list[Tensor]:
     outputs = []
     for layer in (model.k, model.v):
         base, a, b = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-        weight = lora._DEQUANTIZED[lora.class_name(base)](base, torch.float32)
+        weight = lora._DEQUANTIZERS[lora.get_class_name(base)](base, torch.float32)
         y = nn.functional.linear(x, weight.double(), base.bias.double())
         delta = nn.functional.linear(x, a.weight.double())
         outputs.append(y + nn.functional.linear(delta, b.weight.double()) * 1.5)
@@ -81,7 +83,7 @@ def test_the_same_layers(kind: str, dtype: torch.dtype, shared: bool) -> None:
     """As near to fp64 as PEFT's, values and gradients."""
     model = build(kind, dtype)
     stock = copy.deepcopy(model)
-    assert fused(model).kept == []
+    assert fused(model).skipped_modules == []
     x = torch.randn(2, 7, 64, device=DEVICE).to(dtype).requires_grad_()
     with torch.autocast(DEVICE, dtype, enabled=dtype is not torch.float32):
         ours = step(model, x, lora.project((model.k, model.v), x) if shared else model(x))
@@ -109,17 +111,17 @@ def test_an_empty_batch_and_no_gradient(kind: str) -> None:
 def test_what_is_not_the_plain_case() -> None:
     merged = build("nf4", torch.float32).k
     merged.merge()
-    assert lora.why_not(merged) == "its adapter is merged"
+    assert lora.find_lora_problem(merged) == "its adapter is merged"
     bare = build("nf4", torch.float32).k
     del bare.base_layer.weight.quant_state
     bare.base_layer.weight.quant_state = None
-    assert lora.why_not(bare) == "its base is not quantized, or transposed"
+    assert lora.find_lora_problem(bare) == "its base is not quantized, or transposed"
     sixteen = build("int8", torch.float32).k
     sixteen.base_layer.state.has_fp16_weights = True
-    assert lora.why_not(sixteen) == "its int8 base keeps 16-bit weights"
+    assert lora.find_lora_problem(sixteen) == "its int8 base keeps 16-bit weights"
     trained = build("int8", torch.float32).k
     trained.base_layer.bias.requires_grad_()
-    assert lora.why_not(trained) == "its base is trained"
+    assert lora.find_lora_problem(trained) == "its base is trained"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of CPUs")
@@ -127,13 +129,13 @@ def test_a_weight_that_bitsandbytes_packs_for_inference_is_left_to_it() -> None:
     """In eval mode on a CPU with bf16 instructions; its own backward pass cannot read that either."""
     layer = build("nf4", torch.bfloat16).k
     layer.base_layer.support_avx512bf16_for_cpu = True
-    assert lora.why_not(layer) is None
+    assert lora.find_lora_problem(layer) is None
     layer.eval()
-    assert lora.why_not(layer) == "its base is packed for inference on a CPU"
+    assert lora.find_lora_problem(layer) == "its base is packed for inference on a CPU"
     layer.train()
     layer.base_layer.weight.quant_state.packing_format_for_cpu = True
-    assert lora.why_not(layer) == "its base is packed for inference on a CPU"
+    assert lora.find_lora_problem(layer) == "its base is packed for inference on a CPU"
     layer.base_layer.weight.quant_state.packing_format_for_cpu = False
     layer.base_layer.support_avx512bf16_for_cpu = False
     layer.eval()
-    assert lora.why_not(layer) is None
+    assert lora.find_lora_problem(layer) is None

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dit_lora.fuse import casts, lora
-from dit_lora.fuse.patches import fusion_of, mark
+from dit_lora.fuse.patches import get_fusion, set_fusion
 from dit_lora_kernels.lora_linear import lower
 
 
@@ -44,7 +44,7 @@ def test_saved_bytes_are_half_of_pefts() -> None:
     with torch.autocast("cpu", BF16):
         for module in (model, stock):
             module(x)  # casts of the adapters belong to the step, not to a call
-            lowered_tensors = [t for cast in casts.CASTS.values() for t in cast.lowered]
+            lowered_tensors = [t for cast in casts.CAST_CACHE.values() for t in cast.factors]
 
             def run(m: Attention = module) -> tuple[Tensor, ...]:
                 return lora.project((m.q, m.k, m.v), x)
@@ -63,7 +63,7 @@ def test_casts_are_made_once_and_never_missed() -> None:
 
     def cast() -> Tensor:
         model.q(x)
-        return casts.CASTS[model.q].lowered[0]
+        return casts.CAST_CACHE[model.q].factors[0]
 
     first_cast = cast()
     assert cast() is first_cast
@@ -76,14 +76,14 @@ def test_casts_are_made_once_and_never_missed() -> None:
     third = cast()
     assert third is not second
     a.data.mul_(2)  # no trace
-    casts.renew_casts(model)
+    casts.refresh_casts(model)
     assert torch.equal(cast(), a.bfloat16())
     a.data = a.data.clone()
     assert cast() is not third
-    scaled = casts.CASTS[model.q].lowered[1]
+    scaled = casts.CAST_CACHE[model.q].factors[1]
     model.q.set_scale("default", 5.0)
     cast()
-    assert not torch.equal(casts.CASTS[model.q].lowered[1], scaled)
+    assert not torch.equal(casts.CAST_CACHE[model.q].factors[1], scaled)
     for new in (nn.Parameter(torch.randn(4, 24)), nn.Parameter(torch.randn(4, 24))):
         model.q.lora_A["default"].weight = new  # another parameter, of the same version
         assert torch.equal(cast(), new.bfloat16())
@@ -101,7 +101,7 @@ def test_copies_and_state_dicts_know_nothing_of_casts() -> None:
     before = step(model, x)
     assert list(model.state_dict()) == names
     twin = copy.deepcopy(model)
-    assert fusion_of(twin.q) is not None
+    assert get_fusion(twin.q) is not None
     with torch.no_grad():
         twin.q.lora_A["default"].weight.zero_()
     assert not torch.equal(twin(x), before[0])
@@ -112,7 +112,7 @@ def test_copies_and_state_dicts_know_nothing_of_casts() -> None:
     twin.load_state_dict(torch.load(file))
     assert torch.equal(twin(x), before[0])
     del twin, model
-    assert not casts.CASTS or all(layer is not None for layer in casts.CASTS)
+    assert not casts.CAST_CACHE or all(layer is not None for layer in casts.CAST_CACHE)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -158,7 +158,7 @@ class Shared(nn.Module):
 def adapted() -> Attention:
     """A fused model whose casts are made."""
     model = build(BF16)
-    mark(model, fused(model))
+    set_fusion(model, fused(model))
     model(inputs(BF16))
     return model
 
@@ -173,29 +173,29 @@ def test_casts_are_renewed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *args: copies.append(1) or real(*args))
     model.k.lora_A["default"].weight.data.mul_(3)  # no trace
     model.v.lora_B["default"].weight.data.mul_(3)
-    casts.renew_casts(model)
+    casts.refresh_casts(model)
     assert len(copies) == 2  # all A, all B
     for layer in layers_of(model):
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         expected = lower(a, b, layer.scaling["default"], BF16)
-        assert all(map(torch.equal, casts.CASTS[layer].lowered, expected))
+        assert all(map(torch.equal, casts.CAST_CACHE[layer].factors, expected))
     actual = step(model, inputs(BF16))
     with monkeypatch.context() as patch:
         patch.setattr(casts, "lower", None)  # nobody makes a cast of its own
         assert all(map(torch.equal, step(model, inputs(BF16)), actual))
-    casts.CASTS.clear()
+    casts.CAST_CACHE.clear()
     assert all(map(torch.equal, step(model, inputs(BF16)), actual))
 
 
 def test_casts_that_no_forward_took_are_not_renewed() -> None:
     model, other_model = adapted(), adapted()
-    casts.renew_casts(model)
-    assert set(casts.CASTS) == set(layers_of(model))  # the other's are forgotten
+    casts.refresh_casts(model)
+    assert set(casts.CAST_CACHE) == set(layers_of(model))  # the other's are forgotten
     model.q(inputs(BF16))
-    casts.renew_casts(model)
-    assert set(casts.CASTS) == {model.q}
-    casts.renew_casts(other_model)
-    assert not casts.CASTS
+    casts.refresh_casts(model)
+    assert set(casts.CAST_CACHE) == {model.q}
+    casts.refresh_casts(other_model)
+    assert not casts.CAST_CACHE
 
 
 def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
@@ -207,8 +207,8 @@ def test_parameters_that_are_elsewhere_are_not_renewed() -> None:
     replaced.weight = sharded
     emptied = model.k.lora_B["default"].weight
     storage, emptied.data = emptied.data, torch.empty(0)
-    casts.renew_casts(model)
-    assert set(casts.CASTS) == {model.v, model.out}
+    casts.refresh_casts(model)
+    assert set(casts.CAST_CACHE) == {model.v, model.out}
     replaced.weight, emptied.data = unsharded, storage
     assert all(map(torch.equal, step(model, x), expected))
 
@@ -218,7 +218,7 @@ def test_a_forward_leaves_the_casts_of_one_before_to_its_backward() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = step(model, x)[2:]
     first_output = model(x)
-    casts.renew_casts(model)
+    casts.refresh_casts(model)
     model(x)
     grads = torch.autograd.grad(first_output.float().square().sum(), trained)
     assert all(map(torch.equal, grads, expected))

@@ -42,7 +42,9 @@ def test_values_and_gradients_are_pefts(shared: bool, monkeypatch: pytest.Monkey
     fused(model)
     x = inputs().detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     assert not x.is_contiguous()
-    assert all(lora.why_not(layer) is None for layer in (model.q, model.k, model.v, model.out))
+    assert all(
+        lora.find_lora_problem(layer) is None for layer in (model.q, model.k, model.v, model.out)
+    )
     with counted(monkeypatch) as calls:
         ours = step(model, x)
     assert calls == ([3, 1] if shared else [1, 1, 1, 1])
@@ -71,4 +73,4 @@ def test_in_bf16_it_is_no_further_from_fp64_than_peft_is() -> None:
 def test_which_one_trains_must_be_clear() -> None:
     for trained in ((), ("default", "under_0")):
         model = with_under(trained=trained)
-        assert lora.why_not(model.q) == "3 active adapters"
+        assert lora.find_lora_problem(model.q) == "3 active adapters"

@@ -14,13 +14,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.fuse import transformers_attention
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.patches import OPS
-from dit_lora.fuse.transformers_attention import implementations
-from dit_lora.guard.attention_backends import only, parity, recorded_calls
-from dit_lora.guard.switches import attention_switches, find_switch, model_switches
+from dit_lora.fuse.transformers_attention import list_implementations
+from dit_lora.guard.attention_backends import (
+    measure_backend_parity,
+    record_attention_calls,
+    use_only_backend,
+)
+from dit_lora.guard.switches import find_fallback, list_attention_fallbacks, list_model_fallbacks
 
 OFF = dict.fromkeys(OPS, "off")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -51,71 +55,71 @@ def attention_ops(model: nn.Module, batch: dict[str, torch.Tensor]) -> Counter[s
 
 @pytest.mark.parametrize("name", ["mistral", "llava", "videochat2"])
 def test_auto_is_sdpa_whose_backends_the_guard_switches(name: str) -> None:
-    model = with_answer_losses(tiny.MODELS[name]().eval())
+    model = add_answer_losses(tiny.MODELS[name]().eval())
     fuse(model, OFF)
-    assert {choice for _, choice in implementations(model)} == {"sdpa"}
-    assert model_switches(model) == []
+    assert {choice for _, choice in list_implementations(model)} == {"sdpa"}
+    assert list_model_fallbacks(model) == []
     batch = tiny.batch(tiny.samples(name))
     with torch.no_grad():
         expected = model(**batch)
     assert attention_ops(model, batch)[FLASH]
-    flash = find_switch(attention_switches(), "attention:flash")
-    with flash.off(), torch.no_grad():
+    flash = find_fallback(list_attention_fallbacks(), "attention:flash")
+    with flash.disable_temporarily(), torch.no_grad():
         assert not attention_ops(model, batch)[FLASH]
         torch.testing.assert_close(model(**batch), expected)
-    with only("math"):
+    with use_only_backend("math"):
         assert not attention_ops(model, batch)[FLASH]
     assert attention_ops(model, batch)[FLASH]
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_preflight_sees_their_calls_and_can_check_each(name: str) -> None:
-    model = with_answer_losses(tiny.MODELS[name]().eval())
-    with recorded_calls() as calls, torch.no_grad():
+    model = add_answer_losses(tiny.MODELS[name]().eval())
+    with record_attention_calls() as calls, torch.no_grad():
         model(**tiny.batch(tiny.samples(name)))
     causal = [call for call in calls if call.is_causal]
     assert causal  # the language model's own
     assert all(call.mask is None for call in causal)
     assert all(call.enable_gqa for call in causal)  # 4 heads of queries, 2 of keys
     for call in calls:
-        assert parity(call, "math").ok, call
-        assert parity(call, "flash").ok, call
+        assert measure_backend_parity(call, "math").is_accurate, call
+        assert measure_backend_parity(call, "flash").is_accurate, call
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_eager_in_fp32_is_taken_switched_and_given_back(name: str) -> None:
-    model = with_answer_losses(tiny.MODELS[name]().eval())
+    model = add_answer_losses(tiny.MODELS[name]().eval())
     batch = tiny.batch(tiny.samples(name))
     with torch.no_grad():
         expected = model(**batch)
-    before = implementations(model)
+    before = list_implementations(model)
     fuse(model, OFF, attention="eager", check=False)
-    assert {choice for _, choice in implementations(model)} == {"eager"}
+    assert {choice for _, choice in list_implementations(model)} == {"eager"}
     ops = attention_ops(model, batch)
     assert ops["aten::_softmax"] >= tiny.TEXT["num_hidden_layers"]
     with torch.no_grad():
         torch.testing.assert_close(model(**batch), expected)
-    (switch,) = model_switches(model)
+    (switch,) = list_model_fallbacks(model)
     assert switch.name == "attention:eager"
     assert switch.cause == "attention_backend"
-    with switch.off():
-        assert {choice for _, choice in implementations(model)} == {"sdpa"}
+    with switch.disable_temporarily():
+        assert {choice for _, choice in list_implementations(model)} == {"sdpa"}
         assert attention_ops(model, batch)[FLASH] > ops[FLASH]
-    assert {choice for _, choice in implementations(model)} == {"eager"}
+    assert {choice for _, choice in list_implementations(model)} == {"eager"}
     unfuse(model)
-    assert implementations(model) == before
-    assert model_switches(model) == []
+    assert list_implementations(model) == before
+    assert list_model_fallbacks(model) == []
     fuse(model, OFF, attention="eager", check=False)
-    find_switch(model_switches(model), "attention:eager").turn_off()
-    assert {choice for _, choice in implementations(model)} == {"sdpa"}
+    find_fallback(list_model_fallbacks(model), "attention:eager").disable()
+    assert {choice for _, choice in list_implementations(model)} == {"sdpa"}
 
 
 def test_the_first_training_forward_compares_it() -> None:
     """With answers, the model gives only losses."""
-    model = with_answer_losses(tiny.mistral())
+    model = add_answer_losses(tiny.mistral())
     fuse(model, OFF, attention="eager")
     model(**tiny.batch(tiny.samples("mistral"))).sum().backward()
-    assert {choice for _, choice in implementations(model)} == {"eager"}
+    assert {choice for _, choice in list_implementations(model)} == {"eager"}
     from transformers import AttentionInterface
 
     def wrong(module, query, key, value, mask, **kwargs):  # type: ignore[no-untyped-def]
@@ -133,7 +137,7 @@ def test_eager_in_half_precision_is_refused_and_says_why() -> None:
     model = tiny.mistral().to(torch.bfloat16)
     with pytest.raises(DitLoraError, match="rounds attention's scores to half precision"):
         fuse(model, OFF, attention="eager")
-    assert {choice for _, choice in implementations(model)} == {"sdpa"}
+    assert {choice for _, choice in list_implementations(model)} == {"sdpa"}
     assert not model.model.layers[0].self_attn.__dict__.get("_fusion")
 
 
@@ -141,7 +145,7 @@ def test_eager_in_half_precision_is_refused_and_says_why() -> None:
 def test_flash_attention_is_refused_without_its_package_in_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(transformers_attention._AVAILABLE, name, lambda: False)
+    monkeypatch.setitem(transformers_attention._AVAILABILITY_CHECKS, name, lambda: False)
     with pytest.raises(DitLoraError) as error:
         fuse(tiny.mistral(), OFF, attention=name)
     assert str(error.value) == (
@@ -158,12 +162,14 @@ def test_other_names_are_refused_with_those_there_are(name: str) -> None:
 
 
 def test_a_part_that_cannot_take_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transformers_attention._AVAILABLE, "flash_attention_2", lambda: True)
+    monkeypatch.setitem(
+        transformers_attention._AVAILABILITY_CHECKS, "flash_attention_2", lambda: True
+    )
     model = tiny.mistral()
     with pytest.raises(DitLoraError, match="flash_attention_2"):
         fuse(model, OFF, attention="flash_attention_2")
-    assert {choice for _, choice in implementations(model)} == {"sdpa"}
-    assert model_switches(model) == []
+    assert {choice for _, choice in list_implementations(model)} == {"sdpa"}
+    assert list_model_fallbacks(model) == []
 
 
 @pytest.mark.parametrize("backend", ["flash", "math", "eager"])
@@ -177,7 +183,7 @@ def test_pads_on_the_right_are_not_seen_without_a_mask(name: str, backend: str) 
         fuse(model, OFF, attention="eager", check=False)
         bare, masked = logits(model, **inputs), logits(model, **inputs, attention_mask=mask)
     else:
-        with only(backend):
+        with use_only_backend(backend):
             bare = logits(model, **inputs)
         masked = logits(model, **inputs, attention_mask=mask)
     torch.testing.assert_close(bare[mask == 1], masked[mask == 1])

@@ -20,9 +20,9 @@ from dit_lora.guard.attention_backends import (
     AttentionCall,
     Mask,
     TensorLayout,
-    only,
-    parity,
-    recorded_calls,
+    measure_backend_parity,
+    record_attention_calls,
+    use_only_backend,
 )
 
 HALF = [torch.bfloat16, torch.float16]
@@ -33,7 +33,7 @@ def recorded(dtype: torch.dtype = torch.float32, **arguments: Any) -> AttentionC
     query, key, value = (
         torch.randn(3, length, 4, 16, dtype=dtype).transpose(1, 2) for length in (46, 37, 37)
     )
-    with recorded_calls() as calls:
+    with record_attention_calls() as calls:
         F.scaled_dot_product_attention(query, key, value, **arguments)
     (call,) = calls
     return call
@@ -55,7 +55,7 @@ def test_a_models_calls_are_counted_with_their_facts(tiny_checkpoints: dict[str,
     )
     latents = torch.randn(2, 3, 4, 4, 6, dtype=torch.bfloat16)
     text = torch.randn(2, 226, 32, dtype=torch.bfloat16)
-    with recorded_calls() as calls:
+    with record_attention_calls() as calls:
         model(latents, text, torch.tensor([3, 700]))
     (call,) = calls
     assert calls[call] == 2  # one a block
@@ -75,7 +75,7 @@ def test_calls_that_differ_are_kept_apart_and_results_are_untouched() -> None:
     query, key, value = torch.randn(3, 2, 4, 6, 16)
     mask = torch.rand(6, 6) > 0.5
     plain = F.scaled_dot_product_attention(query, key, value, mask)
-    with recorded_calls() as calls:
+    with record_attention_calls() as calls:
         assert torch.equal(F.scaled_dot_product_attention(query, key, value, mask), plain)
         F.scaled_dot_product_attention(query, key, value=value, attn_mask=mask, dropout_p=0.0)
         F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -93,19 +93,19 @@ def test_calls_that_differ_are_kept_apart_and_results_are_untouched() -> None:
 def test_a_mask_is_recorded_with_whether_a_row_of_it_is_empty() -> None:
     mask = recorded(attn_mask=padding_mask(empty=False)).mask
     assert mask is not None
-    assert (mask.layout.shape, mask.dtype, mask.empty_row) == ((3, 1, 1, 37), torch.bool, False)
+    assert (mask.layout.shape, mask.dtype, mask.has_empty_row) == ((3, 1, 1, 37), torch.bool, False)
     mask = recorded(attn_mask=padding_mask(empty=True)).mask
     assert mask is not None
-    assert mask.empty_row
+    assert mask.has_empty_row
     for low in (-math.inf, torch.finfo(torch.float32).min):
         for empty in (False, True):
             added = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
             mask = recorded(attn_mask=added).mask
             assert mask is not None
-            assert (mask.dtype, mask.low, mask.empty_row) == (torch.float32, low, empty)
+            assert (mask.dtype, mask.min_value, mask.has_empty_row) == (torch.float32, low, empty)
     mask = recorded(attn_mask=torch.full((46, 37), -5.0)).mask
     assert mask is not None
-    assert (mask.low, mask.empty_row) == (-5.0, False)  # a bias, not a mask
+    assert (mask.min_value, mask.has_empty_row) == (-5.0, False)  # a bias, not a mask
 
 
 def test_under_autocast_the_dtype_inside_is_recorded() -> None:
@@ -127,9 +127,9 @@ def test_the_backends_of_a_cpu_are_right(name: str, dtype: torch.dtype) -> None:
         {"attn_mask": padding_mask(empty=False).expand(3, 4, 46, 37)},
         {"attn_mask": bias},
     ):
-        result = parity(recorded(dtype, **arguments), name)
-        assert result.available
-        assert result.ok, result
+        result = measure_backend_parity(recorded(dtype, **arguments), name)
+        assert result.is_supported
+        assert result.is_accurate, result
         assert set(result.errors) == {"out", "dq", "dk", "dv"}
         # The errors are measured, and not far below the tolerance that is set by them.
         assert TOLERANCE[dtype] / 200 < max(result.errors.values())
@@ -137,39 +137,45 @@ def test_the_backends_of_a_cpu_are_right(name: str, dtype: torch.dtype) -> None:
 
 def test_the_seed_decides_the_draw() -> None:
     call = recorded()
-    assert parity(call, "flash") == parity(call, "flash")
-    assert parity(call, "flash") != parity(call, "flash", seed=1)
+    assert measure_backend_parity(call, "flash") == measure_backend_parity(call, "flash")
+    assert measure_backend_parity(call, "flash") != measure_backend_parity(call, "flash", seed=1)
 
 
 def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
     layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     for dtype in TOLERANCE:
-        assert parity(replace(recorded(dtype), key=layout, value=layout), "flash").ok
+        assert measure_backend_parity(
+            replace(recorded(dtype), key=layout, value=layout), "flash"
+        ).is_accurate
 
 
 def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
     call = recorded()
-    assert parity(replace(call, key=call.key.first(2), value=call.value.first(2)), "math").ok
+    assert measure_backend_parity(
+        replace(call, key=call.key.limit_heads(2), value=call.value.limit_heads(2)), "math"
+    ).is_accurate
     wide = TensorLayout((3, 4, 37, 24), (37 * 24 * 4, 37 * 24, 24, 1))
-    assert parity(replace(call, value=wide), "math").ok
+    assert measure_backend_parity(replace(call, value=wide), "math").is_accurate
     shared = TensorLayout((3, 2, 37, 16), (37 * 32, 16, 32, 1))
     grouped = replace(call, key=shared, value=shared, enable_gqa=True)
-    assert parity(grouped, "math").ok
-    assert parity(replace(grouped, key=call.key, value=call.value), "math").ok  # groups of one
+    assert measure_backend_parity(grouped, "math").is_accurate
+    assert measure_backend_parity(
+        replace(grouped, key=call.key, value=call.value), "math"
+    ).is_accurate  # groups of one
 
     def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
         times = (1, q.shape[1] // k.shape[1], 1, 1)
         return F.scaled_dot_product_attention(q, k.repeat(times), v.repeat(times))
 
-    result = parity(grouped, "math", attention=interleaved)
-    assert result.finite
-    assert not result.ok
+    result = measure_backend_parity(grouped, "math", attention=interleaved)
+    assert result.is_finite
+    assert not result.is_accurate
 
 
 def test_a_backend_that_cannot_run_a_call_says_why_and_is_no_error() -> None:
-    result = parity(recorded(), "cudnn")
-    assert not result.available
-    assert not result.ok
+    result = measure_backend_parity(recorded(), "cudnn")
+    assert not result.is_supported
+    assert not result.is_accurate
     assert "No viable backend" in result.reason
 
 
@@ -181,7 +187,7 @@ def test_one_sample_and_two_heads_keep_lengths_and_strides() -> None:
         return F.scaled_dot_product_attention(*qkv, **arguments)
 
     mask = padding_mask(empty=False).expand(3, 4, 46, 37)
-    parity(recorded(attn_mask=mask), "math", attention=attention)
+    measure_backend_parity(recorded(attn_mask=mask), "math", attention=attention)
     query, key, _, mask = captured[0]
     assert (query.shape, query.stride()) == ((1, 2, 46, 16), (46 * 64, 16, 64, 1))
     assert (key.shape, mask.shape) == ((1, 2, 37, 16), (1, 2, 46, 37))
@@ -196,10 +202,10 @@ def test_the_reference_does_not_depend_on_its_slices(monkeypatch: pytest.MonkeyP
         recorded(attn_mask=padding_mask(empty=True)),
         recorded(attn_mask=torch.rand(46, 37) > 0.5),
     ]
-    results = [parity(call, "math") for call in calls]
-    monkeypatch.setattr("dit_lora.guard.attention_backends._CHUNK", 11)
+    results = [measure_backend_parity(call, "math") for call in calls]
+    monkeypatch.setattr("dit_lora.guard.attention_backends._QUERIES_PER_CHUNK", 11)
     for call, result in zip(calls, results, strict=True):
-        assert parity(call, "math").errors == pytest.approx(result.errors, rel=1e-3)
+        assert measure_backend_parity(call, "math").errors == pytest.approx(result.errors, rel=1e-3)
 
 
 def masked_softmax(query: torch.Tensor, key: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -216,15 +222,19 @@ def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **argumen
 
 
 def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there_is_one() -> None:
-    result = parity(recorded(attn_mask=padding_mask(empty=True)), "math", attention=eager)
-    assert result.available
-    assert not result.finite
-    assert not result.ok
-    assert parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).ok
+    result = measure_backend_parity(
+        recorded(attn_mask=padding_mask(empty=True)), "math", attention=eager
+    )
+    assert result.is_supported
+    assert not result.is_finite
+    assert not result.is_accurate
+    assert measure_backend_parity(
+        recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager
+    ).is_accurate
     layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
-    mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, low=0.0, empty_row=False)
+    mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, min_value=0.0, has_empty_row=False)
     call = replace(recorded(), key=layout, value=layout, mask=mask)
-    assert parity(call, "math", attention=eager).ok
+    assert measure_backend_parity(call, "math", attention=eager).is_accurate
 
 
 class Recomputed(torch.autograd.Function):
@@ -260,10 +270,14 @@ def recomputing(
 def test_a_backward_pass_that_overflows_at_low_logits_is_found() -> None:
     """exp(-logsumexp) is Inf below -88.7: the cuDNN defect of pytorch#196678."""
     for call in (recorded(), recorded(scale=0.02)):
-        result = parity(call, "math", attention=partial(recomputing, together=False))
+        result = measure_backend_parity(
+            call, "math", attention=partial(recomputing, together=False)
+        )
         assert math.isfinite(result.errors["out"])
         assert not math.isfinite(result.errors["dq"])
-        assert parity(call, "math", attention=partial(recomputing, together=True)).ok
+        assert measure_backend_parity(
+            call, "math", attention=partial(recomputing, together=True)
+        ).is_accurate
 
 
 def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarithm() -> None:
@@ -272,7 +286,12 @@ def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarit
     for empty, right in ((False, True), (True, False)):
         low = torch.finfo(torch.float32).min
         mask = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
-        assert parity(recorded(attn_mask=mask), "math", attention=attention).ok is right
+        assert (
+            measure_backend_parity(
+                recorded(attn_mask=mask), "math", attention=attention
+            ).is_accurate
+            is right
+        )
 
 
 def wrong_row(out: torch.Tensor) -> torch.Tensor:
@@ -295,9 +314,9 @@ def test_a_backend_that_is_wrong_in_one_place_is_found(
     def attention(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
         return spoil(F.scaled_dot_product_attention(*qkv, **arguments))
 
-    result = parity(recorded(dtype), "math", attention=attention)
-    assert result.finite
-    assert not result.ok
+    result = measure_backend_parity(recorded(dtype), "math", attention=attention)
+    assert result.is_finite
+    assert not result.is_accurate
 
 
 def no_mask(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -323,16 +342,18 @@ def not_causal(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
 def test_an_argument_that_is_not_heeded_is_found(
     attention: Attention, arguments: dict[str, Any]
 ) -> None:
-    assert not parity(recorded(torch.bfloat16, **arguments), "math", attention=attention).ok
+    assert not measure_backend_parity(
+        recorded(torch.bfloat16, **arguments), "math", attention=attention
+    ).is_accurate
 
 
 def test_a_backend_that_raises_anything_else_is_available_and_wrong() -> None:
     def attention(*qkv: torch.Tensor, **_: Any) -> torch.Tensor:
         raise RuntimeError("cuDNN Frontend error: no execution plan")
 
-    result = parity(recorded(), "math", attention=attention)
-    assert result.available
-    assert not result.ok
+    result = measure_backend_parity(recorded(), "math", attention=attention)
+    assert result.is_supported
+    assert not result.is_accurate
     assert "no execution plan" in str(result)
 
 
@@ -340,7 +361,7 @@ def test_too_little_memory_is_not_a_wrong_result() -> None:
     def attention(*qkv: torch.Tensor, **_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert not parity(recorded(), "math", attention=attention).available
+    assert not measure_backend_parity(recorded(), "math", attention=attention).is_supported
 
 
 def test_fp32_is_held_to_what_the_matmul_precision_allows() -> None:
@@ -358,8 +379,8 @@ def test_fp32_is_held_to_what_the_matmul_precision_allows() -> None:
 def test_autocast_and_no_grad_around_it_change_nothing() -> None:
     call = recorded()
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert parity(call, "math") == parity(call, "math")
-        assert parity(call, "math").ok
+        assert measure_backend_parity(call, "math") == measure_backend_parity(call, "math")
+        assert measure_backend_parity(call, "math").is_accurate
 
 
 @pytest.fixture
@@ -384,6 +405,6 @@ def test_only_chooses_one_and_gives_back() -> None:
     before = allowed()
     assert all(before.values())
     for name in BACKENDS:
-        with only(name):
+        with use_only_backend(name):
             assert allowed() == {backend_name: backend_name == name for backend_name in BACKENDS}
     assert allowed() == before

@@ -20,9 +20,9 @@ from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.guard import checks
-from dit_lora.guard.attention_backends import AttentionCall, BackendParity, recorded_calls
-from dit_lora.guard.checks import CheckFinding, gradient_flow
-from dit_lora.guard.stored_precision import stored_dtype, stored_precision
+from dit_lora.guard.attention_backends import AttentionCall, BackendParity, record_attention_calls
+from dit_lora.guard.checks import CheckFinding, check_gradient_flow
+from dit_lora.guard.stored_precision import check_stored_precision, read_stored_dtype
 
 Run = Callable[[], Any]
 B = "transformer_blocks.1.attn1.to_k.lora_B.default.weight"
@@ -108,7 +108,7 @@ def test_a_policy_that_nothing_leaves_passes(
     transformer: nn.Module, forward: Run, dtype: torch.dtype | None
 ) -> None:
     run = forward if dtype is None else under_bf16(forward)
-    findings = checks.autocast_owner(transformer, run, dtype)
+    findings = checks.check_autocast(transformer, run, dtype)
     assert len(findings) == 2
     assert not wrong(findings)
     assert not any(module._forward_pre_hooks for module in transformer.modules())
@@ -136,12 +136,12 @@ def under_bf16(run: Run) -> Run:
 def test_a_nested_autocast_of_another_dtype_is_named_where_it_begins() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Nested(torch.float16))
     run = partial(model, torch.ones(2, 3))
-    finding = the_one(checks.autocast_owner(model, under_bf16(run), torch.bfloat16))
+    finding = the_one(checks.check_autocast(model, under_bf16(run), torch.bfloat16))
     assert finding.fatal
     assert "1.inner runs under torch.float16" in finding.words
     assert "1.free" not in finding.words
     assert "1.inner.0" not in finding.words
-    finding = the_one(checks.autocast_owner(model, run, None))
+    finding = the_one(checks.check_autocast(model, run, None))
     assert "the policy is no autocast" in finding.words
     assert finding.fatal
 
@@ -151,7 +151,7 @@ def test_an_autocast_inside_an_island_is_named_too() -> None:
     island.inner[1] = Nested(torch.float16)
     model = nn.Sequential(nn.Linear(3, 3), island)
     run = under_bf16(partial(model, torch.ones(2, 3)))
-    other_findings, off = wrong(checks.autocast_owner(model, run, torch.bfloat16))
+    other_findings, off = wrong(checks.check_autocast(model, run, torch.bfloat16))
     assert "1.inner.1.inner runs under torch.float16" in other_findings.words
     assert other_findings.fatal
     assert "1.inner runs without autocast" in off.words
@@ -160,12 +160,12 @@ def test_an_autocast_inside_an_island_is_named_too() -> None:
 
 def test_accelerates_autocast_is_no_offence(transformer: nn.Module, forward: Run) -> None:
     transformer.forward = under_bf16(transformer.forward)  # type: ignore[method-assign]
-    assert not wrong(checks.autocast_owner(transformer, forward, torch.bfloat16))
-    assert wrong(checks.autocast_owner(transformer, forward, None))
+    assert not wrong(checks.check_autocast(transformer, forward, torch.bfloat16))
+    assert wrong(checks.check_autocast(transformer, forward, None))
 
 
 def test_an_autocast_that_nobody_opens_is_named(transformer: nn.Module, forward: Run) -> None:
-    finding = the_one(checks.autocast_owner(transformer, forward, torch.bfloat16))
+    finding = the_one(checks.check_autocast(transformer, forward, torch.bfloat16))
     assert "transformer_blocks.0 runs without autocast" in finding.words
     assert "proj_out runs without autocast" in finding.words
 
@@ -177,7 +177,7 @@ def test_gradients_flow_in_a_sound_model_and_are_cleared(
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     transformer.get_parameter(A).grad = torch.full((4, 64), torch.nan)  # an earlier batch's
-    findings = gradient_flow(transformer, backward)
+    findings = check_gradient_flow(transformer, backward)
     assert len(findings) == 3
     assert not wrong(findings)
     assert all(parameter.grad is None for parameter in transformer.parameters())
@@ -188,7 +188,7 @@ def test_what_a_cut_graph_does_not_reach_is_named(transformer: nn.Module, backwa
         return tuple(tensor.detach() for tensor in output)
 
     transformer.get_submodule("transformer_blocks.0").register_forward_hook(cut)
-    finding = the_one(gradient_flow(transformer, backward))
+    finding = the_one(check_gradient_flow(transformer, backward))
     assert finding.fatal
     assert finding.words.count("transformer_blocks.0") == 8
     assert "transformer_blocks.0.attn1.to_q.lora_B.default.weight: no gradient" in finding.words
@@ -197,7 +197,7 @@ def test_what_a_cut_graph_does_not_reach_is_named(transformer: nn.Module, backwa
 
 def test_of_gradients_of_zeros_only_bs_is_named(transformer: nn.Module, backward: Run) -> None:
     transformer.get_parameter(B).register_hook(torch.zeros_like)
-    finding = the_one(gradient_flow(transformer, backward))
+    finding = the_one(check_gradient_flow(transformer, backward))
     assert finding.words.endswith(f"  - {B}: a gradient that is all zero")
 
 
@@ -208,7 +208,7 @@ def test_bad_and_frozen_gradients_are_named(transformer: nn.Module, backward: Ru
         transformer.get_parameter(BASE).requires_grad_(True)
         backward()
 
-    finite, frozen = wrong(gradient_flow(transformer, leaking))
+    finite, frozen = wrong(check_gradient_flow(transformer, leaking))
     assert f"gradient of {B} has 256 NaN" in finite.words
     assert finite.fatal
     assert frozen.words.endswith(f"  - {BASE}")
@@ -222,7 +222,7 @@ def test_a_probe_that_fails_leaves_no_gradient(transformer: nn.Module, backward:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        gradient_flow(transformer, failing)
+        check_gradient_flow(transformer, failing)
     assert all(parameter.grad is None for parameter in transformer.parameters())
 
 
@@ -248,25 +248,25 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 def test_weights_stored_in_fp16_are_judged_by_what_was_probed(
     compute: torch.dtype, peak: float | None, ok: bool, fatal: bool
 ) -> None:
-    (finding,) = stored_precision(F16, compute, peak)
+    (finding,) = check_stored_precision(F16, compute, peak)
     assert (finding.ok, finding.fatal) == (ok, fatal), finding.words
 
 
 def test_weights_stored_otherwise_are_refused_in_fp16_alone() -> None:
     for stored, compute, peak in product((BF16, F32, None), (BF16, F32, F16), (1e6, None)):
-        (finding,) = stored_precision(stored, compute, peak)
+        (finding,) = check_stored_precision(stored, compute, peak)
         assert finding.fatal == (compute is F16 and stored is not None)
         assert finding.ok != finding.fatal
 
 
 def test_a_warning_says_what_was_probed_and_how_near_it_came() -> None:
-    (finding,) = stored_precision(F16, BF16, 655.04)
+    (finding,) = check_stored_precision(F16, BF16, 655.04)
     assert "in torch.float16 and computed in torch.bfloat16; " in finding.words
     assert "probed on one batch and reach 655, 100 times below" in finding.words
-    (finding,) = stored_precision(F16, BF16, 1e6)
+    (finding,) = check_stored_precision(F16, BF16, 1e6)
     assert "reach 1e+06, beyond fp16's 65504" in finding.words
     assert "clamp" in finding.words
-    (finding,) = stored_precision(F16, BF16, None)
+    (finding,) = check_stored_precision(F16, BF16, None)
     assert "was not probed" in finding.words
 
 
@@ -279,11 +279,11 @@ def test_the_stored_dtype_is_that_of_most_values_over_all_files(tmp_path: Path) 
     )
     save_file({f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, two)
     # 22 values against 11, in 2 tensors against 10.
-    assert stored_dtype([first_path, two]) is torch.float16
-    assert stored_dtype([two]) is torch.float32
+    assert read_stored_dtype([first_path, two]) is torch.float16
+    assert read_stored_dtype([two]) is torch.float32
     save_file({"ids": torch.arange(900)}, two)
-    assert stored_dtype([two]) is None
-    assert stored_dtype([]) is None
+    assert read_stored_dtype([two]) is None
+    assert read_stored_dtype([]) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"no header!", (2**62).to_bytes(8, "little") + b"{}"])
@@ -291,13 +291,13 @@ def test_a_file_without_a_header_is_refused_by_name(tmp_path: Path, content: byt
     file = tmp_path / "torn.safetensors"
     file.write_bytes(content)
     with pytest.raises(DitLoraError, match=r"torn\.safetensors"):
-        stored_dtype([file])
+        read_stored_dtype([file])
 
 
 @pytest.fixture
 def calls() -> list[AttentionCall]:
     query, key, value = torch.randn(3, 2, 4, 6, 16)
-    with recorded_calls() as recorded:
+    with record_attention_calls() as recorded:
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return list(recorded)
@@ -305,7 +305,7 @@ def calls() -> list[AttentionCall]:
 
 def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
     elsewhere = [replace(call, device=torch.device("cuda")) for call in calls]
-    findings, disabled = checks.attention_backends(elsewhere, torch.device("cpu"))
+    findings, disabled = checks.check_attention_backends(elsewhere, torch.device("cpu"))
     assert not wrong(findings)
     assert disabled == []
     messages = {finding.check: finding.words for finding in findings}
@@ -315,8 +315,8 @@ def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[str, bool]], error: float) -> None:
-    """Make `parity` find this error in these backends at the causal or the other call."""
-    true = checks.parity
+    """Make `measure_backend_parity` find this error in these backends at the causal or the other call."""
+    true = checks.measure_backend_parity
 
     def parity(call: AttentionCall, name: str) -> BackendParity:
         result = true(call, name)
@@ -324,7 +324,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[str, bool]], error:
             return replace(result, errors={**result.errors, "dq": error})
         return result
 
-    monkeypatch.setattr(checks, "parity", parity)
+    monkeypatch.setattr(checks, "measure_backend_parity", parity)
 
 
 @pytest.mark.parametrize("error", [0.5, torch.nan])
@@ -332,11 +332,11 @@ def test_a_wrong_backend_is_named_with_its_call_and_error_and_disabled(
     monkeypatch: pytest.MonkeyPatch, calls: list[AttentionCall], error: float
 ) -> None:
     spoil(monkeypatch, {("flash", True)}, error)
-    findings, disabled = checks.attention_backends(calls, torch.device("cpu"))
+    findings, disabled = checks.check_attention_backends(calls, torch.device("cpu"))
     finding = the_one(findings)
     assert finding.check == "attention backend flash"
     assert not finding.fatal  # the run goes on without it
-    assert disabled == ["flash"] == checks.wrong_backends(findings)
+    assert disabled == ["flash"] == checks.find_wrong_backends(findings)
     assert "wrong at 1 of 2 calls" in finding.words
     assert "q 2x4x6x16" in finding.words
     assert "causal" in finding.words
@@ -347,7 +347,7 @@ def test_a_call_that_only_disabled_backends_get_right_is_fatal(
     monkeypatch: pytest.MonkeyPatch, calls: list[AttentionCall]
 ) -> None:
     spoil(monkeypatch, {("flash", True), ("math", False)}, 0.5)
-    findings, disabled = checks.attention_backends(calls, torch.device("cpu"))
+    findings, disabled = checks.check_attention_backends(calls, torch.device("cpu"))
     assert disabled == ["flash", "math"]
     assert findings[-1].fatal
     assert findings[-1].words.count("\n") == 2  # both calls
@@ -359,22 +359,24 @@ GOOD = [CheckFinding("a", True, "fine", False), CheckFinding("b", False, "look",
 
 def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
     path, check = tmp_path / "preflight.json", Mock(return_value=GOOD)
-    assert checks.cached(path, FACTS, check) == GOOD
-    assert checks.cached(path, dict(reversed(FACTS.items())), check) == GOOD
+    assert checks.check_with_cache(path, FACTS, check) == GOOD
+    assert checks.check_with_cache(path, dict(reversed(FACTS.items())), check) == GOOD
     assert check.call_count == 1
     other_check = Mock(return_value=[CheckFinding("c", True, "other", False)])
     for changed in ({"torch": "2.14"}, {"dtype": torch.float16}, {"shape": (1, 3)}, {"new": 1}):
-        assert checks.cached(path, FACTS | changed, other_check) == other_check.return_value
+        assert (
+            checks.check_with_cache(path, FACTS | changed, other_check) == other_check.return_value
+        )
     assert other_check.call_count == 4
-    assert checks.cached(path, FACTS, check) == GOOD
+    assert checks.check_with_cache(path, FACTS, check) == GOOD
     assert check.call_count == 1
 
 
 def test_a_fatal_result_is_never_kept(tmp_path: Path) -> None:
     path = tmp_path / "preflight.json"
     bad = Mock(return_value=[*GOOD, CheckFinding("c", False, "broken", True)])
-    checks.cached(path, FACTS, bad)
-    checks.cached(path, FACTS, bad)
+    checks.check_with_cache(path, FACTS, bad)
+    checks.check_with_cache(path, FACTS, bad)
     assert bad.call_count == 2
     assert not path.exists()
 
@@ -383,7 +385,7 @@ def test_a_file_that_is_torn_or_of_another_version_is_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, check = tmp_path / "preflight.json", Mock(return_value=GOOD)
-    checks.cached(path, FACTS, check)
+    checks.check_with_cache(path, FACTS, check)
     original_text = path.read_text()
     entries = json.loads(original_text)
     entries["found"] = {key: [{"check": "a"}] for key in entries["found"]}
@@ -391,9 +393,9 @@ def test_a_file_that_is_torn_or_of_another_version_is_as_none(
     for text in [*torn, json.dumps(entries)]:
         path.write_text(text)
         runs = check.call_count
-        assert checks.cached(path, FACTS, check) == GOOD
+        assert checks.check_with_cache(path, FACTS, check) == GOOD
         assert check.call_count == runs + 1
         assert path.read_text() == original_text
-    monkeypatch.setattr(checks, "_VERSION", 2)
-    checks.cached(path, FACTS, check)
+    monkeypatch.setattr(checks, "_CACHE_VERSION", 2)
+    checks.check_with_cache(path, FACTS, check)
     assert check.call_count == runs + 2

@@ -22,10 +22,14 @@ from diagnoses import (
 )
 
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.state import has_run_away, run_away, weight_peak
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch
-from dit_lora.numerics.labels import IGNORE
+from dit_lora.guard.state import (
+    compute_weight_peak,
+    diagnose_diverged_weights,
+    is_unusable_magnitude,
+)
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import Fallback
+from dit_lora.numerics.labels import IGNORE_INDEX
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_faults_found_when_the_cache_was_read_are_told_in_their_own_words(model:
 
 
 def test_labels_are_the_cause_where_no_sample_has_one(model: Net) -> None:
-    tensors = rows() | {"labels": torch.full((3, 2), IGNORE)}
+    tensors = rows() | {"labels": torch.full((3, 2), IGNORE_INDEX)}
     verdict = diagnosed(batch(model, tensors), model)
     assert (verdict.cause, verdict.sample_ids) == ("labels", IDS)
     assert verdict.words.startswith("a.mp4: all of its 2 labels are -100")
@@ -166,7 +170,7 @@ def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
 def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) -> None:
     model.block.fault = fails
     # The stock model may need more memory for a step than there is.
-    full = Switch("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
+    full = Fallback("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
     idle = [full, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
     verdict = diagnosed(batch(model), model, switches=[*idle, switch(model.block, cause=cause)])
     assert "does not fit into memory" in str(verdict.evidence["norm"])
@@ -308,7 +312,7 @@ def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger(
     facts = {"state": {"adapter/up.weight/exp_avg": moment}.items, "start_peak": 0.5}
     bad: list[tuple[str, torch.Tensor, float]] = [
         ("data", tensors["latents"][1], torch.nan),
-        ("labels", tensors["labels"], IGNORE),
+        ("labels", tensors["labels"], IGNORE_INDEX),
         ("weights", model.base.bias.data, torch.inf),
         ("optimizer", moment, torch.nan),
         ("weights", model.up.weight.data[0], torch.nan),
@@ -335,15 +339,22 @@ def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
     with torch.no_grad():
         model.down.weight[0, 0] = torch.nan
         model.up.weight[:] = 500.0
-    verdict = run_away(batch(model), Suspects(model, list, start_peak=0.25))
+    verdict = diagnose_diverged_weights(
+        batch(model), DiagnosisContext(model, list, start_peak=0.25)
+    )
     assert (verdict.cause, verdict.step, verdict.rank) == ("learning_rate", 12, 2)
     assert "trained weights reach 500, from 0.25 at the start" in verdict.words
 
 
 def test_weights_are_lost_by_their_largest_magnitude_and_by_what_they_started_at() -> None:
     weights = [torch.tensor([0.3, -7.5]), torch.tensor([[2.0], [torch.inf]]), torch.empty(0)]
-    assert weight_peak(weights) == torch.inf
-    assert weight_peak(weights, finite_only=True) == 7.5
-    assert weight_peak(iter([torch.tensor([3, 4])])) == 0.0
+    assert compute_weight_peak(weights) == torch.inf
+    assert compute_weight_peak(weights, finite_only=True) == 7.5
+    assert compute_weight_peak(iter([torch.tensor([3, 4])])) == 0.0
     losses = [(99.0, 0.01), (101.0, 0.1), (900.0, 1.0), (1100.0, 1.0)]
-    assert [has_run_away(peak, start) for peak, start in losses] == [False, True, False, True]
+    assert [is_unusable_magnitude(peak, start) for peak, start in losses] == [
+        False,
+        True,
+        False,
+        True,
+    ]

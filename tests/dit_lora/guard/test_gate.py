@@ -13,12 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.gate import (
+    BadStateError,
     Gate,
     NonFiniteError,
-    PoisonedStateError,
-    gated_step,
-    gates_on_device,
-    weights_are_bad,
+    can_skip_on_device,
+    has_nonfinite_weights,
+    take_gated_step,
 )
 
 Make = Callable[[list[dict[str, object]]], torch.optim.Optimizer]
@@ -103,11 +103,11 @@ def test_a_shut_gate_leaves_weights_moments_and_step_counts_bit_for_bit(
     run = Training(OPTIMIZERS[name], wrapped=wrapped)
     for step in (1, 2):
         run.backward(step)
-        gated_step(run.optimizer, OPEN)
+        take_gated_step(run.optimizer, OPEN)
     before = run.bits()
     assert len(before) > len(run.parameters), "no optimizer state is compared"
     run.backward(3, bad)
-    gated_step(run.optimizer, SHUT)
+    take_gated_step(run.optimizer, SHUT)
     assert_same_bits(run.bits(), before)
 
 
@@ -123,9 +123,9 @@ def test_open_steps_around_a_shut_one_are_those_of_an_optimizer_without_a_gate(
     for step in (1, 2, 3, 4):
         if step == shut_at:
             gated.backward(9, torch.nan)
-            gated_step(gated.optimizer, SHUT)
+            take_gated_step(gated.optimizer, SHUT)
         gated.backward(step)
-        gated_step(gated.optimizer, OPEN)
+        take_gated_step(gated.optimizer, OPEN)
         plain.backward(step)
         plain.bare.step()
     assert_same_bits(gated.bits(), plain.bits())
@@ -135,7 +135,7 @@ def test_open_steps_around_a_shut_one_are_those_of_an_optimizer_without_a_gate(
 def test_a_shut_first_step_of_fused_sgd_leaves_no_momentum_that_nothing_was_written_to() -> None:
     run = Training(lambda groups: torch.optim.SGD(groups, momentum=0.9, fused=True))
     run.backward(1, torch.nan)
-    gated_step(run.optimizer, SHUT)
+    take_gated_step(run.optimizer, SHUT)
     assert all(state.get("momentum_buffer") is None for state in run.bare.state.values())
 
 
@@ -144,7 +144,7 @@ def test_a_shut_first_step_of_fused_sgd_leaves_no_momentum_that_nothing_was_writ
 def test_the_flag_is_gone_after_the_step(wrapped: bool, flag: torch.Tensor) -> None:
     run = Training(OPTIMIZERS["fused AdamW"], wrapped=wrapped)
     run.backward(1)
-    gated_step(run.optimizer, flag)
+    take_gated_step(run.optimizer, flag)
     assert "found_inf" not in vars(run.bare)
 
 
@@ -158,20 +158,20 @@ def test_the_flag_is_gone_after_a_step_that_raises(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(run.bare, "step", step)
     with pytest.raises(ValueError, match="out of memory"):
-        gated_step(run.optimizer, SHUT)
+        take_gated_step(run.optimizer, SHUT)
     assert recorded == [SHUT]
     assert "found_inf" not in vars(run.bare)
 
 
 def test_only_fused_optimizers_of_whole_tensors_gate_on_the_device() -> None:
-    num_gates = {name: gates_on_device(Training(make).bare) for name, make in OPTIMIZERS.items()}
+    num_gates = {name: can_skip_on_device(Training(make).bare) for name, make in OPTIMIZERS.items()}
     assert {name for name, on_device in num_gates.items() if on_device} == {
         "fused AdamW",
         "fused Adam",
     }
     mixed = Training(OPTIMIZERS["fused AdamW"]).bare
     mixed.param_groups[1]["fused"] = False
-    assert not gates_on_device(mixed)
+    assert not can_skip_on_device(mixed)
 
 
 def test_sharded_parameters_are_decided_on_by_the_host() -> None:
@@ -180,15 +180,15 @@ def test_sharded_parameters_are_decided_on_by_the_host() -> None:
         mesh = dist.init_device_mesh("cpu", (1,))
         parameter = nn.Parameter(distribute_tensor(torch.randn(6, 3), mesh, [Shard(0)]))
         optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-        assert not gates_on_device(optimizer)
+        assert not can_skip_on_device(optimizer)
         before = parameter.full_tensor().detach().clone()
         parameter.grad = torch.full_like(parameter, torch.nan)
-        gated_step(optimizer, SHUT)
+        take_gated_step(optimizer, SHUT)
         assert torch.equal(parameter.full_tensor(), before)
-        assert not weights_are_bad(optimizer)
+        assert not has_nonfinite_weights(optimizer)
         with torch.no_grad():
             parameter.to_local()[4, 1] = torch.nan
-        assert weights_are_bad(optimizer)
+        assert has_nonfinite_weights(optimizer)
     finally:
         dist.destroy_process_group()
 
@@ -198,7 +198,7 @@ def norms(*values: float) -> dict[str, torch.Tensor]:
 
 
 def agreed(gate: Gate) -> float:
-    flag = gate.agreed()
+    flag = gate.reduce_flags()
     assert flag.dtype is torch.float32  # what fused optimizers read
     assert flag.ndim == 0
     return flag.item()
@@ -206,9 +206,9 @@ def agreed(gate: Gate) -> float:
 
 def test_finite_losses_and_gradients_agree_on_zero(gate: Gate) -> None:
     """The largest loss, a loss of zero and a group without a gradient are no faults."""
-    gate.losses(torch.tensor([0.0, 3.4e38, 0.7]))
-    gate.losses(torch.tensor([1e-45, 2.0, -3.0]), bad_data=False)
-    assert gate.gradients(norms(0.0, 5.0)).tolist() == [False, False]
+    gate.record_losses(torch.tensor([0.0, 3.4e38, 0.7]))
+    gate.record_losses(torch.tensor([1e-45, 2.0, -3.0]), bad_data=False)
+    assert gate.record_gradient_norms(norms(0.0, 5.0)).tolist() == [False, False]
     assert agreed(gate) == 0.0
 
 
@@ -221,15 +221,15 @@ def test_one_loss_that_is_not_finite_shuts_the_gate(
     with torch.no_grad():
         losses[micro_step, 1] = value
     for row in losses:
-        gate.losses(row)
-    gate.gradients(norms(1.0, 2.0))
+        gate.record_losses(row)
+    gate.record_gradient_norms(norms(1.0, 2.0))
     assert agreed(gate) == 1.0
 
 
 def test_bad_data_shuts_the_gate_though_its_loss_is_finite(gate: Gate) -> None:
-    gate.losses(torch.tensor([1.0, 0.4]), bad_data=True)
-    gate.losses(torch.tensor([0.2, 2.0]))
-    gate.gradients(norms(1.0, 2.0))
+    gate.record_losses(torch.tensor([1.0, 0.4]), bad_data=True)
+    gate.record_losses(torch.tensor([0.2, 2.0]))
+    gate.record_gradient_norms(norms(1.0, 2.0))
     assert agreed(gate) == 1.0
 
 
@@ -237,23 +237,23 @@ def test_bad_data_shuts_the_gate_though_its_loss_is_finite(gate: Gate) -> None:
 def test_one_group_whose_gradient_is_not_finite_shuts_the_gate(
     gate: Gate, values: tuple[float, ...]
 ) -> None:
-    gate.losses(torch.tensor([1.0, 0.4]))
-    assert gate.gradients(norms(*values)).tolist() == [True, False]
+    gate.record_losses(torch.tensor([1.0, 0.4]))
+    assert gate.record_gradient_norms(norms(*values)).tolist() == [True, False]
     assert agreed(gate) == 1.0
 
 
 def test_a_step_without_any_gradient_shuts_the_gate(gate: Gate) -> None:
     """It trains nothing, and still decays moments and weights."""
-    gate.losses(torch.tensor([1.0, 0.4]))
-    assert gate.gradients(norms(0.0, 0.0, -0.0)).tolist() == [False, True]
+    gate.record_losses(torch.tensor([1.0, 0.4]))
+    assert gate.record_gradient_norms(norms(0.0, 0.0, -0.0)).tolist() == [False, True]
     assert agreed(gate) == 1.0
 
 
 def test_losses_are_noted_without_their_graph(gate: Gate) -> None:
     losses = torch.tensor([1.0, 0.4], requires_grad=True) * 2
-    gate.losses(losses)
-    gate.gradients(norms(0.3, 1.2))
-    assert not gate.agreed().requires_grad
+    gate.record_losses(losses)
+    gate.record_gradient_norms(norms(0.3, 1.2))
+    assert not gate.reduce_flags().requires_grad
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -264,10 +264,10 @@ def test_a_single_bad_weight_of_any_group_is_seen(
 ) -> None:
     run = Training(OPTIMIZERS["SGD"])
     run.parameters[1].data = run.parameters[1].data.to(dtype)
-    assert not weights_are_bad(run.bare)
+    assert not has_nonfinite_weights(run.bare)
     with torch.no_grad():
         run.parameters[number].view(-1)[5] = value
-    flag = weights_are_bad(AcceleratedOptimizer(run.bare, device_placement=False))
+    flag = has_nonfinite_weights(AcceleratedOptimizer(run.bare, device_placement=False))
     assert flag.dtype is torch.bool
     assert flag.item()
 
@@ -275,18 +275,18 @@ def test_a_single_bad_weight_of_any_group_is_seen(
 def test_a_rank_that_has_no_row_of_a_sharded_weight_is_judged_by_the_others() -> None:
     parts = [nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(2, 4))]
     optimizer = torch.optim.SGD(parts, lr=0.1)
-    assert not weights_are_bad(optimizer)
+    assert not has_nonfinite_weights(optimizer)
     with torch.no_grad():
         parts[1][0, 0] = torch.nan
-    assert weights_are_bad(optimizer)
-    assert not weights_are_bad(torch.optim.SGD(parts[:1], lr=0.1))
+    assert has_nonfinite_weights(optimizer)
+    assert not has_nonfinite_weights(torch.optim.SGD(parts[:1], lr=0.1))
 
 
 def test_what_the_guard_raises_is_agreed_on_by_all_ranks_and_exits_with_3() -> None:
     event = {"step": 4, "kind": "non_finite_loss"}
     stopped = NonFiniteError("step 4: non finite loss", event)
     event["step"] = 5
-    poisoned = PoisonedStateError("the weights are lost", "diverged_weights")
+    poisoned = BadStateError("the weights are lost", "diverged_weights")
     assert stopped.event == {"step": 4, "kind": "non_finite_loss"}
     assert poisoned.kind == "diverged_weights"
     for error in (stopped, poisoned):

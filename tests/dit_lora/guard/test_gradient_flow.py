@@ -4,7 +4,7 @@ import peft
 import torch
 from torch import nn
 
-from dit_lora.guard.checks import gradient_flow
+from dit_lora.guard.checks import check_gradient_flow
 
 A, B = (f"0.lora_{part}.default.weight" for part in "AB")
 
@@ -16,7 +16,7 @@ def test_an_a_whose_b_is_not_zero_needs_a_gradient_too() -> None:
     x = torch.randn(4, 6)
 
     def wrong() -> list[str]:
-        findings = gradient_flow(model, lambda: model(x).square().sum().backward())
+        findings = check_gradient_flow(model, lambda: model(x).square().sum().backward())
         return [finding.words for finding in findings if not finding.ok]
 
     assert not wrong()  # a new adapter: every B is zero, and so is A's gradient

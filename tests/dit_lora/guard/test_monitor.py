@@ -67,8 +67,8 @@ def test_peaks_are_those_of_a_hook_of_ones_own(
 
     for name in (TO_Q, "transformer_blocks.1", "proj_out"):
         transformer.get_submodule(name).register_forward_hook(keep(name))
-    monitor = Monitor(transformer, every=1)
-    with monitor.watching():
+    monitor = Monitor(transformer, interval_steps=1)
+    with monitor.record_outputs():
         forward()
     statistics = monitor.collect()
     assert len(recorded) == 3
@@ -85,8 +85,8 @@ def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(
     values: tuple[float, float], peak: float
 ) -> None:
     model = nn.Sequential(nn.Identity())
-    monitor = Monitor(model, every=1)
-    with monitor.watching():
+    monitor = Monitor(model, interval_steps=1)
+    with monitor.record_outputs():
         for value in values:
             model(torch.tensor([0.0, value]))
     statistics = monitor.collect()["0"]
@@ -100,13 +100,13 @@ def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom(
             return x, y.half(), torch.tensor([900_000]), None
 
     model = nn.Sequential(Several())
-    monitor = Monitor(model, every=1)
+    monitor = Monitor(model, interval_steps=1)
     for x, y, peak in (
         (70_000.0, 655.0, 70_000.0),
         (3.0, 655.0, 655.0),
         (3.0, torch.nan, torch.nan),
     ):
-        with monitor.watching():
+        with monitor.record_outputs():
             model[0](torch.tensor([x]), torch.tensor([y]))
         statistics = monitor.collect()["0"]
         assert statistics["abs_max"] == pytest.approx(peak, nan_ok=True)
@@ -116,8 +116,8 @@ def test_of_outputs_in_several_dtypes_the_largest_counts_and_the_least_headroom(
 def test_norms_of_bf16_gradients_are_fp32() -> None:
     model = nn.Sequential(nn.Linear(30, 50, bias=False)).bfloat16()
     model[0].weight.grad = torch.randn(50, 30).bfloat16()
-    monitor = Monitor(model, every=1)
-    monitor.gradients()
+    monitor = Monitor(model, interval_steps=1)
+    monitor.record_gradient_norms()
     exact = model[0].weight.grad.double().norm().item()
     assert monitor.collect()["0"]["grad_norm"] == rounded(exact)
 
@@ -125,8 +125,8 @@ def test_norms_of_bf16_gradients_are_fp32() -> None:
 def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
-    monitor = Monitor(transformer, every=1)
-    with monitor.watching():
+    monitor = Monitor(transformer, interval_steps=1)
+    with monitor.record_outputs():
         forward()
     statistics = monitor.collect()
     assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(
@@ -140,11 +140,11 @@ def test_watching_changes_no_bit_and_leaves_no_hook(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
     plain = forward()
-    with Monitor(transformer, every=1).watching():
+    with Monitor(transformer, interval_steps=1).record_outputs():
         watched = forward()
     assert torch.equal(plain, watched)
     assert not any(module._forward_hooks for module in transformer.modules())
-    with pytest.raises(ZeroDivisionError), Monitor(transformer, every=1).watching():
+    with pytest.raises(ZeroDivisionError), Monitor(transformer, interval_steps=1).record_outputs():
         raise ZeroDivisionError
     assert not any(module._forward_hooks for module in transformer.modules())
 
@@ -152,9 +152,9 @@ def test_watching_changes_no_bit_and_leaves_no_hook(
 def test_gradient_checkpointing_changes_no_peak(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
-    monitor, collected = Monitor(transformer, every=1), []
+    monitor, collected = Monitor(transformer, interval_steps=1), []
     for _ in range(2):
-        with monitor.watching():
+        with monitor.record_outputs():
             forward().square().mean().backward()
         collected.append(monitor.collect())
         transformer.enable_gradient_checkpointing()
@@ -165,8 +165,8 @@ def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
     transformer: nn.Module, forward: Callable[[], torch.Tensor]
 ) -> None:
     forward().square().mean().backward()
-    monitor = Monitor(transformer, every=1)
-    monitor.gradients()
+    monitor = Monitor(transformer, interval_steps=1)
+    monitor.record_gradient_norms()
     statistics = monitor.collect()
     squares: dict[str, float] = {}
     for name, parameter in transformer.named_parameters():
@@ -188,7 +188,7 @@ def test_the_update_ratio_is_that_of_saved_copies(
     before = [p.detach().clone() for p in parts]
     optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=0.1)
     forward().square().mean().backward()
-    monitor = Monitor(transformer, every=1)
+    monitor = Monitor(transformer, interval_steps=1)
     monitor.before_update()
     optimizer.step()
     monitor.after_update()
@@ -203,7 +203,7 @@ def test_the_update_ratio_is_that_of_saved_copies(
 def test_weights_that_stay_zero_have_a_ratio_of_zero() -> None:
     model = nn.Sequential(nn.Linear(3, 5, bias=False))
     nn.init.zeros_(model[0].weight)
-    monitor = Monitor(model, every=1)
+    monitor = Monitor(model, interval_steps=1)
     monitor.before_update()
     monitor.after_update()
     assert monitor.collect() == {"0": {"update_ratio": 0.0}}
@@ -217,18 +217,18 @@ def test_an_infinity_that_a_clamp_hides_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), Clamp())
     with torch.no_grad():
         model[1].bias[0] = torch.inf
-    monitor = Monitor(model, every=1)
-    with monitor.watching():
+    monitor = Monitor(model, interval_steps=1)
+    with monitor.record_outputs():
         assert model(torch.randn(4, 3)).isfinite().all()
     assert monitor.collect()["1"] == {"abs_max": math.inf, "headroom": 0.0}
-    assert monitor.hidden_infinities() == ["1"]
+    assert monitor.find_hidden_infinities() == ["1"]
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
-    with monitor.watching():
+    with monitor.record_outputs():
         model(torch.randn(4, 3))
-    assert monitor.hidden_infinities() == []  # not those of the step before
+    assert monitor.find_hidden_infinities() == []  # not those of the step before
     assert math.isnan(monitor.collect()["0"]["abs_max"])
-    assert monitor.hidden_infinities() == ["0", "1"]
+    assert monitor.find_hidden_infinities() == ["0", "1"]
 
 
 def test_headroom_is_of_the_dtype_that_comes_out() -> None:
@@ -236,18 +236,18 @@ def test_headroom_is_of_the_dtype_that_comes_out() -> None:
     with torch.no_grad():
         model[1].weight.zero_()
         model[1].bias.copy_(torch.tensor([-655.0, 3.0]))
-    monitor = Monitor(model, every=1)
-    with monitor.watching():
+    monitor = Monitor(model, interval_steps=1)
+    with monitor.record_outputs():
         model(torch.ones(1, 3, dtype=torch.float16))
     assert monitor.collect()["1"] == {"abs_max": 655.0, "headroom": 100.0}
 
 
 def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
     model = nn.Sequential(nn.Linear(3, 5))
-    monitor = Monitor(model, every=1)
-    with monitor.watching():
+    monitor = Monitor(model, interval_steps=1)
+    with monitor.record_outputs():
         model(torch.full((1, 3), torch.inf))
-    with monitor.watching():
+    with monitor.record_outputs():
         model(torch.ones(1, 3))
     assert math.isfinite(monitor.collect()["0"]["abs_max"])
     assert monitor.collect() == {}
@@ -255,8 +255,12 @@ def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
 
 def test_every_nth_step_is_due_and_zero_is_never() -> None:
     model = nn.Linear(2, 2)
-    assert [step for step in range(1, 10) if Monitor(model, every=3).due(step)] == [3, 6, 9]
-    assert not any(Monitor(model, every=0).due(step) for step in range(1, 10))
+    assert [step for step in range(1, 10) if Monitor(model, interval_steps=3).is_due(step)] == [
+        3,
+        6,
+        9,
+    ]
+    assert not any(Monitor(model, interval_steps=0).is_due(step) for step in range(1, 10))
 
 
 def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
@@ -270,9 +274,9 @@ def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
         unsharded = torch.randn(5, 3)
         model[0].weight = nn.Parameter(distribute_tensor(unsharded.clone(), mesh, [Shard(0)]))
         model[0].weight.grad = distribute_tensor(2 * unsharded, mesh, [Shard(0)])
-        monitor = Monitor(model, every=1)
+        monitor = Monitor(model, interval_steps=1)
         with CommDebugMode() as communication:
-            monitor.gradients()
+            monitor.record_gradient_norms()
             monitor.before_update()
             with torch.no_grad():
                 model[0].weight.mul_(2)

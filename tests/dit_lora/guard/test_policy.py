@@ -8,7 +8,7 @@ import pytest
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.policy import Action, Policy
-from dit_lora.guard.verdict import Cause, Verdict
+from dit_lora.guard.verdict import Cause, Diagnosis
 
 Ladder = tuple[str, ...]
 DEFAULT: Ladder = LadderConfig.on_nonfinite
@@ -16,10 +16,10 @@ OF_STATE = ("weights", "optimizer", "learning_rate")
 OF_SWITCHES = ("kernel", "attention_backend")
 
 
-def verdict(cause: Cause, *samples: str, switch: str | None = None, **facts: object) -> Verdict:
+def verdict(cause: Cause, *samples: str, switch: str | None = None, **facts: object) -> Diagnosis:
     if cause in OF_SWITCHES and switch is None:
         switch = f"{cause}:a"
-    return Verdict(
+    return Diagnosis(
         cause,
         "in words",
         7,
@@ -35,7 +35,7 @@ def policy(ladder: Sequence[str] = DEFAULT, **budgets: int) -> Policy:
 
 
 def chosen(
-    causes: Sequence[Verdict], ladder: Sequence[str] = DEFAULT, skipped: Sequence[str] = ()
+    causes: Sequence[Diagnosis], ladder: Sequence[str] = DEFAULT, skipped: Sequence[str] = ()
 ) -> Action:
     return policy(ladder).choose(7, causes, skipped)
 
@@ -46,11 +46,11 @@ BY_CAUSE: dict[str, tuple[tuple[str, ...], Action]] = {
     "inputs": (("a",), Action("skip", samples=("a",))),
     "unknown": (("b", "a"), Action("skip", samples=("b", "a"))),
     "step": (("b",), Action("skip", samples=("b",))),
-    "kernel": ((), Action("fallback", switches=("kernel:a",))),
-    "attention_backend": (("a",), Action("fallback", switches=("attention_backend:a",))),
+    "kernel": ((), Action("fallback", fallbacks=("kernel:a",))),
+    "attention_backend": (("a",), Action("fallback", fallbacks=("attention_backend:a",))),
     "weights": ((), Action("rollback")),
     "optimizer": (("a",), Action("rollback")),
-    "learning_rate": ((), Action("rollback", lower_lr=True)),
+    "learning_rate": ((), Action("rollback", should_lower_lr=True)),
     "transient": ((), Action("retry")),
 }
 
@@ -71,7 +71,7 @@ def test_a_cause_that_names_no_sample_stops(cause: Cause) -> None:
 @pytest.mark.parametrize("cause", BY_CAUSE)
 def test_a_ladder_of_stop_alone_always_stops(cause: Cause) -> None:
     action = chosen([verdict(cause, "a")], ["stop"])
-    assert action == Action("stop", why="no rung of guard.on_nonfinite [stop] fits")
+    assert action == Action("stop", reason="no rung of guard.on_nonfinite [stop] fits")
 
 
 @pytest.mark.parametrize("cause", BY_CAUSE)
@@ -114,7 +114,7 @@ def test_where_the_best_rung_is_missing_the_next_that_fits_is_taken(
 
 def test_a_ladder_that_has_nothing_to_offer_stops_and_says_so() -> None:
     action = chosen([verdict("kernel")], ["skip", "rollback"])
-    assert action == Action("stop", why="no rung of guard.on_nonfinite [skip, rollback] fits")
+    assert action == Action("stop", reason="no rung of guard.on_nonfinite [skip, rollback] fits")
 
 
 @pytest.mark.parametrize("ladder", [DEFAULT, ("quarantine", "skip", "stop")])
@@ -138,13 +138,13 @@ def test_a_step_that_fails_whatever_its_samples_is_left_out_itself() -> None:
 def test_a_rank_that_fails_alone_stops_the_run_whatever_else_is_said() -> None:
     action = chosen([verdict("data", "a"), verdict("rank"), verdict("weights")])
     assert (action.kind, action.samples) == ("stop", ())
-    assert "rank 1" in action.why
+    assert "rank 1" in action.reason
 
 
 def test_weight_decay_that_overshoots_stops_for_no_snapshot_helps() -> None:
     action = chosen([verdict("optimizer", evidence={"weight_decay": 2.5})], DEFAULT[:-1])
     assert action.kind == "stop"
-    assert "optim.weight_decay" in action.why
+    assert "optim.weight_decay" in action.reason
 
 
 def test_a_sample_that_was_skipped_before_is_skipped_again_where_nothing_else_may_be_done() -> None:
@@ -166,7 +166,7 @@ def test_switches_of_all_ranks_are_turned_off_once_each() -> None:
         verdict("attention_backend", switch="attention:flash"),
         verdict("kernel", switch="kernel:norm"),
     ]
-    assert chosen(verdicts) == Action("fallback", switches=("attention:flash", "kernel:norm"))
+    assert chosen(verdicts) == Action("fallback", fallbacks=("attention:flash", "kernel:norm"))
 
 
 def test_of_mixed_causes_state_comes_first_then_switches_then_samples() -> None:
@@ -189,7 +189,7 @@ def test_skips_of_every_kind_share_one_budget(budget: int) -> None:
     for answer in answers:
         action = run.choose(9, [answer], [])
         assert action.kind == "stop"
-        assert f"guard.max_skips={budget} is used up" in action.why
+        assert f"guard.max_skips={budget} is used up" in action.reason
     assert run.choose(9, [verdict("kernel")], []).kind == "fallback"
     assert run.choose(9, [verdict("weights")], []).kind == "rollback"
     assert run.skips == budget
@@ -201,7 +201,7 @@ def test_rollbacks_have_their_own_budget(budget: int) -> None:
     kinds = [run.choose(10 * step, [verdict("weights")], []).kind for step in range(1, budget + 1)]
     assert kinds == ["rollback"] * budget
     action = run.choose(50, [verdict("learning_rate")], [])
-    assert action == Action("stop", why=f"guard.max_rollbacks={budget} is used up")
+    assert action == Action("stop", reason=f"guard.max_rollbacks={budget} is used up")
     assert run.choose(51, [verdict("data", "a")], []).kind == "quarantine"
     assert run.rollbacks == budget
 
@@ -211,7 +211,7 @@ def test_fallbacks_and_stops_count_for_nothing() -> None:
     for step in range(1, 5):
         assert run.choose(step, [verdict("kernel")], []).kind == "fallback"
         assert run.choose(step, [verdict("precision")], []).kind == "stop"
-    assert run.state() == {"skips": 0, "rollbacks": 0, "last_rollback_step": 0}
+    assert run.state_dict() == {"skips": 0, "rollbacks": 0, "last_rollback_step": 0}
 
 
 @pytest.mark.parametrize(
@@ -220,24 +220,26 @@ def test_fallbacks_and_stops_count_for_nothing() -> None:
 def test_the_default_ladder_says_which_budget_is_used_up(cause: Cause, budget: str) -> None:
     run = policy(max_skips=0, max_rollbacks=0)
     action = run.choose(3, [verdict(cause, "a")], [])
-    assert action == Action("stop", why=f"{budget} is used up")
+    assert action == Action("stop", reason=f"{budget} is used up")
 
 
 def test_a_second_rollback_from_the_same_step_lowers_the_learning_rate() -> None:
     run = policy(max_rollbacks=5)
-    lowered = [run.choose(step, [verdict("weights")], []).lower_lr for step in (41, 41, 60, 41, 41)]
+    lowered = [
+        run.choose(step, [verdict("weights")], []).should_lower_lr for step in (41, 41, 60, 41, 41)
+    ]
     assert lowered == [False, True, False, False, True]
 
 
 def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time() -> None:
     mixed = [verdict("weights"), verdict("learning_rate")]
-    assert chosen(mixed) == Action("rollback", lower_lr=True)
+    assert chosen(mixed) == Action("rollback", should_lower_lr=True)
 
 
 def test_bad_frozen_weights_stop_for_no_snapshot_holds_them() -> None:
     frozen = verdict("weights", evidence={"frozen": ["net.0.weight has 1 NaN among 12 values"]})
     action = chosen([verdict("optimizer"), frozen], DEFAULT[:-1])
-    assert action == Action("stop", why="a snapshot does not hold the frozen weights")
+    assert action == Action("stop", reason="a snapshot does not hold the frozen weights")
     assert chosen([verdict("weights", evidence={"frozen": []})]).kind == "rollback"
 
 
@@ -246,11 +248,11 @@ def test_counts_go_through_json_into_a_policy_that_goes_on_with_them() -> None:
     for step in (4, 8):
         run.choose(step, [verdict("data", "a")], [])
     run.choose(41, [verdict("weights")], [])
-    state = json.loads(json.dumps(run.state()))
+    state = json.loads(json.dumps(run.state_dict()))
     assert state == {"skips": 2, "rollbacks": 1, "last_rollback_step": 41}
     resumed = Policy(run.config, **state)
-    assert resumed.state() == state
-    assert resumed.choose(41, [verdict("weights")], []) == Action("rollback", lower_lr=True)
+    assert resumed.state_dict() == state
+    assert resumed.choose(41, [verdict("weights")], []) == Action("rollback", should_lower_lr=True)
     assert resumed.choose(42, [verdict("data", "b")], []).kind == "quarantine"
     assert resumed.choose(43, [verdict("data", "b")], []).kind == "stop"
-    assert run.state() == state
+    assert run.state_dict() == state

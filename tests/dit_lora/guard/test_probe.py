@@ -63,7 +63,7 @@ def rows(*shape: int, seed: int = 8, **kwargs: Any) -> torch.Tensor:
 
 
 def traced(model: nn.Module, *args: torch.Tensor, loss: Op = torch.Tensor.sum) -> Trace:
-    with Probe(model).watching() as trace:
+    with Probe(model).observe() as trace:
         loss(model(*args)).float().backward()
     return trace
 
@@ -90,7 +90,7 @@ def test_an_fp16_matmul_that_overflows_is_named_with_its_module() -> None:
 def test_a_backward_that_fails_alone_is_named_with_the_module_of_its_forward() -> None:
     trace = traced(chain(Calls(BadBackward.apply)), rows(3, 5))
     assert_backward(trace, "middle")
-    assert not trace.hidden
+    assert not trace.hidden_origins
     directions = [step.direction for step in trace.trail]
     assert directions == sorted(directions, reverse=True)
     assert {*directions} == {"forward", "backward"}
@@ -118,7 +118,7 @@ def test_what_a_clamp_hides_in_its_module_is_hidden_and_not_the_origin(where: st
     grow = blow_up if where == "middle" else inner
     trace = traced(chain(Calls(lambda values: grow(values).clamp(-2, 2), inner=inner)), rows(3, 5))
     assert not trace.origins
-    assert trace.hidden == [BadOp("aten.mul.Tensor", where, "forward", "float32", "inf")]
+    assert trace.hidden_origins == [BadOp("aten.mul.Tensor", where, "forward", "float32", "inf")]
 
 
 def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
@@ -126,7 +126,9 @@ def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
     spoil = Calls(lambda values: (values - 9).log())
     both = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
     trace = traced(chain(both), rows(3, 5))
-    assert trace.hidden == [BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")]
+    assert trace.hidden_origins == [
+        BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")
+    ]
     assert (trace.origins[0].op, trace.origins[0].module) == ("aten.log.default", "middle.spoil")
 
 
@@ -149,7 +151,7 @@ def test_masks_of_minus_infinity_are_no_origin_in_scaled_dot_product_attention(k
 
     model = nn.Sequential(nn.Linear(8, 8), Calls(attend))
     trace = traced(model, rows(3, 5, 8), loss=lambda output: output.square().sum())
-    assert (trace.origins, trace.hidden) == ([], [])
+    assert (trace.origins, trace.hidden_origins) == ([], [])
 
 
 MASKED: dict[str, Op] = {
@@ -166,7 +168,7 @@ MASKED: dict[str, Op] = {
 def test_masks_of_minus_infinity_are_no_origin_however_they_are_made(way: str) -> None:
     attend = Calls(lambda values: MASKED[way](values @ values.mT).softmax(-1) @ values)
     trace = traced(chain(attend), rows(3, 5, 5), loss=lambda output: output.square().sum())
-    assert (trace.origins, trace.hidden) == ([], [])
+    assert (trace.origins, trace.hidden_origins) == ([], [])
 
 
 def test_a_row_that_is_masked_whole_is_named_at_its_softmax() -> None:
@@ -266,7 +268,7 @@ def test_bad_inputs_of_the_model_are_named_and_no_op_is_blamed(
     values, scale, skip = rows(3, 5), rows(3, 1, seed=9), rows(3, 5, seed=10)
     {"argument 0": values, "scale": scale, "skips": skip}.get(given or "", values)[1, 0] = value
     model = Named()
-    with Probe(model).watching() as trace:
+    with Probe(model).observe() as trace:
         model(values, scale=scale, skips=[skip, rows(3, 5, seed=11)])
     assert list(trace.bad_inputs) == ([given] if given else [])
     assert trace.origins == []
@@ -310,13 +312,13 @@ def test_memory_that_nothing_was_written_to_is_no_origin() -> None:
         trace = traced(chain(Calls(assemble)), rows(3, 5))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (trace.origins, trace.hidden) == ([], [])
+    assert (trace.origins, trace.hidden_origins) == ([], [])
 
 
 def test_a_cast_into_new_memory_that_overflows_is_named() -> None:
     """Independent of the previous contents of that memory."""
     nan_input = torch.full((3, 5), torch.nan, dtype=torch.float16)
-    with Probe(nn.Identity()).watching() as trace:
+    with Probe(nn.Identity()).observe() as trace:
         nan_input.copy_(rows(3, 5) * 1e30)
     assert [o.op for o in trace.origins] == ["aten.copy_.default"]
 
@@ -328,7 +330,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     model = nn.Sequential(
         OrderedDict(grow=grow, shift=shift, end=Calls(lambda inputs: inputs * 3.0))
     )
-    with Probe(model).watching() as trace:
+    with Probe(model).observe() as trace:
         model(values)
     assert trace.origins == [BadOp("aten.mul.Tensor", "end", "forward", "float16", "inf")]
     assert [(s.name, s.peak) for s in trace.trail] == [
@@ -344,7 +346,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
 def test_the_trail_ends_at_the_first_origin_and_is_twelve_long() -> None:
     """Of an op with two outputs the larger counts."""
     values = torch.tensor([1.0, -0.5])
-    with Probe(nn.Identity()).watching() as trace:
+    with Probe(nn.Identity()).observe() as trace:
         for _ in range(20):
             values = values * 10
         torch.aminmax(values)
@@ -366,16 +368,16 @@ def test_hooks_and_mode_are_gone_afterwards_and_after_a_run_that_raises() -> Non
         raise RuntimeError("out of memory")
 
     model = chain(Checkpointed(nn.Linear(5, 5)))
-    with Probe(model).watching() as trace:
+    with Probe(model).observe() as trace:
         assert hooks_of(model)
         model(rows(3, 5)).sum().backward()
     assert hooks_of(model) == 0
     model.middle = Calls(fail)
-    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).watching() as other_probe:
+    with pytest.raises(RuntimeError, match="out of memory"), Probe(model).observe() as other_probe:
         model(rows(3, 5))
     assert hooks_of(model) == 0
     blow_up(rows(3, 5))
-    assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
+    assert (trace.origins, trace.hidden_origins, trace.bad_inputs) == ([], [], {})
     assert [(o.module, o.op) for o in other_probe.origins] == [("middle", "aten.mul.Tensor")]
 
 
@@ -398,11 +400,11 @@ def test_a_healthy_run_with_integers_and_empty_tensors_has_no_origin() -> None:
         lambda ids: table(ids) + torch.cat([table(ids)[:, :0], table(ids)], 1), table=table
     )
     trace = traced(model, torch.tensor([[1, 10, 4], [7, 0, 0]]))
-    assert (trace.origins, trace.hidden, trace.bad_inputs) == ([], [], {})
+    assert (trace.origins, trace.hidden_origins, trace.bad_inputs) == ([], [], {})
 
 
 def test_nan_that_a_complex_op_makes_is_seen() -> None:
     rotate = Calls(lambda values: torch.view_as_real(torch.view_as_complex(values) / 0))
-    with Probe(rotate).watching() as trace:
+    with Probe(rotate).observe() as trace:
         rotate(rows(3, 4, 2))
     assert trace.origin is not None

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.replay import MicroBatch, Outcome, probe, run
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.replay import MicroBatch, Outcome, probe_micro_batch, replay_micro_batch
+from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.objectives import LossOutput
 
 Replay = Callable[[MicroBatch, nn.Module], object]
@@ -57,7 +57,7 @@ def micro_batch(
         rank=0,
         tensors={"latents": latents},
         forward=forward,
-        single=lambda index: pytest.fail("nothing asked for a single sample"),
+        select_sample=lambda index: pytest.fail("nothing asked for a single sample"),
     )
 
 
@@ -68,7 +68,7 @@ def give_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("replay", [run, probe])
+@pytest.mark.parametrize("replay", [replay_micro_batch, probe_micro_batch])
 def test_a_replay_leaves_gradients_and_random_state_as_they_were(
     model: nn.Module, replay: Replay
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_replay_leaves_gradients_and_random_state_as_they_were(
         assert torch.equal(parameter, weights[name])
 
 
-@pytest.mark.parametrize("replay", [run, probe])
+@pytest.mark.parametrize("replay", [replay_micro_batch, probe_micro_batch])
 def test_a_replay_that_raises_leaves_gradients_and_random_state_too(
     model: nn.Module, replay: Replay
 ) -> None:
@@ -108,7 +108,7 @@ def seen_gradients(model: nn.Module, batch: MicroBatch) -> tuple[Outcome, dict[s
         p.register_post_accumulate_grad_hook(lambda p, n=name: captured.update({n: p.grad.clone()}))
         for name, p in model.named_parameters()
     ]
-    outcome = run(batch, model)
+    outcome = replay_micro_batch(batch, model)
     for handle in handles:
         handle.remove()
     return outcome, captured
@@ -136,7 +136,7 @@ def test_a_run_is_the_backward_of_the_mean_loss(model: nn.Module) -> None:
     expected = {name: p.grad for name, p in model.named_parameters()}
     assert all(torch.equal(gradients[name], expected[name]) for name in NAMES)
     assert outcome.bad_gradients == ()
-    assert not outcome.gradient_is_zero
+    assert not outcome.has_zero_gradient
     assert outcome.is_healthy(needs_gradient=True)
 
 
@@ -151,30 +151,30 @@ def test_a_loss_that_is_a_sum_has_as_many_times_the_gradient_as_there_are_sample
 
 def test_only_parameters_upstream_of_a_bad_backward_have_bad_gradients(model: nn.Module) -> None:
     model[2].register_forward_hook(lambda _module, _args, output: Unstable.apply(output))
-    outcome = run(micro_batch(model), model)
+    outcome = replay_micro_batch(micro_batch(model), model)
     assert outcome.bad_gradients == ("0.weight", "0.bias")
-    assert outcome.finite_losses
-    assert not outcome.finite
+    assert outcome.has_finite_losses
+    assert not outcome.is_finite
     assert not outcome.is_healthy(needs_gradient=False)
-    assert not outcome.gradient_is_zero
+    assert not outcome.has_zero_gradient
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_loss_that_is_not_finite_is_kept_at_its_row(model: nn.Module, value: float) -> None:
     factors = torch.tensor([1.0, 1.0, value])
-    outcome = run(micro_batch(model, lambda losses: losses * factors), model)
+    outcome = replay_micro_batch(micro_batch(model, lambda losses: losses * factors), model)
     assert [loss - loss == 0 for loss in outcome.losses] == [True, True, False]
     assert str(outcome.losses[2]) == str(value)
     assert list(outcome.bad_gradients) == NAMES
-    assert not outcome.finite_losses
+    assert not outcome.has_finite_losses
     assert not outcome.is_healthy(needs_gradient=False)
 
 
 def test_a_loss_is_bad_though_its_gradients_are_finite(model: nn.Module) -> None:
     shift = torch.tensor([0.0, torch.inf, 0.0])
-    outcome = run(micro_batch(model, lambda losses: losses + shift), model)
+    outcome = replay_micro_batch(micro_batch(model, lambda losses: losses + shift), model)
     assert outcome.bad_gradients == ()
-    assert not outcome.finite_losses
+    assert not outcome.has_finite_losses
     assert not outcome.is_healthy(needs_gradient=False)
 
 
@@ -189,8 +189,8 @@ def test_a_loss_is_bad_though_its_gradients_are_finite(model: nn.Module) -> None
 def test_a_loss_without_a_gradient_is_healthy_only_where_none_is_needed(
     model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    outcome = run(micro_batch(model, change), model)
-    assert outcome.gradient_is_zero
+    outcome = replay_micro_batch(micro_batch(model, change), model)
+    assert outcome.has_zero_gradient
     assert outcome.is_healthy(needs_gradient=False)
     assert not outcome.is_healthy(needs_gradient=True)
 
@@ -198,23 +198,23 @@ def test_a_loss_without_a_gradient_is_healthy_only_where_none_is_needed(
 def test_a_gradient_for_a_single_parameter_is_not_zero(model: nn.Module) -> None:
     model.requires_grad_(False)
     model[3].bias.requires_grad_()
-    outcome = run(micro_batch(model), model)
-    assert not outcome.gradient_is_zero
+    outcome = replay_micro_batch(micro_batch(model), model)
+    assert not outcome.has_zero_gradient
 
 
 def test_a_probed_replay_shows_the_op_that_failed_in_it(model: nn.Module) -> None:
     model[2].register_forward_hook(lambda _module, _args, output: Unstable.apply(output))
-    origin = probe(micro_batch(model), model).origin
+    origin = probe_micro_batch(micro_batch(model), model).origin
     assert origin is not None
     assert (origin.module, origin.direction, origin.op) == ("2", "backward", "aten.div.Tensor")
-    assert probe(micro_batch(model, torch.Tensor.detach), model).origin is None
+    assert probe_micro_batch(micro_batch(model, torch.Tensor.detach), model).origin is None
 
 
 def test_a_verdicts_record_leaves_out_what_is_not_known_and_holds_lists() -> None:
-    verdict = Verdict(
+    verdict = Diagnosis(
         "data", "a has 1 NaN", 4, 1, sample_ids=("a", "b"), evidence={"losses": [0.2]}
     )
-    assert verdict.record() == {
+    assert verdict.to_record() == {
         "cause": "data",
         "words": "a has 1 NaN",
         "step": 4,

@@ -59,7 +59,7 @@ def run() -> Run:
 
 @pytest.fixture
 def snapshots(run: Run) -> Snapshots:
-    return Snapshots(run.state, every=10)
+    return Snapshots(run.state, interval_steps=10)
 
 
 def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
@@ -71,7 +71,7 @@ def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
 
 
 def buffers_of(snapshots: Snapshots, step: int) -> dict[str, int]:
-    return {name: buffer.data_ptr() for name, buffer in snapshots._held[step].items()}
+    return {name: buffer.data_ptr() for name, buffer in snapshots._snapshots[step].items()}
 
 
 def test_parameters_moments_and_step_counts_come_back_bit_for_bit(
@@ -94,7 +94,7 @@ def test_parameters_moments_and_step_counts_come_back_bit_for_bit(
 def test_strided_views_keep_their_neighbours(run: Run) -> None:
     full_tensor = torch.randn(6, 7)
     every_other, before = full_tensor[::2, 1::3], full_tensor.clone()
-    snapshots = Snapshots(lambda: {"view": every_other}, every=1)
+    snapshots = Snapshots(lambda: {"view": every_other}, interval_steps=1)
     snapshots.take(0)
     full_tensor.mul_(3.7)
     snapshots.restore(0)
@@ -149,20 +149,20 @@ def test_what_training_does_after_a_snapshot_does_not_reach_it(
     snapshots.take(1)
     for tensor in run.state().values():
         tensor.detach().fill_(torch.nan)
-    assert snapshots.not_finite(1) == []
+    assert snapshots.find_nonfinite(1) == []
     snapshots.restore(1)
     assert_same_bits(run.values(), before)
 
 
 def test_the_oldest_gives_way_to_a_new_one(run: Run) -> None:
-    snapshots = Snapshots(run.state, every=1, keep=3)
+    snapshots = Snapshots(run.state, interval_steps=1, max_snapshots=3)
     for step in (10, 20, 30, 40):
         snapshots.take(step)
     assert snapshots.steps == [20, 30, 40]
 
 
 def test_going_back_forgets_what_came_later_and_not_what_came_before(run: Run) -> None:
-    snapshots = Snapshots(run.state, every=1, keep=4)
+    snapshots = Snapshots(run.state, interval_steps=1, max_snapshots=4)
     for step in (10, 20, 30, 40):
         snapshots.take(step)
     snapshots.restore(20)
@@ -193,7 +193,7 @@ def test_buffers_are_used_again_once_shapes_are_known(run: Run, snapshots: Snaps
     assert buffers_of(snapshots, 30) == first_buffers
     snapshots.take(30)
     assert buffers_of(snapshots, 30) == first_buffers
-    snapshots.forget(20)
+    snapshots.drop(20)
     assert snapshots.nbytes == expected_bytes
     snapshots.take(40)
     assert buffers_of(snapshots, 40) == second
@@ -202,7 +202,7 @@ def test_buffers_are_used_again_once_shapes_are_known(run: Run, snapshots: Snaps
 
 def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:
     live = {"a": torch.randn(3)}
-    snapshots = Snapshots(lambda: live, every=1, keep=1)
+    snapshots = Snapshots(lambda: live, interval_steps=1, max_snapshots=1)
     for tensor in (torch.randn(1), torch.randn(3, 3), torch.randn(3, 3, dtype=torch.float64)):
         live["a"] = tensor
         snapshots.take(0)
@@ -215,12 +215,12 @@ def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:
 def test_a_step_that_is_not_held_is_refused_naming_those_held(
     run: Run, snapshots: Snapshots
 ) -> None:
-    for action in (snapshots.restore, snapshots.not_finite, snapshots.forget):
+    for action in (snapshots.restore, snapshots.find_nonfinite, snapshots.drop):
         with pytest.raises(DitLoraError, match="no snapshot of step 7 is held; held: none"):
             action(7)
     snapshots.take(20)
     snapshots.take(10)
-    for action in (snapshots.restore, snapshots.not_finite, snapshots.forget):
+    for action in (snapshots.restore, snapshots.find_nonfinite, snapshots.drop):
         with pytest.raises(DitLoraError, match="no snapshot of step 7 is held; held: 10, 20"):
             action(7)
 
@@ -234,7 +234,7 @@ def test_a_snapshot_that_no_longer_fits_is_refused_before_anything_changes(
     change: Callable[[Tensors], object],
 ) -> None:
     live = {"a": torch.randn(4), "z": torch.randn(4)}
-    snapshots = Snapshots(lambda: live, every=1)
+    snapshots = Snapshots(lambda: live, interval_steps=1)
     snapshots.take(1)
     snapshots.take(2)
     live["a"].add_(2.5)
@@ -254,12 +254,12 @@ def test_a_poisoned_snapshot_names_its_tensors(
     snapshots.take(1)
     run.state()["B/exp_avg_sq"][32] = value
     snapshots.take(2)
-    assert snapshots.not_finite(1) == []
-    assert snapshots.not_finite(2) == ["B/exp_avg_sq"]
+    assert snapshots.find_nonfinite(1) == []
+    assert snapshots.find_nonfinite(2) == ["B/exp_avg_sq"]
 
 
 def test_a_snapshot_is_due_every_so_many_steps(snapshots: Snapshots) -> None:
-    assert [step for step in range(25) if snapshots.due(step)] == [0, 10, 20]
+    assert [step for step in range(25) if snapshots.is_due(step)] == [0, 10, 20]
 
 
 @pytest.fixture
@@ -272,9 +272,9 @@ def mesh() -> Iterator[dist.DeviceMesh]:
 def test_a_sharded_parameter_comes_back_in_place(mesh: dist.DeviceMesh) -> None:
     parameter = torch.nn.Parameter(distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)]))
     before = parameter.full_tensor().detach().clone()
-    snapshots = Snapshots(lambda: {"p": parameter}, every=1)
+    snapshots = Snapshots(lambda: {"p": parameter}, interval_steps=1)
     snapshots.take(1)
-    assert not isinstance(snapshots._held[1]["p"], DTensor)
+    assert not isinstance(snapshots._snapshots[1]["p"], DTensor)
     with torch.no_grad():
         parameter.mul_(-1.3)
     snapshots.restore(1)
@@ -290,7 +290,7 @@ def test_an_update_on_cuda_waits_for_the_copy_and_take_does_not() -> None:
     """
     run = Run("cuda")
     big = torch.zeros(64 << 20, device="cuda")
-    snapshots = Snapshots(lambda: {**run.state(), "big": big}, every=1, keep=1)
+    snapshots = Snapshots(lambda: {**run.state(), "big": big}, interval_steps=1, max_snapshots=1)
     run.train(1, 1)
     snapshots.take(0)
     torch.cuda.synchronize()
@@ -298,7 +298,7 @@ def test_an_update_on_cuda_waits_for_the_copy_and_take_does_not() -> None:
     big.fill_(3.5)
     snapshots.take(1)
     assert not torch.cuda.current_stream().query(), "take waited for the device"
-    assert snapshots._held[1]["big"].is_pinned()
+    assert snapshots._snapshots[1]["big"].is_pinned()
     snapshots.before_update()
     big.fill_(-1.0)
     before = run.values()

@@ -15,14 +15,14 @@ from torch.nn import functional
 from torch.profiler import profile
 
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.replay import MicroBatch, run
+from dit_lora.guard.replay import MicroBatch, replay_micro_batch
 from dit_lora.guard.switches import (
-    attention_switches,
     choose_cudnn,
-    compile_switches,
-    find_switch,
-    in_fp32,
-    kept_attention,
+    convert_to_fp32,
+    find_fallback,
+    list_attention_fallbacks,
+    list_compile_fallbacks,
+    preserve_attention_backends,
 )
 from dit_lora.numerics.objectives import LossOutput
 
@@ -79,7 +79,7 @@ def test_backends_that_are_on_are_switches_alone_and_then_together(
     on: tuple[bool, ...], names: list[str]
 ) -> None:
     enable(on)
-    switches = attention_switches()
+    switches = list_attention_fallbacks()
     assert [switch.name for switch in switches] == names
     assert {switch.cause for switch in switches} <= {"attention_backend"}
     assert enabled() == on
@@ -98,26 +98,26 @@ def test_backends_that_are_on_are_switches_alone_and_then_together(
 def test_a_backend_is_off_within_and_on_again_afterwards(
     name: str, within: tuple[bool, ...]
 ) -> None:
-    switch = find_switch(attention_switches(), name)
-    with switch.off():
+    switch = find_fallback(list_attention_fallbacks(), name)
+    with switch.disable_temporarily():
         assert enabled() == within
     assert enabled() == (True, True, True)
-    with pytest.raises(RuntimeError, match="out of memory"), switch.off():
+    with pytest.raises(RuntimeError, match="out of memory"), switch.disable_temporarily():
         raise RuntimeError("out of memory")
     assert enabled() == (True, True, True)
 
 
 @pytest.mark.parametrize("name", ["attention:flash", ALL])
 def test_a_backend_that_is_turned_off_stays_off(name: str) -> None:
-    find_switch(attention_switches(), name).turn_off()
+    find_fallback(list_attention_fallbacks(), name).disable()
     assert enabled() == ((True, False, True) if name == "attention:flash" else (False,) * 3)
 
 
 @pytest.mark.parametrize("tried", ["attention:flash", ALL])
 def test_trying_a_switch_again_leaves_a_backend_off_that_was_turned_off(tried: str) -> None:
-    switches = attention_switches()
-    find_switch(switches, "attention:flash").turn_off()
-    with find_switch(switches, tried).off():
+    switches = list_attention_fallbacks()
+    find_fallback(switches, "attention:flash").disable()
+    with find_fallback(switches, tried).disable_temporarily():
         pass
     assert enabled() == (True, False, True)
 
@@ -130,11 +130,11 @@ def fail(flags: tuple[bool, ...]) -> None:
 @pytest.mark.parametrize("before", [(True, False, True), (False, True, False)])
 def test_kept_attention_puts_every_backend_back(before: tuple[bool, ...]) -> None:
     enable(before)
-    with kept_attention():
+    with preserve_attention_backends():
         enable(tuple(not flag for flag in before))
         assert enabled() != before
     assert enabled() == before
-    with pytest.raises(RuntimeError, match="out of memory"), kept_attention():
+    with pytest.raises(RuntimeError, match="out of memory"), preserve_attention_backends():
         fail(tuple(not flag for flag in before))
     assert enabled() == before
 
@@ -165,32 +165,32 @@ def test_a_backend_that_is_switched_off_is_off_in_code_that_is_compiled_already(
         assert flash != ("aten::bmm" in names), "neither flash nor math attended"
         return flash
 
-    flash = find_switch(attention_switches(), "attention:flash")
+    flash = find_fallback(list_attention_fallbacks(), "attention:flash")
     with torch.compiler.config.patch(cache_key_tag="the user's"):
         assert by_flash()
-        with flash.off():
+        with flash.disable_temporarily():
             assert not by_flash()
             assert torch.compiler.config.cache_key_tag == "the user's no attention:flash"
         assert by_flash()
         assert torch.compiler.config.cache_key_tag == "the user's"
-        flash.turn_off()
-        with flash.off():
+        flash.disable()
+        with flash.disable_temporarily():
             assert not by_flash()
         assert not by_flash()
     torch.compiler.reset()
 
 
 def test_a_switch_is_found_by_its_name_and_an_unknown_one_lists_those_there_are() -> None:
-    switches = attention_switches()
-    assert find_switch(switches, "attention:flash") is switches[1]
+    switches = list_attention_fallbacks()
+    assert find_fallback(switches, "attention:flash") is switches[1]
     with pytest.raises(DitLoraError) as error:
-        find_switch(switches, "attention:sage")
+        find_fallback(switches, "attention:sage")
     assert "'attention:sage'" in str(error.value)
     assert all(switch.name in str(error.value) for switch in switches)
     with pytest.raises(DitLoraError, match="'attention'"):
-        find_switch(switches, "attention")
+        find_fallback(switches, "attention")
     with pytest.raises(DitLoraError, match="known: none on this device"):
-        find_switch([], "compile")
+        find_fallback([], "compile")
 
 
 class Block(nn.Module):
@@ -218,7 +218,7 @@ def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -
         model = nn.Sequential(nn.Identity(), block)
     else:
         model = nn.Sequential(nn.Identity(), torch.compile(block, backend=spoiling))
-    (switch,) = compile_switches(model)
+    (switch,) = list_compile_fallbacks(model)
     assert (switch.name, switch.cause) == ("compile", "kernel")
 
     def is_right() -> bool:
@@ -226,10 +226,10 @@ def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -
 
     try:
         assert not is_right()
-        with switch.off():
+        with switch.disable_temporarily():
             assert is_right()
         assert not is_right()
-        switch.turn_off()
+        switch.disable()
         assert is_right()
     finally:
         torch.compiler.set_stance("default")
@@ -237,7 +237,7 @@ def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -
 
 
 def test_a_model_that_is_not_compiled_has_no_switch_for_it() -> None:
-    assert compile_switches(nn.Sequential(nn.Linear(6, 4), nn.GELU())) == []
+    assert list_compile_fallbacks(nn.Sequential(nn.Linear(6, 4), nn.GELU())) == []
 
 
 class Net(nn.Module):
@@ -290,7 +290,7 @@ def test_an_fp16_overflow_is_finite_in_fp32_and_every_tensor_comes_back(raising:
     with ExitStack() as stack:
         if raising:
             stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
-        with in_fp32(model):
+        with convert_to_fp32(model):
             floats = [*model.parameters(), model.scale, model.table]
             assert {tensor.dtype for tensor in floats} == {torch.float32}
             assert model.bias.data_ptr() == before[0][2]  # not copied: it was wide
@@ -319,7 +319,7 @@ def test_every_tensor_comes_back_where_the_wide_copy_does_not_fit(
         return tensor.to(torch.float32)
 
     monkeypatch.setattr(torch.Tensor, "float", widen)
-    with pytest.raises(torch.OutOfMemoryError), in_fp32(model):
+    with pytest.raises(torch.OutOfMemoryError), convert_to_fp32(model):
         pytest.fail("the third tensor did not fit")
     assert_same_tensors(model, before)
 
@@ -340,7 +340,7 @@ def test_the_forward_that_accelerate_wrapped_comes_back(bf16: Accelerator, raisi
     with ExitStack() as stack:
         if raising:
             stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
-        with in_fp32(model):
+        with convert_to_fp32(model):
             assert torch.equal(model(values, ids), expected)
             if raising:
                 raise RuntimeError("out of memory")
@@ -365,7 +365,7 @@ class OfLists(nn.Module):
 
 def test_lists_of_samples_are_widened_too() -> None:
     model, (sample, text) = OfLists(), torch.randn(2, 4).bfloat16()
-    with in_fp32(model):
+    with convert_to_fp32(model):
         (output,) = model([sample], texts=[text])
     expected = nn.functional.linear(
         sample.float(), model.linear.weight.float(), model.linear.bias.float()
@@ -378,7 +378,7 @@ def test_lists_of_samples_are_widened_too() -> None:
 def test_autocast_around_it_is_off_within() -> None:
     model, (values, ids) = Net(torch.float32), given(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with in_fp32(model):
+        with convert_to_fp32(model):
             model(values, ids)
         model(values, ids)
     assert model.seen == [torch.float32, torch.bfloat16]
@@ -393,6 +393,6 @@ def test_a_replay_in_fp32_gives_half_precision_gradients_back() -> None:
         return LossOutput(model(values, ids).float().mean(1), torch.tensor([5, 6, 7]))
 
     batch = MicroBatch(("a", "b", "c"), 1, 0, 0, {}, forward, lambda index: batch)
-    with in_fp32(model):
-        run(batch, model)
+    with convert_to_fp32(model):
+        replay_micro_batch(batch, model)
     assert model.linear.weight.grad is gradient

@@ -20,7 +20,7 @@ from diagnoses import (
 
 from dit_lora.guard.frozen import FrozenRecord
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.suspects import DiagnosisContext
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(
     ]
     for pattern, values, change in changes:
         record, original = FrozenRecord(model), values.clone()
-        assert record.changed() == []
+        assert record.describe_changes() == []
         values.copy_(change(original))
         model.block.fault = fails
         verdict = diagnosed(batch(model), model, frozen=record)
@@ -277,7 +277,9 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
     def tried(*off: str) -> list[str]:
         return [
             candidate.name
-            for candidate in Suspects(model, list, switches, switched_off=off).in_use()
+            for candidate in DiagnosisContext(
+                model, list, switches, disabled_names=off
+            ).list_enabled_fallbacks()
         ]
 
     assert tried() == [*names]

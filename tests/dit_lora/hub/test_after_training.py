@@ -22,7 +22,7 @@ from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.data.synthetic.pairs import write_edit_pairs
 from dit_lora.errors import DitLoraError
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.numerics.adapter_tensors import is_adapter
+from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 
 Main = Callable[[list[str]], None]
 SMOKE = Path(__file__).parents[3] / "recipes" / "smoke"
@@ -211,7 +211,7 @@ def test_the_card_loads_every_kind_of_adapter(
     pipe = paste(card, tmp_path, monkeypatch)["pipe"]
     (file,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
     stored = load_file(file)
-    loaded = [p for n, p in pipe.transformer.named_parameters() if is_adapter(n)]
+    loaded = [p for n, p in pipe.transformer.named_parameters() if is_adapter_tensor(n)]
     assert len(loaded) == len(stored)
     assert sum(p.double().sum() for p in loaded).item() == pytest.approx(
         sum(t.double().sum() for t in stored.values()).item(), rel=1e-4, abs=1e-3

@@ -18,9 +18,9 @@ from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.hub.card import write_card
-from dit_lora.hub.contents import CardSample, Contents, collect
-from dit_lora.hub.markdown import plain
-from dit_lora.training.tasks.facts import common_prefix
+from dit_lora.hub.contents import CardSample, Contents, collect_contents
+from dit_lora.hub.markdown import escape_markdown
+from dit_lora.training.tasks.facts import find_common_prefix
 
 REPO = "me/kitten-lora"
 ODD = (
@@ -35,7 +35,7 @@ ODD = (
 
 @pytest.fixture
 def contents(trained: Path) -> Contents:
-    return collect(trained)
+    return collect_contents(trained)
 
 
 def changed(
@@ -47,7 +47,7 @@ def changed(
     facts = dict(contents.facts)
     facts["pipeline"] = {**facts["pipeline"], **(pipeline or {})}
     facts["data"] = {**facts["data"], **(data or {})}
-    return replace(contents, made={**contents.made, **(made or {})}, facts=facts)
+    return replace(contents, metadata={**contents.metadata, **(made or {})}, facts=facts)
 
 
 def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
@@ -102,7 +102,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
 def test_licences_are_the_bases_own(
     family: str, base: str | None, license: str | None, name: str | None
 ) -> None:
-    licence = get_family(family).license_of(base)
+    licence = get_family(family).get_license(base)
     assert (licence.id if licence else None, licence.name if licence else None) == (license, name)
     if licence and licence.id == "other":
         assert licence.link is not None
@@ -134,7 +134,7 @@ def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
     contents: Contents, caption: str
 ) -> None:
     samples = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
-    odd = replace(changed(contents, data={"caption_prefix": caption}), shown=samples)
+    odd = replace(changed(contents, data={"caption_prefix": caption}), card_samples=samples)
     card = write_card(odd, REPO)
     assert card_problems(card) == []
     card_metadata = metadata(card)
@@ -247,11 +247,11 @@ def test_the_published_recipe_is_the_runs_own(contents: Contents, tmp_path: Path
     ],
 )
 def test_a_trigger_is_what_all_captions_begin_with(captions: list[str], prefix: str | None) -> None:
-    assert common_prefix(captions) == prefix
+    assert find_common_prefix(captions) == prefix
 
 
 def test_plain_text_is_on_one_line_and_has_no_token() -> None:
-    assert plain("a\n|b hf_abcdefghijkl") == r"a \|b \[token\]"
+    assert escape_markdown("a\n|b hf_abcdefghijkl") == r"a \|b \[token\]"
 
 
 def test_what_it_started_from_and_was_shown_on_is_told(contents: Contents) -> None:
@@ -301,7 +301,7 @@ def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(
                 section[path[-1]] = None if change == "null" else [[1]]
             file.write_text(json.dumps(record))
             try:
-                card = write_card(collect(run_dir), REPO)
+                card = write_card(collect_contents(run_dir), REPO)
             except DitLoraError as error:
                 refusals.append(str(error))
             else:

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from dit_lora.cli.app import app
 from dit_lora.config.data import DataConfig
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.config.remedies import hub_name, looks_local
-from dit_lora.data.sources.scan import scan
-from dit_lora.environment.hub_files import result_folder
+from dit_lora.config.remedies import get_hub_name, is_likely_local
+from dit_lora.data.sources.scan import scan_sources
+from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import DitLoraError
-from dit_lora.families.opening import local_checkpoint
+from dit_lora.families.opening import get_checkpoint_folder
 from dit_lora.training.tasks.chat.answerer import find_origin
 
 MISTYPED = ("clips/kitten", "runs/kiten", "models/base", "here/kitten", "Data/cats", "me/cats.tar")
@@ -45,9 +45,9 @@ def refusals(name: str, tmp_path: Path) -> list[str]:
         assert result.exit_code in (1, 2), (command, result.output)
         messages.append(f"{result.exception}{result.output}")
     tries = (
-        lambda: scan(DataConfig(path=name, height=1, width=1)),
-        lambda: local_checkpoint(ModelConfig(family="cogvideox", path=name)),
-        lambda: result_folder(name, ("*.safetensors",)),
+        lambda: scan_sources(DataConfig(path=name, height=1, width=1)),
+        lambda: get_checkpoint_folder(ModelConfig(family="cogvideox", path=name)),
+        lambda: resolve_result_folder(name, ("*.safetensors",)),
         lambda: find_origin(Path(name), None),
     )
     for attempt in tries:
@@ -68,7 +68,7 @@ def test_the_error_says_how_to_mean_the_hub(hub: FakeHub) -> None:
         result = CliRunner().invoke(app, command)
         assert f"if you mean the Hub's, write hub:{command[1]}" in str(result.exception)
     with pytest.raises(DitLoraError, match="if you mean the Hub's, write hub:models/base"):
-        local_checkpoint(ModelConfig(family="cogvideox", path="models/base"))
+        get_checkpoint_folder(ModelConfig(family="cogvideox", path="models/base"))
 
 
 def test_what_is_called_as_the_hub_has_it_is_asked_there(hub: FakeHub) -> None:
@@ -76,7 +76,7 @@ def test_what_is_called_as_the_hub_has_it_is_asked_there(hub: FakeHub) -> None:
         repo_name = name.removeprefix("hub:")
         hub.requests.clear()
         with pytest.raises(DitLoraError, match="the Hub did not give it"):
-            local_checkpoint(ModelConfig(family="cogvideox", path=name))
+            get_checkpoint_folder(ModelConfig(family="cogvideox", path=name))
         assert any(repo_name in request for request in hub.requests)
         hub.requests.clear()
         result = CliRunner().invoke(app, ["sample", name, "--prompt", "x"])
@@ -84,20 +84,20 @@ def test_what_is_called_as_the_hub_has_it_is_asked_there(hub: FakeHub) -> None:
         assert any(repo_name in request for request in hub.requests)
         hub.requests.clear()
         with pytest.raises(DitLoraError, match="as a dataset it cannot be read"):
-            scan(DataConfig(path=name, height=1, width=1))
+            scan_sources(DataConfig(path=name, height=1, width=1))
         assert any(f"datasets/{repo_name}" in request for request in hub.requests)
 
 
 def test_what_is_here_comes_first(tmp_path: Path, hub: FakeHub) -> None:
     Path("acme/kitten").mkdir(parents=True)
-    assert hub_name("acme/kitten") is None
-    assert local_checkpoint(ModelConfig(family="cogvideox", path="acme/kitten")).is_dir()
+    assert get_hub_name("acme/kitten") is None
+    assert get_checkpoint_folder(ModelConfig(family="cogvideox", path="acme/kitten")).is_dir()
     assert hub.requests == []
 
 
 def test_published_names_are_the_hubs() -> None:
     for name in ("THUDM/CogVideoX-5b", "zai-org/CogVideoX1.5-5B", "facebook/DiT-XL-2-256"):
-        assert hub_name(name) == name
+        assert get_hub_name(name) == name
     for name in ("/a/b", "./b", "~/b", "~a/b", "a", "a/b/c", r"a\b/c", "a/", "tiny/cogvideox-2b"):
-        assert looks_local(name)
-        assert hub_name(name) is None
+        assert is_likely_local(name)
+        assert get_hub_name(name) is None

@@ -19,7 +19,7 @@ import dit_lora
 from dit_lora.cli.app import app
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import CheckFailedError, DitLoraError
-from dit_lora.hub.push import prepare, push
+from dit_lora.hub.push import prepare_publication, push
 
 REPO = "me/kitten-lora"
 ADAPTER = "pytorch_lora_weights.safetensors"
@@ -301,11 +301,11 @@ def test_the_token_is_nowhere(
 def test_a_run_without_a_result_is_refused_with_the_command_that_goes_on(run_dir: Path) -> None:
     (run_dir / "adapter" / ADAPTER).unlink()
     with pytest.raises(DitLoraError) as failed:
-        prepare(run_dir, REPO)
+        prepare_publication(run_dir, REPO)
     assert f"no adapter/{ADAPTER}; it is at step 2 of 2" in str(failed.value)
     assert f"recipes/lora.py {run_dir}/config.yaml train.resume=auto" in str(failed.value)
     with pytest.raises(DitLoraError, match="is not a run"):
-        prepare(run_dir / "samples", REPO)
+        prepare_publication(run_dir / "samples", REPO)
 
 
 @pytest.mark.parametrize("how", ["nan", "no effect", "torn"])
@@ -321,7 +321,7 @@ def test_a_poisoned_adapter_is_refused(run_dir: Path, how: str) -> None:
     else:
         file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckFailedError, match=f"is not pushed: adapter/{ADAPTER}"):
-        prepare(run_dir, REPO)
+        prepare_publication(run_dir, REPO)
     assert not (run_dir / "README.md").exists()
 
 
@@ -332,11 +332,11 @@ def test_a_run_that_failed_its_verification_is_refused(run_dir: Path) -> None:
     record["checks"]["scale"] = {"passed": False, "words": "alpha is missing"}
     file.write_text(json.dumps(record))
     with pytest.raises(CheckFailedError, match="did not pass its verification") as failed:
-        prepare(run_dir, REPO)
+        prepare_publication(run_dir, REPO)
     assert "- scale: alpha is missing" in str(failed.value)
     file.write_text("torn")
     with pytest.raises(CheckFailedError, match="did not pass"):
-        prepare(run_dir, REPO)
+        prepare_publication(run_dir, REPO)
 
 
 def test_stock_diffusers_and_ours_load_it_from_the_hub(

@@ -14,7 +14,7 @@ from seeded_secrets import DRAWN, PATHS, REVISION, TOKENS, found_in
 
 from dit_lora.config.load import load_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.hub.push import prepare, push
+from dit_lora.hub.push import prepare_publication, push
 from dit_lora.report.run.page import write_report
 
 REPO = "me/kitten-lora"
@@ -124,7 +124,7 @@ def test_the_adapters_header_and_a_pinned_revision_are_whole(seeded: Path, tmp_p
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["revision"] = REVISION
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    published = prepare(run, REPO).files["config.yaml"]
+    published = prepare_publication(run, REPO).files["config.yaml"]
     assert isinstance(published, bytes)
     (tmp_path / "config.yaml").write_bytes(published)
     assert load_recipe(tmp_path / "config.yaml").model.revision == REVISION
@@ -140,7 +140,7 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
     model = shutil.copytree(tiny_checkpoints["cogvideox-2b"], run_dir / "model")
     metadata = {"family": "cogvideox", "version": "0", "dtype": "torch.float32", "mode": "full"}
     (model / "dit_lora.json").write_text(json.dumps(metadata))
-    prepared_files = set(prepare(run_dir, REPO).files)
+    prepared_files = set(prepare_publication(run_dir, REPO).files)
     (model / "notes.txt").write_text("mine")
     (model / "vae" / "passwords.txt").write_text("mine")
     (model / "old").mkdir()
@@ -148,7 +148,7 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
     config = model / "vae" / "config.json"
     named = {**json.loads(config.read_text()), "_name_or_path": "/home/erika/vae"}
     config.write_text(json.dumps(named))
-    published = prepare(run_dir, REPO)
+    published = prepare_publication(run_dir, REPO)
     assert set(published.files) == prepared_files
     content = published.files["vae/config.json"]
     assert isinstance(content, bytes)
@@ -160,5 +160,5 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
         link.unlink(missing_ok=True)
         link.symlink_to(outside)
         with pytest.raises(DitLoraError, match="links to outside of it, which are not followed"):
-            prepare(run_dir, REPO)
+            prepare_publication(run_dir, REPO)
         link.unlink()

@@ -9,7 +9,7 @@ import pytest
 from dit_lora.adapters.diffusers_format import BASE_FILE
 from dit_lora.errors import DitLoraError
 from dit_lora.hub.contents import Contents
-from dit_lora.hub.usage import usage_code
+from dit_lora.hub.usage import render_usage_code
 
 HOSTILE = '")\nimport os; os.system("touch ran") #\\'
 PIPELINE: dict[str, Any] = {
@@ -30,7 +30,7 @@ def calls(code: str) -> set[str]:
 
 
 def test_no_word_becomes_code() -> None:
-    code = usage_code(contents({"pipeline": PIPELINE}), f"me/{HOSTILE}", HOSTILE)
+    code = render_usage_code(contents({"pipeline": PIPELINE}), f"me/{HOSTILE}", HOSTILE)
     assert "os.system" not in calls(code)
     # Literals: the repository twice, base and revision, both prompts.
     assert code.count("import os") == 6
@@ -38,7 +38,7 @@ def test_no_word_becomes_code() -> None:
         {"model": {"class": "A", "module": "transformers", "library": "transformers"}},
         dtype="torch.float32",
     )
-    assert "os.system" not in calls(usage_code(chat, f"me/{HOSTILE}", HOSTILE))
+    assert "os.system" not in calls(render_usage_code(chat, f"me/{HOSTILE}", HOSTILE))
 
 
 def test_a_dtype_of_the_header_is_one() -> None:
@@ -47,4 +47,4 @@ def test_a_dtype_of_the_header_is_one() -> None:
         dtype="torch.float32); import os; (",
     )
     with pytest.raises(DitLoraError, match="dtype"):
-        usage_code(chat, "me/a", "")
+        render_usage_code(chat, "me/a", "")

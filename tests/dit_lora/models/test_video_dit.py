@@ -180,7 +180,7 @@ def test_a_converted_model_computes_what_opendits_does(patch_t: int, text: bool)
 def test_conversion_keeps_every_tensor_and_says_where_it_went() -> None:
     state = opendit_state(text=True)
     result = convert_opendit(state, config(text=True))
-    assert result.recomputed == ("pos_embed_spatial", "pos_embed_temporal")
+    assert result.position_tables == ("pos_embed_spatial", "pos_embed_temporal")
     assert list(result.text_encoder) == ["text_model.final_layer_norm.weight"]
     num_elements = sum(
         t.numel() for t in [*result.transformer.values(), *result.text_encoder.values()]

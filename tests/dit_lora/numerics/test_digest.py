@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_lora.numerics import digest as module
-from dit_lora.numerics.digest import digest
+from dit_lora.numerics.digest import compute_digest
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64]
 
@@ -21,15 +21,15 @@ def test_any_bit_changes_it(
     dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first and last element of each tensor, lowest and highest bit, together and apart."""
-    monkeypatch.setattr(module, "_BATCH", batch)
-    before = digest(values(dtype))
-    assert digest(values(dtype)) == before
+    monkeypatch.setattr(module, "_BATCH_BYTES", batch)
+    before = compute_digest(values(dtype))
+    assert compute_digest(values(dtype)) == before
     for number in (0, 1, 3, 4):
         for byte_index in (0, -1):
             for bit in (0, 7):
                 changed = values(dtype)
                 changed[number].view(-1).view(torch.uint8)[byte_index] ^= 1 << bit
-                assert digest(changed) != before, (number, byte_index, bit)
+                assert compute_digest(changed) != before, (number, byte_index, bit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -39,7 +39,7 @@ def test_signs_and_factors_of_whole_tensors_change_it(
 ) -> None:
     """Equal changes of very many words, which must not cancel out."""
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    before = digest([tensor])
+    before = compute_digest([tensor])
     for changed in (
         -tensor,
         tensor.abs(),
@@ -48,16 +48,20 @@ def test_signs_and_factors_of_whole_tensors_change_it(
         tensor.flip(0),
         -tensor.flip(-1),
     ):
-        assert torch.equal(changed, tensor) is (digest([changed]) == before)
-    assert digest([torch.full(size, -0.0, dtype=dtype)]) != digest([torch.zeros(size, dtype=dtype)])
+        assert torch.equal(changed, tensor) is (compute_digest([changed]) == before)
+    assert compute_digest([torch.full(size, -0.0, dtype=dtype)]) != compute_digest(
+        [torch.zeros(size, dtype=dtype)]
+    )
 
 
 def test_order_and_layout() -> None:
     entry, second = values(torch.float32)[:2]
-    assert digest([entry, second]) != digest([second, entry])
-    assert digest([entry.flatten().flip(0)]) != digest([entry])
-    assert digest([entry.T.contiguous().T]) == digest([entry])
+    assert compute_digest([entry, second]) != compute_digest([second, entry])
+    assert compute_digest([entry.flatten().flip(0)]) != compute_digest([entry])
+    assert compute_digest([entry.T.contiguous().T]) == compute_digest([entry])
     mixed = [entry, torch.arange(3), entry.bfloat16()]
-    assert digest(mixed) == digest([t.clone() for t in mixed])
-    assert digest([torch.zeros(3), torch.tensor(-0.0)]) != digest([torch.zeros(3), torch.zeros(())])
-    assert digest([]) == digest([torch.zeros(0)])
+    assert compute_digest(mixed) == compute_digest([t.clone() for t in mixed])
+    assert compute_digest([torch.zeros(3), torch.tensor(-0.0)]) != compute_digest(
+        [torch.zeros(3), torch.zeros(())]
+    )
+    assert compute_digest([]) == compute_digest([torch.zeros(0)])

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.objectives import IGNORE, next_token_losses
+from dit_lora.numerics.objectives import IGNORE_INDEX, compute_next_token_losses
 
 BATCH, ANSWERS, WIDTH, VOCABULARY = 3, 7, 10, 37
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -22,8 +22,8 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, nn.Linear]:
     torch.manual_seed(0)
     hidden = torch.randn(BATCH, ANSWERS, WIDTH).to(dtype).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (BATCH, ANSWERS))
-    labels[0, 4:] = IGNORE
-    labels[2, ::2] = IGNORE
+    labels[0, 4:] = IGNORE_INDEX
+    labels[2, ::2] = IGNORE_INDEX
     return hidden, labels, nn.Linear(WIDTH, VOCABULARY).to(dtype)
 
 
@@ -44,7 +44,7 @@ WEIGHTS = torch.tensor([0.3, 1.7, -0.9])
 @pytest.mark.parametrize("chunk", [1, 4, ANSWERS, BATCH * ANSWERS, 1000])
 def test_values_and_gradients_are_those_of_fp64(chunk: int, dtype: torch.dtype) -> None:
     hidden, labels, head = drawn(dtype)
-    losses = next_token_losses(hidden, labels, head, chunk=chunk)
+    losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
     assert losses.dtype is torch.float32
     results = torch.autograd.grad(losses @ WEIGHTS, (hidden, head.weight, head.bias))
     for got, expected in zip((losses, *results), in_fp64(hidden, labels, head), strict=True):
@@ -56,8 +56,8 @@ def test_logits_of_a_bf16_head_are_summed_in_fp32() -> None:
     """A thousand equal logits: log-sum-exp in bf16 would be a multiple of 2^-5."""
     head = nn.Linear(2, 1000, bias=False, dtype=torch.bfloat16)
     nn.init.zeros_(head.weight)
-    losses = next_token_losses(
-        torch.ones(1, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1).long(), head, chunk=1
+    losses = compute_next_token_losses(
+        torch.ones(1, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1).long(), head, chunk_size=1
     )
     torch.testing.assert_close(losses, torch.tensor([1000.0]).log(), rtol=1e-7, atol=0)
 
@@ -65,10 +65,10 @@ def test_logits_of_a_bf16_head_are_summed_in_fp32() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_a_sample_without_labels_is_nan_and_leaves_its_neighbours_alone(chunk: int) -> None:
     hidden, labels, head = drawn(torch.float32)
-    labels[1] = IGNORE
-    losses = next_token_losses(hidden, labels, head, chunk=chunk)
+    labels[1] = IGNORE_INDEX
+    losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
     assert losses.isnan().tolist() == [False, True, False]
-    expected = next_token_losses(hidden[::2], labels[::2], head, chunk=chunk)
+    expected = compute_next_token_losses(hidden[::2], labels[::2], head, chunk_size=chunk)
     torch.testing.assert_close(losses[::2], expected)
     for together, weights in ((losses.sum(), torch.ones(2)), (losses @ WEIGHTS, WEIGHTS[::2])):
         got = torch.autograd.grad(together, (hidden, head.weight), retain_graph=True)
@@ -108,7 +108,7 @@ def test_no_more_logits_than_a_chunk_are_made_and_none_are_kept() -> None:
     hidden, labels, head = drawn(torch.float32)
     chunk = 4
     with _Logits() as logits:
-        losses = next_token_losses(hidden, labels, head, chunk=chunk)
+        losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
         num_alive = logits.alive
         losses.sum().backward()
     assert logits.made
@@ -117,7 +117,7 @@ def test_no_more_logits_than_a_chunk_are_made_and_none_are_kept() -> None:
     assert logits.most_rows <= max(chunk, WIDTH)
     with _Logits() as logits:
         full_loss = F.cross_entropy(
-            head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE
+            head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE_INDEX
         )
         assert logits.alive
         assert logits.most_rows == BATCH * ANSWERS
@@ -133,7 +133,7 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
     trained = (hidden, head.lora_A["default"].weight, head.lora_B["default"].weight)
     chunk = 3
     torch.manual_seed(1)
-    losses = next_token_losses(hidden, labels, head, chunk=chunk)
+    losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
     torch.manual_seed(7)  # whatever is drawn between forward and backward
     got = torch.autograd.grad(losses @ WEIGHTS, trained)
     torch.manual_seed(1)
@@ -151,7 +151,7 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
 def test_without_gradients_nothing_is_computed_twice() -> None:
     hidden, labels, head = drawn(torch.float32)
     with torch.no_grad(), _Logits() as logits:
-        losses = next_token_losses(hidden, labels, head, chunk=5)
+        losses = compute_next_token_losses(hidden, labels, head, chunk_size=5)
     torch.testing.assert_close(losses, in_fp64(hidden, labels, head)[0].float())
     assert not logits.alive
 
@@ -159,4 +159,4 @@ def test_without_gradients_nothing_is_computed_twice() -> None:
 def test_a_chunk_of_nothing_is_refused() -> None:
     hidden, labels, head = drawn(torch.float32)
     with pytest.raises(DitLoraError, match="at least 1 row; got 0"):
-        next_token_losses(hidden, labels, head, chunk=0)
+        compute_next_token_losses(hidden, labels, head, chunk_size=0)

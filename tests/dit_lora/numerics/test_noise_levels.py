@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.noise_levels import Density, NoiseLevels
+from dit_lora.numerics.noise_levels import Density, NoiseLevelDistribution
 
 DRAWS = 50_000
 KS_BOUND = 1.63 / math.sqrt(DRAWS)
@@ -65,14 +65,14 @@ def stretched(mean: float, std: float, shift: float) -> Share:
 
 
 CASES = {
-    "logit_normal": (NoiseLevels(mean=-0.4, std=1.3), 2.5, logit_normal(-0.4, 1.3, 2.5)),
-    "logit_normal, plain": (NoiseLevels(), 1.0, logit_normal(0, 1, 1.0)),
-    "uniform": (NoiseLevels("uniform"), 3.0, uniform(3.0)),
-    "uniform, towards clean": (NoiseLevels("uniform"), 0.6, uniform(0.6)),
-    "mode": (NoiseLevels("mode"), 1.7, mode(1.29, 1.7)),
-    "mode, to the ends": (NoiseLevels("mode", mode_scale=-0.8), 1.0, mode(-0.8, 1.0)),
+    "logit_normal": (NoiseLevelDistribution(mean=-0.4, std=1.3), 2.5, logit_normal(-0.4, 1.3, 2.5)),
+    "logit_normal, plain": (NoiseLevelDistribution(), 1.0, logit_normal(0, 1, 1.0)),
+    "uniform": (NoiseLevelDistribution("uniform"), 3.0, uniform(3.0)),
+    "uniform, towards clean": (NoiseLevelDistribution("uniform"), 0.6, uniform(0.6)),
+    "mode": (NoiseLevelDistribution("mode"), 1.7, mode(1.29, 1.7)),
+    "mode, to the ends": (NoiseLevelDistribution("mode", mode_scale=-0.8), 1.0, mode(-0.8, 1.0)),
     "stretched": (
-        NoiseLevels("stretched_logit_normal", mean=0.2, std=0.9),
+        NoiseLevelDistribution("stretched_logit_normal", mean=0.2, std=0.9),
         math.exp(1.4),
         stretched(0.2, 0.9, math.exp(1.4)),
     ),
@@ -80,17 +80,17 @@ CASES = {
 RANGES = [(0.0, 1.0), (0.875, 1.0), (0.0, 0.9), (0.31, 0.57)]
 
 
-def drawn(levels: NoiseLevels, shift: float) -> torch.Tensor:
+def drawn(levels: NoiseLevelDistribution, shift: float) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7)
-    return levels.drawn(torch.randn(DRAWS, generator=generator), shift)
+    return levels.compute_levels(torch.randn(DRAWS, generator=generator), shift)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("t_min", "t_max"), RANGES)
 def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_max: float) -> None:
-    """Kolmogorov-Smirnov test of the draws; none outside the range; `share` gives the same distribution."""
+    """Kolmogorov-Smirnov test of the draws; none outside the range; `cdf` gives the same distribution."""
     untruncated, shift, closed = CASES[name]
-    levels = NoiseLevels(**{**vars(untruncated), "t_min": t_min, "t_max": t_max})
+    levels = NoiseLevelDistribution(**{**vars(untruncated), "t_min": t_min, "t_max": t_max})
     draws = drawn(levels, shift)
     assert draws.dtype is torch.float32
     wide = np.sort(draws.double().numpy())
@@ -105,7 +105,7 @@ def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_ma
     inner = wide < np.nextafter(np.float32(t_max), np.float32(0))
     assert np.abs(rank - expected)[inner].max() < KS_BOUND
     ends = np.linspace(t_min, t_max, 42)[1:-1]
-    shares = levels.share(torch.tensor(ends), shift).numpy()
+    shares = levels.cdf(torch.tensor(ends), shift).numpy()
     np.testing.assert_allclose(shares, (closed(ends) - low) / (high - low), atol=1e-4)
 
 
@@ -113,19 +113,19 @@ def test_levels_rise_with_the_normal_number_and_its_halves_are_the_distributions
     """One number draws one level for every range: a quantile of the density."""
     gaussian = torch.linspace(-4, 4, 81)
     for levels, shift, _ in CASES.values():
-        cut = NoiseLevels(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})
-        values = cut.drawn(gaussian, shift)
+        cut = NoiseLevelDistribution(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})
+        values = cut.compute_levels(gaussian, shift)
         assert (values.diff() > 0).all()
         median = values[40].double()
-        assert cut.share(median[None], shift).item() == pytest.approx(0.5, abs=1e-5)
+        assert cut.cdf(median[None], shift).item() == pytest.approx(0.5, abs=1e-5)
 
 
 def test_the_end_of_a_range_is_never_reached_even_after_scaling_to_timesteps() -> None:
     """Wan 2.2 sends timesteps from 875 on to one expert: 0.875 times 1000 in fp32 must not be met from below."""
     extreme = torch.tensor([-30.0, -9.0, 9.0, 30.0])
     for bound in (0.875, 0.9, 1 / 3):
-        below = NoiseLevels(t_max=bound).drawn(extreme, 3.0)
-        above = NoiseLevels(t_min=bound).drawn(extreme, 3.0)
+        below = NoiseLevelDistribution(t_max=bound).compute_levels(extreme, 3.0)
+        above = NoiseLevelDistribution(t_min=bound).compute_levels(extreme, 3.0)
         assert max((below * 1000).tolist()) < bound * 1000
         assert min((above * 1000).tolist()) >= bound * 1000 - 1e-4
         assert (above.double() >= bound).all()
@@ -133,9 +133,9 @@ def test_the_end_of_a_range_is_never_reached_even_after_scaling_to_timesteps() -
 
 
 def test_a_range_without_draws_is_refused() -> None:
-    levels = NoiseLevels(std=0.1, t_min=0.0, t_max=0.01)
+    levels = NoiseLevelDistribution(std=0.1, t_min=0.0, t_max=0.01)
     with pytest.raises(DitLoraError, match=r"has no draw from 0 on and below 0\.01"):
-        levels.drawn(torch.zeros(1), 5.0)
+        levels.compute_levels(torch.zeros(1), 5.0)
 
 
 class EveryValueIsFinite(TorchDispatchMode):
@@ -153,7 +153,7 @@ class EveryValueIsFinite(TorchDispatchMode):
 def test_nothing_on_the_way_to_a_draw_is_infinite(
     density: Density, t_min: float, t_max: float
 ) -> None:
-    levels = NoiseLevels(density, t_min=t_min, t_max=t_max)
+    levels = NoiseLevelDistribution(density, t_min=t_min, t_max=t_max)
     gaussian = torch.randn(1000, generator=torch.Generator().manual_seed(4))
     with EveryValueIsFinite():
-        levels.drawn(gaussian, 3.0)
+        levels.compute_levels(gaussian, 3.0)

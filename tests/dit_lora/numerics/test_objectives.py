@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
 
-from dit_lora.numerics.objectives import EpsilonPrediction, VPrediction, mean_squared_error
+from dit_lora.numerics.objectives import EpsilonPrediction, VPrediction, compute_mean_squared_error
 
 
 @pytest.fixture(params=[1.0, 3.0], ids=["5B", "2B"])
@@ -32,7 +32,7 @@ def test_target_and_noising_equal_fp64_within_1e_6(scheduler: CogVideoXDPMSchedu
     target = a.sqrt() * noise.double() - (1 - a).sqrt() * clean.double()
     scale = clean.double().abs().max()
     assert (objective.add_noise(clean, noise, timesteps) - noisy).abs().max() / scale < 1e-6
-    assert (objective.target(clean, noise, timesteps) - target).abs().max() / scale < 1e-6
+    assert (objective.compute_target(clean, noise, timesteps) - target).abs().max() / scale < 1e-6
 
 
 def test_all_1000_noise_levels_are_distinct(scheduler: CogVideoXDPMScheduler) -> None:
@@ -51,7 +51,7 @@ def test_the_loss_equals_the_weighted_x0_form_and_is_finite_at_the_ends(
     generator = torch.Generator().manual_seed(1)
     clean, noise, predicted = (torch.randn(2, 4, 6, generator=generator) for _ in range(3))
     t = torch.full((2,), timestep)
-    losses = mean_squared_error(predicted, objective.target(clean, noise, t))
+    losses = compute_mean_squared_error(predicted, objective.compute_target(clean, noise, t))
 
     a = scheduler.alphas_cumprod[timestep].double()
     noisy = a.sqrt() * clean.double() + (1 - a).sqrt() * noise.double()
@@ -64,7 +64,7 @@ def test_the_loss_equals_the_weighted_x0_form_and_is_finite_at_the_ends(
 def test_losses_are_per_sample() -> None:
     prediction = torch.tensor([[1.0, 3.0], [0.0, 0.0]], dtype=torch.bfloat16)
     target = torch.tensor([[0.0, 0.0], [2.0, 2.0]])
-    assert mean_squared_error(prediction, target).tolist() == [5.0, 4.0]
+    assert compute_mean_squared_error(prediction, target).tolist() == [5.0, 4.0]
 
 
 BETAS = torch.linspace(1e-4, 0.02, 1000)
@@ -109,7 +109,7 @@ def test_the_variational_bound_equals_an_fp64_computation(timesteps: tuple[int, 
     guess = noise + 0.3 * guess
     t = torch.tensor(timesteps)
     noisy = objective.add_noise(clean, noise, t)
-    bound = objective.variational_bound(guess, fraction, clean, noisy, t)
+    bound = objective.compute_variational_bound(guess, fraction, clean, noisy, t)
     rows = zip(clean, noise, guess, fraction, timesteps, strict=True)
     expected = torch.stack([wide_bound(*row) for row in rows])
     assert bound.dtype is torch.float32
@@ -135,7 +135,7 @@ def test_the_bound_trains_the_variance_and_not_the_mean() -> None:
     fraction.requires_grad_(True)
     t = torch.tensor([0, 3, 900])
     noisy = objective.add_noise(clean, noise, t)
-    objective.variational_bound(guess, fraction, clean, noisy, t).sum().backward()
+    objective.compute_variational_bound(guess, fraction, clean, noisy, t).sum().backward()
     assert guess.grad is None
     assert fraction.grad is not None
     assert all(row.any() for row in fraction.grad)
@@ -151,7 +151,7 @@ def test_the_bound_of_a_perfect_prediction_is_smallest_at_the_true_variance() ->
 
     def bound(fraction: float) -> torch.Tensor:
         values = torch.full_like(clean, fraction)
-        return objective.variational_bound(noise, values, clean, noisy, t)
+        return objective.compute_variational_bound(noise, values, clean, noisy, t)
 
     assert bound(-1.0).abs().max() < 1e-3
     assert (bound(1.0) > bound(-1.0)).all()

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dit_lora.guard.switches import in_fp32
+from dit_lora.guard.switches import convert_to_fp32
 from dit_lora.numerics import quantized_linear
-from dit_lora.numerics.finite import not_finite
+from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.numerics.quantized_linear import (
-    Kind,
-    NarrowLinear,
-    narrowed_bytes,
-    weight_values,
-    widened,
+    Quantization,
+    QuantizedLinear,
+    count_quantized_weight_bytes,
+    dequantize_weight,
+    iterate_weight_values,
 )
 
 bnb = pytest.importorskip("bitsandbytes")
-KINDS: tuple[Kind, ...] = ("nf4", "int8", "fp8")
+KINDS: tuple[Quantization, ...] = ("nf4", "int8", "fp8")
 OUT, IN = 33, 70  # no multiple of NF4's blocks of 64
 
 
@@ -39,13 +39,13 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
-    kind: Kind, dtype: torch.dtype
+    kind: Quantization, dtype: torch.dtype
 ) -> None:
-    layer = NarrowLinear(wide(dtype), kind)
+    layer = QuantizedLinear(wide(dtype), kind)
     assert layer.bias is not None
     ours, theirs = (inputs(dtype).requires_grad_() for _ in range(2))
     y = layer(ours)
-    expected = nn.functional.linear(theirs, layer.widened(dtype), layer.bias)
+    expected = nn.functional.linear(theirs, layer.dequantize(dtype), layer.bias)
     grad_output = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     y.backward(grad_output)
     expected.backward(grad_output)
@@ -57,10 +57,10 @@ def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
 # nf4's worst row: one of the largest shares its block with one 1.4 times smaller.
 @pytest.mark.parametrize(("kind", "least", "most"), [("nf4", 0.05, 0.15), ("int8", 3e-3, 0.011)])
 def test_every_row_is_kept_as_well_as_its_scale_allows(
-    kind: Kind, least: float, most: float
+    kind: Quantization, least: float, most: float
 ) -> None:
     layer = wide()
-    difference = NarrowLinear(layer, kind).widened(torch.float32) - layer.weight
+    difference = QuantizedLinear(layer, kind).dequantize(torch.float32) - layer.weight
     errors = difference.norm(dim=1) / layer.weight.norm(dim=1)
     assert torch.equal(difference[5], torch.zeros(IN))
     of_rows = torch.cat([errors[:5], errors[6:]])
@@ -70,7 +70,7 @@ def test_every_row_is_kept_as_well_as_its_scale_allows(
 
 def test_fp8_rounds_each_weight_to_three_bits_of_mantissa() -> None:
     layer = wide()
-    error = (NarrowLinear(layer, "fp8").widened(torch.float32) - layer.weight).abs()
+    error = (QuantizedLinear(layer, "fp8").dequantize(torch.float32) - layer.weight).abs()
     largest = layer.weight.abs().amax(dim=1, keepdim=True)
     # Half a step of 2^-3; where e4m3 is subnormal, of 2^-9 of its 448.
     limit = torch.maximum(layer.weight.abs() / 16, largest / 448 * 2**-10) * 1.001
@@ -79,26 +79,26 @@ def test_fp8_rounds_each_weight_to_three_bits_of_mantissa() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_wide_is_saved_for_the_backward_pass(kind: Kind) -> None:
-    layer, saved = NarrowLinear(wide(), kind), list[Tensor]()
+def test_nothing_wide_is_saved_for_the_backward_pass(kind: Quantization) -> None:
+    layer, saved = QuantizedLinear(wide(), kind), list[Tensor]()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with hooks:
         layer(inputs().requires_grad_())
     assert saved
     assert {t.data_ptr() for t in saved} <= {p.data_ptr() for p in layer.parameters()}
-    assert sum(t.nbytes for t in saved) == narrowed_bytes(torch.Size([OUT, IN]), kind)
+    assert sum(t.nbytes for t in saved) == count_quantized_weight_bytes(torch.Size([OUT, IN]), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_decides_the_dtype(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_decides_the_dtype(kind: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the widened weight too, which would take twice the memory in fp32."""
-    layer, x, dtypes = NarrowLinear(wide(), kind), inputs().requires_grad_(), set[torch.dtype]()
+    layer, x, dtypes = QuantizedLinear(wide(), kind), inputs().requires_grad_(), set[torch.dtype]()
 
     def noted(codes: Tensor, scale: Tensor, dtype: torch.dtype, *how: Any) -> Tensor:
         dtypes.add(dtype)
-        return widened(codes, scale, dtype, *how)
+        return dequantize_weight(codes, scale, dtype, *how)
 
-    monkeypatch.setattr(quantized_linear, "widened", noted)
+    monkeypatch.setattr(quantized_linear, "dequantize_weight", noted)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.sum().backward()
@@ -113,20 +113,20 @@ def test_nf4_is_that_of_bitsandbytes() -> None:
     )
     theirs.load_state_dict(layer.state_dict())
     theirs.to("cpu")
-    ours = NarrowLinear(layer, "nf4")
+    ours = QuantizedLinear(layer, "nf4")
     assert torch.equal(ours.weight, theirs.weight)
     assert torch.equal(ours.scale, theirs.weight.quant_state.absmax)
     torch.testing.assert_close(ours(inputs()), theirs(inputs()))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
-def test_what_is_not_finite_is_found(kind: Kind, name: str) -> None:
+def test_what_is_not_finite_is_found(kind: Quantization, name: str) -> None:
     """In fp8 also among the codes: 0x7f is NaN."""
-    model = nn.ModuleDict({"q": NarrowLinear(wide(), kind)})
-    assert not_finite(weight_values(model)) == []
+    model = nn.ModuleDict({"q": QuantizedLinear(wide(), kind)})
+    assert describe_nonfinite_tensors(iterate_weight_values(model)) == []
     bad = 0x7F if name == "weight" else torch.nan
     model.get_parameter(f"q.{name}").data.view(-1)[3] = bad
-    (message,) = not_finite(weight_values(model))
+    (message,) = describe_nonfinite_tensors(iterate_weight_values(model))
     assert message.startswith(f"q.{name} has 1 NaN among ")
 
 
@@ -151,7 +151,10 @@ def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
     fresh = bitsandbytes_layer("int8")
     fresh.weight.SCB[1] = torch.nan
     model = nn.ModuleList([four, double, eight, fresh])
-    names = [message.partition(" has ")[0] for message in not_finite(weight_values(model))]
+    names = [
+        message.partition(" has ")[0]
+        for message in describe_nonfinite_tensors(iterate_weight_values(model))
+    ]
     assert names == ["0.absmax", "1.absmax_absmax", "2.SCB", "3.SCB"]
 
 
@@ -159,7 +162,7 @@ def test_in_fp32_a_layer_of_bitsandbytes_rounds_nothing_to_its_own_dtype() -> No
     layer = bitsandbytes_layer("single")
     x = inputs()
     rounded = layer(x)
-    with in_fp32(layer):
+    with convert_to_fp32(layer):
         exact = layer(x)
         assert layer.compute_dtype is torch.float32
     assert layer.compute_dtype is torch.bfloat16

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dit_lora.guard.stored_precision import stored_precision
+from dit_lora.guard.stored_precision import check_stored_precision
 from dit_lora.numerics.saturation import FP16_MAX, saturate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,8 +34,8 @@ def test_not_a_number_stays_one() -> None:
 def test_activations_beyond_fp16_are_right_where_the_model_repeats_its_limit(
     compute: torch.dtype,
 ) -> None:
-    (finding,) = stored_precision(F16, compute, 1e6, saturates=True)
+    (finding,) = check_stored_precision(F16, compute, 1e6, saturates=True)
     assert finding.ok
     assert "limit of 65504 repeated" in finding.words
-    (finding,) = stored_precision(BF16, F16, 1e6, saturates=True)
+    (finding,) = check_stored_precision(BF16, F16, 1e6, saturates=True)
     assert finding.fatal  # another mistake, that it does not cover

@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 
 from dit_lora.cli.app import app
 from dit_lora.cli.plan import parse_size
-from dit_lora.commands.plan import render
+from dit_lora.commands.plan import print_plan
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.without_weights import without_weights
+from dit_lora.families.without_weights import config_only_recipe
 from dit_lora.planning import search
-from dit_lora.planning.budget import GIB, Launch, MemoryBudget, count
-from dit_lora.planning.search import plan, subject_of
-from dit_lora.planning.subject import Subject
-from dit_lora.training.execution.activation_checkpointing import Mode
-from dit_lora.training.execution.fake_step import Live
+from dit_lora.planning.budget import GIB, Launch, MemoryBudget, compute_budget
+from dit_lora.planning.search import open_estimator, plan_memory
+from dit_lora.planning.subject import MemoryEstimator
+from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
+from dit_lora.training.execution.fake_step import AllocationTracker
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 CPU, FSDP2 = torch.device("cpu"), ("--sharding", "fsdp2", "--ranks", "2")
@@ -44,13 +44,15 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *wide, *overrides])
 
 
-def budget_of(recipe: Recipe, *, gpu: bool = False, mode: Mode | None = None) -> MemoryBudget:
-    return count(recipe, subject_of(recipe, gpu=gpu), Launch(), None, mode)
+def budget_of(
+    recipe: Recipe, *, gpu: bool = False, mode: CheckpointingMode | None = None
+) -> MemoryBudget:
+    return compute_budget(recipe, open_estimator(recipe, is_gpu=gpu), Launch(), None, mode)
 
 
 ALONE, PRODIGY = "train.ema=null", ("optim.name=prodigy", "optim.groups.backbone.lr=1")
 # Recipe, tiny checkpoint, checkpointing, changes.
-RUNS: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
+RUNS: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "lora, recomputed": ("cogvideox", "cogvideox-5b", "full", ()),
     "lora and connector, accumulated": (
         "cogvideox",
@@ -63,7 +65,7 @@ RUNS: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
     "bf16": ("cogvideox", "cogvideox-2b", "none", ("model.dtype=bf16",)),
     "chat": ("smolvlm2", "smolvlm2", "none", ()),
 }
-FURTHER: dict[str, tuple[str, str, Mode, tuple[str, ...]]] = {
+FURTHER: dict[str, tuple[str, str, CheckpointingMode, tuple[str, ...]]] = {
     "lora": ("cogvideox", "cogvideox-5b", "none", ()),
     "lora, batch of 1": ("cogvideox", "cogvideox-5b", "none", ("train.batch_size=1",)),
     "first images": ("cogvideox_i2v", "cogvideox-5b-i2v", "none", ()),
@@ -104,20 +106,22 @@ def test_a_real_steps_peak_is_what_was_counted(
 ) -> None:
     name, variant, mode, overrides = (RUNS | FURTHER)[run]
     recipe = smoke(name, tiny_checkpoints[variant], *overrides)
-    subject = subject_of(recipe, gpu=False)
-    budget = count(recipe, subject, Launch(), None, mode)
+    subject = open_estimator(recipe, is_gpu=False)
+    budget = compute_budget(recipe, subject, Launch(), None, mode)
     with by("reference", monkeypatch):
         peak = RealRun(budget.recipe, subject, mode, CPU).peak()
-    assert budget.training.total == pytest.approx(peak, rel=LOOSE.get(run, 0.03))
+    assert budget.training.total_bytes == pytest.approx(peak, rel=LOOSE.get(run, 0.03))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode: Mode) -> None:
+def test_a_gpus_peak_is_what_was_counted(
+    tiny_checkpoints: dict[str, Path], mode: CheckpointingMode
+) -> None:
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
-    subject = subject_of(recipe, gpu=False)
-    counted = count(recipe, subject, Launch(), None, mode).training.total
+    subject = open_estimator(recipe, is_gpu=False)
+    counted = compute_budget(recipe, subject, Launch(), None, mode).training.total_bytes
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     real = RealRun(recipe, subject, mode, HERE)
@@ -133,7 +137,9 @@ def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode
 
 
 @contextmanager
-def layers_of_5b(folder: Path, layers: int, *overrides: str) -> Iterator[tuple[Recipe, Subject]]:
+def layers_of_5b(
+    folder: Path, layers: int, *overrides: str
+) -> Iterator[tuple[Recipe, MemoryEstimator]]:
     """The published CogVideoX-5B with fewer layers, and its recipe."""
     path = Path(shutil.copytree(CONFIGS / "CogVideoX-5b", folder / str(layers)))
     config = path / "transformer" / "config.json"
@@ -141,8 +147,8 @@ def layers_of_5b(folder: Path, layers: int, *overrides: str) -> Iterator[tuple[R
     recipe = load_recipe(
         ROOT / "recipes" / "cogvideox" / "5b_t2v.yaml", [f"model.path={path}", *overrides]
     )
-    with without_weights(recipe) as local:
-        yield local, subject_of(local, gpu=True)
+    with config_only_recipe(recipe) as local:
+        yield local, open_estimator(local, is_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
     needs_by_layers = {}
     for layers in (2, 3):
         with layers_of_5b(tmp_path, layers, *overrides) as (recipe, subject):
-            needs_by_layers[layers] = subject.needs(recipe, subject.shapes[0])
+            needs_by_layers[layers] = subject.measure_activations(recipe, subject.shapes[0])
     tensor = (226 + 17550) * 3072 * 2
     a_block = {
         mode: needs_by_layers[3][mode] - needs_by_layers[2][mode] for mode in needs_by_layers[2]
@@ -172,12 +178,12 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
 
 def test_storages_count_while_they_live() -> None:
     source = torch.ones(8)
-    with Live([source]) as live:
+    with AllocationTracker([source]) as live:
         tensor = (source + 1).exp()  # the sum is gone when its exponential is there
         view = tensor[2:]
-    assert (live.most, live.now, view.numel()) == (4 * 16, 4 * 8, 6)
+    assert (live.most, live.current_bytes, view.numel()) == (4 * 16, 4 * 8, 6)
     del tensor, view
-    assert live.now == 0
+    assert live.current_bytes == 0
 
 
 ENCODED = {
@@ -203,17 +209,17 @@ def test_samples_are_what_encoders_make_of_them(
     tiny_checkpoints: dict[str, Path], name: str
 ) -> None:
     recipe = smoke(name, tiny_checkpoints[ENCODED[name]])
-    subject = subject_of(recipe, gpu=False)
+    subject = open_estimator(recipe, is_gpu=False)
     (shape,) = subject.shapes
     pixels = torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
     encode = subject.checkpoint.load_video_encoder(torch.float32, CPU)
     names = [recipe.validation.prompts[0]] if recipe.validation.prompts else [""]
     texts = subject.checkpoint.load_text_encoder(torch.float32, CPU)(names)
     encoded = encode(pixels) | {key: tensor[0] for key, tensor in texts.items()}
-    assert subject.spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
-    with Live() as live:
+    assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
+    with AllocationTracker() as live:
         encode(pixels)
-    assert subject.video_encoder.most == pytest.approx(live.most, rel=0.1)
+    assert subject.video_encoder.peak_bytes == pytest.approx(live.most, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +232,10 @@ def bare(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
     recipe = smoke("cogvideox", bare, "optim.groups.connector.lr=1.0e-3")
-    with without_weights(recipe) as local:
-        subject = subject_of(local, gpu=False)
+    with config_only_recipe(recipe) as local:
+        subject = open_estimator(local, is_gpu=False)
         single, ddp, zero2, fsdp2 = (
-            count(local, subject, launch, None).training
+            compute_budget(local, subject, launch, None).training
             for launch in (
                 Launch(),
                 Launch(4),
@@ -238,7 +244,7 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
             )
         )
     assert (single.buckets, ddp.buckets, zero2.buckets) == (0, single.trained, 0)
-    assert ddp.total == single.total + single.trained
+    assert ddp.total_bytes == single.total_bytes + single.trained
     assert (zero2.optimizer, zero2.weights) == (single.optimizer // 4, single.weights)
     assert (fsdp2.optimizer, fsdp2.weights) == (single.optimizer // 4, single.weights // 4)
     assert fsdp2.gathered > 0 == zero2.gathered
@@ -249,15 +255,15 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
 
 def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[str, Path]) -> None:
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "model.quantize=int8")
-    subject = subject_of(recipe, gpu=False)
+    subject = open_estimator(recipe, is_gpu=False)
     real = RealRun(recipe, subject, "none", CPU).model
     frozen = sum(p.nbytes for p in real.parameters() if not p.requires_grad)
-    assert subject.weights(recipe).frozen == frozen
+    assert subject.count_weights(recipe).frozen_bytes == frozen
     offloaded = recipe.model_copy(
         update={"train": recipe.train.model_copy(update={"offload": "group"})}
     )
-    weights = subject.weights(offloaded)
-    assert 0 < weights.frozen - weights.in_blocks < weights.frozen / 2
+    weights = subject.count_weights(offloaded)
+    assert 0 < weights.frozen_bytes - weights.block_bytes < weights.frozen_bytes / 2
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -303,8 +309,8 @@ def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture
         "validation.prompts=[]",
         "train.batch_size=16",
     ]
-    planned = plan(path, command, Launch(), int(0.7685 * GIB))
-    render(planned)
+    planned = plan_memory(path, command, Launch(), int(0.7685 * GIB))
+    print_plan(planned)
     printed = capsys.readouterr().out
     assert "  train.checkpointing=selective\n" in printed
     assert "does not fit: 0.77 of 0.77 GiB" in printed
@@ -334,14 +340,14 @@ def test_the_cheapest_change_is_found(
     bare: Path, monkeypatch: pytest.MonkeyPatch, room: int, expected: list[str] | None
 ) -> None:
     """With one, if one does; else with several, and none of them stronger than it must be."""
-    monkeypatch.setattr(search, "count", made_up_count)
+    monkeypatch.setattr(search, "compute_budget", made_up_count)
     path = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
-    planned = plan(path, [f"model.path={bare}", "data.path=/nowhere"], Launch(), room)
+    planned = plan_memory(path, [f"model.path={bare}", "data.path=/nowhere"], Launch(), room)
     assert planned.budget.fits == (room == 20)
     assert (list(planned.change.overrides) if planned.change else None) == expected
 
 
-def made_up_count(recipe: Recipe, subject: Subject, launch: Launch, gpu: int | None) -> Any:
+def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu: int | None) -> Any:
     saved = {None: 0, "fp8": 2, "nf4": 11 * (recipe.train.batch_size == 2)}[recipe.model.quantize]
     a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * a_sample - saved
@@ -382,7 +388,7 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
     variant: str, recipe: str, components: tuple[str, ...], tiny_checkpoints: dict[str, Path]
 ) -> None:
     path = tiny_checkpoints[variant]
-    encoder = subject_of(smoke(recipe, path), gpu=False).caption_encoder
+    encoder = open_estimator(smoke(recipe, path), is_gpu=False).caption_encoder
     stored = {
         name: sum(
             t.nbytes
@@ -392,5 +398,5 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
         for name in components
     }
     assert encoder is not None
-    assert encoder.weights == pytest.approx(sum(stored.values()), rel=0.01)
-    assert encoder.most > 0.1 * max(stored.values())
+    assert encoder.weight_bytes == pytest.approx(sum(stored.values()), rel=0.01)
+    assert encoder.peak_bytes > 0.1 * max(stored.values())

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE
 from dit_lora.config.load import load_recipe
-from dit_lora.planning.budget import Launch, MemoryBudget, count
-from dit_lora.planning.search import subject_of
+from dit_lora.planning.budget import Launch, MemoryBudget, compute_budget
+from dit_lora.planning.search import open_estimator
 from dit_lora.training.tasks.registry import task_of
 
 
@@ -26,17 +26,19 @@ def test_a_second_checkpoint_for_samples_is_counted_where_it_is_held(
     def budget(*overrides: str) -> MemoryBudget:
         file = ROOT / "recipes" / "smoke" / "cogvideox.yaml"
         recipe = load_recipe(file, [*common, *overrides])
-        return count(recipe, subject_of(recipe, gpu=False), Launch(), None)
+        return compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
 
     baseline, second_model = budget(), budget(f"validation.model={base}")
-    subject = subject_of(baseline.recipe, gpu=False)
+    subject = open_estimator(baseline.recipe, is_gpu=False)
     model, _, _ = task_of("cogvideox").load_trainable(
         baseline.recipe, subject.family, subject.checkpoint, torch.float32
     )
     model_bytes = sum(p.nbytes for p in model.parameters())
-    assert second_model.phases["validation"] - baseline.phases["validation"] == model_bytes
-    assert second_model.phases["training"] == baseline.phases["training"]
-    assert second_model.host["a second transformer"] == baseline.training.weights
+    assert (
+        second_model.phase_bytes["validation"] - baseline.phase_bytes["validation"] == model_bytes
+    )
+    assert second_model.phase_bytes["training"] == baseline.phase_bytes["training"]
+    assert second_model.host_bytes["a second transformer"] == baseline.training.weights
 
 
 def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
@@ -51,7 +53,7 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
 
     def weights(lora: str) -> tuple[int, int]:
         recipe = load_recipe(ROOT / "recipes" / "smoke" / "cogvideox.yaml", [*common, lora])
-        counted = count(recipe, subject_of(recipe, gpu=False), Launch(), None)
+        counted = compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
         return counted.training.weights, counted.training.trained
 
     frozen, trains = weights("lora={rank: 6}")

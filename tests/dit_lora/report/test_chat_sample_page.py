@@ -12,23 +12,23 @@ from chat_tokenizers import llama_tokenizer
 from html_page import Page
 from PIL import Image
 
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
-from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
+from dit_lora.data.chat.fitting import fit_to_length
 from dit_lora.data.chat.prompts import render_prompt
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.errors import DitLoraError
-from dit_lora.report.chat_sample_page import FRAMES, write_chat_sample_page
+from dit_lora.report.chat_sample_page import MAX_FRAMES, write_chat_sample_page
 
 TOKENIZER = llama_tokenizer()
 HOSTILE = '<script>alert("x")</script> & a cat'
 
 
 def rendered(
-    question: str = "What does the cat do?", less: int = 0, kind: Kind = "video"
-) -> Rendered:
+    question: str = "What does the cat do?", less: int = 0, kind: ConversationKind = "video"
+) -> RenderedConversation:
     conversation = Conversation("a", kind, None, (Turn(question, "It sleeps on the warm sofa."),))
     full = render_prompt("mistral", conversation, TOKENIZER, 10**6, 96, [0.5])
-    return fit(full, len(full) - less)
+    return fit_to_length(full, len(full) - less)
 
 
 def frames(count: int, height: int = 30, width: int = 50) -> torch.Tensor:
@@ -37,7 +37,7 @@ def frames(count: int, height: int = 30, width: int = 50) -> torch.Tensor:
     return levels.expand(count, 3, height, width)
 
 
-def write(folder: Path, one: Rendered, **more: Any) -> Page:
+def write(folder: Path, one: RenderedConversation, **more: Any) -> Page:
     path = folder / "sample.html"
     page_values: dict[str, Any] = {"kind": "video", **more}
     name = page_values.pop("sample", "clips/cat.mp4")
@@ -61,7 +61,7 @@ def test_the_page_shows_every_token_with_what_becomes_of_it(tmp_path: Path) -> N
     assert titles == [f"token {token} at {at}" for token, at in ids]
     assert "96 media tokens" in page.text
     assert "left out" not in page.text
-    assert f"learned {sample.answers} answers and their ends" in page.text
+    assert f"learned {sample.num_answer_tokens} answers and their ends" in page.text
 
 
 def test_frames_are_small_pictures_with_their_seconds(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_frames_are_small_pictures_with_their_seconds(tmp_path: Path) -> None:
 
 
 def test_of_many_frames_evenly_spread_ones_are_shown(tmp_path: Path) -> None:
-    many = FRAMES + 9
+    many = MAX_FRAMES + 9
     page = write(tmp_path, rendered(), frames=frames(many), seconds=list(range(many)))
-    assert len(page.all("img")) == FRAMES
-    assert f"{FRAMES} of {many} frames are shown" in page.text
+    assert len(page.all("img")) == MAX_FRAMES
+    assert f"{MAX_FRAMES} of {many} frames are shown" in page.text
     times = re.findall(r"(\d+)\.00 s", page.section("Frames"))
     assert times[0] == "0"
     assert times[-1] == str(many - 1)
@@ -108,7 +108,7 @@ def test_text_from_the_data_is_escaped_and_nothing_is_fetched(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
-def test_samples_without_seconds(tmp_path: Path, kind: Kind) -> None:
+def test_samples_without_seconds(tmp_path: Path, kind: ConversationKind) -> None:
     media_frames = None if kind == "text" else frames(1)
     page = write(tmp_path, rendered(kind=kind), kind=kind, frames=media_frames)
     assert ("of kind text" in page.text) == (kind == "text")

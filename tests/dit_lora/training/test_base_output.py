@@ -17,7 +17,7 @@ from verified import SMOKES, failing, quick
 from dit_lora.cli.app import app
 from dit_lora.commands.verify import verify_adapter
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.tolerances import BLOCK
+from dit_lora.numerics.tolerances import BLOCK_TOLERANCE
 from dit_lora.results.verified_files import VERIFICATION_FILE
 from dit_lora.training import base_output
 from dit_lora.training import fit as running
@@ -67,7 +67,7 @@ def start(
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Run], None]], None]:
     """Let something happen to the next run after a step."""
-    after = running._after_step
+    after = running._check_and_save
 
     def when(step: int, act: Callable[[Run], None]) -> None:
         def then(run: Run, result: Any) -> None:
@@ -75,7 +75,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Run], N
             if result.step == step:
                 act(run)
 
-        monkeypatch.setattr(running, "_after_step", then)
+        monkeypatch.setattr(running, "_check_and_save", then)
 
     return when
 
@@ -157,13 +157,13 @@ def test_a_resume_compares_itself_with_the_first_start(
     assert json.loads((tmp_path / "old" / BASE_OUTPUT).read_text())["since"] == 2
     assert same_adapter(tmp_path / "old", tmp_path / "whole")
 
-    note = base_output.note_base
+    note = base_output.record_base_fingerprint
 
     def damaged(setup: Setup[Any, Any], resume_from: Path | None) -> Any:
         setup.transformer.get_parameter(FROZEN).data.neg_()
         return note(setup, resume_from)
 
-    monkeypatch.setattr(preparing, "note_base", damaged)
+    monkeypatch.setattr(preparing, "record_base_fingerprint", damaged)
     with pytest.raises(DitLoraError, match="the base is not what it was at this run's first start"):
         start(*goes_on, run="other")
 
@@ -198,7 +198,7 @@ def test_a_kernel_that_goes_wrong_is_named(
     assert failing(verify_adapter(tmp_path / "run")) == {"output"}
 
 
-@pytest.mark.parametrize(("times", "passes"), [(1 + BLOCK / 4, True), (1.05, False)])
+@pytest.mark.parametrize(("times", "passes"), [(1 + BLOCK_TOLERANCE / 4, True), (1.05, False)])
 def test_what_passes_at_the_start_passes_at_the_end(
     start: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,

@@ -10,9 +10,9 @@ import pytest
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.training import fit as fitting
-from dit_lora.training.checkpoints.files import checkpoint_steps
+from dit_lora.training.checkpoints.files import list_checkpoints
 from dit_lora.training.run import Run
-from dit_lora.training.saved_state import BEST, best_checkpoints
+from dit_lora.training.saved_state import BEST_FILE, find_best_checkpoints
 
 Main = Callable[[list[str]], None]
 
@@ -29,16 +29,16 @@ def test_only_checkpoints_that_are_measured_count(tmp_path: Path) -> None:
     }  # of 0 and 3 there is no checkpoint, of 6 no loss
     lines = [json.dumps({"step": s, "held_out_loss": loss}) for s, loss in losses.items()]
     (tmp_path / "held_out.jsonl").write_text("\n".join(lines) + "\n")
-    assert [record["step"] for record in best_checkpoints(tmp_path, 2)] == [
+    assert [record["step"] for record in find_best_checkpoints(tmp_path, 2)] == [
         4,
         8,
     ]  # the earlier of equals
-    assert best_checkpoints(tmp_path, 9)[-1] == {
+    assert find_best_checkpoints(tmp_path, 9)[-1] == {
         "checkpoint": "step_000002",
         "step": 2,
         "held_out_loss": 0.5,
     }
-    assert best_checkpoints(tmp_path, 0) == []
+    assert find_best_checkpoints(tmp_path, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,8 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
         return losses[measured[-1]]
 
     monkeypatch.setattr(
-        "dit_lora.training.tasks.diffusion.task.DiffusionTask.held_out_loss", staticmethod(held_out)
+        "dit_lora.training.tasks.diffusion.task.DiffusionTask.compute_eval_loss",
+        staticmethod(held_out),
     )
     folder = tmp_path / "run"
     args = [
@@ -95,11 +96,11 @@ def test_a_run_keeps_its_best_through_a_stop_and_a_resume(
         patched.setattr(fitting, "validate", killed)
         with pytest.raises(KeyboardInterrupt):
             lora_main(args)
-    assert list(checkpoint_steps(folder)) == [2, 4]
+    assert list(list_checkpoints(folder)) == [2, 4]
     lora_main([*args, "train.resume=auto"])
     assert measured == [0, 2, 4, 6, 8]
-    assert list(checkpoint_steps(folder)) == [4, 8]
-    best = json.loads((folder / "checkpoints" / BEST).read_text())
+    assert list(list_checkpoints(folder)) == [4, 8]
+    best = json.loads((folder / "checkpoints" / BEST_FILE).read_text())
     assert [(record["checkpoint"], record["held_out_loss"]) for record in best] == [
         ("step_000004", 0.2),
         ("step_000008", 0.3),

@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch, collate
 from dit_lora.families import get_family
-from dit_lora.guard.gate import Trip, local
+from dit_lora.guard.gate import StepFailure, get_local_tensor
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.switches import in_fp32
-from dit_lora.numerics.dtensors import whole
+from dit_lora.guard.switches import convert_to_fp32
+from dit_lora.numerics.dtensors import gather_full_tensor
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.parameters import trainable_state
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.parameters import get_trainable_parameters
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.guarding.watch import StepWatcher
 from dit_lora.training.loop import Loop, train
@@ -71,11 +71,11 @@ class Recorder:
 
     def __init__(self, state: Any) -> None:
         self.state = state
-        self.trips: list[Trip] = []
+        self.trips: list[StepFailure] = []
         self.found: list[Tensors] = []
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         self.trips.append(trip)
         self.found.append(self.state())
@@ -92,7 +92,7 @@ def sharded(path: Path, accelerator: Accelerator) -> tuple[Any, nn.Module, torch
         for block in model.transformer_blocks:
             fully_shard(block)
         fully_shard(model)
-    groups = recipe_groups(model, OPTIM.groups, family.group_patterns)
+    groups = build_recipe_groups(model, OPTIM.groups, family.group_patterns)
     return checkpoint, model, build_optimizer(groups, OPTIM)
 
 
@@ -104,14 +104,14 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
     pending = [spoiled and rank == 1]
 
     def state() -> Tensors:
-        live = {**trainable_state(model), **optimizer_state(optimizer)}
-        return {name: local(tensor).clone() for name, tensor in live.items()}
+        live = {**get_trainable_parameters(model), **optimizer_state(optimizer)}
+        return {name: get_local_tensor(tensor).clone() for name, tensor in live.items()}
 
-    def losses(module: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+    def losses(module: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
         output = checkpoint.losses(module, batch.tensors, streams)
         first_sample = (SPOILED - 1) * ACCUMULATE * RANKS
         # Not yet in the pass that follows the unread step, which is dropped.
-        if pending[0] and recovery.trips and batch.draws == (first_sample + rank,):
+        if pending[0] and recovery.trips and batch.sample_seeds == (first_sample + rank,):
             pending[0] = False
             return output._replace(losses=output.losses * torch.nan)
         return output
@@ -130,26 +130,26 @@ def run(path: Path, spoiled: bool) -> dict[str, Any]:
     recovery = Recorder(state)
     loop = Loop(
         engine=Engine(accelerator, model, optimizer),
-        losses=losses,
+        loss_function=losses,
         schedule=build_schedule(OPTIM, STEPS),
         optim=OPTIM,
         accumulate=ACCUMULATE,
         seed=7,
         recovery=recovery,
-        watcher=StepWatcher(Snapshots(state, every=10)),
+        watcher=StepWatcher(Snapshots(state, interval_steps=10)),
     )
     train(
         loop,
         given,
         start_step=0,
         steps=STEPS,
-        stop_asked=lambda: 0,
+        get_stop_code=lambda: 0,
         on_step=note,
     )
     return {
         "ranks": ranks,
         "sharded": sum(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad),
-        "trained": len(trainable_state(model)),
+        "trained": len(get_trainable_parameters(model)),
         "results": [(r.step, r.loss, r.grad_norm, sorted(r.losses)) for r in results],
         "states": states,
         "trips": [(trip.step, trip.kind, trip.micro_batches) for trip in recovery.trips],
@@ -188,7 +188,7 @@ def in_both_precisions() -> dict[str, list[Tensors]]:
         recorded[name] = [passed(model, states)]
         with torch.no_grad():
             model(states)
-        with in_fp32(model):
+        with convert_to_fp32(model):
             recorded[name].append(passed(model, states))
         recorded[name].append(passed(model, states))
         assert model[0].frozen.weight.dtype is torch.bfloat16
@@ -200,7 +200,10 @@ def passed(model: nn.Module, states: torch.Tensor) -> Tensors:
     output = model(states)
     output.square().mean().backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), **{n: whole(g).clone() for n, g in gradients.items()}}
+    return {
+        "output": output.detach(),
+        **{n: gather_full_tensor(g).clone() for n, g in gradients.items()},
+    }
 
 
 @pytest.mark.slow

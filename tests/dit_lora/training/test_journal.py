@@ -9,9 +9,15 @@ import pytest
 
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.event import Event
-from dit_lora.training.journal import IDLE, Journal, held_out_losses, metrics_line, tracker_values
+from dit_lora.training.journal import (
+    MAX_IDLE_STEPS,
+    Journal,
+    build_metrics_line,
+    flatten_for_trackers,
+    read_eval_losses,
+)
 from dit_lora.training.step import StepResult
-from dit_lora.training.tasks.diffusion.task import by_timestep, drawn_by_timestep
+from dit_lora.training.tasks.diffusion.task import average_by_timestep, count_by_timestep
 
 
 def spike(step: int) -> Event:
@@ -36,7 +42,9 @@ def result(step: int, **values: Any) -> StepResult:
 
 def line_of(step: int, **values: Any) -> dict[str, Any]:
     step_result = result(step, **values)
-    return metrics_line(step_result, {"loss_by_timestep": by_timestep(step_result, range(1000))})
+    return build_metrics_line(
+        step_result, {"loss_by_timestep": average_by_timestep(step_result, range(1000))}
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -47,16 +55,20 @@ def test_ranges_are_those_of_the_timesteps_that_are_drawn() -> None:
     """An expert for high noise sees timesteps from 875 on: quarters and twentieths of these, the last one shorter."""
     step_result = result(1, losses=[1.0, 3.0, 5.0, 8.0], timesteps=[875, 881, 907, 999])
     high = range(875, 1000)
-    assert by_timestep(step_result, high) == {"875-906": 2.0, "907-938": 5.0, "971-999": 8.0}
-    assert drawn_by_timestep(step_result, high) == {"875-881": 2, "903-909": 1, "994-999": 1}
-    assert drawn_by_timestep(step_result, range(1000)) == {"850-899": 2, "900-949": 1, "950-999": 1}
+    assert average_by_timestep(step_result, high) == {
+        "875-906": 2.0,
+        "907-938": 5.0,
+        "971-999": 8.0,
+    }
+    assert count_by_timestep(step_result, high) == {"875-881": 2, "903-909": 1, "994-999": 1}
+    assert count_by_timestep(step_result, range(1000)) == {"850-899": 2, "900-949": 1, "950-999": 1}
 
 
 def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
     losses, timesteps = [1.0, 3.0, 5.0, 7.0, 9.0], [0, 249, 250, 749, 999]
     line = line_of(1, losses=losses, timesteps=timesteps)
-    journal.step(line)
+    journal.write_step(line)
     assert line["loss_by_timestep"] == {
         "0-249": 2.0,
         "250-499": 5.0,
@@ -70,32 +82,32 @@ def test_losses_are_averaged_in_timestep_ranges(tmp_path: Path) -> None:
 
 def test_a_resumed_run_writes_each_step_once_and_counts_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
-    journal.held_out(0, 1.5)
+    journal.write_eval_loss(0, 1.5)
     for step in (1, 2, 3):
-        journal.step(line_of(step))
-    journal.held_out(2, 1.25)
-    journal.held_out(3, 1.0)
+        journal.write_step(line_of(step))
+    journal.write_eval_loss(2, 1.25)
+    journal.write_eval_loss(3, 1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # torn by a kill
     resumed = Journal(tmp_path, start_step=2)
-    resumed.step(line_of(3))
-    resumed.held_out(2, 99.0)  # there already
-    resumed.held_out(3, 0.75)
+    resumed.write_step(line_of(3))
+    resumed.write_eval_loss(2, 99.0)  # there already
+    resumed.write_eval_loss(3, 0.75)
     written = lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["samples"]) for line in written] == [(1, 2), (2, 4), (3, 6)]
-    assert held_out_losses(tmp_path) == {0: 1.5, 2: 1.25, 3: 0.75}
+    assert read_eval_losses(tmp_path) == {0: 1.5, 2: 1.25, 3: 0.75}
 
 
 def test_starting_afresh_drops_what_an_unsaved_start_left(tmp_path: Path) -> None:
-    Journal(tmp_path, start_step=0).held_out(0, 1.5)
+    Journal(tmp_path, start_step=0).write_eval_loss(0, 1.5)
     reopened = Journal(tmp_path, start_step=0)
-    reopened.held_out(0, 1.5)
+    reopened.write_eval_loss(0, 1.5)
     assert len(lines(tmp_path / "held_out.jsonl")) == 1
 
 
 def test_trackers_get_flat_numbers() -> None:
     line = line_of(1)
-    values = tracker_values(line)
+    values = flatten_for_trackers(line)
     assert values["lr/connector"] == 1e-5
     assert values["grad_norm/adapter"] == 2.0
     assert values["loss_by_timestep/750-999"] == 0.75
@@ -109,27 +121,27 @@ def test_going_back_drops_later_lines_and_counts_samples_from_there(tmp_path: Pa
     """What was held out and observed at the step itself stays; events are never dropped."""
     journal = Journal(tmp_path, start_step=0)
     for step in (1, 2, 3, 4):
-        journal.step(line_of(step))
+        journal.write_step(line_of(step))
     for step, loss in ((0, 3.0), (2, 2.0), (4, 1.0)):
-        journal.held_out(step, loss)
-    journal.event(spike(4))
+        journal.write_eval_loss(step, loss)
+    journal.write_event(spike(4))
     journal.rewind(2)
-    assert [line["step"] for line in journal.history()] == [1, 2]
-    assert held_out_losses(tmp_path) == {0: 3.0, 2: 2.0}
-    assert lines(tmp_path / "events.jsonl") == [spike(4).record()]
-    journal.step(line_of(3))
-    journal.held_out(4, 0.5)
-    assert [line["samples"] for line in journal.history()] == [2, 4, 6]
-    assert held_out_losses(tmp_path)[4] == 0.5
+    assert [line["step"] for line in journal.read_history()] == [1, 2]
+    assert read_eval_losses(tmp_path) == {0: 3.0, 2: 2.0}
+    assert lines(tmp_path / "events.jsonl") == [spike(4).to_record()]
+    journal.write_step(line_of(3))
+    journal.write_eval_loss(4, 0.5)
+    assert [line["samples"] for line in journal.read_history()] == [2, 4, 6]
+    assert read_eval_losses(tmp_path)[4] == 0.5
     journal.rewind(0)
-    assert journal.history() == []
-    assert held_out_losses(tmp_path) == {0: 3.0}
+    assert journal.read_history() == []
+    assert read_eval_losses(tmp_path) == {0: 3.0}
 
 
 def test_statistics_of_modules_are_in_the_lines_that_have_them(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
-    journal.step(line_of(1))
-    journal.step(line_of(2), {"proj_out": {"abs_max": 2.5}})
+    journal.write_step(line_of(1))
+    journal.write_step(line_of(2), {"proj_out": {"abs_max": 2.5}})
     first_line, second = lines(tmp_path / "metrics.jsonl")
     assert "modules" not in first_line
     assert second["modules"] == {"proj_out": {"abs_max": 2.5}}
@@ -139,20 +151,20 @@ def test_lines_that_a_full_disk_does_not_take_end_the_run_and_are_written_when_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed: list[DitLoraError] = []
-    journal = Journal(tmp_path, start_step=0, fail=failed.append)
-    journal.step(line_of(1))
+    journal = Journal(tmp_path, start_step=0, on_error=failed.append)
+    journal.write_step(line_of(1))
     with monkeypatch.context() as patch:
         patch.setattr("dit_lora.training.journal.append_line", full)
-        journal.step(line_of(2))
-        journal.event(spike(2))
+        journal.write_step(line_of(2))
+        journal.write_event(spike(2))
         with pytest.raises(OSError, match="No space left"):
-            Journal(tmp_path / "other", start_step=0).event(spike(1))
+            Journal(tmp_path / "other", start_step=0).write_event(spike(1))
     assert [str(error) for error in failed] == [
         f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device"
     ] * 2
     journal.flush()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert lines(tmp_path / "events.jsonl") == [spike(2).record()]
+    assert lines(tmp_path / "events.jsonl") == [spike(2).to_record()]
 
 
 def full(path: Path, text: str) -> None:
@@ -163,23 +175,29 @@ def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
     tmp_path: Path,
 ) -> None:
     first_journal = Journal(tmp_path, start_step=0)
-    first_journal.step(line_of(1))
+    first_journal.write_step(line_of(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    first_journal.step(line_of(2))
+    first_journal.write_step(line_of(2))
     messages: list[str] = []
     reopened = Journal(tmp_path, start_step=2, say=messages.append)
     assert messages == [
         "warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"
     ]
-    assert [line["step"] for line in reopened.history()] == [1, 2]
+    assert [line["step"] for line in reopened.read_history()] == [1, 2]
 
 
 def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path, start_step=0)
     line = line_of(1)
     dead = {**line, "grad_norm_groups": dict.fromkeys(line["grad_norm_groups"], 0.0)}
-    steps = [dead] * (IDLE - 1) + [line] + [dead] * (2 * IDLE) + [line] + [dead] * (2 * IDLE)
-    idle_groups = [journal.idle_groups(step) for step in steps]
-    assert idle_groups.pop(2 * IDLE - 1) == list(line["grad_norm_groups"])
+    steps = (
+        [dead] * (MAX_IDLE_STEPS - 1)
+        + [line]
+        + [dead] * (2 * MAX_IDLE_STEPS)
+        + [line]
+        + [dead] * (2 * MAX_IDLE_STEPS)
+    )
+    idle_groups = [journal.find_idle_groups(step) for step in steps]
+    assert idle_groups.pop(2 * MAX_IDLE_STEPS - 1) == list(line["grad_norm_groups"])
     assert not any(idle_groups)

@@ -14,22 +14,22 @@ from small_loop import TrippedError, batches, build, equal, failing_first, run, 
 from torch import distributed
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.training.loop import Loop, micro_batches_held, train
+from dit_lora.training.loop import Loop, max_resident_micro_batches, train
 from dit_lora.training.step import StepResult
-from dit_lora.training.step_rows import SentRows
+from dit_lora.training.step_rows import PendingMetrics
 
 
 def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls of a step in order; for a row that is read, also whether gradients of the next step exist."""
     order: list[str] = []
-    forward, read, number = loop.watcher.forward, SentRows.read, [0]
+    forward, read, number = loop.watcher.watch_forward, PendingMetrics.read, [0]
 
     def launched(step: int) -> Any:
         number[0] = step
         order.append(f"launch {step}")
         return forward(step)
 
-    def noted(rows: SentRows) -> Any:
+    def noted(rows: PendingMetrics) -> Any:
         queued = all(p.grad is not None for p in loop.engine.model.parameters())
         order.append(f"read before update {number[0]}" if queued else f"read {number[0]}")
         return read(rows)
@@ -41,8 +41,8 @@ def in_flight(loop: Loop, patch: pytest.MonkeyPatch) -> list[str]:
         order.append(f"update {number[0]}")
         step(*arguments)
 
-    patch.setattr(loop.watcher, "forward", launched)
-    patch.setattr(SentRows, "read", noted)
+    patch.setattr(loop.watcher, "watch_forward", launched)
+    patch.setattr(PendingMetrics, "read", noted)
     patch.setattr(inner, "step", updated)
     return order
 
@@ -128,14 +128,14 @@ def test_a_row_that_never_arrives_is_waited_for_so_long_and_no_longer() -> None:
             self.left -= 1
             return self.left < 0
 
-    def sent(after: int) -> SentRows:
-        return SentRows(torch.zeros(1, 1), (1,), Event(after))  # type: ignore[arg-type]
+    def sent(after: int) -> PendingMetrics:
+        return PendingMetrics(torch.zeros(1, 1), (1,), Event(after))  # type: ignore[arg-type]
 
-    assert sent(3).arrives(5.0)
+    assert sent(3).wait_until_arrived(5.0)
     began = time.monotonic()
-    assert not sent(10**6).arrives(0.1)
+    assert not sent(10**6).wait_until_arrived(0.1)
     assert 0.1 <= time.monotonic() - began < 2.0
-    assert SentRows(torch.zeros(1, 1), (1,)).arrives(0.0)
+    assert PendingMetrics(torch.zeros(1, 1), (1,)).wait_until_arrived(0.0)
 
 
 @pytest.mark.parametrize("where", ["4-0", "5-0"])
@@ -160,7 +160,7 @@ def test_seconds_tile_the_run_and_a_wait_for_data_counts_with_its_step() -> None
     run(build(accumulate=2), 1, batches(2))  # what the first step of a process pays
     loop, results = build(accumulate=2), list[StepResult]()
     began = time.perf_counter()
-    train(loop, slow, start_step=0, steps=4, stop_asked=lambda: 0, on_step=results.append)
+    train(loop, slow, start_step=0, steps=4, get_stop_code=lambda: 0, on_step=results.append)
     elapsed_s = time.perf_counter() - began
     assert all(result.seconds > result.data_seconds > 0 for result in results)
     assert results[2].data_seconds > 0.2
@@ -187,9 +187,11 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
         return loop.losses(*args)
 
     counted = replace(loop, losses=counting)
-    train(counted, fresh, start_step=0, steps=5, stop_asked=lambda: 0, on_step=lambda result: None)
+    train(
+        counted, fresh, start_step=0, steps=5, get_stop_code=lambda: 0, on_step=lambda result: None
+    )
     assert max_alive[0] == 1
-    assert max(max_alive) == micro_batches_held(accumulate)
+    assert max(max_alive) == max_resident_micro_batches(accumulate)
 
 
 def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None:

@@ -25,9 +25,9 @@ from small_loop import (
 from torch import distributed, nn
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.guard.gate import PoisonedStateError, Trip
+from dit_lora.guard.gate import BadStateError, StepFailure
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams, integers
+from dit_lora.numerics.streams import RandomStreams, draw_integers
 from dit_lora.training.loop import Loop, train
 from dit_lora.training.step import StepResult
 
@@ -40,7 +40,7 @@ def fake(loop: Loop) -> FakeRecovery:
 def spoiled_at(calls: Mapping[int, float], seen: list[int]) -> Callable:
     """Losses; those of some calls, counted from 1, are multiplied by a value."""
 
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+    def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
         seen.append(len(seen) + 1)
         output = losses_of(model, batch, streams)
         return output._replace(losses=output.losses * calls.get(len(seen), 1.0))
@@ -72,7 +72,7 @@ def test_every_micro_step_and_rank_seeds_dropout_anew_and_repeats_by_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def record(seeds: list[int]) -> Callable:
-        def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+        def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
             seeds.append(torch.initial_seed())
             return losses_of(model, batch, streams)
 
@@ -87,14 +87,14 @@ def test_every_micro_step_and_rank_seeds_dropout_anew_and_repeats_by_number(
     assert first_run == second_run
 
     other_rank: list[int] = []
-    monkeypatch.setattr(Accelerator, "process_index", 1)
+    monkeypatch.setattr(Accelerator, "get_process_index", 1)
     run(build(accumulate=3, losses=record(other_rank)), 2, batches(6))
     assert not set(first_run) & set(other_rank)
 
 
 def test_a_result_tells_every_samples_loss_and_timestep() -> None:
     (result,) = run(build(accumulate=2), 1, batches(2))
-    expected = integers(0, 1000, Streams(7, range(4))("timestep")).tolist()
+    expected = draw_integers(0, 1000, RandomStreams(7, range(4))("timestep")).tolist()
     assert result.timesteps == expected
     assert len(result.losses) == 4
     assert result.loss == pytest.approx(sum(result.losses) / 4)
@@ -120,7 +120,7 @@ def test_a_bad_loss_leaves_weights_and_moments_and_the_step_is_taken_again(value
     results = run(loop, 3, batches(6), on_step=lambda r: after.update({r.step: state_of(loop)}))
     assert equal(states[0], after[1])
     assert [result.step for result in results] == [1, 2, 3]
-    assert fake(loop).trips == [Trip(2, "non_finite_loss", ((0, 1),))]
+    assert fake(loop).trips == [StepFailure(2, "non_finite_loss", ((0, 1),))]
     assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
     clean = build(accumulate=2)
     expected = run(clean, 3, batches(6))
@@ -155,7 +155,7 @@ def test_data_that_was_read_bad_trips_though_its_loss_is_finite() -> None:
     before: dict[int, list[torch.Tensor]] = {}
     with pytest.raises(TrippedError):
         run(loop, 2, data, on_step=lambda r: before.update({r.step: state_of(loop)}))
-    assert fake(loop).trips == [Trip(2, "bad_data", ((0, 0),))]
+    assert fake(loop).trips == [StepFailure(2, "bad_data", ((0, 0),))]
     assert equal(state_of(loop), before[1])
 
 
@@ -185,7 +185,7 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
 ) -> None:
     """Of zero gradients too: AdamW would still decay moments and weights."""
 
-    def losses(model: nn.Module, batch: Batch, streams: Streams) -> LossOutput:
+    def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
         output = losses_of(model, batch, streams)
         worst = factor if batch.ids[0] == "1-0" else 1.0
         return output._replace(losses=_Backward.apply(output.losses, worst))
@@ -194,7 +194,7 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
     before: dict[int, list[torch.Tensor]] = {}
     with pytest.raises(TrippedError):
         run(loop, 2, batches(2), on_step=lambda r: before.update({r.step: state_of(loop)}))
-    assert fake(loop).trips == [Trip(2, kind)]
+    assert fake(loop).trips == [StepFailure(2, kind)]
     assert equal(state_of(loop), before[1])
 
 
@@ -223,7 +223,7 @@ def test_a_weight_that_goes_bad_in_the_update_trips_in_the_same_step() -> None:
     with pytest.raises(TrippedError):
         run(loop, 3, batches(3), on_step=lambda r: (recorded.append(r.step), poison(r))[0])
     assert recorded == [1]
-    assert fake(loop).trips == [Trip(2, "non_finite_weights")]
+    assert fake(loop).trips == [StepFailure(2, "non_finite_weights")]
 
 
 def test_a_state_that_is_not_worth_keeping_is_a_trip_of_its_step() -> None:
@@ -231,11 +231,11 @@ def test_a_state_that_is_not_worth_keeping_is_a_trip_of_its_step() -> None:
 
     def refuse(result: StepResult) -> None:
         if result.step == 2 and not fake(loop).trips:
-            raise PoisonedStateError("lost", "diverged_weights")
+            raise BadStateError("lost", "diverged_weights")
 
     loop = build(accumulate=2, answers=[0])
     results = run(loop, 3, batches(6), on_step=refuse)
-    assert fake(loop).trips == [Trip(2, "diverged_weights")]
+    assert fake(loop).trips == [StepFailure(2, "diverged_weights")]
     assert fake(loop).ids == [[("2-0", "2-1"), ("3-0", "3-1")]]
     assert fake(loop).controls[0].step == 1  # type: ignore[union-attr]
     assert [result.step for result in results] == [1, 1, 2, 3]
@@ -289,7 +289,7 @@ def test_a_stop_code_reaches_the_result() -> None:
         lambda step: batches(1),
         start_step=0,
         steps=1,
-        stop_asked=lambda: 143,
+        get_stop_code=lambda: 143,
         on_step=results.append,
     )
     assert results[0].stop_code == 143
@@ -305,7 +305,7 @@ def test_batches_are_asked_for_from_where_training_goes_on() -> None:
         requests.append(step)
         return iter(data[step:])
 
-    train(loop, given, start_step=0, steps=4, stop_asked=lambda: 0, on_step=lambda result: None)
+    train(loop, given, start_step=0, steps=4, get_stop_code=lambda: 0, on_step=lambda result: None)
     assert requests == [0, 1]
 
 

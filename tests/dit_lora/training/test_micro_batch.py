@@ -13,13 +13,13 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.optim import OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
 from dit_lora.guard import replay as numerics_replay
-from dit_lora.guard.gate import Trip
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.replay import MicroBatch, Outcome
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.distributed.engine import Engine
@@ -36,7 +36,7 @@ def batch(number: int, faults: Mapping[str, str]) -> Batch:
     generator = torch.Generator().manual_seed(number)
     return Batch(
         ids=(f"{number}a", f"{number}b"),
-        draws=(2 * number, 2 * number + 1),
+        sample_seeds=(2 * number, 2 * number + 1),
         tensors={
             "latent_mean": torch.randn(2, 4, 3, 4, 6, generator=generator),
             "latent_logvar": torch.full((2, 4, 3, 4, 6), -6.0),
@@ -60,7 +60,7 @@ class Kept:
     micro_batches: Sequence[MicroBatch] = ()
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         assert trip.kind == "bad_data"
         self.micro_batches = micro_batches
@@ -72,7 +72,7 @@ class Watching(StepWatcher):
 
     kept: Kept
 
-    def gradients(self, step: int) -> None:
+    def collect_gradients(self, step: int) -> None:
         named = self.kept.model.named_parameters()
         self.kept.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
@@ -90,12 +90,12 @@ def tripped(
     checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
     transformer = checkpoint.load_transformer({"no": torch.float32, "bf16": torch.bfloat16}[mixed])
     attach_lora(transformer, LoraConfig(rank=4, dropout=dropout), family.lora_targets, seed=0)
-    groups = recipe_groups(transformer, OPTIM.groups, family.group_patterns)
+    groups = build_recipe_groups(transformer, OPTIM.groups, family.group_patterns)
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     model, optimizer = accelerator.prepare(transformer, build_optimizer(groups, OPTIM))
     kept_step = Kept(accelerator.unwrap_model(model))
-    watcher = Watching(Snapshots(lambda: {}, every=10))
+    watcher = Watching(Snapshots(lambda: {}, interval_steps=10))
     watcher.kept = kept_step
 
     def losses(module: nn.Module, given: Batch, streams: Any) -> Any:
@@ -106,7 +106,7 @@ def tripped(
 
     loop = Loop(
         engine=Engine(accelerator, model, optimizer),
-        losses=losses,
+        loss_function=losses,
         schedule=build_schedule(OPTIM, 3),
         optim=OPTIM,
         accumulate=accumulate,
@@ -121,7 +121,7 @@ def tripped(
             lambda step: batches,
             start_step=0,
             steps=3,
-            stop_asked=lambda: 0,
+            get_stop_code=lambda: 0,
             on_step=lambda result: None,
         )
     return kept_step
@@ -148,7 +148,7 @@ def noted_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 def replayed(kept: Kept, index: int) -> tuple[Outcome, Gradients]:
     with noted_gradients(kept.model) as gradients:
-        outcome = numerics_replay.run(kept.micro_batches[index], kept.model)
+        outcome = numerics_replay.replay_micro_batch(kept.micro_batches[index], kept.model)
     return outcome, gradients
 
 
@@ -166,7 +166,7 @@ def test_a_replay_gives_the_steps_losses_and_gradients_bit_for_bit(
         torch.manual_seed(99)
         outcome, gradients = replayed(failed_step, 0)
         assert outcome.losses == tuple(failed_step.losses[0].tolist())
-        assert outcome.finite
+        assert outcome.is_finite
         assert gradients.keys() == failed_step.gradients.keys()
         assert len(gradients) == 16
         assert all(torch.equal(gradients[name], failed_step.gradients[name]) for name in gradients)
@@ -214,14 +214,18 @@ def test_other_draws_and_other_samples_give_other_losses(
     path = tiny_checkpoints["cogvideox-2b"]
     failed_step = tripped(path, dtype="fp32", dropout=0.0, checkpointing=False, accumulate=1)
     (micro_batch,) = failed_step.micro_batches
-    assert micro_batch.redrawn is not None
+    assert micro_batch.redraw is not None
     redraws = [
-        numerics_replay.run(micro_batch.redrawn(number), failed_step.model) for number in (0, 1)
+        numerics_replay.replay_micro_batch(micro_batch.redraw(number), failed_step.model)
+        for number in (0, 1)
     ]
     replay, _ = replayed(failed_step, 0)
     assert len({replay.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
-    separate = micro_batch.single(1)
-    assert (separate.ids, separate.draws) == (micro_batch.ids[1:], micro_batch.draws[1:])
-    single = numerics_replay.run(separate, failed_step.model)
+    separate = micro_batch.select_sample(1)
+    assert (separate.ids, separate.draw_numbers) == (
+        micro_batch.ids[1:],
+        micro_batch.draw_numbers[1:],
+    )
+    single = numerics_replay.replay_micro_batch(separate, failed_step.model)
     assert single.timesteps == replay.timesteps[1:]
     assert single.losses == pytest.approx(replay.losses[1:], rel=1e-5)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.adapters.attach import ADAPTER_NAME, UNDER
-from dit_lora.adapters.under import trained_off
+from dit_lora.adapters.attach import ADAPTER_NAME, FROZEN_ADAPTER_PREFIX
+from dit_lora.adapters.under import disable_trained_adapter
 from dit_lora.config.optim import PreserveConfig
-from dit_lora.data.loading.batch import PRESERVE, PRESERVE_WEIGHT, Batch
+from dit_lora.data.loading.batch import PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch
 from dit_lora.data.loading.encoded import Entry
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Draws, Streams
-from dit_lora.training.preserve import difference, trained_losses
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams
+from dit_lora.training.preserve import compute_training_losses, mean_squared_difference
 
 ROWS, WIDTH = 3, 5
 
@@ -36,18 +36,18 @@ class Plain:
 
     path = Path("plain")
 
-    def draws(self, batch: Mapping[str, torch.Tensor]) -> Draws:
+    def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         raise NotImplementedError
 
     def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: Streams
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
     ) -> LossOutput:
         noise = self.noise(streams).to(batch["latent"].dtype)
         predicted = model(batch["latent"] + noise, batch["text"])[0]
         return LossOutput((predicted - noise).square().mean(1), torch.zeros(len(noise)))
 
     @staticmethod
-    def noise(streams: Streams) -> torch.Tensor:
+    def noise(streams: RandomStreams) -> torch.Tensor:
         return torch.stack(
             [torch.randn(WIDTH, generator=generator) for generator in streams("noise")]
         )
@@ -75,7 +75,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {
         "latent": latent,
         "text": text,
-        f"{PRESERVE}text": preserved_text,
+        f"{PRESERVE_PREFIX}text": preserved_text,
         PRESERVE_WEIGHT: weight,
     }
 
@@ -92,8 +92,8 @@ def plain(weights: Mapping[str, torch.Tensor], x: torch.Tensor, lora: bool) -> t
 
 
 def test_loss_and_gradient_are_those_of_plain_code() -> None:
-    model, tensors, streams = adapted(ADAPTER_NAME), batch(), Streams(5, [4, 9, 2])
-    output = trained_losses(Plain(), model, tensors, streams)
+    model, tensors, streams = adapted(ADAPTER_NAME), batch(), RandomStreams(5, [4, 9, 2])
+    output = compute_training_losses(Plain(), model, tensors, streams)
     output.losses.sum().backward()
     weights = {
         name: p.detach().clone().requires_grad_(p.requires_grad)
@@ -102,7 +102,7 @@ def test_loss_and_gradient_are_those_of_plain_code() -> None:
     noise = Plain.noise(streams).double()
     noisy, (text, preserved_text) = (
         tensors["latent"] + noise,
-        (tensors["text"], tensors[f"{PRESERVE}text"]),
+        (tensors["text"], tensors[f"{PRESERVE_PREFIX}text"]),
     )
     learned = plain(weights, torch.cat([noisy, text], 1), lora=True)
     ours = plain(weights, torch.cat([noisy, preserved_text], 1), lora=True)
@@ -119,21 +119,24 @@ def test_loss_and_gradient_are_those_of_plain_code() -> None:
 
 
 def test_without_such_captions_the_loss_is_the_familys_own() -> None:
-    model, streams = adapted(ADAPTER_NAME), Streams(5, [4, 9, 2])
+    model, streams = adapted(ADAPTER_NAME), RandomStreams(5, [4, 9, 2])
     tensors = {name: tensor for name, tensor in batch().items() if not name.startswith("preserve")}
     expected = Plain().losses(model, tensors, streams).losses
-    assert torch.equal(trained_losses(Plain(), model, tensors, streams).losses, expected)
+    assert torch.equal(compute_training_losses(Plain(), model, tensors, streams).losses, expected)
 
 
 def test_frozen_adapters_stay_on_for_the_target() -> None:
     """They are what training begins with."""
-    model, frozen = adapted(ADAPTER_NAME, f"{UNDER}0"), adapted(f"{UNDER}0")
+    model, frozen = (
+        adapted(ADAPTER_NAME, f"{FROZEN_ADAPTER_PREFIX}0"),
+        adapted(f"{FROZEN_ADAPTER_PREFIX}0"),
+    )
     with torch.no_grad():
         for name, parameter in frozen.named_parameters():
             parameter.copy_(model.get_parameter(name))
     x = torch.randn(2, 2, WIDTH, dtype=torch.float64)
     both = model(*x)[0]
-    with trained_off(model):
+    with disable_trained_adapter(model):
         assert torch.equal(model(*x)[0], frozen(*x)[0])
     assert torch.equal(model(*x)[0], both)
     assert not torch.equal(both, frozen(*x)[0])
@@ -154,21 +157,25 @@ def test_every_tensor_that_a_model_gives_counts(by_row: bool) -> None:
         ours, theirs = ([torch.randn(s, generator=generator) for s in sizes] for _ in range(2))
         pairs = list(zip(ours, theirs, strict=True))
         expected = [sum((a[i] - b[i]).square().mean() for a, b in pairs) for i in range(3)]
-    torch.testing.assert_close(difference(ours, theirs, 3), torch.stack(expected))
+    torch.testing.assert_close(mean_squared_difference(ours, theirs, 3), torch.stack(expected))
 
 
 def test_of_several_class_words_each_draw_has_one() -> None:
     entry = Entry("a", "video", "text", preserve_text_keys=("dog", "puppy", "hound"))
-    keys = [entry.preserve_text_key_of(draw) for draw in range(300)]
-    assert keys == [entry.preserve_text_key_of(draw) for draw in range(300)]
+    keys = [entry.choose_preserve_text_key(draw) for draw in range(300)]
+    assert keys == [entry.choose_preserve_text_key(draw) for draw in range(300)]
     assert all(60 < keys.count(key) < 140 for key in entry.preserve_text_keys)
-    assert Entry("a", "video", "text").preserve_text_key_of(3) is None
+    assert Entry("a", "video", "text").choose_preserve_text_key(3) is None
 
 
 def test_masks_of_its_captions_stay_on_the_host_too() -> None:
     """Where those of the others stay: the host would wait for their values."""
     mask = torch.ones(1, 4)
-    names = ("prompt_attention_mask", f"{PRESERVE}prompt_attention_mask", f"{PRESERVE}embeds")
+    names = (
+        "prompt_attention_mask",
+        f"{PRESERVE_PREFIX}prompt_attention_mask",
+        f"{PRESERVE_PREFIX}embeds",
+    )
     batch = Batch(("a",), (0,), dict.fromkeys(names, mask)).to(torch.device("meta"))
     assert [batch.tensors[name].device.type for name in names] == ["cpu", "cpu", "meta"]
 

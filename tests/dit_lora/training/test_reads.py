@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from dit_lora.config.load import load_recipe
-from dit_lora.data.loading.batch import ON_HOST, Batch
+from dit_lora.data.loading.batch import HOST_TENSORS, Batch
 from dit_lora.families import DIFFUSION_FAMILIES
 from dit_lora.training import loop
 
@@ -147,8 +147,10 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
 
     def moved(batch: Batch, device: torch.device) -> Batch:
         on_device = to(batch, device)
-        reads.put(tensor for name, tensor in on_device.tensors.items() if name not in ON_HOST)
-        reads.put(on_device.ahead.tensors.values() if on_device.ahead is not None else ())
+        reads.put(tensor for name, tensor in on_device.tensors.items() if name not in HOST_TENSORS)
+        reads.put(
+            on_device.random_inputs.tensors.values() if on_device.random_inputs is not None else ()
+        )
         return on_device
 
     with patch.context() as during:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.numerics.precision import Precision
-from dit_lora.training.prepare import run_identity
+from dit_lora.training.prepare import build_trajectory_config
 from dit_lora.training.session.session import Session
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.registry import task_of
@@ -34,7 +34,7 @@ def identity(**changes: Any) -> dict[str, Any]:
     data: Any = SimpleNamespace(transformer_digest="t", data_digest="d")
     task = task_of(session.recipe.model.family)
     nothing: Any = None
-    return run_identity(Setup(session, task, nothing, data, nothing))
+    return build_trajectory_config(Setup(session, task, nothing, data, nothing))
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_a_spans_the_directions_of_most_variance() -> None:
     layer, recorded = seen_layer()
     batches = [varied(40, seed) for seed in range(6)]
     for x in batches:
-        recorded.take(layer, (x.transpose(0, 1),))
-    assert recorded.put()
+        recorded.add_rows(layer, (x.transpose(0, 1),))
+    assert recorded.set_lora_a()
     a = layer.lora_A[ADAPTER_NAME].weight.detach().double()
     rows = torch.cat([x.flatten(0, 1) for x in batches]).double()
     _, _, v = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
@@ -49,11 +49,11 @@ def test_a_spans_the_directions_of_most_variance() -> None:
 def test_a_layer_that_is_given_too_little_keeps_its_start() -> None:
     layer, recorded = seen_layer()
     before = layer.lora_A[ADAPTER_NAME].weight.detach().clone()
-    recorded.take(layer, (varied(2, 0),))  # 4 rows, and twice the rank are wanted
-    assert not recorded.put()
+    recorded.add_rows(layer, (varied(2, 0),))  # 4 rows, and twice the rank are wanted
+    assert not recorded.set_lora_a()
     assert torch.equal(layer.lora_A[ADAPTER_NAME].weight, before)
-    recorded.take(layer, (varied(1, 1),))
-    assert recorded.put()
+    recorded.add_rows(layer, (varied(1, 1),))
+    assert recorded.set_lora_a()
 
 
 def test_rows_that_are_not_finite_spoil_nothing() -> None:
@@ -63,8 +63,8 @@ def test_rows_that_are_not_finite_spoil_nothing() -> None:
         x = varied(40, 0)
         extra = torch.full((2, 5, 11), torch.nan)
         extra[0, :, 3] = torch.inf
-        recorded.take(layer, (torch.cat([x, extra], 1) if bad else x,))
-        assert recorded.put()
+        recorded.add_rows(layer, (torch.cat([x, extra], 1) if bad else x,))
+        assert recorded.set_lora_a()
         results.append(layer.lora_A[ADAPTER_NAME].weight.detach().clone())
     torch.testing.assert_close(results[0], results[1])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.training.status import status_noted, write_data_record
@@ -56,7 +56,7 @@ def test_only_the_main_process_writes_and_a_full_disk_ends_no_run(
     with status_noted(session(tmp_path, is_main=False), "a.yaml"):
         pass
     none: Any = SimpleNamespace(entries=[])
-    write_data_record(session(tmp_path, is_main=False), Prepared(none, "", ""))
+    write_data_record(session(tmp_path, is_main=False), TrainingData(none, "", ""))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "status.json").mkdir()
     with status_noted(session(tmp_path), "a.yaml"):
@@ -70,7 +70,7 @@ def test_the_data_record_lists_at_most_500_rejects_and_counts_all(tmp_path: Path
         as_dict=lambda: {"buckets": [], "dropped": list(dropped), "advice": []}
     )
     clips: Any = SimpleNamespace(entries=[1, 2, 3])
-    write_data_record(session(tmp_path), Prepared(clips, "", "", rejected, report))
+    write_data_record(session(tmp_path), TrainingData(clips, "", "", rejected, report))
     record = json.loads((tmp_path / "data.json").read_text())
     assert (record["samples"], record["rejected_count"]) == (3, 900)
     assert len(record["rejected"]) == len(record["buckets"]["dropped"]) == 500
@@ -87,7 +87,7 @@ def test_the_last_word_is_true_though_the_disk_is_full(
     def body() -> None:
         with status_noted(session(tmp_path), "kitten.yaml"):
             size.append((tmp_path / "status.json").stat().st_size)
-            monkeypatch.setattr("dit_lora.training.status.write_whole", full)
+            monkeypatch.setattr("dit_lora.training.status.write_atomically", full)
             raise InterruptedRunError("asked", 130)
 
     size: list[int] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.containment import try_or_warn
 from dit_lora.guard.attach.finite_checks import CHECKS
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.interception import Interceptions
@@ -64,16 +64,18 @@ class LightningGuard(Callback):
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Follow the data loaders, which Lightning creates before `on_train_start`."""
         # `fit` may be called again with the same callback.
-        self._let_go()
-        EVENTS.hold()
+        self._detach()
+        EVENTS.acquire()
         self._is_following = True
         # The model gets the copy that this method returns.
-        self._interceptions.method(trainer.strategy, "batch_to_device", self._moved)
+        self._interceptions.intercept_method(
+            trainer.strategy, "batch_to_device", self._intercept_move
+        )
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         # Read on every rank: Lightning broadcasts the log folder.
         log_folder = trainer.log_dir or trainer.default_root_dir
-        self.guard = Guard.over(
+        self.guard = Guard.create(
             None,
             [pl_module],
             trainer.optimizers,
@@ -82,12 +84,12 @@ class LightningGuard(Callback):
             folder=self.folder if self.folder is not None else log_folder,
             checks=self.checks,
         )
-        self._interceptions.method(trainer, "save_checkpoint", self._saved)
+        self._interceptions.intercept_method(trainer, "save_checkpoint", self._intercept_save)
 
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        contain_error(lambda: EVENTS.batches.begin(batch), "following a batch")
+        try_or_warn(lambda: EVENTS.batches.announce_batch(batch), "following a batch")
 
     def on_before_optimizer_step(
         self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any
@@ -101,23 +103,25 @@ class LightningGuard(Callback):
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Detach from the trainer. Its last checkpoints are written by now."""
-        self._let_go()
+        self._detach()
 
-    def _saved(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _intercept_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Check before the checkpoint is assembled: `on_save_checkpoint` runs too late.
         if self.guard is not None:
             self.guard.check_state()
         return original(*args, **kwargs)
 
-    def _moved(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _intercept_move(
+        self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         copy = original(batch, *args, **kwargs)
-        contain_error(lambda: EVENTS.batches.note_copy(batch, copy), "following a batch")
+        try_or_warn(lambda: EVENTS.batches.record_copy(batch, copy), "following a batch")
         return copy
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         if self.guard is not None:
             self.guard.detach()
         self._interceptions.undo()
         if self._is_following:
             self._is_following = False
-            EVENTS.let_go()
+            EVENTS.release()

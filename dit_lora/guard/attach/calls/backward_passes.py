@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.guard.attach.finite_values import plain_values
+from dit_lora.guard.attach.finite_values import to_strided_real
 
 _MAX_LOSSES = 64
 
@@ -25,22 +25,22 @@ class BackwardPasses:
         self, parameters: Callable[[], Iterable[nn.Parameter]], *, keeps_gradients: bool
     ) -> None:
         self.losses: list[torch.Tensor] = []
-        self.are_used = False
+        self.has_stepped = False
         """True once a step was taken or skipped: the next backward starts a new list of losses."""
         self.is_idle = False
         """True if no backward ran between the previous step and the current one."""
         self.num_backwards = 0
         self._parameters = parameters
         self._keeps_gradients = keeps_gradients
-        self._witness: weakref.ref[nn.Parameter] | None = None
+        self._tracked_parameter: weakref.ref[nn.Parameter] | None = None
         """A parameter that had a gradient. If it has none now, the loop has cleared its gradients."""
 
-    def begin(self, tensors: Any) -> bool:
+    def begin_backward(self, tensors: Any) -> bool:
         """Record the losses of a backward that begins. Returns True if the loop has cleared the earlier gradients."""
-        if self.are_used:
-            self.are_used = False
+        if self.has_stepped:
+            self.has_stepped = False
             self.losses.clear()
-        are_new = self._are_new()
+        are_new = self._has_new_gradients()
         if are_new:
             self.losses.clear()
         self.num_backwards += 1
@@ -52,31 +52,31 @@ class BackwardPasses:
             del self.losses[:-_MAX_LOSSES]
         return are_new
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
         """Record whether any backward ran for the step that begins."""
-        self.is_idle = self.are_used
+        self.is_idle = self.has_stepped
 
     def has_bad_loss(self) -> bool:
         return not all(map(isfinite, [abs(loss.item()) for loss in self.losses]))
 
-    def choose_witness(self) -> None:
+    def track_parameter(self) -> None:
         """Choose a parameter with a nonzero gradient. Once that is gone, the loop has cleared all gradients."""
-        if self._witness is not None and self._witness() is not None:
+        if self._tracked_parameter is not None and self._tracked_parameter() is not None:
             return
         for parameter in self._parameters():
-            if parameter.grad is not None and bool(plain_values(parameter.grad).any()):
-                self._witness = weakref.ref(parameter)
+            if parameter.grad is not None and bool(to_strided_real(parameter.grad).any()):
+                self._tracked_parameter = weakref.ref(parameter)
                 return
 
     @property
-    def has_witness(self) -> bool:
-        return self._witness is not None
+    def is_tracking(self) -> bool:
+        return self._tracked_parameter is not None
 
-    def _are_new(self) -> bool:
-        parameter = self._witness() if self._witness is not None else None
+    def _has_new_gradients(self) -> bool:
+        parameter = self._tracked_parameter() if self._tracked_parameter is not None else None
         if parameter is not None:
             # Loops clear gradients by setting them to None or to zero.
-            return parameter.grad is None or not bool(plain_values(parameter.grad).any())
+            return parameter.grad is None or not bool(to_strided_real(parameter.grad).any())
         # The first backward has no earlier gradients to add to.
         if not self.num_backwards:
             return True

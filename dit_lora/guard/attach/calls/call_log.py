@@ -21,9 +21,9 @@ class CallLog:
         self.calls: list[CapturedCall] = []
         self.generation = 0
         """Number of times that the loop has cleared its gradients and started new ones."""
-        self.is_closed = False
+        self.is_step_over = False
         """True once a step was taken or skipped: its calls are dropped when the next call starts."""
-        self.given_names: tuple[str, ...] = ()
+        self.sample_names: tuple[str, ...] = ()
         """Sample names that the loop has set for the calls that it makes now."""
         self.generator: torch.Generator | None = None
         """The loop's random generator, whose state is recorded with each call; None if it uses torch's."""
@@ -31,7 +31,7 @@ class CallLog:
         """Called when a call begins."""
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
-        self.batch_of_call: Callable[[], int | None] = batches.batch_of_call
+        self.get_batch_number: Callable[[], int | None] = batches.get_current_number
         """Returns the number of the batch that a call starting now belongs to; None if that is not certain."""
         self._outputs: deque[tuple[StorageWeakRef, int]] = deque(maxlen=_MAX_OUTPUTS)
         """Storages of recent model outputs, each with its step. Weak: a freed address can be reused."""
@@ -63,11 +63,11 @@ class CallLog:
     def drop(self, call: CapturedCall) -> None:
         self.calls[:] = [logged for logged in self.calls if logged is not call]
 
-    def drop_old(self) -> None:
+    def drop_stale(self) -> None:
         """Drop calls that no current or future gradient comes from, before the next call takes memory."""
         live_generation: int | None = self.generation
-        if self.is_closed:
-            self.is_closed = False
+        if self.is_step_over:
+            self.is_step_over = False
             self._num_steps += 1
             live_generation = None  # the step of all these calls is over
             for call in self.calls:
@@ -78,10 +78,10 @@ class CallLog:
                 call
                 for call in self.calls
                 if call.generation == live_generation
-                or (call.generation < 0 and call.may_get_gradient)
+                or (call.generation < 0 and call.can_get_gradient)
             ]
 
-    def current(self) -> list[CapturedCall]:
+    def get_current(self) -> list[CapturedCall]:
         """Calls that the current gradients come from; if there are none, those that no gradient has reached yet."""
         current = [call for call in self.calls if call.generation == self.generation]
         calls = current or [call for call in self.calls if call.generation < 0]

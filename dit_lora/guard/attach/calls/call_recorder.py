@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dit_lora.guard.attach.calls.call_log import CallLog
-from dit_lora.guard.attach.calls.captured_call import CapturedCall, main_outputs
-from dit_lora.guard.attach.containment import contained
+from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
+from dit_lora.guard.attach.containment import warn_on_error
 from dit_lora.guard.attach.samples.tensors import map_tensors
-from dit_lora.numerics.autocasts import Autocasts, open_autocasts
+from dit_lora.numerics.autocasts import AutocastState, get_enabled_autocasts
 
 _LOG = logging.getLogger("dit_lora")
 
@@ -34,7 +34,12 @@ class Recorder:
     def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for the model's `__call__`."""
         # Replays and calls inside a call of this model are not the loop's own.
-        if self.is_paused or self.is_open or not is_recorded() or is_redirected(self.model):
+        if (
+            self.is_paused
+            or self.is_open
+            or not is_training_call()
+            or has_redirected_forward(self.model)
+        ):
             return original(*args, **kwargs)
         call = self._begin(args, kwargs)
         self.is_open = True
@@ -46,18 +51,18 @@ class Recorder:
             self._end(call, output)
         return output
 
-    @contained("recording a model's call")
+    @warn_on_error("recording a model's call")
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         return self.begin(args, kwargs)
 
-    @contained("recording a model's output")
+    @warn_on_error("recording a model's output")
     def _end(self, call: CapturedCall, output: Any) -> None:
         self.end(call, output)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall:
         """Begin a call, before the model runs."""
         log = self.log
-        log.drop_old()
+        log.drop_stale()
         versions: list[tuple[torch.Tensor, int]] = []
 
         # Detach the recorded tensors, so that they do not keep an autograd graph in memory.
@@ -77,27 +82,27 @@ class Recorder:
         call = CapturedCall(
             detached_args,
             detached_kwargs,
-            log.given_names,
+            log.sample_names,
             torch.get_rng_state(),
             # Reading CUDA's generator state would initialize CUDA in a CPU loop.
             torch.cuda.get_rng_state() if has_cuda else None,
             (log.generator, log.generator.get_state()) if log.generator else None,
             owner=self.model,
-            autocasts=_open_autocasts(has_cuda),
-            micro_step=self._micro_step() if log.calls else 0,
-            batch_number=log.batch_of_call(),
+            autocasts=_find_open_autocasts(has_cuda),
+            micro_step=self._find_micro_step() if log.calls else 0,
+            batch_number=log.get_batch_number(),
             argument_ids=(*map(id, args), *map(id, kwargs.values())),
-            versions=tuple(versions),
+            tensor_versions=tuple(versions),
         )
         log.begin(call)
-        if call.names and not self._has_warned:
-            self._warn_of_names(call)
+        if call.sample_names and not self._has_warned:
+            self._warn_about_names(call)
         return call
 
     def end(self, call: CapturedCall, output: Any) -> None:
         """Complete a call with the model's output."""
         self.log.end(output)
-        tensors = main_outputs(output)
+        tensors = find_main_outputs(output)
         if not tensors:  # no tensor in the output: there is nothing to replay
             self.log.drop(call)
             return
@@ -110,15 +115,15 @@ class Recorder:
                 hook = _GradientHook(self, ref, number)
                 # The gradient arrives in the loop's backward, long after this call.
                 tensor.register_hook(hook)
-                call.graph = weakref.ref(hook)
+                call.graph_ref = weakref.ref(hook)
 
     @property
-    def may_get_gradient(self) -> bool:
+    def can_get_gradient(self) -> bool:
         """True while a graph of one of the model's outputs lives."""
         calls = [call for call in self.log.calls if call.owner is self.model]
-        return any(call.may_get_gradient for call in calls)
+        return any(call.can_get_gradient for call in calls)
 
-    def drop(self) -> None:
+    def drop_calls(self) -> None:
         """Drop the model's calls from the log."""
         calls = self.log.calls
         # Change the list in place: the log holds the same object.
@@ -136,7 +141,9 @@ class Recorder:
             if isinstance(table, nn.Embedding)
         }
         # Any integer argument may hold token ids; the tables do not say which.
-        integers = {n: t for n, t in call.tensors().items() if not t.is_floating_point()}
+        integers = {
+            n: t for n, t in call.collect_row_tensors().items() if not t.is_floating_point()
+        }
         return [
             f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"
             for name, tensor in integers.items()
@@ -145,15 +152,17 @@ class Recorder:
             if int(values.max()) >= size
         ]
 
-    def _warn_of_names(self, call: CapturedCall) -> None:
+    def _warn_about_names(self, call: CapturedCall) -> None:
         count = call.num_samples
-        if len(call.names) != count:
+        if len(call.sample_names) != count:
             self._has_warned = True
             _LOG.warning(
-                "guard.microbatch: %d ids for %d rows; rows are numbered", len(call.names), count
+                "guard.microbatch: %d ids for %d rows; rows are numbered",
+                len(call.sample_names),
+                count,
             )
 
-    def _micro_step(self) -> int:
+    def _find_micro_step(self) -> int:
         calls = self.log.calls
         # Several models may be called once each for one micro-batch; a second call of a model starts the next.
         newest = calls[-1].micro_step
@@ -184,14 +193,14 @@ class _GradientHook:
         call.generation = generation
 
 
-def _open_autocasts(has_cuda: bool) -> Autocasts:
+def _find_open_autocasts(has_cuda: bool) -> AutocastState:
     """Autocast that is open now, on the CPU or on the accelerator that the arguments are on."""
     if torch.is_autocast_enabled("cpu") or (has_cuda and torch.is_autocast_enabled("cuda")):
-        return open_autocasts(["cpu", "cuda"] if has_cuda else ["cpu"])
+        return get_enabled_autocasts(["cpu", "cuda"] if has_cuda else ["cpu"])
     return ()
 
 
-def is_recorded() -> bool:
+def is_training_call() -> bool:
     """True if a model call made now may be part of a training step."""
     # Inside a backward, activation checkpointing recomputes parts of a model: those are not calls of the loop.
     return (
@@ -203,7 +212,7 @@ def is_recorded() -> bool:
     )
 
 
-def is_redirected(module: nn.Module) -> bool:
+def has_redirected_forward(module: nn.Module) -> bool:
     """True if Lightning has replaced `forward` by its training step under DDP.
 
     The training step contains the logging and the loss; the models are called inside it.

@@ -12,14 +12,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Transformers' argument names for images and videos whose patches are packed into one tensor, with the grid that says
 # which patches belong to which image.
-_PATCHES = (
+_PATCH_ARGUMENTS = (
     ("pixel_values", "image_grid_thw", "image_token_id", 1),
     ("pixel_values_videos", "video_grid_thw", "video_token_id", 2),
 )
-_BATCH_FIRST = ("input_ids", "inputs_embeds", "hidden_states")
+_BATCH_FIRST_NAMES = ("input_ids", "inputs_embeds", "hidden_states")
 
 
-def named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
+def collect_named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
     """Every tensor argument of a model call, by name: `argument 0`, `argument 1['mask']`, `hidden_states`."""
     args, kwargs = arguments
     named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
@@ -34,7 +34,7 @@ def count_samples(arguments: Arguments) -> int:
     A list of tensors, as Z-Image takes, has one element per sample.
     """
     args, kwargs = arguments
-    for name in _BATCH_FIRST:
+    for name in _BATCH_FIRST_NAMES:
         value = kwargs.get(name)
         if isinstance(value, torch.Tensor) and value.ndim:
             return len(value)
@@ -150,7 +150,7 @@ class RowCutter:
         return tuple(self.cut_value(value, row) for value in outputs)
 
 
-def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
+def make_row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
     """Make a cutter of single samples; None if the packed patches of several samples cannot be told apart.
 
     Args:
@@ -160,7 +160,7 @@ def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
     _, kwargs = arguments
     count = count_samples(arguments)
     bounds: dict[str, tuple[tuple[int, int], ...]] = {}
-    for values_name, grid_name, token_name, token_type in _PATCHES:
+    for values_name, grid_name, token_name, token_type in _PATCH_ARGUMENTS:
         values, grid = kwargs.get(values_name), kwargs.get(grid_name)
         if not isinstance(values, torch.Tensor):
             continue
@@ -168,7 +168,7 @@ def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
             if has_rows(values, count):
                 continue
             return None
-        tokens = _patch_tokens(kwargs, getattr(config, token_name, None), token_type)
+        tokens = _count_patch_tokens(kwargs, getattr(config, token_name, None), token_type)
         parts = _split_grid(grid, tokens) if tokens is not None else None
         # All packed patches have to be accounted for by the grid.
         if parts is None or int(grid.prod(1).sum()) != len(values):
@@ -178,7 +178,7 @@ def row_cutter(arguments: Arguments, config: Any) -> RowCutter | None:
     return RowCutter(count, bounds)
 
 
-def _patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
+def _count_patch_tokens(kwargs: Mapping[str, Any], token: Any, token_type: int) -> list[int] | None:
     """Count the tokens of each sample that stand for patches. None if the call has no ids or token types."""
     ids, types = kwargs.get("input_ids"), kwargs.get("mm_token_type_ids")
     if isinstance(token, int) and isinstance(ids, torch.Tensor) and ids.ndim == 2:

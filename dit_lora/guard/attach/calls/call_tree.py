@@ -16,10 +16,10 @@ from dit_lora.errors import DitLoraError
 
 Node = dict[str, Any]
 
-_PLAIN = (type(None), bool, int, str)
-_DICTS = (dict, OrderedDict)
+_PLAIN_TYPES = (type(None), bool, int, str)
+_DICT_TYPES = (dict, OrderedDict)
 # The dtypes that safetensors can store.
-_DTYPES = (
+_STORABLE_DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
@@ -34,27 +34,27 @@ class CallWriter:
     def __init__(self, generator: tuple[torch.Generator, torch.Tensor] | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Tensors by number; each tensor is stored once."""
-        self.left_out: list[str] = []
+        self.omitted_values: list[str] = []
         """Descriptions of values that are neither tensors nor plain values."""
         self._generator = generator
         self._numbers: dict[int, str] = {}
 
-    def node(self, value: Any, where: str) -> Node:
-        """Convert a value to a JSON node; `where` names it in messages."""
+    def to_node(self, value: Any, path: str) -> Node:
+        """Convert a value to a JSON node; `path` names it in messages."""
         kind = type(value)
         if kind in (torch.Tensor, nn.Parameter):
-            return self._tensor(value, where)
+            return self._tensor_to_node(value, path)
         if kind is float:
             # JSON has no NaN or infinity.
             return {"value": value} if math.isfinite(value) else {"float": str(value)}
-        if kind in _PLAIN:
+        if kind in _PLAIN_TYPES:
             return {"value": value}
         if kind in (list, tuple, torch.Size):
-            nodes = [self.node(item, f"{where}[{index}]") for index, item in enumerate(value)]
+            nodes = [self.to_node(item, f"{path}[{index}]") for index, item in enumerate(value)]
             return {"list" if kind is list else "tuple": nodes}
-        if kind in _DICTS and all(type(key) in (str, int) for key in value):
+        if kind in _DICT_TYPES and all(type(key) in (str, int) for key in value):
             # Store pairs: as JSON keys, integers would become strings.
-            pairs = [[key, self.node(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            pairs = [[key, self.to_node(item, f"{path}[{key!r}]")] for key, item in value.items()]
             return {"dict": pairs}
         if kind is torch.dtype:
             return {"dtype": str(value).removeprefix("torch.")}
@@ -62,22 +62,22 @@ class CallWriter:
             return {"device": value.type}
         if self._generator is not None and value is self._generator[0]:
             return {"generator": value.device.type}
-        return self._without(where, f"a {kind.__module__}.{kind.__qualname__}")
+        return self._omit_value(path, f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _tensor(self, tensor: torch.Tensor, where: str) -> Node:
+    def _tensor_to_node(self, tensor: torch.Tensor, path: str) -> Node:
         # safetensors stores neither sparse nor nested tensors.
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
-        if not is_dense or tensor.dtype not in _DTYPES:
+        if not is_dense or tensor.dtype not in _STORABLE_DTYPES:
             layout = str(tensor.layout) if not is_dense else str(tensor.dtype)
-            return self._without(where, f"a tensor of {layout}")
+            return self._omit_value(path, f"a tensor of {layout}")
         # A tensor that occurs several times is stored once, under one number.
         number = self._numbers.setdefault(id(tensor), str(len(self._numbers)))
         self.tensors[number] = tensor
         return {"tensor": number}
 
-    def _without(self, where: str, what: str) -> Node:
-        self.left_out.append(f"{where}: {what} is neither a tensor nor a plain value")
-        return {"left_out": what}
+    def _omit_value(self, path: str, description: str) -> Node:
+        self.omitted_values.append(f"{path}: {description} is neither a tensor nor a plain value")
+        return {"left_out": description}
 
 
 class CallReader:
@@ -93,7 +93,7 @@ class CallReader:
         self._device = device
         self._generator = generator
 
-    def value(self, node: Node) -> Any:
+    def read_node(self, node: Node) -> Any:
         """The value of a node.
 
         Raises:
@@ -103,9 +103,9 @@ class CallReader:
             "tensor": lambda number: self._tensors[number].to(self._device),
             "value": lambda value: value,
             "float": float,
-            "list": lambda nodes: [self.value(child) for child in nodes],
-            "tuple": lambda nodes: tuple(self.value(child) for child in nodes),
-            "dict": lambda pairs: {key: self.value(child) for key, child in pairs},
+            "list": lambda nodes: [self.read_node(child) for child in nodes],
+            "tuple": lambda nodes: tuple(self.read_node(child) for child in nodes),
+            "dict": lambda pairs: {key: self.read_node(child) for key, child in pairs},
             "dtype": lambda name: getattr(torch, name),
             "device": lambda _: self._device,
             "generator": lambda _: self._generator,

@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_leaves
 from dit_lora.guard.attach.calls.call_rows import (
     Arguments,
     RowCutter,
+    collect_named_tensors,
     count_samples,
     is_tensor_list,
-    named_tensors,
-    row_cutter,
+    make_row_cutter,
 )
-from dit_lora.guard.attach.samples.loaded_batches import bad_rows, row_name
+from dit_lora.guard.attach.samples.loaded_batches import find_bad_rows, format_row_name
 from dit_lora.guard.attach.samples.tensors import has_rows
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.numerics.autocasts import Autocasts, opened_again
+from dit_lora.numerics.autocasts import AutocastState, restore_autocasts
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.objectives import LossOutput
 
@@ -39,7 +39,7 @@ class CapturedCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    names: tuple[str, ...]
+    sample_names: tuple[str, ...]
     """Sample names set by the loop; empty if it set none."""
     random_state: torch.Tensor
     cuda_random_state: torch.Tensor | None
@@ -51,7 +51,7 @@ class CapturedCall:
     """Gradients of the outputs; None where none has arrived."""
     owner: nn.Module | None = None
     """The model that was called."""
-    autocasts: Autocasts = ()
+    autocasts: AutocastState = ()
     """Autocast contexts that were active around the call."""
     micro_step: int = 0
     """Number of the micro-batch in its step, from 0. A second call of a model starts the next micro-batch."""
@@ -63,9 +63,9 @@ class CapturedCall:
     """Number of the call's batch, in the order in which the loop took batches; None if it is not certain."""
     argument_ids: tuple[int, ...] = ()
     """`id()` of each argument object that the loop passed."""
-    graph: weakref.ref[Any] | None = None
+    graph_ref: weakref.ref[Any] | None = None
     """Alive as long as the output's graph; once it is gone, no gradient will arrive."""
-    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    tensor_versions: tuple[tuple[torch.Tensor, int], ...] = ()
     """Argument tensors with their version counters at the time of the call."""
 
     @property
@@ -80,17 +80,19 @@ class CapturedCall:
     def ids(self) -> tuple[str, ...]:
         """The loop's sample names, else names made from row numbers."""
         count = self.num_samples
-        if len(self.names) == count:
-            return self.names
-        return tuple(row_name(row, self.micro_step) for row in range(count))
+        if len(self.sample_names) == count:
+            return self.sample_names
+        return tuple(format_row_name(row, self.micro_step) for row in range(count))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def collect_row_tensors(self) -> dict[str, torch.Tensor]:
         """Tensor arguments that have a row for each sample, by name."""
         count = self.num_samples
-        return {n: t for n, t in named_tensors(self.arguments).items() if has_rows(t, count)}
+        return {
+            n: t for n, t in collect_named_tensors(self.arguments).items() if has_rows(t, count)
+        }
 
     @property
-    def output_is_finite(self) -> bool:
+    def has_finite_output(self) -> bool:
         return bool(self.outputs) and all(map(is_finite, self.outputs))
 
     @property
@@ -101,7 +103,7 @@ class CapturedCall:
     def has_bad_gradient(self) -> bool:
         """True if a gradient of an output is not finite, or its square overflows fp32."""
         gradients = [g for g in self.output_gradients if g is not None and g.is_floating_point()]
-        return any(bool(bad_rows(g.reshape(1, -1))) for g in gradients if g.numel())
+        return any(bool(find_bad_rows(g.reshape(1, -1))) for g in gradients if g.numel())
 
     @property
     def bad_gradient_rows(self) -> list[int]:
@@ -109,10 +111,10 @@ class CapturedCall:
         gradients = self.output_gradients
         # A list of outputs has one tensor per sample.
         if len(gradients) > 1:
-            bad = [g is not None and bool(bad_rows(g.reshape(1, -1))) for g in gradients]
+            bad = [g is not None and bool(find_bad_rows(g.reshape(1, -1))) for g in gradients]
             return [row for row, is_bad in enumerate(bad) if is_bad]
         return (
-            bad_rows(gradients[0])
+            find_bad_rows(gradients[0])
             if gradients and gradients[0] is not None and gradients[0].ndim
             else []
         )
@@ -124,34 +126,34 @@ class CapturedCall:
         return max((float(g.float().abs().max()) for g in gradients), default=0.0)
 
     @property
-    def may_get_gradient(self) -> bool:
+    def can_get_gradient(self) -> bool:
         """True while the call runs, and as long as its output's graph lives."""
-        if self.graph is None:
+        if self.graph_ref is None:
             return not self.outputs
-        return self.graph() is not None
+        return self.graph_ref() is not None
 
     @property
     def is_intact(self) -> bool:
         """False if an argument has been overwritten since the call, so that a replay proves nothing."""
-        return all(tensor._version == version for tensor, version in self.versions)
+        return all(tensor._version == version for tensor, version in self.tensor_versions)
 
-    def cutter(self) -> RowCutter | None:
+    def make_cutter(self) -> RowCutter | None:
         """A cutter of single samples; None if samples cannot be told apart."""
-        return row_cutter(self.arguments, getattr(self.owner, "config", None))
+        return make_row_cutter(self.arguments, getattr(self.owner, "config", None))
 
-    def single(self, row: int, cutter: RowCutter) -> "CapturedCall":
+    def select_row(self, row: int, cutter: RowCutter) -> "CapturedCall":
         """The same call with one sample."""
         args, kwargs = cutter.cut(self.arguments, row)
         return replace(
             self,
             args=args,
             kwargs=kwargs,
-            names=(self.ids[row],),
+            sample_names=(self.ids[row],),
             outputs=cutter.cut_outputs(self.outputs, row),
             output_gradients=list(cutter.cut_outputs(self.output_gradients, row)),
         )
 
-    def run(self, model: nn.Module) -> LossOutput:
+    def replay(self, model: nn.Module) -> LossOutput:
         """Run the call again.
 
         Returns per-sample sums of output times recorded gradient, so that their backward repeats the recorded one.
@@ -160,10 +162,10 @@ class CapturedCall:
         torch.set_rng_state(self.random_state)
         if self.cuda_random_state is not None:
             torch.cuda.set_rng_state(self.cuda_random_state)
-        with self._restored_generator(), opened_again(self.autocasts):
-            outputs = main_outputs(model(*self.args, **self.kwargs))
+        with self._restore_generator(), restore_autocasts(self.autocasts):
+            outputs = find_main_outputs(model(*self.args, **self.kwargs))
         # The recorded gradient of a bad output is bad, even if the output is finite this time.
-        gradients = self.output_gradients if self.output_is_finite else []
+        gradients = self.output_gradients if self.has_finite_output else []
         # The derivative of output * gradient is the recorded gradient, so no loss function is needed.
         weighted = [
             output.float()
@@ -183,10 +185,10 @@ class CapturedCall:
                 else output_sum[None]
             )
         # A model that returns a single loss, as Transformers' do, may still have several samples.
-        return LossOutput(losses, self._timesteps(max(len(losses), self.num_samples)))
+        return LossOutput(losses, self._get_timesteps(max(len(losses), self.num_samples)))
 
     @contextmanager
-    def _restored_generator(self) -> Iterator[None]:
+    def _restore_generator(self) -> Iterator[None]:
         """Set the loop's generator to its state at the call, and restore its current state on exit."""
         if self.generator is None:
             yield
@@ -199,7 +201,7 @@ class CapturedCall:
         finally:
             generator.set_state(current_state)
 
-    def micro_batch(
+    def to_micro_batch(
         self,
         model: nn.Module,
         *,
@@ -214,25 +216,25 @@ class CapturedCall:
         be drawn again.
         """
 
-        def make(call: CapturedCall) -> MicroBatch:
-            return call.micro_batch(
+        def make_micro_batch(call: CapturedCall) -> MicroBatch:
+            return call.to_micro_batch(
                 model, step=step, micro_step=micro_step, rank=rank, position=position
             )
 
-        def at(other: MicroBatch, _draws: bool) -> MicroBatch:
+        def move_to(target: MicroBatch, _draws: bool) -> MicroBatch:
             # At its own position the call keeps its own random state.
-            if position is None or (other.step, other.micro_step) == (step, micro_step):
-                return make(self)
+            if position is None or (target.step, target.micro_step) == (step, micro_step):
+                return make_micro_batch(self)
             moved = replace(
                 self,
                 random_state=position.random_state,
                 cuda_random_state=position.cuda_random_state,
                 generator=position.generator,
             )
-            return make(moved)
+            return make_micro_batch(moved)
 
-        cutter = self.cutter()
-        labels = self.tensors().get("labels")
+        cutter = self.make_cutter()
+        labels = self.collect_row_tensors().get("labels")
         return MicroBatch(
             ids=self.ids if cutter is not None else (),
             step=step,
@@ -240,14 +242,18 @@ class CapturedCall:
             rank=rank,
             # Only labels: the caller checks the other inputs, since it knows which of them belong to a sample.
             tensors={"labels": labels} if labels is not None and cutter is not None else {},
-            forward=lambda: self.run(model),
-            single=lambda row: make(self.single(row, cutter)) if cutter is not None else make(self),
+            forward=lambda: self.replay(model),
+            select_sample=lambda row: (
+                make_micro_batch(self.select_row(row, cutter))
+                if cutter is not None
+                else make_micro_batch(self)
+            ),
             loss_is_sum=True,
-            autocasts=bool(self.autocasts),
-            at=at,
+            uses_autocast=bool(self.autocasts),
+            move_to=move_to,
         )
 
-    def _timesteps(self, count: int) -> torch.Tensor:
+    def _get_timesteps(self, count: int) -> torch.Tensor:
         """The call's `timestep` (Diffusers' name), (B,); -1 for a model without timesteps."""
         timesteps = self.kwargs.get("timestep")
         if isinstance(timesteps, torch.Tensor) and timesteps.numel() == count:
@@ -255,7 +261,7 @@ class CapturedCall:
         return torch.full((count,), -1)
 
 
-def main_outputs(output: Any) -> list[torch.Tensor]:
+def find_main_outputs(output: Any) -> list[torch.Tensor]:
     """The tensors that the loss is computed from: the first with a gradient, in a tuple, a ModelOutput or an object.
 
     If that tensor is in a list of tensors, as Z-Image returns one per sample, the whole list.

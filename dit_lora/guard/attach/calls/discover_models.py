@@ -7,8 +7,8 @@ from torch import nn
 
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.call_recorder import Recorder
-from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, leave, listen
-from dit_lora.guard.attach.containment import contain_error
+from dit_lora.guard.attach.calls.outermost_calls import OutermostCall, add_listener, remove_listener
+from dit_lora.guard.attach.containment import try_or_warn
 
 
 class ModelDiscovery:
@@ -20,25 +20,25 @@ class ModelDiscovery:
     def __init__(
         self,
         log: CallLog,
-        known: Callable[[], dict[int, Recorder]],
+        get_recorders: Callable[[], dict[int, Recorder]],
     ) -> None:
         self.log = log
-        self.known = known
+        self.get_recorders = get_recorders
         """Returns the recorders of the models that are watched already, by the model's id."""
-        self._found: dict[int, Recorder] = {}
-        self.is_looking = False
+        self._discovered: dict[int, Recorder] = {}
+        self.is_searching = False
 
-    def look(self) -> None:
+    def start(self) -> None:
         """Start looking for models."""
-        self.is_looking = True
-        listen(self._around)
+        self.is_searching = True
+        add_listener(self._record_call)
 
     def stop(self) -> None:
         """Stop looking."""
-        self.is_looking = False
-        leave(self._around)
+        self.is_searching = False
+        remove_listener(self._record_call)
 
-    def take_found(self) -> list[nn.Module]:
+    def take_trained_models(self) -> list[nn.Module]:
         """End the search and return the models with weights whose output received a gradient.
 
         A model whose output may still receive one, as a generator's does after the discriminator's step, stays for the
@@ -46,18 +46,18 @@ class ModelDiscovery:
         """
         self.stop()
         models = []
-        for key, recorder in list(self._found.items()):
+        for key, recorder in list(self._discovered.items()):
             if recorder.has_gradient:
-                models.append(self._found.pop(key).model)
+                models.append(self._discovered.pop(key).model)
             # No graph of its outputs is left, so no gradient will come.
-            elif not recorder.may_get_gradient:
-                self._found.pop(key).drop()
+            elif not recorder.can_get_gradient:
+                self._discovered.pop(key).drop_calls()
         return models
 
     @contextmanager
-    def _around(self, call: OutermostCall) -> Iterator[None]:
-        module, recorders = call.module, self.known()
-        recorder = recorders.get(id(module)) or self._found.get(id(module))
+    def _record_call(self, call: OutermostCall) -> Iterator[None]:
+        module, recorders = call.module, self.get_recorders()
+        recorder = recorders.get(id(module)) or self._discovered.get(id(module))
         if recorder is not None and recorder.is_open:
             yield  # the recorder already wraps this model's call
             return
@@ -66,11 +66,9 @@ class ModelDiscovery:
             yield
             return
         if recorder is None:
-            recorder = self._found[id(module)] = Recorder(module, self.log)
-        begun_call = contain_error(
-            lambda: recorder.begin(call.args, call.kwargs), "recording a call"
-        )
-        num_calls_before = self._num_known_calls()
+            recorder = self._discovered[id(module)] = Recorder(module, self.log)
+        begun_call = try_or_warn(lambda: recorder.begin(call.args, call.kwargs), "recording a call")
+        num_calls_before = self._count_known_calls()
         # Calls of the same module inside this one are not recorded again.
         recorder.is_open = True
         try:
@@ -78,12 +76,12 @@ class ModelDiscovery:
         finally:
             recorder.is_open = False
         if begun_call is not None:
-            contain_error(lambda: recorder.end(begun_call, call.output), "recording an output")
+            try_or_warn(lambda: recorder.end(begun_call, call.output), "recording an output")
         # The guard may have started with this call.
-        if id(module) not in self.known() and self._num_known_calls() > num_calls_before:
+        if id(module) not in self.get_recorders() and self._count_known_calls() > num_calls_before:
             # A known model was called inside this module, and that model is the one to record.
-            self._found.pop(id(module)).drop()
+            self._discovered.pop(id(module)).drop_calls()
 
-    def _num_known_calls(self) -> int:
-        recorders = self.known()
+    def _count_known_calls(self) -> int:
+        recorders = self.get_recorders()
         return sum(id(call.owner) in recorders for call in self.log.calls)

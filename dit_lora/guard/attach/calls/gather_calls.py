@@ -10,7 +10,7 @@ from torch import nn
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.samples.tensors import map_tensors
 from dit_lora.numerics.finite import is_finite
-from dit_lora.numerics.ranks import gather_object, process_index
+from dit_lora.numerics.ranks import gather_object, get_process_index
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RankCalls:
     """The last healthy call of each model, by the model's id."""
 
 
-def shared_calls(
+def gather_rank_calls(
     calls: Sequence[CapturedCall],
     controls: Mapping[int, CapturedCall],
     models: Sequence[nn.Module],
@@ -35,7 +35,7 @@ def shared_calls(
     """
     # Models are not sent: each rank has its own, at the same position of this list.
     model_numbers = {id(model): number for number, model in enumerate(models)}
-    bad = _micro_batches_with_bad_values(calls)
+    bad = _find_bad_micro_batches(calls)
     selected = list(calls)
     if any(gather_object([bool(bad)])):
         selected = [call for call in calls if call.micro_step in bad]
@@ -43,12 +43,15 @@ def shared_calls(
     healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]
     try:
         packed = pickle.dumps(
-            [[_packed(call, model_numbers) for call in part] for part in (selected, healthy_calls)]
+            [
+                [_pack_call(call, model_numbers) for call in part]
+                for part in (selected, healthy_calls)
+            ]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
         # This rank has to take part in the gather all the same.
         packed = None
-    gathered = gather_object([(process_index(), packed)])
+    gathered = gather_object([(get_process_index(), packed)])
     contents = {rank: content for rank, content in gathered if content is not None}
     # All ranks see this, so all of them give up together.
     if len(contents) < len(gathered):
@@ -57,9 +60,9 @@ def shared_calls(
     for rank, content in contents.items():
         # Unpickling is safe here: the ranks of this run have written it.
         rank_selected, packed_controls = pickle.loads(content)
-        rank_calls = [_unpacked(call, number, models, device) for call, number in rank_selected]
+        rank_calls = [_unpack_call(call, number, models, device) for call, number in rank_selected]
         rank_controls = [
-            _unpacked(call, number, models, device) for call, number in packed_controls
+            _unpack_call(call, number, models, device) for call, number in packed_controls
         ]
         if rank_calls:
             controls_by_model = {id(call.owner): call for call in rank_controls}
@@ -67,7 +70,7 @@ def shared_calls(
     return all_rank_calls
 
 
-def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
+def _find_bad_micro_batches(calls: Sequence[CapturedCall]) -> set[int]:
     return {
         call.micro_step
         for call in calls
@@ -76,21 +79,21 @@ def _micro_batches_with_bad_values(calls: Sequence[CapturedCall]) -> set[int]:
     }
 
 
-def _packed(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
+def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
     """Move a call to the host, without the model, which every rank has, and without the loop's generators."""
-    cpu_call = _moved(call, torch.device("cpu"))
-    return replace(cpu_call, owner=None, generator=None, versions=(), graph=None), numbers[
-        id(call.owner)
-    ]
+    cpu_call = _move_to_device(call, torch.device("cpu"))
+    return replace(
+        cpu_call, owner=None, generator=None, tensor_versions=(), graph_ref=None
+    ), numbers[id(call.owner)]
 
 
-def _unpacked(
+def _unpack_call(
     call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device
 ) -> CapturedCall:
-    return replace(_moved(call, device), owner=models[number])
+    return replace(_move_to_device(call, device), owner=models[number])
 
 
-def _moved(call: CapturedCall, device: torch.device) -> CapturedCall:
+def _move_to_device(call: CapturedCall, device: torch.device) -> CapturedCall:
     args, kwargs, outputs, gradients = map_tensors(
         lambda tensor: tensor.to(device),
         (call.args, call.kwargs, call.outputs, call.output_gradients),

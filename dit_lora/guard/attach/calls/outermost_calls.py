@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from dit_lora.guard.attach.accelerator_adapter import bare_model
-from dit_lora.guard.attach.calls.call_recorder import is_recorded, is_redirected
+from dit_lora.guard.attach.accelerator_adapter import unwrap_model
+from dit_lora.guard.attach.calls.call_recorder import has_redirected_forward, is_training_call
 
 
 @dataclass
@@ -28,57 +28,61 @@ class OutermostCall:
 Listener = Callable[[OutermostCall], AbstractContextManager[None]]
 """Returns a context manager to enter around a call that may be part of a training step."""
 
-_CALL = nn.Module.__call__
+_ORIGINAL_CALL = nn.Module.__call__
 _listeners: list["weakref.WeakMethod[Listener]"] = []
 """Weak references to bound methods; a listener whose owner was deleted is ignored."""
-_inside: list[nn.Module] = []
+_running_modules: list[nn.Module] = []
 """The module whose outermost call is running; empty outside a call."""
 
 
-def listen(listener: Listener) -> None:
+def add_listener(listener: Listener) -> None:
     """Notify the listener of every outermost call from now on."""
-    if listener not in _present():
+    if listener not in _list_listeners():
         _listeners.append(weakref.WeakMethod(listener))
     # While a call runs, torch's method stays in place until it ends.
-    if not _inside:
-        _set_call(_called)
+    if not _running_modules:
+        _set_call(_call_with_listeners)
 
 
-def leave(listener: Listener) -> None:
+def remove_listener(listener: Listener) -> None:
     """Stop notifying the listener."""
     _listeners[:] = [ref for ref in _listeners if ref() not in (None, listener)]
     if not _listeners:
-        _set_call(_CALL)
+        _set_call(_ORIGINAL_CALL)
 
 
-def _present() -> list[Listener]:
+def _list_listeners() -> list[Listener]:
     return [listener for ref in _listeners if (listener := ref()) is not None]
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Look inside wrappers such as DDP: a replay calls the module that they hold.
-    if not is_recorded() or bare_model(module) is not module or is_redirected(module):
-        return _CALL(module, *args, **kwargs)
+    if (
+        not is_training_call()
+        or unwrap_model(module) is not module
+        or has_redirected_forward(module)
+    ):
+        return _ORIGINAL_CALL(module, *args, **kwargs)
     # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
-    _set_call(_CALL)
-    _inside.append(module)
+    _set_call(_ORIGINAL_CALL)
+    _running_modules.append(module)
     call = OutermostCall(module, args, kwargs)
     notified: list[Listener] = []
     try:
         with ExitStack() as listener_contexts:
             # A listener may register another one, which is notified of this call too.
             while new_listeners := [
-                listener for listener in _present() if listener not in notified
+                listener for listener in _list_listeners() if listener not in notified
             ]:
                 for listener in new_listeners:
                     notified.append(listener)
                     listener_contexts.enter_context(listener(call))
-            call.output = _CALL(module, *args, **kwargs)
+            call.output = _ORIGINAL_CALL(module, *args, **kwargs)
             return call.output
     finally:
-        _inside.clear()
-        if _present():
-            _set_call(_called)
+        _running_modules.clear()
+        if _list_listeners():
+            _set_call(_call_with_listeners)
 
 
 def _set_call(call: Callable[..., Any]) -> None:

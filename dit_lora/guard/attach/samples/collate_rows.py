@@ -13,7 +13,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dit_lora.guard.attach.containment import contain
+from dit_lora.guard.attach.containment import try_call
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 
 Rows = tuple[int | None, ...]
@@ -34,7 +34,7 @@ class TaggedBatch:
     batch: Any
     rows: tuple[Rows | None, ...] | None
     """Items of the rows of each tensor, in the order of `iter_tensors`; None if unknown."""
-    is_ready: bool = False
+    is_prebatched: bool = False
     """True if the dataset returns ready batches, so that its single item is the batch."""
     files: tuple[tuple[str, ...], ...] = ()
     """Files that the dataset opened for each item."""
@@ -60,7 +60,7 @@ class TaggingCollate:
             and len(original_items) == 1
             and batch is original_items[0]
         )
-        return TaggedBatch(batch, contain(lambda: self._match(original_items, batch)), is_ready)
+        return TaggedBatch(batch, try_call(lambda: self._match(original_items, batch)), is_ready)
 
     def _match(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
         if not isinstance(items, list):
@@ -87,7 +87,7 @@ def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[R
 
     Returns for each tensor the positions of the rows' items, or None if no row matches exactly one item.
     """
-    vectors = [_vectors(item) for item in items]
+    vectors = [_find_vectors(item) for item in items]
     # A collate function may pass on an item's tensor itself.
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
     return tuple(
@@ -128,7 +128,9 @@ def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) ->
         if vector is None or vector.ndim != rows.ndim or vector.shape[1:] != rows.shape[1:]:
             return None
         part = rows[len(matched) : len(matched) + len(vector)]
-        if len(part) != len(vector) or _digest(part) != _digest(vector.to(rows.dtype)):
+        if len(part) != len(vector) or _compute_digest(part) != _compute_digest(
+            vector.to(rows.dtype)
+        ):
             return None
         matched += [position] * len(vector)
     return tuple(matched) if len(matched) == len(rows) else None
@@ -141,8 +143,8 @@ def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -
         return None
     by_digest: dict[tuple[torch.Size, bytes], list[int]] = {}
     for position, vector in enumerate(vectors):
-        if vector is not None and _fits(vector, rows):
-            key = (vector.shape, _digest(vector.to(rows.dtype)))
+        if vector is not None and _can_match(vector, rows):
+            key = (vector.shape, _compute_digest(vector.to(rows.dtype)))
             by_digest.setdefault(key, []).append(position)
     # Try the longest first: a short item may be a prefix of a longer one.
     shapes = sorted(
@@ -162,14 +164,14 @@ def _match_row(
         start_part = row[tuple(slice(0, size) for size in shape)]
         end_part = row[tuple(slice(row.shape[d] - size, None) for d, size in enumerate(shape))]
         for part in (start_part, end_part) if shape != row.shape else (row,):
-            positions = by_digest.get((shape, _digest(part)))
+            positions = by_digest.get((shape, _compute_digest(part)))
             if positions is not None:
                 # Equal items cannot be told apart.
                 return positions[0] if len(positions) == 1 else None
     return None
 
 
-def _fits(vector: torch.Tensor, rows: torch.Tensor) -> bool:
+def _can_match(vector: torch.Tensor, rows: torch.Tensor) -> bool:
     if vector.ndim != rows.ndim - 1 or vector.numel() == 0:
         return False
     # A single integer is too little to match on: labels repeat.
@@ -178,7 +180,7 @@ def _fits(vector: torch.Tensor, rows: torch.Tensor) -> bool:
     return all(size <= limit for size, limit in zip(vector.shape, rows.shape[1:], strict=True))
 
 
-def _digest(values: torch.Tensor) -> bytes:
+def _compute_digest(values: torch.Tensor) -> bytes:
     flat = values.reshape(-1)
     if flat.numel() > _MAX_COMPARED:
         # The step is rounded up, so that at most this many evenly spaced elements remain.
@@ -194,29 +196,29 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _vectors(item: Any) -> list[torch.Tensor]:
+def _find_vectors(item: Any) -> list[torch.Tensor]:
     """The first 16 tensors, arrays and lists of numbers in an item."""
     vectors: list[torch.Tensor] = []
     _collect_vectors(item, vectors, 0)
     return vectors[:_MAX_VECTORS]
 
 
-def _collect_vectors(value: Any, found: list[torch.Tensor], depth: int) -> None:
-    if len(found) >= _MAX_VECTORS or depth > 4:
+def _collect_vectors(value: Any, vectors: list[torch.Tensor], depth: int) -> None:
+    if len(vectors) >= _MAX_VECTORS or depth > 4:
         return
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            found.append(value.detach().cpu())
+            vectors.append(value.detach().cpu())
     elif _is_array(value):
         # Floats, integers and booleans in the machine's byte order, as torch needs them.
         if value.dtype.kind in "fiub" and value.dtype.isnative:
-            found.append(torch.from_numpy(value.copy()))
+            vectors.append(torch.from_numpy(value.copy()))
     elif isinstance(value, Mapping):
         for child in value.values():
-            _collect_vectors(child, found, depth + 1)
+            _collect_vectors(child, vectors, depth + 1)
     elif isinstance(value, (list, tuple)):
         if value and all(isinstance(number, (int, float)) for number in value):
-            found.append(torch.tensor(value))
+            vectors.append(torch.tensor(value))
             return
         for child in value:
-            _collect_vectors(child, found, depth + 1)
+            _collect_vectors(child, vectors, depth + 1)

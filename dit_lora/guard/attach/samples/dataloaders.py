@@ -15,26 +15,26 @@ from typing import Any
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from dit_lora.guard.attach.containment import contain_error, contained
+from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.samples.collate_rows import TaggedBatch, TaggingCollate
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
-from dit_lora.guard.attach.samples.opened_files import opened_files
+from dit_lora.guard.attach.samples.opened_files import record_opened_files
 from dit_lora.guard.attach.samples.tensors import iter_tensors
 
-_following: "weakref.WeakSet[DataLoaders]" = weakref.WeakSet()
-_has_unwrapping = False
+_followers: "weakref.WeakSet[DataLoaderFollower]" = weakref.WeakSet()
+_is_unwrapping = False
 
 
-def _unwrap_always() -> None:
+def _install_unwrapping() -> None:
     """Make iterators return batches without their tags, from now on.
 
     This is never undone: an iterator that was followed returns tagged batches even after the guard is gone.
     """
-    global _has_unwrapping
-    if _has_unwrapping:
+    global _is_unwrapping
+    if _is_unwrapping:
         return
-    _has_unwrapping = True
+    _is_unwrapping = True
     original = _BaseDataLoaderIter.__next__
 
     @functools.wraps(original)
@@ -44,12 +44,12 @@ def _unwrap_always() -> None:
             batch = original(iterator)
         finally:
             if batch is None:
-                for loaders in list(_following):
-                    loaders.dropped(iterator)
+                for loaders in list(_followers):
+                    loaders.drop_index(iterator)
         if type(batch) is not TaggedBatch:
             return batch
-        for loaders in list(_following):
-            loaders.note(iterator, batch)
+        for loaders in list(_followers):
+            loaders.record_batch(iterator, batch)
         return batch.batch
 
     setattr(_BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010  mypy takes no assignment to a method
@@ -63,40 +63,42 @@ class _ObservedDataset:
         self.files: list[tuple[str, ...]] = []
         # torch looks for this method on the instance and prefers it.
         if getattr(dataset, "__getitems__", None):
-            self.__getitems__ = self._items
+            self.__getitems__ = self._get_items
 
     def __getitem__(self, index: Any) -> Any:
-        with opened_files() as paths:
+        with record_opened_files() as paths:
             item = self._dataset[index]
         self.files.append(tuple(paths))
         return item
 
-    def _items(self, indices: Any) -> Any:
+    def _get_items(self, indices: Any) -> Any:
         # All items are read in one call, so files cannot be matched with items.
         return self._dataset.__getitems__(indices)
 
 
-class DataLoaders:
+class DataLoaderFollower:
     """Records every batch that the followed DataLoaders return."""
 
     def __init__(self, batches: LoadedBatches) -> None:
         self.batches = batches
         self._follows_accelerate = False
-        self._indices: MutableMapping[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        self._pending_indices: MutableMapping[Any, deque[Any]] = weakref.WeakKeyDictionary()
         """Sampled indices that no batch has been returned for yet, by iterator."""
-        self._depth = 0
+        self._wrapper_depth = 0
         """Number of Accelerate wrappers that are fetching. They pass the batch, or a copy, to the loop later."""
 
     def follow(self, interceptions: Interceptions) -> None:
         """Follow all loaders. Iterators that already exist are not followed."""
-        _following.add(self)
+        _followers.add(self)
         self._follows_accelerate = False
-        interceptions.class_method(_BaseDataLoaderIter, "__init__", self._started)
-        interceptions.class_method(_BaseDataLoaderIter, "_reset", self._reset)
-        interceptions.class_method(_BaseDataLoaderIter, "_next_index", self._next_index)
-        _unwrap_always()
+        interceptions.intercept_class_method(_BaseDataLoaderIter, "__init__", self._intercept_init)
+        interceptions.intercept_class_method(_BaseDataLoaderIter, "_reset", self._intercept_reset)
+        interceptions.intercept_class_method(
+            _BaseDataLoaderIter, "_next_index", self._intercept_next_index
+        )
+        _install_unwrapping()
         # This also applies to worker processes that are forked later.
-        interceptions.class_method(_MapDatasetFetcher, "fetch", self._fetch)
+        interceptions.intercept_class_method(_MapDatasetFetcher, "fetch", self._intercept_fetch)
         self.follow_accelerate(interceptions)
 
     def follow_accelerate(self, interceptions: Interceptions) -> None:
@@ -104,40 +106,46 @@ class DataLoaders:
         module = sys.modules.get("accelerate.data_loader")
         if module is not None and not self._follows_accelerate:
             self._follows_accelerate = True
-            interceptions.class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapper)
-            interceptions.function(module, "send_to_device", self._copied)
+            interceptions.intercept_class_method(
+                module.DataLoaderShard, "__iter__", self._iterate_wrapper
+            )
+            interceptions.intercept_function(module, "send_to_device", self._intercept_copy)
 
     def _iterate_wrapper(
         self, original: Callable[..., Iterator[Any]], loader: Any
     ) -> Iterator[Any]:
         batches = original(loader)
         while True:
-            self._depth += 1
+            self._wrapper_depth += 1
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             finally:
-                self._depth -= 1
-            contain_error(partial(self.batches.take_given, batch), "following an Accelerate loader")
+                self._wrapper_depth -= 1
+            try_or_warn(
+                partial(self.batches.mark_passed_on, batch), "following an Accelerate loader"
+            )
             yield batch
 
-    def _copied(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _intercept_copy(
+        self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         copy = original(batch, *args, **kwargs)
-        contain_error(partial(self.batches.note_copy, batch, copy), "following a batch to a device")
+        try_or_warn(partial(self.batches.record_copy, batch, copy), "following a batch to a device")
         return copy
 
-    def _started(
+    def _intercept_init(
         self, original: Callable[..., None], iterator: Any, loader: Any, *args: Any, **kwargs: Any
     ) -> None:
         original(iterator, loader, *args, **kwargs)
-        self._indices[iterator] = deque()
+        self._pending_indices[iterator] = deque()
         # Replace only the iterator's reference: the loader keeps its original function.
         iterator._collate_fn = TaggingCollate(
             iterator._collate_fn, is_batched=iterator._auto_collation
         )
 
-    def _fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
+    def _intercept_fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         """Record which files the dataset opens for each item."""
         if not isinstance(fetcher.collate_fn, TaggingCollate):
             return original(fetcher, index)
@@ -153,37 +161,37 @@ class DataLoaders:
             tagged.files = tuple(observed.files)
         return tagged
 
-    def _reset(
+    def _intercept_reset(
         self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Handle a new epoch of persistent workers: the indices of the last epoch no longer apply."""
-        if iterator in self._indices:
-            self._indices[iterator].clear()
+        if iterator in self._pending_indices:
+            self._pending_indices[iterator].clear()
         original(iterator, *args, **kwargs)
 
-    def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def _intercept_next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
         index = original(iterator)
-        if iterator in self._indices:
-            self._indices[iterator].append(index)
+        if iterator in self._pending_indices:
+            self._pending_indices[iterator].append(index)
         return index
 
-    def dropped(self, iterator: Any) -> None:
+    def drop_index(self, iterator: Any) -> None:
         """Drop the oldest index, after the dataset or a worker failed to produce its batch."""
-        if self._indices.get(iterator):
-            self._indices[iterator].popleft()
+        if self._pending_indices.get(iterator):
+            self._pending_indices[iterator].popleft()
 
-    @contained("following a DataLoader")
-    def note(self, iterator: Any, batch: TaggedBatch) -> None:
+    @warn_on_error("following a DataLoader")
+    def record_batch(self, iterator: Any, batch: TaggedBatch) -> None:
         """Record a batch that an iterator returns."""
-        self._note(iterator, batch)
+        self._record_batch(iterator, batch)
 
-    def _note(self, iterator: Any, tagged: TaggedBatch) -> None:
-        if iterator not in self._indices:
+    def _record_batch(self, iterator: Any, tagged: TaggedBatch) -> None:
+        if iterator not in self._pending_indices:
             return  # the iterator started before this guard
-        pending = self._indices[iterator]
+        pending = self._pending_indices[iterator]
         index = pending.popleft() if pending else None
         is_map_dataset = iterator._dataset_kind == _DatasetKind.Map
-        # A stream has no indices, and without `in_order` batches come back in any order.
+        # A stream has no indices, and without `compact_references` batches come back in any order.
         has_known_order = is_map_dataset and getattr(iterator, "_in_order", True)
         indices: tuple[object, ...] = ()
         rows = tagged.rows
@@ -194,10 +202,10 @@ class DataLoaders:
             indices = (index,)
             tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]
             rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
-        is_ready = tagged.is_ready or rows is not tagged.rows
+        is_ready = tagged.is_prebatched or rows is not tagged.rows
         loaded = self.batches.add(
             tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready
         )
         # An Accelerate wrapper passes the batch on later, and it is counted then.
-        if not self._depth:
-            self.batches.take(loaded)
+        if not self._wrapper_depth:
+            self.batches.mark_taken(loaded)

@@ -17,9 +17,9 @@ from torch.utils.data import Subset
 
 from dit_lora.guard.attach.finite_values import SQUARE_LIMIT
 from dit_lora.guard.attach.samples.collate_rows import Rows
-from dit_lora.guard.attach.samples.opened_files import data_files, find_bad_files
+from dit_lora.guard.attach.samples.opened_files import find_bad_files, select_data_files
 from dit_lora.guard.attach.samples.tensors import iter_tensors
-from dit_lora.numerics.finite import describe_bad
+from dit_lora.numerics.finite import describe_bad_values
 
 # Batch columns that identify a sample to its user; `__key__` is WebDataset's.
 _NAME_COLUMNS = (
@@ -28,33 +28,33 @@ _NAME_COLUMNS = (
 )
 # Batches to remember; batches whose tensors are kept alive; batches whose objects are kept.
 _MAX_BATCHES = 256
-_MAX_HELD = 8
+_MAX_KEPT_BATCHES = 8
 _MAX_OBJECTS = 4
-_MAX_HELD_BYTES = 256 * 2**20
-_NUMBERED = re.compile(r"row \d+ of (micro-batch|dataset index) .*")
-_OF_ITEM = re.compile(r"row \d+ of dataset index ")
+_MAX_KEPT_BYTES = 256 * 2**20
+_ROW_NAME = re.compile(r"row \d+ of (micro-batch|dataset index) .*")
+_ITEM_ROW_NAME = re.compile(r"row \d+ of dataset index ")
 
 
 def is_sample_name(name: str) -> bool:
     """True for a name that stays with a sample, False for a row number in one micro-batch."""
-    return _NUMBERED.fullmatch(name) is None
+    return _ROW_NAME.fullmatch(name) is None
 
 
-def is_row_of_micro_batch(name: str) -> bool:
+def is_micro_batch_row(name: str) -> bool:
     """True for a row number in one micro-batch about which nothing else is known."""
-    return not is_sample_name(name) and not is_row_of_item(name)
+    return not is_sample_name(name) and not is_item_row(name)
 
 
-def is_row_of_item(name: str) -> bool:
+def is_item_row(name: str) -> bool:
     """True for a row of a ready batch from a dataset, whose number says little to its user."""
-    return _OF_ITEM.match(name) is not None
+    return _ITEM_ROW_NAME.match(name) is not None
 
 
-def row_name(row: int, micro_step: int) -> str:
+def format_row_name(row: int, micro_step: int) -> str:
     return f"row {row} of micro-batch {micro_step}"
 
 
-def index_name(dataset: Any, index: object) -> str | None:
+def format_index_name(dataset: Any, index: object) -> str | None:
     """Name of the item `dataset[index]`; None for a stream, whose items have no index."""
     if isinstance(index, Mapping):  # a sampler may give descriptions of samples
         names = [f"{column} {index[column]}" for column in _NAME_COLUMNS if column in index]
@@ -81,7 +81,7 @@ class _LoadedTensor:
     rows: Rows | None
     """The item of each row; None if unknown."""
 
-    def unchanged_tensor(self) -> torch.Tensor | None:
+    def get_unchanged(self) -> torch.Tensor | None:
         """The tensor, if it is alive and nothing was written to it; otherwise None, since its rows prove nothing."""
         tensor = self.tensor()
         return tensor if tensor is not None and tensor._version == self.version else None
@@ -97,7 +97,7 @@ class LoadedBatch:
     """Names of its rows from a column such as `id` or `path`; empty without such a column."""
     item_files: tuple[tuple[str, ...], ...]
     """Files that the dataset was seen to open for each item."""
-    is_ready: bool
+    is_prebatched: bool
     """True if the dataset returns ready batches: its single item has several samples."""
     tensors: list[_LoadedTensor]
     objects: list[Any] = field(default_factory=list)
@@ -105,7 +105,7 @@ class LoadedBatch:
     number: int = -1
     """Number of batches that the loop took before it; -1 until the loop takes it."""
 
-    def row_name(self, loaded: _LoadedTensor, row: int) -> str | None:
+    def find_row_name(self, loaded: _LoadedTensor, row: int) -> str | None:
         """Name of a row of one of the batch's tensors, or None."""
         tensor = loaded.tensor()
         if self.column_names and tensor is not None and len(tensor) == len(self.column_names):
@@ -114,26 +114,26 @@ class LoadedBatch:
         if item is None or not self.item_names or self.item_names[item] is None:
             return None
         # The only item is a whole batch, so its name does not identify a row.
-        if self.is_ready and tensor is not None and self._is_batch(tensor):
+        if self.is_prebatched and tensor is not None and self._has_batch_dimension(tensor):
             return f"row {row} of {self.item_names[item]}"
-        return self.name_of_item(item)
+        return self.find_item_name(item)
 
-    def name_of_item(self, item: int) -> str | None:
+    def find_item_name(self, item: int) -> str | None:
         """Name of an item, with its file if it was read from exactly one."""
         name = self.item_names[item]
-        files = data_files(self.item_files[item]) if item < len(self.item_files) else ()
+        files = select_data_files(self.item_files[item]) if item < len(self.item_files) else ()
         return f"{name} ({Path(files[0]).name})" if name and len(files) == 1 else name
 
-    def _is_batch(self, tensor: torch.Tensor) -> bool:
+    def _has_batch_dimension(self, tensor: torch.Tensor) -> bool:
         """True if another tensor of the batch has as many rows, so that they are samples and not channels, for
         example.
         """
         tensors = [t for ref in self.tensors if (t := ref.tensor()) is not None and t.ndim]
         return len(tensor) > 1 and sum(len(candidate) == len(tensor) for candidate in tensors) > 1
 
-    def bad_files(self) -> list[str]:
+    def list_bad_files(self) -> list[str]:
         """Names of the batch's tensor files that hold a value which is not finite."""
-        files = [path for item_paths in self.item_files for path in data_files(item_paths)]
+        files = [path for item_paths in self.item_files for path in select_data_files(item_paths)]
         return [f"file {Path(path).name}" for path in find_bad_files(files)]
 
 
@@ -150,12 +150,12 @@ class LoadedBatches:
     """Remembers returned batches by weak references. Tensors of the newest batches in host memory are kept alive."""
 
     _batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=_MAX_BATCHES))
-    _held: deque[tuple[list[torch.Tensor], int]] = field(default_factory=deque)
+    _kept_tensors: deque[tuple[list[torch.Tensor], int]] = field(default_factory=deque)
     _num_taken: int = 0
     _num_taken_at_call: int = 0
-    _reads_ahead: bool = False
+    _is_prefetching: bool = False
     """True once the loop took several batches before a call, because it prefetches or drops batches."""
-    _begun: int | None = None
+    _announced_number: int | None = None
     """Number of the batch that a trainer has announced as the current one; -1 if it is not known here."""
 
     def add(
@@ -165,7 +165,7 @@ class LoadedBatches:
         indices: Sequence[object],
         rows: tuple[Rows | None, ...] | None,
         files: Sequence[Sequence[str]] = (),
-        is_ready: bool = False,
+        is_prebatched: bool = False,
     ) -> LoadedBatch:
         """Remember a batch.
 
@@ -175,20 +175,20 @@ class LoadedBatches:
             indices: The items' indices in the dataset; empty if there are none.
             rows: The items of each tensor's rows.
             files: Files that the dataset opened for each item.
-            is_ready: Whether the dataset itself returns batches, so that its item has several samples.
+            is_prebatched: Whether the dataset itself returns batches, so that its item has several samples.
         """
         named_tensors = list(iter_tensors(batch))
-        names = tuple(index_name(dataset, index) for index in indices)
-        tensors = _noted(named_tensors, rows)
+        names = tuple(format_index_name(dataset, index) for index in indices)
+        tensors = _record_tensors(named_tensors, rows)
         opened = tuple(tuple(paths) for paths in files)
-        loaded = LoadedBatch(names, _names_in(batch), opened, is_ready, tensors)
+        loaded = LoadedBatch(names, _read_column_names(batch), opened, is_prebatched, tensors)
         if len(names) == 1:
             loaded.objects.append(batch)
         self._batches.append(loaded)
-        self._hold([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"])
+        self._keep_alive([tensor for _, tensor in named_tensors if tensor.device.type == "cpu"])
         return loaded
 
-    def take(self, loaded: LoadedBatch) -> None:
+    def mark_taken(self, loaded: LoadedBatch) -> None:
         """Record that the loop received this batch."""
         loaded.number = self._num_taken
         self._num_taken += 1
@@ -197,23 +197,23 @@ class LoadedBatches:
             if 0 <= older.number < loaded.number - _MAX_OBJECTS:
                 older.objects.clear()
 
-    def single_item(self, arguments: Iterable[int]) -> str | None:
+    def find_single_item(self, passed_ids: Iterable[int]) -> str | None:
         """Name of a batch's only item that is itself one of these arguments, which are given by `id()`; else None."""
-        argument_ids = set(arguments)
+        argument_ids = set(passed_ids)
         for batch in reversed(self._batches):
             if len(batch.item_names) == 1 and any(
                 id(passed_object) in argument_ids for passed_object in batch.objects
             ):
-                return batch.name_of_item(0)
+                return batch.find_item_name(0)
         return None
 
-    def take_given(self, batch: Any) -> None:
+    def mark_passed_on(self, batch: Any) -> None:
         """Record that a wrapper, which may prefetch or drop batches, passed this batch to the loop."""
         loaded = self.find_batch(batch)
         if loaded is None:
             self._num_taken += 1
         else:
-            self.take(loaded)
+            self.mark_taken(loaded)
 
     def add_copy(self, loaded: LoadedBatch, copy: Any) -> None:
         """Record a copy of a batch with the same structure."""
@@ -225,18 +225,18 @@ class LoadedBatches:
             id(t) not in known_ids for _, t in named_tensors
         ):
             rows = tuple(tensor.rows for tensor in loaded.tensors)
-            loaded.tensors += _noted(named_tensors, rows)
+            loaded.tensors += _record_tensors(named_tensors, rows)
 
-    def note_copy(self, batch: Any, copy: Any) -> None:
+    def record_copy(self, batch: Any, copy: Any) -> None:
         """Record a copy of a batch, for example on a device."""
         loaded = self.find_batch(batch)
         if loaded is not None:
             self.add_copy(loaded, copy)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all batches."""
         self._batches.clear()
-        self._held.clear()
+        self._kept_tensors.clear()
 
     @property
     def has_batches(self) -> bool:
@@ -252,55 +252,57 @@ class LoadedBatches:
                 return loaded
         return None
 
-    def begin(self, batch: Any) -> None:
+    def announce_batch(self, batch: Any) -> None:
         """Record the current batch for trainers that announce it; all calls until the next announcement
         belong to it.
         """
         loaded = self.find_batch(batch)
-        self._begun = loaded.number if loaded is not None else -1
+        self._announced_number = loaded.number if loaded is not None else -1
 
-    def batch_of_call(self) -> int | None:
+    def get_current_number(self) -> int | None:
         """Number of the batch of a call that starts now; None if it is not certain.
 
         It is the batch that the loop took last, if the loop takes one batch per micro-batch and never prefetches.
         """
-        if self._begun is not None:
-            return self._begun if self._begun >= 0 else None
+        if self._announced_number is not None:
+            return self._announced_number if self._announced_number >= 0 else None
         # A loop that takes several batches per call prefetches, or drops some.
-        self._reads_ahead |= self._num_taken - self._num_taken_at_call > 1
+        self._is_prefetching |= self._num_taken - self._num_taken_at_call > 1
         self._num_taken_at_call = self._num_taken
-        return None if self._reads_ahead or not self._num_taken else self._num_taken - 1
+        return None if self._is_prefetching or not self._num_taken else self._num_taken - 1
 
-    def find(self, values: torch.Tensor) -> str | None:
+    def find_item_name(self, values: torch.Tensor) -> str | None:
         """Name of the item that these values, one sample's part of a tensor, are proven to be; else None."""
-        name = self._by_memory(values)
-        return name if name is not None else self._by_content(values)
+        name = self._find_by_memory(values)
+        return name if name is not None else self._find_by_content(values)
 
-    def bad_items(self, number: int | None) -> list[BadItem]:
+    def find_bad_items(self, number: int | None) -> list[BadItem]:
         """Items with bad values in the batch with this number."""
         batches = [b for b in self._batches if number is not None and b.number == number]
-        return _bad_items(batches[0]) if batches else []
+        return _collect_bad_items(batches[0]) if batches else []
 
-    def batch_of(self, values: torch.Tensor) -> int | None:
+    def find_batch_number(self, values: torch.Tensor) -> int | None:
         """Number of the batch in whose memory these values lie, unchanged; None if there is none."""
-        match = self._place(values)
+        match = self._locate_values(values)
         return match[0].number if match is not None and match[0].number >= 0 else None
 
-    def bad_files_of(self, values: torch.Tensor) -> list[str]:
+    def list_bad_files(self, values: torch.Tensor) -> list[str]:
         """Names of the bad files of the batch in whose memory these values lie; empty if there is none."""
-        match = self._place(values)
-        return match[0].bad_files() if match is not None else []
+        match = self._locate_values(values)
+        return match[0].list_bad_files() if match is not None else []
 
-    def _by_memory(self, values: torch.Tensor) -> str | None:
+    def _find_by_memory(self, values: torch.Tensor) -> str | None:
         """Name of the item whose rows these values share memory with; None unless exactly one item matches."""
-        match = self._place(values)
+        match = self._locate_values(values)
         if match is None:
             return None
         batch, loaded, rows = match
-        names = {batch.row_name(loaded, row) for row in rows}
+        names = {batch.find_row_name(loaded, row) for row in rows}
         return names.pop() if len(names) == 1 else None
 
-    def _place(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
+    def _locate_values(
+        self, values: torch.Tensor
+    ) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
         """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
@@ -308,19 +310,19 @@ class LoadedBatches:
         storage = values.untyped_storage().data_ptr()
         for batch in reversed(self._batches):
             for loaded in batch.tensors:
-                tensor = loaded.unchanged_tensor()
+                tensor = loaded.get_unchanged()
                 if tensor is None or tensor.ndim == 0:
                     continue
                 if tensor.layout is not torch.strided or values.dtype != tensor.dtype:
                     continue
                 if tensor.untyped_storage().data_ptr() != storage:
                     continue
-                rows = _rows_covered(tensor, values)
+                rows = _find_covered_rows(tensor, values)
                 if rows is not None:
                     return batch, loaded, rows
         return None
 
-    def _by_content(self, row: torch.Tensor) -> str | None:
+    def _find_by_content(self, row: torch.Tensor) -> str | None:
         """Name of the only returned item with this content; None unless exactly one matches."""
         # A single number is too little to identify an item by.
         if row.numel() < 2 or row.layout is not torch.strided:
@@ -328,34 +330,38 @@ class LoadedBatches:
         names: set[str | None] = set()
         for batch in self._batches:
             for loaded in batch.tensors:
-                tensor = loaded.unchanged_tensor()
+                tensor = loaded.get_unchanged()
                 if tensor is None or tensor.shape[1:] != row.shape or tensor.ndim == 0:
                     continue
-                names |= {batch.row_name(loaded, n) for n in _equal_rows(tensor, row)}
+                names |= {batch.find_row_name(loaded, n) for n in _find_equal_rows(tensor, row)}
         return names.pop() if len(names) == 1 else None
 
-    def _hold(self, tensors: list[torch.Tensor]) -> None:
+    def _keep_alive(self, tensors: list[torch.Tensor]) -> None:
         size = sum(tensor.nbytes for tensor in tensors)
-        self._held.append((tensors, size))
+        self._kept_tensors.append((tensors, size))
         # The newest batch always stays, however large it is.
-        while len(self._held) > 1 and (
-            len(self._held) > _MAX_HELD
-            or sum(num_bytes for _, num_bytes in self._held) > _MAX_HELD_BYTES
+        while len(self._kept_tensors) > 1 and (
+            len(self._kept_tensors) > _MAX_KEPT_BATCHES
+            or sum(num_bytes for _, num_bytes in self._kept_tensors) > _MAX_KEPT_BYTES
         ):
-            self._held.popleft()
+            self._kept_tensors.popleft()
 
 
-def _noted(
-    found: Sequence[tuple[str, torch.Tensor]], rows: tuple[Rows | None, ...] | None
+def _record_tensors(
+    named_tensors: Sequence[tuple[str, torch.Tensor]], rows: tuple[Rows | None, ...] | None
 ) -> list[_LoadedTensor]:
-    tensor_rows = rows if rows is not None and len(rows) == len(found) else (None,) * len(found)
+    tensor_rows = (
+        rows
+        if rows is not None and len(rows) == len(named_tensors)
+        else (None,) * len(named_tensors)
+    )
     return [
         _LoadedTensor(path, weakref.ref(tensor), tensor._version, row_map)
-        for (path, tensor), row_map in zip(found, tensor_rows, strict=True)
+        for (path, tensor), row_map in zip(named_tensors, tensor_rows, strict=True)
     ]
 
 
-def _rows_covered(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
+def _find_covered_rows(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
     """The rows of a tensor that the values in its memory cover: one, several or all; None for any other part."""
     if tensor.shape == values.shape and tensor.data_ptr() == values.data_ptr():
         return range(len(tensor))
@@ -373,7 +379,7 @@ def _rows_covered(tensor: torch.Tensor, values: torch.Tensor) -> range | None:
     return range(start, start + count)
 
 
-def _equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
+def _find_equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
     """Numbers of the rows of a tensor with the same content; NaN equals NaN."""
     if tensor.layout is not torch.strided:
         return []
@@ -386,28 +392,28 @@ def _equal_rows(tensor: torch.Tensor, row: torch.Tensor) -> list[int]:
     return is_equal_element.reshape(len(values), -1).all(1).nonzero().flatten().tolist()
 
 
-def _bad_items(batch: LoadedBatch) -> list[BadItem]:
+def _collect_bad_items(batch: LoadedBatch) -> list[BadItem]:
     bad: list[BadItem] = []
     for loaded in batch.tensors:
-        tensor = loaded.unchanged_tensor()
+        tensor = loaded.get_unchanged()
         if tensor is None or tensor.ndim == 0 or not tensor.is_floating_point():
             continue
-        for row in bad_rows(tensor):
-            name = batch.row_name(loaded, row)
+        for row in find_bad_rows(tensor):
+            name = batch.find_row_name(loaded, row)
             path = f"batch{loaded.path}" if loaded.path.startswith("[") else loaded.path
             description = describe_values(path or "the batch", tensor[row])
             bad.append(BadItem(name or "", description))
     names = list(dict.fromkeys(item.name for item in bad))
-    if not any(map(is_row_of_item, names)):
+    if not any(map(is_item_row, names)):
         return bad
-    files = batch.bad_files()
+    files = batch.list_bad_files()
     if len(files) != len(names):
         return bad
     file_by_name = dict(zip(names, files, strict=True))
     return [BadItem(file_by_name[item.name], item.description) for item in bad]
 
 
-def bad_rows(tensor: torch.Tensor) -> list[int]:
+def find_bad_rows(tensor: torch.Tensor) -> list[int]:
     """Numbers of the rows with a value that is not finite or whose square overflows fp32, ascending."""
     if tensor.ndim == 0 or tensor.layout is not torch.strided or not tensor.numel():
         return []
@@ -423,14 +429,14 @@ def bad_rows(tensor: torch.Tensor) -> list[int]:
 
 def describe_values(name: str, values: torch.Tensor) -> str:
     """Text such as `x has 1 NaN among 3 values`, or that a value's square overflows fp32."""
-    description = describe_bad(name, values)
+    description = describe_bad_values(name, values)
     if description is not None:
         return description
     peak = float(values.detach().float().abs().max())
     return f"{name} reaches {peak:.3g}, whose square overflows fp32"
 
 
-def _names_in(batch: Any) -> tuple[str, ...]:
+def _read_column_names(batch: Any) -> tuple[str, ...]:
     """Names of the rows from the batch's first column that holds names; also searches dicts inside a list."""
     # Batches are dicts, or short tuples that contain one.
     parts = [batch, *batch] if isinstance(batch, (list, tuple)) and len(batch) <= 8 else [batch]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 _MAX_DEPTH = 8
-_LEAVES = frozenset((int, float, bool, str, bytes, type(None), torch.dtype, torch.device))
+_LEAF_TYPES = frozenset((int, float, bool, str, bytes, type(None), torch.dtype, torch.device))
 _MAX_TENSORS = 100_000
 
 
@@ -27,7 +27,9 @@ def iter_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
         yield item
 
 
-def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk(
+    value: Any, name: str, depth: int, visited: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -39,14 +41,14 @@ def _walk(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[s
         return
     if depth > _MAX_DEPTH or isinstance(value, (str, bytes, int, float, type(None), type)):
         return
-    if id(value) in seen:  # an object that refers to itself
+    if id(value) in visited:  # an object that refers to itself
         return
-    seen.add(id(value))
-    for key, child in _children(value):
-        yield from _walk(child, f"{name}{key}" if name else key.lstrip("."), depth + 1, seen)
+    visited.add(id(value))
+    for key, child in _iter_children(value):
+        yield from _walk(child, f"{name}{key}" if name else key.lstrip("."), depth + 1, visited)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def _iter_children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         named = [*value.named_parameters(), *value.named_buffers()]
         yield from ((f".{key}", tensor) for key, tensor in named)
@@ -80,7 +82,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         copy.__dict__.update(vars(value))
         copy.data = {key: map_tensors(function, child) for key, child in value.data.items()}
         return copy
-    if kind in _LEAVES:
+    if kind in _LEAF_TYPES:
         return value
     # Named tuples, ordered dicts and container types that libraries have registered with torch's pytree.
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)

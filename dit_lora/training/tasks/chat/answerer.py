@@ -9,31 +9,31 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dit_lora.adapters.diffusers_format import BASE_FILE, read_provenance
-from dit_lora.adapters.peft_format import chat_adapter_file, load_chat_adapter
+from dit_lora.adapters.diffusers_format import BASE_FILE, read_run_metadata
+from dit_lora.adapters.peft_format import find_chat_adapter_file, load_chat_adapter
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
-from dit_lora.data.chat.frames import frame_seconds, read_at
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError, read_header
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families import CHAT_FAMILIES, get_family
-from dit_lora.families.chat_base import ChatCheckpoint, Viewing
-from dit_lora.guard.switches import eager
+from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
+from dit_lora.guard.switches import disable_compile
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.results.source import named_base, peft_base
-from dit_lora.training.session.session import quiet_libraries
+from dit_lora.results.source import read_peft_base, require_hub_base
+from dit_lora.training.session.session import hide_progress_bars
 
 MAX_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Seen:
+class SampledFrames:
     """The frames that the model is shown, and their times."""
 
-    kind: Kind
+    kind: ConversationKind
     shape: VideoShape | None = None
     pixels: torch.Tensor | None = None
     """Frames, uint8 (F, 3, H, W); None for kind `text`."""
@@ -51,15 +51,15 @@ class Answerer:
     system: str = ""
     """System prompt, put before every conversation."""
 
-    def look(self, media: Media | None) -> Seen:
+    def read_media(self, media: Media | None) -> SampledFrames:
         """Read the image, or the middle frame of each of the video's equal parts.
 
         Raises `ClipError` if it cannot be read.
         """
         if media is None:
-            return Seen("text")
+            return SampledFrames("text")
         header = read_header(media)
-        kind: Kind = "image" if header.is_image else "video"
+        kind: ConversationKind = "image" if header.is_image else "video"
         shape = self.checkpoint.shape(kind, header.height, header.width)
         if shape is None:
             raise ClipError(f"{media.name}: the model takes no {kind}")
@@ -68,27 +68,31 @@ class Answerer:
             if header.seconds is None or header.fps is None:
                 raise ClipError(f"{media.name}: does not say how long it is; encode it anew")
             try:
-                seconds = frame_seconds(header.seconds, header.fps, shape.frames)
+                seconds = sample_frame_times(header.seconds, header.fps, shape.frames)
             except ClipError as error:
                 raise ClipError(f"{media.name}: {error}") from error
-        pixels = read_at(
+        pixels = read_frames_at(
             media, seconds, height=shape.height, width=shape.width, fit=self.checkpoint.fit
         )
-        return Seen(kind, shape, pixels, seconds if kind == "video" else ())
+        return SampledFrames(kind, shape, pixels, seconds if kind == "video" else ())
 
-    def say(self, seen: Seen, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
+    def generate_answer(
+        self, frames: SampledFrames, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS
+    ) -> str:
         """Generate the greedy answer to the last turn."""
-        # The checkpoint reads only the kind of media; the frames are in `seen`.
-        conversation = Conversation("question", seen.kind, None, tuple(turns), system=self.system)
-        rendered = self.checkpoint.render(conversation, seen.shape, seen.seconds, answered=False)
+        # The checkpoint reads only the kind of media; the frames are in `frames`.
+        conversation = Conversation("question", frames.kind, None, tuple(turns), system=self.system)
+        rendered = self.checkpoint.render(
+            conversation, frames.shape, frames.seconds, include_answer=False
+        )
         # The same autocast as in training: adapters are fp32.
         mixed = torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
         )
         # Not inference_mode: weights that a sharded model gathers in it could not train afterwards. Eager: each token
         # is another shape, for which train.compile would compile a graph.
-        with torch.no_grad(), mixed, eager(self.model):
-            return self.checkpoint.answer(self.model, rendered, seen.pixels, max_tokens)
+        with torch.no_grad(), mixed, disable_compile(self.model):
+            return self.checkpoint.answer(self.model, rendered, frames.pixels, max_tokens)
 
     def ask(
         self,
@@ -99,7 +103,9 @@ class Answerer:
         max_tokens: int = MAX_TOKENS,
     ) -> str:
         """Answer one question about an image, a video or nothing, after the turns of `history`."""
-        return self.say(self.look(media), (*history, Turn(question, "")), max_tokens=max_tokens)
+        return self.generate_answer(
+            self.read_media(media), (*history, Turn(question, "")), max_tokens=max_tokens
+        )
 
 
 def converse(
@@ -114,16 +120,16 @@ def converse(
     media.
     """
     # Once: later turns use the same frames.
-    frames = answerer.look(media)
+    frames = answerer.read_media(media)
     turns: list[Turn] = []
     for prompt in prompts:
         turns_with_prompt = [*turns, Turn(prompt, "", instruction)]
-        answer = answerer.say(frames, turns_with_prompt, max_tokens=max_tokens)
+        answer = answerer.generate_answer(frames, turns_with_prompt, max_tokens=max_tokens)
         turns.append(Turn(prompt, answer, instruction))
         yield answer
 
 
-def typed(read: Callable[[str], str] = input) -> Iterator[str]:
+def read_prompts(read: Callable[[str], str] = input) -> Iterator[str]:
     """Yield what a person types, line by line, until the end of input; empty lines are skipped."""
     while True:
         try:
@@ -140,15 +146,15 @@ def load_answerer(target: Path, model: str | None = None, *, frames: int | None 
     `model` is the base checkpoint, by default the run's. `frames` defaults to the number in training, or the
     checkpoint's. Raises `DitLoraError` if `target` is none of these, or does not name its base.
     """
-    quiet_libraries()
+    hide_progress_bars()
     origin = find_origin(target, model)
     adapter = origin.adapter
     family = origin.model.family
     _require_chat(target, family)
     checkpoint: ChatCheckpoint = get_family(family).open(origin.model)
     # As in training, if that is known; else as the checkpoint does by default.
-    viewing = origin.how or checkpoint.how
-    checkpoint = checkpoint.viewing(replace(viewing, frames=frames or viewing.frames))
+    viewing = origin.viewing or checkpoint.vision_settings
+    checkpoint = checkpoint.with_vision_settings(replace(viewing, frames=frames or viewing.frames))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision(origin.model.dtype, device).dtype
     net = checkpoint.load_model(dtype)
@@ -165,11 +171,11 @@ class ModelOrigin:
     model: ModelConfig
     adapter: Path | None
     """The folder with the trained weights; None for a whole checkpoint."""
-    how: Viewing | None = None
+    viewing: VisionSettings | None = None
     system: str = ""
 
 
-def _adapter_of(target: Path) -> Path | None:
+def _find_adapter(target: Path) -> Path | None:
     """The folder with the trained weights: an adapter, base weights, or both; None if there is none."""
     for folder in (target, target / "adapter"):
         if (folder / "adapter_config.json").is_file() or (folder / BASE_FILE).is_file():
@@ -182,23 +188,23 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
 
     Raises `DitLoraError` if `target` is neither a run, nor an adapter, nor a checkpoint, or does not name its base.
     """
-    adapter = _adapter_of(target)
+    adapter = _find_adapter(target)
     # `target` is a run's folder, or the folder `adapter` inside one.
     run = target if adapter in (None, target / "adapter") else target.parent
     if (run / "config.yaml").is_file():
-        return _of_run(run, adapter, model)
+        return _read_run_origin(run, adapter, model)
     if adapter is None:
         if model:
             raise DitLoraError(f"--model does not apply: {target} is a checkpoint, not an adapter")
-        return ModelOrigin(_checkpoint(str(target)), None)
-    metadata = read_provenance(chat_adapter_file(adapter))
-    path = model or named_base(target, metadata.get("base_model") or peft_base(adapter))
+        return ModelOrigin(_detect_model_config(str(target)), None)
+    metadata = read_run_metadata(find_chat_adapter_file(adapter))
+    path = model or require_hub_base(target, metadata.get("base_model") or read_peft_base(adapter))
     if "family" not in metadata:
-        return ModelOrigin(_checkpoint(path), adapter)
+        return ModelOrigin(_detect_model_config(path), adapter)
     # The stored revision is one of the adapter's own base.
     revision = None if model else metadata.get("revision")
     base = ModelConfig(family=metadata["family"], path=path, revision=revision)
-    viewing = Viewing(**metadata["viewing"]) if "viewing" in metadata else None
+    viewing = VisionSettings(**metadata["viewing"]) if "viewing" in metadata else None
     return ModelOrigin(base, adapter, viewing, metadata.get("system", ""))
 
 
@@ -209,7 +215,7 @@ def _require_chat(target: Path, family: str) -> None:
         )
 
 
-def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
+def _read_run_origin(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
     recipe, whole_model = load_recipe(run / "config.yaml"), run / "model"
     _require_chat(run, recipe.model.family)
     changes: dict[str, Any] = {}
@@ -225,10 +231,12 @@ def _of_run(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
     elif model:
         changes = {"path": model, "revision": None}
     system = recipe.chat.system if recipe.chat else ""
-    return ModelOrigin(recipe.model.model_copy(update=changes), adapter, Viewing.of(recipe), system)
+    return ModelOrigin(
+        recipe.model.model_copy(update=changes), adapter, VisionSettings.from_recipe(recipe), system
+    )
 
 
-def _checkpoint(path: str) -> ModelConfig:
+def _detect_model_config(path: str) -> ModelConfig:
     """The config of the first chat family that can open this checkpoint. Raises `DitLoraError` if none can."""
     reasons = []
     # Opening reads only configs, so trying each family is cheap.
@@ -241,7 +249,7 @@ def _checkpoint(path: str) -> ModelConfig:
             continue
         return config
     raise DitLoraError(
-        listed(
+        format_list(
             f"{path} is neither a run's folder, nor an adapter's, nor a chat model's checkpoint",
             reasons,
         )

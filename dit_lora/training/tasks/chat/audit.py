@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.finding import Finding, JudgedSample
+from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.audit.memo import AuditMemo
 from dit_lora.data.audit.runner import audit_media
 from dit_lora.data.cache.digests import Digests
@@ -12,7 +12,7 @@ from dit_lora.data.media.media import Media
 from dit_lora.data.sources.clips import Clip
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.samples import ChatSamples, find_conversations
-from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_MEMO
+from dit_lora.training.tasks.diffusion.cache_plan import AUDIT_FILE
 
 Findings = dict[str, list[Finding]]
 """Findings by sample name."""
@@ -20,7 +20,7 @@ Findings = dict[str, list[Finding]]
 
 def audit_conversations(
     recipe: Recipe, checkpoint: ChatCheckpoint, *, progress: bool
-) -> tuple[list[JudgedSample], Findings, list[str]]:
+) -> tuple[list[AuditedSample], Findings, list[str]]:
     """Audit all samples; returns each with its file's findings, the findings about texts, and notes on the whole
     set.
     """
@@ -32,41 +32,47 @@ def audit_conversations(
         by_media.setdefault(media, name)
     clips = [Clip(name, media, "") for media, name in by_media.items()]
     digests = Digests(root / "digests.json")
-    memo = AuditMemo(root / AUDIT_MEMO)
-    files_audited = audit_media(clips, None, memo=memo, digests=digests, progress=progress)
+    memo = AuditMemo(root / AUDIT_FILE)
+    files_audited = audit_media(clips, None, memo=memo, digests=digests, show_progress=progress)
     digests.save()
     # A file's findings hold for every sample that uses it.
     of_file = {result.file: result for result in files_audited}
     samples_audited = [
         replace(of_file[by_media[samples.media[name]]], file=name)
         if name in samples.media
-        else JudgedSample(name)
+        else AuditedSample(name)
         for name in samples.names
     ]
-    return samples_audited, _of_text(samples, samples_audited), _notes(samples)
+    return (
+        samples_audited,
+        _find_text_problems(samples, samples_audited),
+        _summarize_lengths(samples),
+    )
 
 
-def _of_text(samples: ChatSamples, judged: list[JudgedSample]) -> Findings:
+def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSample]) -> Findings:
     """Findings about texts. Samples that are rejected for their file are not reported again."""
-    at_fault = {sample.file for sample in judged if sample.verdict == "reject"}
+    at_fault = {sample.file for sample in audited_samples if sample.verdict == "reject"}
     findings: Findings = {
         name: [Finding("conversation", message, "reject", "correct it, or remove the sample")]
         for name, message in samples.rejected.items()
         if name not in at_fault
     }
     # Shortened questions still train: they only give a warning.
-    for name, dropped in _shortened(samples).items():
+    for name, dropped in _count_dropped_tokens(samples).items():
         message = f"{dropped} tokens of its questions are left out, to stay within chat.max_tokens"
         remedy = "raise chat.max_tokens, or shorten the question"
         findings.setdefault(name, []).append(Finding("question_long", message, "warn", remedy))
     return findings
 
 
-def _shortened(samples: ChatSamples) -> Mapping[str, int]:
-    return {entry.id: entry.shortened for entry in samples.entries if entry.shortened}
+def _count_dropped_tokens(samples: ChatSamples) -> Mapping[str, int]:
+    return {
+        entry.id: entry.num_dropped_tokens for entry in samples.entries if entry.num_dropped_tokens
+    }
 
 
-def _notes(samples: ChatSamples) -> list[str]:
+def _summarize_lengths(samples: ChatSamples) -> list[str]:
     if not samples.entries:
         return []
     # Lengths with padding, as in training.

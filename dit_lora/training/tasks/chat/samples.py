@@ -6,19 +6,23 @@ from dataclasses import dataclass, replace
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.chat.fitting import fit
-from dit_lora.data.chat.frames import latest_seconds
-from dit_lora.data.chat.tensors import bucket_length
+from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.frames import compute_latest_times
+from dit_lora.data.chat.tensors import round_up_length
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
-from dit_lora.training.tasks.diffusion.samples import bar, in_words, read_headers
+from dit_lora.training.tasks.diffusion.samples import (
+    describe_read_error,
+    make_progress_bar,
+    read_headers,
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ def find_conversations(
 ) -> ChatSamples:
     """Read annotations and headers, and render every conversation; decodes no media."""
     conversations, chat = read_conversations(data), recipe.chat or ChatConfig()
-    rejected = {problem.file: problem.words for problem in conversations.problems}
+    rejected = {problem.file: problem.message for problem in conversations.problems}
     with_media = [
-        conversation for conversation in conversations.all if conversation.media is not None
+        conversation for conversation in conversations.usable if conversation.media is not None
     ]
     # Only headers: sizes give the bucket, durations the time stamps.
     headers = read_headers(
@@ -53,33 +57,37 @@ def find_conversations(
         conversation.id: header for conversation, header in zip(with_media, headers, strict=True)
     }
     entries = []
-    for conversation in bar("rendering conversations", "sample", quiet)(conversations.all):
+    for conversation in make_progress_bar("rendering conversations", "sample", quiet)(
+        conversations.usable
+    ):
         # A conversation's own system prompt wins over the recipe's.
         conversation = replace(conversation, system=conversation.system or chat.system)
         try:
-            entries.append(_entry(conversation, by_id.get(conversation.id), checkpoint, chat))
+            entries.append(_build_entry(conversation, by_id.get(conversation.id), checkpoint, chat))
         except DitLoraError as error:
             rejected[conversation.id] = str(error)
     media = {
         conversation.id: conversation.media for conversation in with_media if conversation.media
     }
     # In file order without repetitions; samples that could not be parsed come last.
-    names = dict.fromkeys([*(conversation.id for conversation in conversations.all), *rejected])
+    names = dict.fromkeys([*(conversation.id for conversation in conversations.usable), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
 
 
-def digest_of(entries: Sequence[ChatEntry]) -> str:
+def compute_digest(entries: Sequence[ChatEntry]) -> str:
     """Digest of the texts, times, lengths and media headers; not of the media's content."""
-    return entry_key({"conversations": [_facts(entry) for entry in entries]})
+    return make_entry_key({"conversations": [_describe_entry(entry) for entry in entries]})
 
 
-def training_set(
+def build_training_set(
     entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe
 ) -> ChatSet:
-    return ChatSet.of(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
+    return ChatSet.from_entries(
+        entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id
+    )
 
 
-def _entry(
+def _build_entry(
     conversation: Conversation,
     header: VideoHeader | ClipError | None,
     checkpoint: ChatCheckpoint,
@@ -89,18 +97,19 @@ def _entry(
     from it.
     """
     if isinstance(header, ClipError) and conversation.media is not None:
-        raise ClipError(in_words(conversation.media, header))
+        raise ClipError(describe_read_error(conversation.media, header))
     if isinstance(header, ClipError):
         raise header
     pixels, seconds = None, tuple[float, ...]()
     if header is not None:
         pixels = checkpoint.shape(conversation.kind, header.height, header.width)
         if conversation.kind == "video" and pixels is not None:
-            seconds = _latest(conversation, header, pixels.frames)
+            seconds = _compute_latest_times(conversation, header, pixels.frames)
     # With the longest time stamps: no random choice of frames gives more tokens.
-    begun = _begun(conversation, chat)
+    begun = _vary_first_turn(conversation, chat)
     renderings = [
-        fit(checkpoint.render(rendered, pixels, seconds), chat.max_tokens) for rendered in begun
+        fit_to_length(checkpoint.render(rendered, pixels, seconds), chat.max_tokens)
+        for rendered in begun
     ]
     longest, instruction = max(renderings, key=len), len(renderings[0].instruction)
     if instruction and _is_shuffled(conversation, chat):
@@ -111,24 +120,24 @@ def _entry(
             for rendered in single_turns
         )
     # Rounded up, so that few shapes occur.
-    length = bucket_length(len(longest), chat.length_step)
+    length = round_up_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
     shape = ChatShape(length, *size, conversation.kind)
     return ChatEntry(
         conversation,
         header,
         shape,
-        max(rendered.answers for rendered in renderings),
+        max(rendered.num_answer_tokens for rendered in renderings),
         instruction,
-        sum(piece.dropped for piece in longest.pieces),
+        sum(piece.num_dropped for piece in longest.pieces),
     )
 
 
 def _is_shuffled(conversation: Conversation, chat: ChatConfig) -> bool:
-    return chat.shuffle_turns and conversation.independent and len(conversation.turns) > 1
+    return chat.shuffle_turns and conversation.is_independent and len(conversation.turns) > 1
 
 
-def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
+def _vary_first_turn(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
     """One order of turns for each length that a random order can give.
 
     Only the first turn makes a difference: its instruction is the conversation's, and a caption asks no question.
@@ -141,19 +150,37 @@ def _begun(conversation: Conversation, chat: ChatConfig) -> list[Conversation]:
     return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
 
 
-def _latest(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:
+def _compute_latest_times(
+    conversation: Conversation, header: VideoHeader, frames: int
+) -> tuple[float, ...]:
     if header.seconds is None or header.fps is None:
         raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
-    return latest_seconds(
+    return compute_latest_times(
         header.seconds, header.fps, frames, start=conversation.start, end=conversation.end
     )
 
 
-def _facts(entry: ChatEntry) -> list[str]:
-    return [*_texts(entry.conversation), repr(entry.header), str(entry.shape), str(entry.answers)]
+def _describe_entry(entry: ChatEntry) -> list[str]:
+    return [
+        *_list_texts(entry.conversation),
+        repr(entry.header),
+        str(entry.shape),
+        str(entry.answers),
+    ]
 
 
-def _texts(one: Conversation) -> Iterator[str]:
-    yield from (one.id, one.system, repr((one.start, one.end, one.times, one.loss_weight)))
-    for turn in one.turns:
+def _list_texts(conversation: Conversation) -> Iterator[str]:
+    yield from (
+        conversation.id,
+        conversation.system,
+        repr(
+            (
+                conversation.start,
+                conversation.end,
+                conversation.times_per_epoch,
+                conversation.loss_weight,
+            )
+        ),
+    )
+    for turn in conversation.turns:
         yield from (turn.instruction, turn.question, turn.answer)

@@ -8,46 +8,50 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.adapters.peft_format import save_chat_adapter
-from dit_lora.adapters.start import attach_started
+from dit_lora.adapters.start import attach_initialized_lora
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
-from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.sources.clips import Clip
 from dit_lora.families import get_family
 from dit_lora.families.chat_base import KINDS, ChatCheckpoint
 from dit_lora.families.family import ChatFamily
-from dit_lora.results.verify.chat_model import ChatStock
+from dit_lora.results.verify.chat_model import ChatReferenceModel
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.chat.samples import digest_of, find_conversations, training_set
+from dit_lora.training.tasks.chat.samples import (
+    build_training_set,
+    compute_digest,
+    find_conversations,
+)
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.tasks.chat.validation import write_answers
-from dit_lora.training.tasks.diffusion.cache_plan import audited
-from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
-from dit_lora.training.tasks.held_out import HeldOut, mean_loss
+from dit_lora.training.tasks.diffusion.cache_plan import find_rejected_files
+from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
+from dit_lora.training.tasks.held_out import EvalSample, compute_mean_loss
 from dit_lora.training.tasks.rejects import Rejects
 
 
 @dataclass(frozen=True)
-class PreparedChat(Prepared):
+class ChatTrainingData(TrainingData):
     """Conversations to train on, and others to validate on."""
 
     held_out: ChatSet | None = None
 
 
-ChatSetup: TypeAlias = Setup[PreparedChat, ChatCheckpoint]
+ChatSetup: TypeAlias = Setup[ChatTrainingData, ChatCheckpoint]
 
 
 @dataclass(frozen=True)
 class ChatTask:
     """The `Task` of every family that implements `families.chat_base`."""
 
-    def prepare_data(self, session: Session, checkpoint: ChatCheckpoint) -> PreparedChat:
+    def prepare_data(self, session: Session, checkpoint: ChatCheckpoint) -> ChatTrainingData:
         recipe, accelerator = session.recipe, session.accelerator
         quiet = not accelerator.is_local_main_process
         rejects = Rejects(session)
@@ -58,14 +62,14 @@ class ChatTask:
             digests = Digests(recipe.cache_dir / "digests.json")
             model = self.model_digest(checkpoint, recipe, digests)
             clips = [Clip(name, media, "") for name, media in samples.media.items()]
-            at_fault = audited(recipe, clips, digests)
+            at_fault = find_rejected_files(recipe, clips, digests)
             if not quiet:
                 digests.save()
         # Collective: all ranks leave out what any of them rejected.
-        rejects.add({**samples.rejected, **at_fault, **_without_effect(recipe, samples.entries)})
-        entries = rejects.without(samples.entries, lambda entry: entry.id)
-        conversations = training_set(entries, checkpoint, recipe)
-        session.say(_told(conversations))
+        rejects.add({**samples.rejected, **at_fault, **_find_untrainable(recipe, samples.entries)})
+        entries = rejects.filter_samples(samples.entries, lambda entry: entry.id)
+        conversations = build_training_set(entries, checkpoint, recipe)
+        session.say(_describe_conversations(conversations))
         if recipe.validation.conversations is not None:
             data = recipe.data.model_copy(
                 update={"path": recipe.validation.conversations, "sources": ()}
@@ -76,13 +80,13 @@ class ChatTask:
                 validation_samples.rejected,
                 "these samples of validation.conversations cannot be used",
             )
-            held_out = training_set(
-                rejects.without(validation_samples.entries, lambda entry: entry.id),
+            held_out = build_training_set(
+                rejects.filter_samples(validation_samples.entries, lambda entry: entry.id),
                 checkpoint,
                 recipe,
             )
-        return PreparedChat(
-            conversations, digest_of(entries), model, rejects.reasons, held_out=held_out
+        return ChatTrainingData(
+            conversations, compute_digest(entries), model, rejects.reasons, held_out=held_out
         )
 
     def load_trainable(
@@ -90,62 +94,66 @@ class ChatTask:
     ) -> tuple[nn.Module, list[dict[str, Any]], str]:
         model = checkpoint.load_model(dtype)
         # Before the adapter is attached: PEFT then wraps the quantised layers.
-        narrowed = quantized(recipe, model, family.group_patterns)
+        narrowed = quantize_if_requested(recipe, model, family.group_patterns)
         description = "no adapter: optim.groups.adapter is null"
         if recipe.optim.groups.adapter is not None:
-            attached = attach_started(
+            attached = attach_initialized_lora(
                 model,
                 recipe.lora,
-                default_targets(family, model),
+                select_default_targets(family, model),
                 seed=recipe.train.seed,
-                within=family.lora_within,
+                submodules=family.lora_parent_modules,
             )
             description = str(attached)
-        groups = recipe_groups(model, recipe.optim.groups, family.group_patterns)
-        return model, groups, f"{narrowed}{description}\n{put_kernels(recipe, model)}"
+        groups = build_recipe_groups(model, recipe.optim.groups, family.group_patterns)
+        return model, groups, f"{narrowed}{description}\n{patch_kernels(recipe, model)}"
 
     def model_digest(self, checkpoint: ChatCheckpoint, recipe: Recipe, digests: Digests) -> str:
-        return entry_key({checkpoint.path.name: digests.component(checkpoint.path)})
+        return make_entry_key({checkpoint.path.name: digests.hash_component(checkpoint.path)})
 
-    def identity(self, recipe: Recipe) -> dict[str, Any]:
+    def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         family: ChatFamily = get_family(recipe.model.family)
         chat = recipe.model_dump(mode="json")["chat"] or {}
-        if family.tells_times and chat.get("timestamps", "") is None:
+        if family.has_default_timestamps and chat.get("timestamps", "") is None:
             chat["timestamps"] = (
                 # Not configurable for these families; older checkpoints have it.
                 True
             )
         return {f"chat.{key}": value for key, value in chat.items()}
 
-    def provenance(self, setup: ChatSetup) -> dict[str, Any]:
+    def build_metadata(self, setup: ChatSetup) -> dict[str, Any]:
         chat = setup.recipe.chat or ChatConfig()
-        return {"viewing": asdict(setup.checkpoint.how), "system": chat.system}
+        return {"viewing": asdict(setup.checkpoint.vision_settings), "system": chat.system}
 
     def loss_parts(self, setup: ChatSetup, result: StepResult) -> dict[str, dict[str, float]]:
         """The step's loss by kind of media; all samples of a step are of the same kind."""
         return {"loss_by_media": {KINDS[result.timesteps[0]]: result.loss}}
 
-    def held_out_loss(self, setup: ChatSetup) -> float | None:
+    def compute_eval_loss(self, setup: ChatSetup) -> float | None:
         """Loss over answer tokens of `held_out_clips` conversations, with middle frames and turns in order."""
         held_out = setup.data.held_out
         if held_out is None:
             return None
         entries = held_out.entries[: setup.recipe.validation.held_out_clips]
-        return mean_loss(setup, held_out, [HeldOut(entry, 0, entry.answers) for entry in entries])
+        return compute_mean_loss(
+            setup, held_out, [EvalSample(entry, 0, entry.answers) for entry in entries]
+        )
 
-    def show(self, setup: ChatSetup, step: int) -> None:
+    def write_samples(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)
 
-    def stock(self, checkpoint: ChatCheckpoint) -> ChatStock:
-        return ChatStock(checkpoint)
+    def build_reference_model(self, checkpoint: ChatCheckpoint) -> ChatReferenceModel:
+        return ChatReferenceModel(checkpoint)
 
     def save(
-        self, setup: ChatSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self, setup: ChatSetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
     ) -> Path:
-        return save_chat_adapter(setup.transformer, setup.session.dir / "adapter", made, weights)
+        return save_chat_adapter(
+            setup.transformer, setup.session.dir / "adapter", metadata, weights
+        )
 
 
-def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
+def select_default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
     """The family's LoRA targets that exist in this model: its language models differ."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     # The last part of each linear layer's name, which targets match.
@@ -153,7 +161,7 @@ def default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:
     return tuple(target for target in family.lora_targets if target in present)
 
 
-def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
+def _find_untrainable(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, str]:
     """Samples that would give no trained parameter a gradient, each with the reason."""
     if recipe.optim.groups.adapter is not None:
         return {}
@@ -161,13 +169,14 @@ def _without_effect(recipe: Recipe, entries: Sequence[ChatEntry]) -> dict[str, s
     return {entry.id: reason for entry in entries if entry.shape.kind == "text"}
 
 
-def _told(clips: ChatSet) -> str:
-    kinds = [entry.conversation.kind for entry in clips.entries]
+def _describe_conversations(conversations: ChatSet) -> str:
+    kinds = [entry.conversation.kind for entry in conversations.entries]
     counts = [f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds]
-    answers = sum(entry.answers for entry in clips.entries)
-    shortened = sum(entry.shortened > 0 for entry in clips.entries)
+    answers = sum(entry.answers for entry in conversations.entries)
+    shortened = sum(entry.num_dropped_tokens > 0 for entry in conversations.entries)
     return (
-        f"conversations: {', '.join(counts)}, in {len(clips.rooms)} buckets, the largest {clips.largest[0]}; "
+        f"conversations: {', '.join(counts)}, in {len(conversations.padded_lengths)} buckets, "
+        f"the largest {conversations.largest_shape[0]}; "
         f"{answers:,} answer tokens to learn"
         + (f"; the questions of {shortened:,} are shortened" if shortened else "")
     )

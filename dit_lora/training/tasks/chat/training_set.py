@@ -15,12 +15,12 @@ from torch import nn
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.shards import Spec
-from dit_lora.data.chat.conversation import Conversation, Kind
-from dit_lora.data.chat.fitting import fit
-from dit_lora.data.chat.frames import frame_seconds, random_box, read_at
-from dit_lora.data.chat.rendered import Rendered
+from dit_lora.data.chat.conversation import Conversation, ConversationKind
+from dit_lora.data.chat.fitting import fit_to_length
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times, sample_random_box
+from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.tensors import to_tensors
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, draw_number
+from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, make_sample_seed
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
@@ -28,7 +28,7 @@ from dit_lora.data.loading.sampler import OrderedDataset
 from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.numerics.streams import generator
+from dit_lora.numerics.streams import make_generator
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -41,7 +41,7 @@ class ChatShape:
     """Frames; 0 for kind `text`."""
     height: int
     width: int
-    kind: Kind
+    kind: ConversationKind
 
     @property
     def pixels(self) -> VideoShape | None:
@@ -67,9 +67,9 @@ class ChatEntry:
     shape: ChatShape
     answers: int
     """Tokens that are learned; independent of the random frames and turn order."""
-    instruction: int
+    num_instruction_tokens: int
     """Tokens that a Q-Former reads."""
-    shortened: int = 0
+    num_dropped_tokens: int = 0
     """Tokens of questions that are cut off."""
 
     @property
@@ -78,11 +78,11 @@ class ChatEntry:
 
 
 @dataclass(frozen=True)
-class Room:
+class PaddedLengths:
     """Token counts to which all samples of a bucket are padded."""
 
-    answers: int
-    instruction: int
+    num_answer_tokens: int
+    num_instruction_tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,65 +92,72 @@ class ChatSet:
     entries: tuple[ChatEntry, ...]
     checkpoint: ChatCheckpoint
     chat: ChatConfig
-    pad: int
-    rooms: Mapping[ChatShape, Room]
+    pad_token_id: int
+    padded_lengths: Mapping[ChatShape, PaddedLengths]
 
     @classmethod
-    def of(
-        cls, entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, chat: ChatConfig, pad: int
+    def from_entries(
+        cls,
+        entries: Sequence[ChatEntry],
+        checkpoint: ChatCheckpoint,
+        chat: ChatConfig,
+        pad_token_id: int,
     ) -> "ChatSet":
-        rooms: dict[ChatShape, Room] = {}
+        rooms: dict[ChatShape, PaddedLengths] = {}
         for entry in entries:
-            lengths = rooms.get(entry.shape, Room(1, 0))
+            lengths = rooms.get(entry.shape, PaddedLengths(1, 0))
             # Padding per bucket, not per batch: a sample's tensors do not depend on its neighbours.
-            rooms[entry.shape] = Room(
-                max(lengths.answers, entry.answers), max(lengths.instruction, entry.instruction)
+            rooms[entry.shape] = PaddedLengths(
+                max(lengths.num_answer_tokens, entry.answers),
+                max(lengths.num_instruction_tokens, entry.num_instruction_tokens),
             )
-        return cls(tuple(entries), checkpoint, chat, pad, rooms)
+        return cls(tuple(entries), checkpoint, chat, pad_token_id, rooms)
 
-    def order(self, *, seed: int, quarantine: Quarantine, group: int = 1) -> Order:
+    def build_order(self, *, seed: int, quarantine: Quarantine, samples_per_step: int = 1) -> Order:
         return Order(
             [entry.id for entry in self.entries],
             seed=seed,
             quarantine=quarantine,
-            group=group,
+            samples_per_step=samples_per_step,
             buckets=[entry.shape for entry in self.entries],
-            times=[entry.conversation.times for entry in self.entries],
+            times_per_epoch=[entry.conversation.times_per_epoch for entry in self.entries],
         )
 
     @property
-    def largest(self) -> tuple[ChatShape, Spec]:
-        shape = max(self.rooms, key=lambda candidate: candidate.volume)
+    def largest_shape(self) -> tuple[ChatShape, Spec]:
+        shape = max(self.padded_lengths, key=lambda candidate: candidate.volume)
         # All samples of a bucket are padded alike, so an empty conversation has their shapes.
-        tensors = self._tensors(shape, Rendered(()), None, [0.0] * shape.frames)
+        tensors = self._build_tensors(shape, RenderedConversation(()), None, [0.0] * shape.frames)
         return shape, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
-    def one_of_each_kind(self) -> Sequence[ChatEntry]:
+    def select_example_entries(self) -> Sequence[ChatEntry]:
         """One entry of each kind of media if there are several kinds; else empty. Text, for example, uses no vision
         encoder.
         """
-        by_kind: dict[Kind, ChatEntry] = {}
+        by_kind: dict[ConversationKind, ChatEntry] = {}
         for entry in self.entries:
             by_kind.setdefault(entry.shape.kind, entry)
         return tuple(by_kind.values()) if len(by_kind) > 1 else ()
 
-    def known(self) -> dict[str, torch.Tensor]:
+    def integer_inputs(self) -> dict[str, torch.Tensor]:
         """Tensors of one sample of the largest shape, except pixels: models count the tokens that stand for media."""
-        shape, _ = self.largest
+        shape, _ = self.largest_shape
         entry = next(entry for entry in self.entries if entry.shape == shape)
         rendered, seconds = self.render(entry, None)
-        tensors = self._tensors(shape, rendered, None, seconds)
+        tensors = self._build_tensors(shape, rendered, None, seconds)
         return {name: tensor for name, tensor in tensors.items() if name != "pixels"}
 
-    def sample(self, entry: ChatEntry, draw: int) -> Batch:
-        """Read one sample without randomness: middle frames, whole pictures, turns in order. `draw` has no effect."""
-        return self._read(entry, draw, None)
+    def read_sample(self, entry: ChatEntry, sample_seed: int) -> Batch:
+        """Read one sample without randomness: middle frames, whole pictures, turns in order. `sample_seed` has no
+        effect.
+        """
+        return self._read_sample(entry, sample_seed, None)
 
-    def drawn(self, entry: ChatEntry, draw: int, seed: int) -> Batch:
+    def read_augmented(self, entry: ChatEntry, sample_seed: int, run_seed: int) -> Batch:
         """Read one sample with random frames, crop and turn order, according to the recipe's `chat` section."""
-        return self._read(entry, draw, draws_of(seed, draw))
+        return self._read_sample(entry, sample_seed, make_sample_generator(run_seed, sample_seed))
 
-    def token_problems(self, model: nn.Module) -> list[str]:
+    def find_token_problems(self, model: nn.Module) -> list[str]:
         """One message for each token in a sample's text that has no embedding in the model."""
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
         count = embeddings.num_embeddings
@@ -171,48 +178,50 @@ class ChatSet:
             ]
         return problems
 
-    def set_aside_bad(self, samples: Sequence[str]) -> list[Path]:
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[Path]:
         return []
 
-    def loader(self, how: Reading) -> Iterable[Batch]:
-        return build_loader(ChatDataset(self, how), how)
+    def make_loader(self, reading: Reading) -> Iterable[Batch]:
+        return build_loader(ChatDataset(self, reading), reading)
 
     def render(
-        self, entry: ChatEntry, draws: torch.Generator | None
-    ) -> tuple[Rendered, list[float]]:
+        self, entry: ChatEntry, rng: torch.Generator | None
+    ) -> tuple[RenderedConversation, list[float]]:
         """The sample's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
-        conversation, shape = _reordered(entry.conversation, self.chat, draws), entry.shape.pixels
-        seconds = _seconds(entry, draws if self.chat.frames == "random" else None)
+        conversation, shape = _shuffle_turns(entry.conversation, self.chat, rng), entry.shape.pixels
+        seconds = _sample_frame_times(entry, rng if self.chat.frames == "random" else None)
         rendered = self.checkpoint.render(conversation, shape, seconds)
-        return fit(rendered, self.chat.max_tokens), seconds
+        return fit_to_length(rendered, self.chat.max_tokens), seconds
 
-    def _read(self, entry: ChatEntry, draw: int, draws: torch.Generator | None) -> Batch:
+    def _read_sample(
+        self, entry: ChatEntry, sample_seed: int, rng: torch.Generator | None
+    ) -> Batch:
         pixels, fault = None, None
-        rendered, seconds = self.render(entry, draws)
+        rendered, seconds = self.render(entry, rng)
         try:
-            pixels = self._pixels(entry, seconds, draws)
+            pixels = self._read_pixels(entry, seconds, rng)
         except ClipError as error:
             fault = str(error)
-        tensors = self._tensors(entry.shape, rendered, pixels, seconds)
+        tensors = self._build_tensors(entry.shape, rendered, pixels, seconds)
         # One sample as a batch: every tensor gets a first dimension of 1.
         return Batch(
             ids=(entry.id,),
-            draws=(draw,),
+            sample_seeds=(sample_seed,),
             tensors={name: tensor[None] for name, tensor in tensors.items()},
             faults={entry.id: fault} if fault else {},
         )
 
-    def _pixels(
-        self, entry: ChatEntry, seconds: Sequence[float], draws: torch.Generator | None
+    def _read_pixels(
+        self, entry: ChatEntry, seconds: Sequence[float], rng: torch.Generator | None
     ) -> torch.Tensor | None:
         media, shape, header = entry.conversation.media, entry.shape, entry.header
         if media is None or header is None:
             return None
         box = None
-        if draws is not None and self.chat.crop < 1:
-            box = random_box(draws, self.chat.crop, header.width / header.height)
+        if rng is not None and self.chat.crop < 1:
+            box = sample_random_box(rng, self.chat.crop, header.width / header.height)
         # A picture has no time stamps: its only frame is at 0.
-        return read_at(
+        return read_frames_at(
             media,
             seconds or (0.0,),
             height=shape.height,
@@ -221,20 +230,20 @@ class ChatSet:
             box=box,
         )
 
-    def _tensors(
+    def _build_tensors(
         self,
         shape: ChatShape,
-        rendered: Rendered,
+        rendered: RenderedConversation,
         pixels: torch.Tensor | None,
         seconds: Sequence[float],
     ) -> dict[str, torch.Tensor]:
-        lengths = self.rooms[shape]
+        lengths = self.padded_lengths[shape]
         tensors = to_tensors(
             rendered,
             length=shape.length,
-            answers=lengths.answers,
-            instruction=lengths.instruction or None,
-            pad=self.pad,
+            num_answers=lengths.num_answer_tokens,
+            instruction_length=lengths.num_instruction_tokens or None,
+            pad_token_id=self.pad_token_id,
         )
         if shape.kind != "text":
             # (F, 3, H, W)
@@ -255,51 +264,56 @@ class ChatDataset(OrderedDataset):
     communicated.
     """
 
-    def __init__(self, clips: ChatSet, how: Reading) -> None:
+    def __init__(self, clips: ChatSet, reading: Reading) -> None:
         self.clips = clips
-        self.seed = how.seed
-        self.group = how.sampler.group
-        self.order = clips.order(seed=how.seed, quarantine=how.quarantine, group=self.group)
+        self.seed = reading.seed
+        self.group = reading.sampler.samples_per_step
+        self.order = clips.build_order(
+            seed=reading.seed, quarantine=reading.quarantine, samples_per_step=self.group
+        )
         # (step, answer tokens of its samples) of the last step; -1 is no step.
-        self._total = (-1, 0)
+        self._cached_token_sum = (-1, 0)
 
     def __getitem__(self, position: int) -> Batch:
-        epoch, copy, index = self.order.draw_at(position)
+        epoch, copy, index = self.order.get_occurrence(position)
         entry = self.clips.entries[index]
-        batch = self.clips.drawn(entry, draw_number(entry.id, epoch, copy), self.seed)
+        batch = self.clips.read_augmented(entry, make_sample_seed(entry.id, epoch, copy), self.seed)
         # Times the group size, because the loop averages over samples.
-        share = entry.answers * self.group / self._tokens(position // self.group)
+        share = entry.answers * self.group / self._count_answer_tokens(position // self.group)
         weight = torch.tensor([share * entry.conversation.loss_weight])
         return dataclasses.replace(batch, tensors={**batch.tensors, LOSS_WEIGHT: weight})
 
-    def _tokens(self, step: int) -> int:
+    def _count_answer_tokens(self, step: int) -> int:
         """Number of answer tokens in a step's samples."""
         # A step's samples are read one after another: cache the last sum.
-        if self._total[0] != step:
+        if self._cached_token_sum[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
-            indices = (self.order.draw_at(position).sample for position in positions)
-            self._total = (step, sum(self.clips.entries[index].answers for index in indices))
-        return self._total[1]
+            indices = (self.order.get_occurrence(position).sample_index for position in positions)
+            self._cached_token_sum = (
+                step,
+                sum(self.clips.entries[index].answers for index in indices),
+            )
+        return self._cached_token_sum[1]
 
 
-def draws_of(seed: int, draw: int) -> torch.Generator:
+def make_sample_generator(run_seed: int, sample_seed: int) -> torch.Generator:
     """Random generator for frames, crop and turn order of one use of a sample."""
-    return generator(seed, "chat", draw)
+    return make_generator(run_seed, "chat", sample_seed)
 
 
-def _reordered(
-    conversation: Conversation, chat: ChatConfig, draws: torch.Generator | None
+def _shuffle_turns(
+    conversation: Conversation, chat: ChatConfig, rng: torch.Generator | None
 ) -> Conversation:
-    if draws is None or not (chat.shuffle_turns and conversation.independent):
+    if rng is None or not (chat.shuffle_turns and conversation.is_independent):
         return conversation
     # Independent turns may come in any order.
-    order = torch.randperm(len(conversation.turns), generator=draws).tolist()
+    order = torch.randperm(len(conversation.turns), generator=rng).tolist()
     return dataclasses.replace(
         conversation, turns=tuple(conversation.turns[index] for index in order)
     )
 
 
-def _seconds(entry: ChatEntry, draws: torch.Generator | None) -> list[float]:
+def _sample_frame_times(entry: ChatEntry, rng: torch.Generator | None) -> list[float]:
     header, conversation = entry.header, entry.conversation
     if (
         conversation.kind != "video"
@@ -309,12 +323,12 @@ def _seconds(entry: ChatEntry, draws: torch.Generator | None) -> list[float]:
     ):
         return []
     return list(
-        frame_seconds(
+        sample_frame_times(
             header.seconds,
             header.fps,
             entry.shape.frames,
             start=conversation.start,
             end=conversation.end,
-            generator=draws,
+            generator=rng,
         )
     )

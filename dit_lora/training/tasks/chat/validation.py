@@ -5,30 +5,30 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
-from dit_lora.files import write_whole
-from dit_lora.training.execution.modes import evaluating
+from dit_lora.files import write_atomically
+from dit_lora.training.execution.modes import use_eval_mode
 from dit_lora.training.task import Setup
 from dit_lora.training.tasks.chat.answerer import Answerer
 
 ANSWERS = "answers.json"
 
 
-def write_answers(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
+def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     """Write samples/step_NNNNNN/answers.json with the model's answers to `validation.prompts`. Collective."""
     if not setup.recipe.validation.prompts:
         return
     # All ranks of a sharded model generate together, the same answer on each.
-    takes_part = setup.session.is_main or setup.engine.lockstep
+    takes_part = setup.session.is_main or setup.engine.collective_forward
     if takes_part:
-        _write(setup, step)
+        _generate_answers(setup, step)
 
 
-def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
+def _generate_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     settings, accelerator = setup.recipe.validation, setup.session.accelerator
     answerer = Answerer(
         setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype
@@ -41,7 +41,7 @@ def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
         leave=False,
         disable=not setup.session.is_main,
     )
-    with evaluating(setup.model):
+    with use_eval_mode(setup.model):
         for index, prompt in enumerate(bar):
             file = settings.media[index] if settings.media else None
             try:
@@ -56,4 +56,4 @@ def _write(setup: Setup[Prepared, ChatCheckpoint], step: int) -> None:
     if not setup.session.is_main:
         return
     folder = setup.session.dir / "samples" / f"step_{step:06d}"
-    write_whole(folder / ANSWERS, json.dumps(answers, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / ANSWERS, json.dumps(answers, indent=2, ensure_ascii=False) + "\n")

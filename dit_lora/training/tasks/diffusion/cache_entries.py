@@ -9,8 +9,8 @@ import torch
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.judge import judge_frames
-from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.audit.judge import collect_frame_findings
+from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.media.clip_sound import SOUND_VERSION, read_sound
@@ -19,8 +19,8 @@ from dit_lora.data.media.references import read_mask, read_reference
 from dit_lora.data.media.sound import Sound, SoundFormat
 from dit_lora.data.media.video import DECODE_VERSION, ClipError, read_frames
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
-from dit_lora.families.loss_mask import LOSS_MASK, mask_of_latents
-from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, References
+from dit_lora.families.loss_mask import LOSS_MASK, downscale_mask
+from dit_lora.families.references import EditTextEncoder, ReferenceEncoder, ReferenceSpec
 from dit_lora.families.sound import SoundEncoder
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
@@ -41,22 +41,22 @@ class DecodedSample:
     sound: Sound | None = None
     """The sound of its frames; None if sound is not trained."""
 
-    def encoded(self, encode: VideoEncoder, shape: VideoShape) -> Tensors:
+    def encode(self, encoder: VideoEncoder, shape: VideoShape) -> Tensors:
         """The tensors to cache; `shape` is the sample's, including its references' shapes."""
-        tensors = encode(self.video, self.image)
+        tensors = encoder(self.video, self.image)
         if self.references:
-            assert isinstance(encode, ReferenceEncoder)
-            tensors |= encode.references(self.references, shape)
+            assert isinstance(encoder, ReferenceEncoder)
+            tensors |= encoder.encode_references(self.references, shape)
         if self.sound is not None:
-            assert isinstance(encode, SoundEncoder)
-            tensors |= encode.sound(self.sound.waveform, self.sound.rate)
+            assert isinstance(encoder, SoundEncoder)
+            tensors |= encoder.encode_sound(self.sound.waveform, self.sound.rate)
         if self.mask is not None:
-            tensors[LOSS_MASK] = mask_of_latents(self.mask, tensors["latent_mean"])
+            tensors[LOSS_MASK] = downscale_mask(self.mask, tensors["latent_mean"])
         return tensors
 
 
 @dataclass(frozen=True)
-class Shown:
+class CaptionReferences:
     """References that are encoded together with a caption."""
 
     media: tuple[Media, ...]
@@ -65,7 +65,7 @@ class Shown:
     start: float = 0.0
 
     @classmethod
-    def of(cls, sample: BucketedSample) -> "Shown":
+    def from_sample(cls, sample: BucketedSample) -> "CaptionReferences":
         return cls(sample.clip.references, sample.shape, sample.start)
 
 
@@ -75,9 +75,9 @@ class Encoding:
 
     recipe: Recipe
     digests: Digests
-    text_facts: Mapping[str, Any]
-    video_facts: Mapping[str, Any]
-    takes: References | None = None
+    text_cache_key: Mapping[str, Any]
+    latent_cache_key: Mapping[str, Any]
+    supported_references: ReferenceSpec | None = None
     """The references that the checkpoint supports; None if it supports none."""
     has_masks: bool = field(default=False)
     """True if any source has masks: then every sample gets one, of ones if it has none of its own."""
@@ -85,103 +85,121 @@ class Encoding:
     """Format of the sound encoded with each clip; None if sound is not trained."""
 
     @classmethod
-    def of(
+    def from_recipe(
         cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests
     ) -> "Encoding":
-        def resolved(facts: Mapping[str, Any]) -> dict[str, Any]:
+        def resolve_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
             components = {
-                name: digests.component(value) if isinstance(value, Path) else value
+                name: digests.hash_component(value) if isinstance(value, Path) else value
                 for name, value in facts.items()
             }
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
-        video_facts = {**checkpoint.video_facts(), **VaeMemory.of(recipe.data).facts()}
+        video_facts = {
+            **checkpoint.latent_cache_key(),
+            **VaeMemory.from_config(recipe.data).cache_key(),
+        }
         return cls(
             recipe,
             digests,
-            resolved(checkpoint.text_facts()),
-            resolved(video_facts),
+            resolve_facts(checkpoint.text_cache_key()),
+            resolve_facts(video_facts),
             checkpoint.references,
             any(source.has_masks for source in recipe.data.all_sources),
             checkpoint.sound_format,
         )
 
     @property
-    def texts_see_references(self) -> bool:
+    def has_references_in_text(self) -> bool:
         """True if captions are encoded together with their samples' references."""
-        return self.takes is not None and self.takes.in_text
+        return (
+            self.supported_references is not None
+            and self.supported_references.is_encoded_with_caption
+        )
 
-    def text(self, caption: str, shown: Shown | None = None) -> Job:
-        """The job that encodes a caption, with the references `shown` if the text encoder reads them.
+    def make_text_job(
+        self, caption: str, caption_references: CaptionReferences | None = None
+    ) -> Job:
+        """The job that encodes a caption, with the references `caption_references` if the text encoder reads them.
 
         Raises `OSError` if a reference cannot be read.
         """
-        facts = {**self.text_facts, "caption": caption}
-        if shown is not None and self.texts_see_references:
+        facts = {**self.text_cache_key, "caption": caption}
+        if caption_references is not None and self.has_references_in_text:
             # By content, so that renamed or moved references keep their entry.
-            facts["references"] = [self.digests.pixels(reference) for reference in shown.media]
-            facts["start"], facts["shape"] = shown.start, str(shown.shape)
+            facts["references"] = [
+                self.digests.hash_pixels(reference) for reference in caption_references.media
+            ]
+            facts["start"], facts["shape"] = caption_references.start, str(caption_references.shape)
             return Job(
-                f"caption {caption!r}", entry_key(facts), facts, self._seeing(caption, shown)
+                f"caption {caption!r}",
+                make_entry_key(facts),
+                facts,
+                self._make_referenced_encoder(caption, caption_references),
             )
 
-        def make(encode: TextEncoder) -> Tensors:
+        def make(encoder: TextEncoder) -> Tensors:
             # One caption at a time: in a batch the last bits of the result would depend on its neighbours.
-            return {name: tensor[0] for name, tensor in encode([caption]).items()}
+            return {name: tensor[0] for name, tensor in encoder([caption]).items()}
 
-        return Job(f"caption {caption!r}", entry_key(facts), facts, make)
+        return Job(f"caption {caption!r}", make_entry_key(facts), facts, make)
 
-    def _seeing(self, caption: str, shown: Shown) -> Callable[[EditTextEncoder], Tensors]:
-        def make(encode: EditTextEncoder) -> Tensors:
-            references = self._references(shown)
-            tensors = encode.with_references(caption, references, shown.shape)
+    def _make_referenced_encoder(
+        self, caption: str, caption_references: CaptionReferences
+    ) -> Callable[[EditTextEncoder], Tensors]:
+        def make(encoder: EditTextEncoder) -> Tensors:
+            references = self._read_references(caption_references)
+            tensors = encoder.encode_with_references(caption, references, caption_references.shape)
             return {name: tensor[0] for name, tensor in tensors.items()}
 
         return make
 
-    def _references(self, shown: Shown) -> tuple[torch.Tensor, ...]:
-        assert self.takes is not None
+    def _read_references(self, caption_references: CaptionReferences) -> tuple[torch.Tensor, ...]:
+        assert self.supported_references is not None
         # Clips are read in the sample's shape, pictures at their own size.
-        clip = shown.shape if self.takes.clips else None
+        clip = caption_references.shape if self.supported_references.is_clip else None
         fps = self.recipe.data.fps
-        return tuple(read_reference(reference, clip, fps, shown.start) for reference in shown.media)
+        return tuple(
+            read_reference(reference, clip, fps, caption_references.start)
+            for reference in caption_references.media
+        )
 
-    def video(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
+    def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
         """The job that encodes a sample. Raises `OSError` if its file cannot be read."""
         # Everything that changes the latents is in the key: no entry is ever stale, only unused.
         facts = {
-            **self.video_facts,
+            **self.latent_cache_key,
             **asdict(sample.shape),
             "fps": self.recipe.data.fps,
             "decode": DECODE_VERSION,
-            "media": self.digests.pixels(sample.clip.media),
+            "media": self.digests.hash_pixels(sample.clip.media),
         }
         # Omit unused options: keys from before the option existed must still match, so that old caches stay valid.
         if sample.start:
             facts["start"] = sample.start
         if sample.clip.image:
-            facts["image"] = self.digests.pixels(sample.clip.image)
+            facts["image"] = self.digests.hash_pixels(sample.clip.image)
         if sample.clip.references:
             facts["reference_files"] = [
-                self.digests.pixels(reference) for reference in sample.clip.references
+                self.digests.hash_pixels(reference) for reference in sample.clip.references
             ]
         else:
             del facts["references"]
         if self.has_masks:
             mask = sample.clip.mask
-            facts["mask"] = [self.digests.media(mask.media), mask.alpha] if mask else None
+            facts["mask"] = [self.digests.hash_media(mask.media), mask.alpha] if mask else None
         if self.sound is not None:
             facts["sound"] = {"decode": SOUND_VERSION, **asdict(self.sound)}
         if mirrored:
             facts["mirrored"] = True
 
-        def make(encode: VideoEncoder) -> Tensors:
-            return self.decode(sample, mirrored=mirrored).encoded(encode, sample.shape)
+        def make(encoder: VideoEncoder) -> Tensors:
+            return self.decode(sample, mirrored=mirrored).encode(encoder, sample.shape)
 
-        return Job(sample.id, entry_key(facts), facts, make)
+        return Job(sample.id, make_entry_key(facts), facts, make)
 
     def decode(self, sample: BucketedSample, *, mirrored: bool = False) -> DecodedSample:
         """Decode the sample's frames, image, references, mask and sound. Raises `ClipError` if it is unusable."""
@@ -194,23 +212,27 @@ class Encoding:
             **size,
         )
         # Check decoded frames before encoding: a black clip would be cached as good.
-        for finding in judge_frames(video):
+        for finding in collect_frame_findings(video):
             if finding.verdict == "reject":
                 raise ClipError(f"{sample.clip.media.name}: {finding.code}: {finding.words}")
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        references = self._references(Shown.of(sample)) if sample.clip.references else ()
-        mask = self._mask(sample)
+        references = (
+            self._read_references(CaptionReferences.from_sample(sample))
+            if sample.clip.references
+            else ()
+        )
+        mask = self._read_mask(sample)
         if mirrored:
             video, references = (
                 video.flip(-1),
                 tuple(reference.flip(-1) for reference in references),
             )
             mask = None if mask is None else mask.flip(-1)
-        return DecodedSample(video, image, references, mask, self._sound(sample))
+        return DecodedSample(video, image, references, mask, self._read_sound(sample))
 
-    def _sound(self, sample: BucketedSample) -> Sound | None:
+    def _read_sound(self, sample: BucketedSample) -> Sound | None:
         if self.sound is None:
             return None
         frames, fps = sample.shape.frames, self.recipe.data.fps
@@ -221,15 +243,15 @@ class Encoding:
         )
         return Sound(waveform, self.sound.rate)
 
-    def silence(self, shape: VideoShape) -> Sound | None:
+    def make_silence(self, shape: VideoShape) -> Sound | None:
         """Silence as long as a sample of this shape; None without sound."""
         if self.sound is None or self.recipe.data.fps is None:
             return None
-        samples = self.sound.samples(shape.frames, self.recipe.data.fps)
+        samples = self.sound.count_samples(shape.frames, self.recipe.data.fps)
         # (channels, samples)
         return Sound(torch.zeros(self.sound.channels, samples), self.sound.rate)
 
-    def _mask(self, sample: BucketedSample) -> torch.Tensor | None:
+    def _read_mask(self, sample: BucketedSample) -> torch.Tensor | None:
         if not self.has_masks:
             return None
         size, mask = {"height": sample.shape.height, "width": sample.shape.width}, sample.clip.mask

@@ -12,21 +12,21 @@ import torch
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.runner import remembered
-from dit_lora.data.cache.cache import entry_key
+from dit_lora.data.audit.runner import audit_from_memo
+from dit_lora.data.cache.cache import make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.cache.fill import Job
 from dit_lora.data.loading.encoded import Entry
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
-from dit_lora.data.storage import read_stored
+from dit_lora.data.storage import read_with_retry
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Encoders, Opened
-from dit_lora.training.tasks.diffusion.cache_entries import Encoding, Shown
+from dit_lora.families.base import CheckpointInfo, Encoders
+from dit_lora.training.tasks.diffusion.cache_entries import CaptionReferences, Encoding
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
-from dit_lora.training.tasks.diffusion.samples import Samples, bar, find_samples
+from dit_lora.training.tasks.diffusion.samples import Samples, find_samples, make_progress_bar
 
-AUDIT_MEMO = "audit.jsonl"
+AUDIT_FILE = "audit.jsonl"
 """The file in the cache folder with the results of `dit-lora audit`."""
 
 
@@ -60,7 +60,7 @@ class PlannedSample:
             self.text.key,
             self.mirror.key if self.mirror else None,
             sample.shape,
-            sample.clip.times,
+            sample.clip.times_per_epoch,
             sample.clip.loss_weight,
             self.empty.key if self.empty else None,
             tuple(job.key for job in self.preserve),
@@ -72,7 +72,7 @@ class PlannedSample:
         return (self.text, *([self.empty] if self.empty else []), *self.preserve)
 
 
-class ShownPrompt(NamedTuple):
+class ValidationPrompt(NamedTuple):
     """A validation prompt's encoding jobs."""
 
     text: Job
@@ -86,28 +86,28 @@ class Plan:
 
     encoding: Encoding
     samples: Samples
-    wanted: tuple[PlannedSample, ...]
+    planned_samples: tuple[PlannedSample, ...]
     rejected: dict[str, str]
     """Samples that are known to be unusable without decoding, each with the reason."""
     empty: Job
     """The empty caption for caption dropout; with the first sample's references if the text encoder reads them."""
-    shown: tuple[ShownPrompt, ...]
+    validation_prompts: tuple[ValidationPrompt, ...]
     """The validation prompts, encoded for the checkpoint that samples are generated with."""
     transformer_digest: str
-    own_text_encoder: bool = True
+    shares_text_encoder: bool = True
     """True if prompts use the same text encoder as captions."""
 
     @property
     def keys(self) -> tuple[set[str], set[str]]:
         """Keys of all clips and of all captions that the recipe uses."""
-        videos = {job.key for planned in self.wanted for job in planned.videos}
-        of_samples = (job for planned in self.wanted for job in planned.texts)
-        return videos, {job.key for job in (self.empty, *self.shown_texts, *of_samples)}
+        videos = {job.key for planned in self.planned_samples for job in planned.videos}
+        of_samples = (job for planned in self.planned_samples for job in planned.texts)
+        return videos, {job.key for job in (self.empty, *self.prompt_jobs, *of_samples)}
 
     @property
-    def shown_texts(self) -> tuple[Job, ...]:
+    def prompt_jobs(self) -> tuple[Job, ...]:
         """Jobs of the validation prompts and their empty prompts."""
-        return tuple(job for prompt in self.shown for job in prompt)
+        return tuple(job for prompt in self.validation_prompts for job in prompt)
 
 
 def make_plan(
@@ -115,114 +115,125 @@ def make_plan(
     checkpoint: Encoders,
     dtype: torch.dtype,
     *,
-    group: int,
+    samples_per_step: int,
     quiet: bool,
-    second: Encoders | None = None,
+    sampling_checkpoint: Encoders | None = None,
 ) -> Plan:
     """Read the sources, and files that have not been read before; saves their digests unless `quiet`.
 
-    `group` is the number of samples per step. `second` is the checkpoint that samples are generated with, if it
-    differs.
+    `samples_per_step` is the number of samples per step. `sampling_checkpoint` is the checkpoint that samples are
+    generated with, if it differs.
     """
     digests = Digests(recipe.cache_dir / "digests.json")
-    encoding = Encoding.of(recipe, checkpoint, dtype, digests)
-    transformer = transformer_digest(checkpoint, recipe, digests)
-    samples = find_samples(recipe, checkpoint, group=group, quiet=quiet)
-    of_samples = Encoding.of(recipe, second, dtype, digests) if second else encoding
+    encoding = Encoding.from_recipe(recipe, checkpoint, dtype, digests)
+    transformer = compute_transformer_digest(checkpoint, recipe, digests)
+    samples = find_samples(recipe, checkpoint, samples_per_step=samples_per_step, quiet=quiet)
+    of_samples = (
+        Encoding.from_recipe(recipe, sampling_checkpoint, dtype, digests)
+        if sampling_checkpoint
+        else encoding
+    )
     # Prompts are encoded for the checkpoint that generates the samples, captions for the trained one.
-    prompts = tuple(_shown_prompts(recipe, of_samples))
+    prompts = tuple(_plan_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
     planned: list[PlannedSample] = []
-    for sample in bar("reading files", "clip", quiet)(samples.all):
+    for sample in make_progress_bar("reading files", "clip", quiet)(samples.usable):
         # Wait for a missing file: without it the sample would be missing for the whole run.
-        folder = Path(sample.clip.media.place).parent
-        planned.append(read_stored(partial(_planned, encoding, sample), folder))
+        folder = Path(sample.clip.media.location).parent
+        planned.append(read_with_retry(partial(_plan_sample, encoding, sample), folder))
     _require_triggers(recipe, planned)
     if not quiet:
         digests.save()
     # By content, not by name: a file that was repaired since is audited again.
-    at_fault = audited(recipe, samples.clips, digests, recipe.data, samples.shapes)
+    at_fault = find_rejected_files(recipe, samples.clips, digests, recipe.data, samples.shapes)
     # An audit rejects files; one file may be cut into several samples.
     windows: dict[str, list[str]] = {}
-    for sample in samples.all:
+    for sample in samples.usable:
         windows.setdefault(sample.clip.id, []).append(sample.id)
     for file, reason in at_fault.items():
         rejected |= dict.fromkeys(windows.get(file, [file]), reason)
-    first_references = Shown.of(planned[0].sample) if planned else None
+    first_references = CaptionReferences.from_sample(planned[0].sample) if planned else None
     # An equal text encoder gives equal keys, whichever checkpoint contains it.
-    is_own = of_samples.text("").key == encoding.text("").key
-    empty = encoding.text("", first_references)
+    is_own = of_samples.make_text_job("").key == encoding.make_text_job("").key
+    empty = encoding.make_text_job("", first_references)
     return Plan(encoding, samples, tuple(planned), rejected, empty, prompts, transformer, is_own)
 
 
-def _planned(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
+def _plan_sample(encoding: Encoding, sample: BucketedSample) -> PlannedSample:
     """A sample with its jobs. Raises `OSError` if one of its files cannot be read."""
-    video = encoding.video(sample)
-    mirror = encoding.video(sample, mirrored=True) if encoding.recipe.data.flip else None
-    texts = _texts(encoding, sample)
-    return PlannedSample(sample, video, mirror, *texts, *_preserved(encoding, sample))
+    video = encoding.make_video_job(sample)
+    mirror = encoding.make_video_job(sample, mirrored=True) if encoding.recipe.data.flip else None
+    texts = _plan_texts(encoding, sample)
+    return PlannedSample(sample, video, mirror, *texts, *_plan_preserved(encoding, sample))
 
 
-def _texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:
+def _plan_texts(encoding: Encoding, sample: BucketedSample) -> tuple[Job, Job | None]:
     """The jobs of a sample's caption and of its empty caption; None for the latter if all samples share it."""
-    references = Shown.of(sample)
-    text = encoding.text(sample.clip.caption, references)
-    if encoding.texts_see_references and encoding.recipe.data.caption_dropout > 0:
-        return text, encoding.text("", references)
+    references = CaptionReferences.from_sample(sample)
+    text = encoding.make_text_job(sample.clip.caption, references)
+    if encoding.has_references_in_text and encoding.recipe.data.caption_dropout > 0:
+        return text, encoding.make_text_job("", references)
     return text, None
 
 
-def _preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
+def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[Job, ...], float]:
     """Jobs of a sample's captions without the trigger, and the factor of their loss."""
     preserve, caption = encoding.recipe.train.preserve, sample.clip.caption
     if preserve is None:
         return (), 0.0
     # Every sample of a batch needs such a caption, even if its loss does not count.
     if preserve.trigger not in caption:
-        return (encoding.text(caption, Shown.of(sample)),), 0.0
-    references = Shown.of(sample)
+        return (encoding.make_text_job(caption, CaptionReferences.from_sample(sample)),), 0.0
+    references = CaptionReferences.from_sample(sample)
     jobs = tuple(
-        encoding.text(other_caption, references)
-        for other_caption in preserve.without_trigger(caption)
+        encoding.make_text_job(other_caption, references)
+        for other_caption in preserve.replace_trigger(caption)
     )
     return jobs, preserve.weight
 
 
-def _require_triggers(recipe: Recipe, wanted: Sequence[PlannedSample]) -> None:
+def _require_triggers(recipe: Recipe, planned_samples: Sequence[PlannedSample]) -> None:
     preserve = recipe.train.preserve
-    if preserve is not None and wanted and not any(planned.preserve_weight for planned in wanted):
+    if (
+        preserve is not None
+        and planned_samples
+        and not any(planned.preserve_weight for planned in planned_samples)
+    ):
         raise DitLoraError(
-            f"train.preserve: none of {len(wanted)} captions has the trigger {preserve.trigger!r} in it, as in "
-            f"{wanted[0].sample.clip.caption!r}; name the words that captions have"
+            f"train.preserve: none of {len(planned_samples)} captions has the trigger "
+            f"{preserve.trigger!r} in it, as in "
+            f"{planned_samples[0].sample.clip.caption!r}; name the words that captions have"
         )
 
 
-def _shown_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ShownPrompt]:
+def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationPrompt]:
     """Yield the validation prompts, each with the empty prompt; both with the prompt's references if it has any."""
     # Without references the second list is empty, and `files` is None.
     for prompt, files in zip_longest(recipe.validation.prompts, recipe.validation.references):
         references = None
         if files:
             media = tuple(MediaFile(Path(file)) for file in files)
-            references = Shown(media, VideoShape.of(recipe.data))
+            references = CaptionReferences(media, VideoShape.from_data(recipe.data))
         try:
-            yield ShownPrompt(encoding.text(prompt, references), encoding.text("", references))
+            yield ValidationPrompt(
+                encoding.make_text_job(prompt, references), encoding.make_text_job("", references)
+            )
         except OSError as error:
             raise DitLoraError(
                 f"validation.references: {error.filename} cannot be read: {error.strerror}"
             ) from error
 
 
-def transformer_digest(checkpoint: Opened, recipe: Recipe, digests: Digests) -> str:
+def compute_transformer_digest(checkpoint: CheckpointInfo, recipe: Recipe, digests: Digests) -> str:
     """Digest of the transformer's files, or of the settings of its random initialization."""
     scratch = recipe.model.from_scratch
     # A model without files is determined by its settings and the seed.
     if scratch is None:
-        return digests.component(checkpoint.path / checkpoint.part)
-    return entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
+        return digests.hash_component(checkpoint.path / checkpoint.part)
+    return make_entry_key({"from_scratch": scratch, "seed": recipe.train.seed})
 
 
-def audited(
+def find_rejected_files(
     recipe: Recipe,
     clips: Sequence[Clip],
     digests: Digests,
@@ -230,11 +241,11 @@ def audited(
     shapes: Sequence[VideoShape] = (),
 ) -> dict[str, str]:
     """Clip files that `dit-lora audit` has rejected, each with the reason; decodes nothing."""
-    memo = AuditMemo(recipe.cache_dir / AUDIT_MEMO)
+    memo = AuditMemo(recipe.cache_dir / AUDIT_FILE)
     if not memo:
         return {}
     rejected = {}
-    for result in remembered(clips, data, memo=memo, digests=digests, shapes=shapes):
+    for result in audit_from_memo(clips, data, memo=memo, digests=digests, shapes=shapes):
         # Warnings do not reject a file.
         reasons = [f"{f.code}: {f.words}" for f in result.findings if f.verdict == "reject"]
         if reasons:

@@ -20,34 +20,40 @@ from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.media.video import ClipError
 from dit_lora.families.base import Encoders, Tensors, TextEncoder, VideoEncoder
 from dit_lora.families.vae_memory import VaeMemory
-from dit_lora.numerics.finite import describe_all
+from dit_lora.numerics.finite import describe_bad_tensors
 from dit_lora.training.session.session import Session
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample, Encoding
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample
-from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length
+from dit_lora.training.tasks.diffusion.long_captions import suppress_length_warnings
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
 
 # Cached embeddings; 1.8 MiB each for T5-XXL and 226 tokens.
-_CAPTIONS = 256
+_MAX_CACHED_CAPTIONS = 256
 
-Read = tuple[Tensors, str | None]
+ReadResult = tuple[Tensors, str | None]
 """Tensors, and what is wrong with them or None, as returned by `TensorCache.read`."""
 
 
-def live_clips(
+def build_live_clips(
     session: Session,
     checkpoint: Encoders,
     plan: Plan,
-    wanted: Sequence[PlannedSample],
+    planned_samples: Sequence[PlannedSample],
 ) -> "LiveClips":
     """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
-    samples = {planned.video.key: (planned.sample, False) for planned in wanted}
-    samples |= {planned.mirror.key: (planned.sample, True) for planned in wanted if planned.mirror}
+    samples = {planned.video.key: (planned.sample, False) for planned in planned_samples}
+    samples |= {
+        planned.mirror.key: (planned.sample, True) for planned in planned_samples if planned.mirror
+    }
     dtype_and_device = session.precision.dtype, session.accelerator.device
-    memory = VaeMemory.of(session.recipe.data)
-    texts = (plan.empty, *plan.shown_texts, *(job for planned in wanted for job in planned.texts))
+    memory = VaeMemory.from_config(session.recipe.data)
+    texts = (
+        plan.empty,
+        *plan.prompt_jobs,
+        *(job for planned in planned_samples for job in planned.texts),
+    )
     return LiveClips(
-        tuple(planned.entry for planned in wanted),
+        tuple(planned.entry for planned in planned_samples),
         plan.empty.key,
         LiveVideos(
             Decoder(plan.encoding, samples),
@@ -60,28 +66,28 @@ def live_clips(
 class LiveTexts:
     """Captions that are encoded when they are read."""
 
-    def __init__(self, jobs: Mapping[str, Job], encode: TextEncoder) -> None:
+    def __init__(self, jobs: Mapping[str, Job], encoder: TextEncoder) -> None:
         self._jobs = jobs
-        self._encode = encode
+        self._encoder = encoder
         # Evicts the least recently used.
-        self._read = lru_cache(_CAPTIONS)(self._encoded)
+        self._read_cached = lru_cache(_MAX_CACHED_CAPTIONS)(self._encode_caption)
 
-    def first_spec(self, keys: Sequence[str]) -> Spec:
-        return _spec(self.read(keys[0], {})[0])
+    def get_first_spec(self, keys: Sequence[str]) -> Spec:
+        return _describe_tensors(self.read(keys[0], {})[0])
 
-    def read(self, key: str, spec: Spec) -> Read:
-        tensors, fault = self._read(key)
+    def read(self, key: str, spec: Spec) -> ReadResult:
+        tensors, fault = self._read_cached(key)
         # Without tensors it could not be encoded at all; bad values keep theirs.
-        return tensors or _placeholder(spec), fault
+        return tensors or _make_placeholder(spec), fault
 
-    def _encoded(self, key: str) -> Read:
+    def _encode_caption(self, key: str) -> ReadResult:
         job = self._jobs[key]
         try:
-            with quiet_about_length():
-                tensors = {name: tensor.cpu() for name, tensor in job.make(self._encode).items()}
+            with suppress_length_warnings():
+                tensors = {name: tensor.cpu() for name, tensor in job.encode(self._encoder).items()}
         except ClipError as error:
             return {}, f"{job.sample}: {error}"
-        bad = describe_all(tensors, MAX_ABS)
+        bad = describe_bad_tensors(tensors, MAX_ABS)
         return tensors, f"{job.sample}: {bad}" if bad else None
 
 
@@ -105,31 +111,31 @@ class Decoder:
 class LiveVideos:
     """Samples that are encoded when they are read, and decoded too unless a worker process has done so."""
 
-    def __init__(self, decoder: Decoder, encode: VideoEncoder) -> None:
+    def __init__(self, decoder: Decoder, encoder: VideoEncoder) -> None:
         self.decoder = decoder
-        self._encode = encode
-        self.decoded: dict[str, DecodedSample | str] = {}
+        self._encoder = encoder
+        self.decoded_samples: dict[str, DecodedSample | str] = {}
         """Decoded samples by key, each taken by the next `read` of it."""
 
-    def first_spec(self, keys: Sequence[str]) -> Spec:
+    def get_first_spec(self, keys: Sequence[str]) -> Spec:
         shape = self.decoder.samples[keys[0]][0].shape
         # Shapes are needed before any file is decoded: a black clip has them too.
         black = DecodedSample(
-            _black(shape),
-            references=tuple(_black(reference) for reference in shape.references),
+            _make_black_video(shape),
+            references=tuple(_make_black_video(reference) for reference in shape.references),
             mask=torch.ones(shape.height, shape.width) if self.decoder.encoding.has_masks else None,
-            sound=self.decoder.encoding.silence(shape),
+            sound=self.decoder.encoding.make_silence(shape),
         )
-        return _spec(black.encoded(self._encode, shape))
+        return _describe_tensors(black.encode(self._encoder, shape))
 
-    def read(self, key: str, spec: Spec) -> Read:
+    def read(self, key: str, spec: Spec) -> ReadResult:
         # Decoded here if no worker has done it, as for single samples.
-        pixels = self.decoded.pop(key, None) or self.decoder(key)
+        pixels = self.decoded_samples.pop(key, None) or self.decoder(key)
         if isinstance(pixels, str):
-            return _placeholder(spec), pixels
-        encoded = pixels.encoded(self._encode, self.decoder.samples[key][0].shape)
+            return _make_placeholder(spec), pixels
+        encoded = pixels.encode(self._encoder, self.decoder.samples[key][0].shape)
         tensors = {name: tensor.detach().cpu() for name, tensor in encoded.items()}
-        return tensors, describe_all(tensors, MAX_ABS)
+        return tensors, describe_bad_tensors(tensors, MAX_ABS)
 
 
 @dataclass(frozen=True)
@@ -139,18 +145,18 @@ class LiveClips(EncodedClips):
     videos: LiveVideos
     texts: LiveTexts
 
-    def loader(self, how: Reading) -> "LiveLoader":
+    def make_loader(self, reading: Reading) -> "LiveLoader":
         """The micro-batches at the sampler's positions, in order, encoded on the fly."""
         # It chooses the samples and their random seeds; its own reading is not used.
-        dataset = ClipDataset(self, how)
+        dataset = ClipDataset(self, reading)
         decoded = build_loader(
             dataset,
             # Samples are encoded one by one, and pixels do not give the latents' shapes: the step draws the noise.
-            replace(how, pin_memory=False, draws=None),
-            source=_DecodedDataset(dataset.pick, self.videos.decoder),
+            replace(reading, pin_memory=False, get_draw_functions=None),
+            worker_dataset=_DecodedDataset(dataset.picker, self.videos.decoder),
             collate_fn=list,
         )
-        return LiveLoader(self, decoded, how.pin_memory)
+        return LiveLoader(self, decoded, reading.pin_memory)
 
 
 class _DecodedDataset(Dataset):
@@ -162,7 +168,7 @@ class _DecodedDataset(Dataset):
 
     def __getitem__(self, position: int) -> tuple[Pick, DecodedSample | str]:
         pick = self.pick(position)
-        return pick, self.decoder(pick.entry.video_key_of(pick.draw))
+        return pick, self.decoder(pick.entry.choose_video_key(pick.sample_seed))
 
 
 @dataclass(frozen=True)
@@ -170,24 +176,24 @@ class LiveLoader:
     """The micro-batches of a training set without a cache, encoded on the fly."""
 
     clips: LiveClips
-    decoded: DataLoader
+    decoded_loader: DataLoader
     pin_memory: bool
 
     def __len__(self) -> int:
-        return len(self.decoded)
+        return len(self.decoded_loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for samples in self.decoded:
-            batch = collate([self._encode(pick, pixels) for pick, pixels in samples])
+        for samples in self.decoded_loader:
+            batch = collate([self._encode_sample(pick, pixels) for pick, pixels in samples])
             yield batch.pin_memory() if self.pin_memory else batch
 
-    def _encode(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
+    def _encode_sample(self, pick: Pick, pixels: DecodedSample | str) -> Batch:
         # `LiveVideos.read` takes it out again, by the same key.
-        self.clips.videos.decoded[pick.entry.video_key_of(pick.draw)] = pixels
+        self.clips.videos.decoded_samples[pick.entry.choose_video_key(pick.sample_seed)] = pixels
         return self.clips.read(*pick)
 
 
-def _placeholder(spec: Spec) -> Tensors:
+def _make_placeholder(spec: Spec) -> Tensors:
     """NaN tensors for a bad sample, so that its batch can be collated; the guard excludes the sample by name."""
     return {
         name: torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
@@ -195,9 +201,9 @@ def _placeholder(spec: Spec) -> Tensors:
     }
 
 
-def _black(shape: VideoShape) -> torch.Tensor:
+def _make_black_video(shape: VideoShape) -> torch.Tensor:
     return torch.zeros(shape.frames, 3, shape.height, shape.width, dtype=torch.uint8)
 
 
-def _spec(tensors: Mapping[str, torch.Tensor]) -> Spec:
+def _describe_tensors(tensors: Mapping[str, torch.Tensor]) -> Spec:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -4,21 +4,24 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dit_lora.data.audit.captions import token_lengths
+from dit_lora.data.audit.captions import count_caption_tokens
 from dit_lora.data.sources.clips import Clip
 from dit_lora.families.base import Encoders
 from dit_lora.training.session.session import Session
 
 # How the warnings of Transformers' tokenizers and Diffusers' pipelines begin.
-_THEIRS = ("Token indices sequence length is longer", "The following part of your input was")
+_LIBRARY_WARNINGS = (
+    "Token indices sequence length is longer",
+    "The following part of your input was",
+)
 
 
-def say_what_is_cut(session: Session, checkpoint: Encoders, clips: Sequence[Clip]) -> None:
+def report_cut_captions(session: Session, checkpoint: Encoders, clips: Sequence[Clip]) -> None:
     """Log how many captions are cut off, and one of their samples; nothing if none is."""
-    limit = checkpoint.text_limit()
+    limit = checkpoint.load_text_limit()
     if limit is None or not session.is_main:
         return
-    lengths = token_lengths(clips, limit.tokenizer)
+    lengths = count_caption_tokens(clips, limit.tokenizer)
     cut = [clip for clip in clips if lengths.get(clip.caption, 0) > limit.max_tokens]
     if cut:
         example = cut[0]
@@ -30,19 +33,19 @@ def say_what_is_cut(session: Session, checkpoint: Encoders, clips: Sequence[Clip
 
 
 @contextmanager
-def quiet_about_length() -> Iterator[None]:
+def suppress_length_warnings() -> Iterator[None]:
     """Suppress the libraries' warnings about cut texts inside the context; they print the whole text."""
     libraries = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     # Filters of a logger do not see records of its children; those of its handlers do.
     handlers = [handler for library in libraries for handler in library.handlers]
     for handler in handlers:
-        handler.addFilter(_is_other)
+        handler.addFilter(_is_other_warning)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(_is_other)
+            handler.removeFilter(_is_other_warning)
 
 
-def _is_other(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_THEIRS)
+def _is_other_warning(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_LIBRARY_WARNINGS)

@@ -4,14 +4,14 @@ import importlib.util
 
 from torch import nn
 
-from dit_lora.adapters.groups import Patterns, base_members
+from dit_lora.adapters.groups import GroupPatterns, find_base_members
 from dit_lora.adapters.quantize import quantize_base
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.attention import refuse_masks
-from dit_lora.fuse.registry import WITHOUT_TRITON
+from dit_lora.fuse.attention import require_mask_support
+from dit_lora.fuse.registry import OPS_WITHOUT_TRITON
 
 
 def require_quantization(recipe: Recipe) -> None:
@@ -23,25 +23,27 @@ def require_quantization(recipe: Recipe) -> None:
         )
 
 
-def quantized(recipe: Recipe, model: nn.Module, patterns: Patterns) -> str:
+def quantize_if_requested(recipe: Recipe, model: nn.Module, patterns: GroupPatterns) -> str:
     """Quantise the base according to `model.quantize`, except weights that train. Returns a line about it, or ""."""
     kind = recipe.model.quantize
     if kind is None:
         return ""
-    return f"{quantize_base(model, kind, base_members(model, recipe.optim.groups, patterns))}\n"
+    return (
+        f"{quantize_base(model, kind, find_base_members(model, recipe.optim.groups, patterns))}\n"
+    )
 
 
-def put_kernels(recipe: Recipe, transformer: nn.Module) -> str:
+def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
     """Patch in the recipe's kernels; returns lines that name them. Preflight compares them later."""
-    ops = recipe.kernels.ops()
+    ops = recipe.kernels.get_op_modes()
     # Without preflight nobody compares the Triton kernels: `auto` leaves them out, a kernel set to `on` is used.
-    unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in WITHOUT_TRITON]
+    unchecked = [op for op, mode in ops.items() if mode == "auto" and op not in OPS_WITHOUT_TRITON]
     if not recipe.guard.preflight:
         ops |= dict.fromkeys(unchecked, "off")
     attention = recipe.kernels.attention
     # Raise now, and not at the first batch whose captions do not fill their mask.
-    if get_family(recipe.model.family).masked_attention:
-        refuse_masks(attention)
+    if get_family(recipe.model.family).has_attention_mask:
+        require_mask_support(attention)
     if attention == "auto" and recipe.train.context_parallel > 1:
         # Only Diffusers' dispatcher exchanges tokens; `auto` would call PyTorch directly.
         attention = "native"

@@ -18,95 +18,116 @@ from tqdm import tqdm
 
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.validation import ValidationConfig
-from dit_lora.data.cache.cache import TensorCache, entry_key
-from dit_lora.data.cache.fill import Filled, Job, fill
+from dit_lora.data.cache.cache import TensorCache, make_entry_key
+from dit_lora.data.cache.fill import BuildResult, Job, fill_cache
 from dit_lora.data.loading.encoded import CachedClips, EncodedClips, Entry
-from dit_lora.data.loading.training_set import Prepared
+from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.data.media.clip_sound import close_sound
-from dit_lora.errors import DitLoraError, listed
+from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Checkpoint, Encoders
 from dit_lora.families.opening import read_component_config
 from dit_lora.families.vae_memory import VaeMemory
-from dit_lora.training.session.session import Session, agree, meet
+from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
-from dit_lora.training.tasks.diffusion.live_encoding import live_clips
-from dit_lora.training.tasks.diffusion.long_captions import quiet_about_length, say_what_is_cut
+from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
+from dit_lora.training.tasks.diffusion.long_captions import (
+    report_cut_captions,
+    suppress_length_warnings,
+)
 from dit_lora.training.tasks.diffusion.prior import generate_prior
-from dit_lora.training.tasks.diffusion.samples import check_headers
+from dit_lora.training.tasks.diffusion.samples import find_header_problems
 from dit_lora.training.tasks.rejects import Rejects
 
 
 @dataclass(frozen=True)
-class Precomputed(Prepared):
+class DiffusionTrainingData(TrainingData):
     """The encoded training set, and the embeddings of validation prompts."""
 
-    clips: EncodedClips
+    training_set: EncodedClips
     prompt_keys: tuple[tuple[str, str], ...] = ()
     """Keys of each validation prompt, and of its empty prompt for guidance."""
-    second: Checkpoint | None = None
+    sampling_checkpoint: Checkpoint | None = None
     """The checkpoint that samples are generated with (`validation.model`), if it differs."""
 
 
 def precompute(
-    session: Session, checkpoint: Checkpoint, second: Checkpoint | None = None
-) -> Precomputed:
+    session: Session, checkpoint: Checkpoint, sampling_checkpoint: Checkpoint | None = None
+) -> DiffusionTrainingData:
     """Fill the caches for a recipe; unusable samples are refused or left out, all in one list.
 
-    Validation prompts are encoded for `second`, the checkpoint that samples are generated with, if it differs.
-    Collective.
+    Validation prompts are encoded for `sampling_checkpoint`, the checkpoint that samples are generated with, if it
+    differs. Collective.
     """
     recipe, accelerator = session.recipe, session.accelerator
-    _require_files(recipe.validation)
+    _require_validation_files(recipe.validation)
     # Before the sources are read: it writes one of them.
     generate_prior(session, checkpoint)
     quiet = not accelerator.is_local_main_process
     # The other processes find the digests cached.
     with accelerator.local_main_process_first():
         dtype, group = session.precision.dtype, session.samples_per_step
-        plan = make_plan(recipe, checkpoint, dtype, group=group, quiet=quiet, second=second)
-    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.wanted}
+        plan = make_plan(
+            recipe,
+            checkpoint,
+            dtype,
+            samples_per_step=group,
+            quiet=quiet,
+            sampling_checkpoint=sampling_checkpoint,
+        )
+    sizes = {
+        (planned.sample.shape.height, planned.sample.shape.width)
+        for planned in plan.planned_samples
+    }
     # Tiling may not suit these sizes: refuse it before hours of encoding.
     vae_config = read_component_config(checkpoint.path, "vae")
-    VaeMemory.of(recipe.data).require(checkpoint.path.name, vae_config, sorted(sizes))
+    VaeMemory.from_config(recipe.data).require_supported(
+        checkpoint.path.name, vae_config, sorted(sizes)
+    )
     report = plan.samples.report
-    preserved = _preserved_note(recipe, plan)
-    for line in (*plan.samples.notes, *preserved, *(report.lines() if report else ())):
+    preserved = _note_missing_triggers(recipe, plan)
+    for line in (*plan.samples.notes, *preserved, *(report.format_lines() if report else ())):
         session.say(line)
     rejects = Rejects(session)
     videos = TensorCache(recipe.cache_dir / "videos")
     uncached = [
         planned.sample
-        for planned in (_missing(videos, plan) if recipe.data.precompute else plan.wanted)
+        for planned in (
+            _find_missing(videos, plan) if recipe.data.precompute else plan.planned_samples
+        )
         if planned.sample.id not in plan.rejected
     ]
     # All at once: a user wants one list of the files to repair, not one file per start.
-    rejects.add({**plan.rejected, **check_headers(uncached, recipe, quiet=quiet)})
+    rejects.add({**plan.rejected, **find_header_problems(uncached, recipe, quiet=quiet)})
     if recipe.data.precompute:
-        clips = _cached(session, checkpoint, plan, rejects, videos, second)
+        clips = _fill_caches(session, checkpoint, plan, rejects, videos, sampling_checkpoint)
     else:
-        _require_one_text_encoder(plan)
-        say_what_is_cut(session, checkpoint, [planned.sample.clip for planned in plan.wanted])
-        clips = live_clips(
+        _require_same_text_encoder(plan)
+        report_cut_captions(
+            session, checkpoint, [planned.sample.clip for planned in plan.planned_samples]
+        )
+        clips = build_live_clips(
             session,
             checkpoint,
             plan,
-            rejects.without(plan.wanted, _sample_id),
+            rejects.filter_samples(plan.planned_samples, _get_sample_id),
         )
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
-    agree(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
-    return Precomputed(
-        clips=clips,
-        prompt_keys=tuple((planned.text.key, planned.negative.key) for planned in plan.shown),
-        second=second,
-        data_digest=entry_key({"entries": [_keys(entry) for entry in clips.entries]}),
+    raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
+    return DiffusionTrainingData(
+        training_set=clips,
+        prompt_keys=tuple(
+            (planned.text.key, planned.negative.key) for planned in plan.validation_prompts
+        ),
+        sampling_checkpoint=sampling_checkpoint,
+        data_digest=make_entry_key({"entries": [_list_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
         rejected=rejects.reasons,
-        report=report,
+        bucket_report=report,
     )
 
 
-def _require_files(validation: ValidationConfig) -> None:
+def _require_validation_files(validation: ValidationConfig) -> None:
     files_by_option = {
         "images": validation.images,
         "last_images": validation.last_images,
@@ -115,17 +136,17 @@ def _require_files(validation: ValidationConfig) -> None:
     for name, files in files_by_option.items():
         no_file = [file for file in files if not Path(file).is_file()]
         if no_file:
-            raise DitLoraError(listed(f"validation.{name}: no such file", no_file))
+            raise DitLoraError(format_list(f"validation.{name}: no such file", no_file))
 
 
-def _sample_id(wanted: PlannedSample) -> str:
-    return wanted.sample.id
+def _get_sample_id(planned: PlannedSample) -> str:
+    return planned.sample.id
 
 
-def _keys(entry: Entry) -> list[str]:
+def _list_keys(entry: Entry) -> list[str]:
     keys = [entry.id, entry.video_key, entry.text_key]
     # Only if not the default, so that digests from before the option still match.
-    weights = (entry.times, entry.loss_weight)
+    weights = (entry.times_per_epoch, entry.loss_weight)
     return [
         *keys,
         *([entry.mirror_key] if entry.mirror_key else []),
@@ -134,56 +155,58 @@ def _keys(entry: Entry) -> list[str]:
     ]
 
 
-def _preserved_note(recipe: Recipe, plan: Plan) -> list[str]:
+def _note_missing_triggers(recipe: Recipe, plan: Plan) -> list[str]:
     """A line on captions without the trigger word, for which nothing is preserved; empty if there are none."""
-    num_without = sum(not planned.preserve_weight for planned in plan.wanted)
+    num_without = sum(not planned.preserve_weight for planned in plan.planned_samples)
     if recipe.train.preserve is None or not num_without:
         return []
     trigger = recipe.train.preserve.trigger
     return [
-        f"train.preserve: {num_without} of {len(plan.wanted)} captions have no {trigger!r} in them, "
+        f"train.preserve: {num_without} of {len(plan.planned_samples)} captions have no {trigger!r} in them, "
         "and are trained without it"
     ]
 
 
-def _missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
+def _find_missing(videos: TensorCache, plan: Plan) -> list[PlannedSample]:
     """The samples that are not in the cache yet."""
     # One query for all keys.
-    missing = set(videos.missing([planned.video.key for planned in plan.wanted]))
-    return [planned for planned in plan.wanted if planned.video.key in missing]
+    missing = set(videos.find_missing([planned.video.key for planned in plan.planned_samples]))
+    return [planned for planned in plan.planned_samples if planned.video.key in missing]
 
 
-def _cached(
+def _fill_caches(
     session: Session,
     checkpoint: Encoders,
     plan: Plan,
     rejects: Rejects,
     videos: TensorCache,
-    second: Encoders | None,
+    sampling_checkpoint: Encoders | None,
 ) -> EncodedClips:
     """Fill the caches with all missing entries; returns the training set that reads them. Collective."""
     # Texts first: their encoder is freed before the VAE is loaded, because both may not fit.
     texts = TensorCache(session.recipe.cache_dir / "texts")
-    empty, prompt_jobs = plan.empty, plan.shown_texts
+    empty, prompt_jobs = plan.empty, plan.prompt_jobs
     shared = [empty, *prompt_jobs]
-    _set_aside_bad(session, texts, shared)
-    planned_samples = rejects.without(plan.wanted, _sample_id)
-    is_own = plan.own_text_encoder
+    _mark_bad_shared(session, texts, shared)
+    planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
+    is_own = plan.shares_text_encoder
     jobs = [
         empty,
         *(prompt_jobs if is_own else ()),
         *(job for planned in planned_samples for job in planned.texts),
     ]
     # Captions that are cached already were reported at an earlier start.
-    uncached = set(texts.missing([planned.text.key for planned in planned_samples]))
+    uncached = set(texts.find_missing([planned.text.key for planned in planned_samples]))
     clips = [planned.sample.clip for planned in planned_samples if planned.text.key in uncached]
-    with quiet_about_length():
-        say_what_is_cut(session, checkpoint, clips)
-        bad = _fill(session, texts, jobs, checkpoint.load_text_encoder, "caption")
-        if not is_own and second is not None:
-            bad |= _fill(session, texts, prompt_jobs, second.load_text_encoder, "prompt")
+    with suppress_length_warnings():
+        report_cut_captions(session, checkpoint, clips)
+        bad = _fill_cache(session, texts, jobs, checkpoint.load_text_encoder, "caption")
+        if not is_own and sampling_checkpoint is not None:
+            bad |= _fill_cache(
+                session, texts, prompt_jobs, sampling_checkpoint.load_text_encoder, "prompt"
+            )
     reasons = [bad[job.key] for job in shared if job.key in bad]
-    agree(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
+    raise_on_all_ranks(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add(
         {
             planned.sample.id: bad[job.key]
@@ -192,12 +215,12 @@ def _cached(
             if job.key in bad
         }
     )
-    planned_samples = rejects.without(planned_samples, _sample_id)
+    planned_samples = rejects.filter_samples(planned_samples, _get_sample_id)
 
     jobs = [job for planned in planned_samples for job in planned.videos]
     # The second encoder: the text encoder has been freed.
-    load = partial(checkpoint.load_video_encoder, memory=VaeMemory.of(session.recipe.data))
-    bad = _fill(session, videos, jobs, load, "clip")
+    load = partial(checkpoint.load_video_encoder, memory=VaeMemory.from_config(session.recipe.data))
+    bad = _fill_cache(session, videos, jobs, load, "clip")
     close_sound()
     failed = {
         planned.sample.id: bad[job.key]
@@ -206,12 +229,14 @@ def _cached(
         if job.key in bad
     }
     rejects.add(failed, "these clips cannot be used; the others are cached")
-    entries = tuple(planned.entry for planned in rejects.without(planned_samples, _sample_id))
+    entries = tuple(
+        planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id)
+    )
     return CachedClips(entries, empty.key, videos, texts)
 
 
-def _require_one_text_encoder(plan: Plan) -> None:
-    if not plan.own_text_encoder:
+def _require_same_text_encoder(plan: Plan) -> None:
+    if not plan.shares_text_encoder:
         raise DitLoraError(
             "validation.model has another text encoder than model.path, "
             "which data.precompute: false would keep in memory "
@@ -219,61 +244,63 @@ def _require_one_text_encoder(plan: Plan) -> None:
         )
 
 
-def _set_aside_bad(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
+def _mark_bad_shared(session: Session, cache: TensorCache, jobs: Sequence[Job]) -> None:
     """Read the entries that all samples share, and drop bad ones: they are encoded again now, and no sample is at
     fault later.
     """
     for job in jobs if session.is_main else ():
-        if cache.is_whole(job.key):
+        if cache.is_complete(job.key):
             _, fault = cache.read(job.key, {})
             if fault:
-                cache.set_aside(job.key)
+                cache.mark_bad(job.key)
                 session.say(f"{job.sample} is encoded anew: {fault}")
-    meet(session.accelerator)
+    wait_for_all_ranks(session.accelerator)
 
 
-def _fill(
+def _fill_cache(
     session: Session,
     cache: TensorCache,
     jobs: Sequence[Job],
     load_encoder: Callable[[torch.dtype, torch.device], Any],
-    what: str,
+    item_name: str,
 ) -> dict[str, str]:
     """Create the missing entries with all processes; returns the reason for each key that failed. Collective."""
     accelerator = session.accelerator
     # One name for all ranks: a failure recorded under it is known to all, and tried again by the next launch.
     (launch,) = broadcast_object_list([uuid.uuid4().hex])
     error: DitLoraError | None = None
-    filled = Filled()
+    filled = BuildResult()
     progress: list[tqdm] = []
 
-    def tell(done: int, total: int) -> None:
-        if done < total and not progress:
+    def show_progress(num_done: int, num_total: int) -> None:
+        if num_done < num_total and not progress:
             quiet = not session.is_main
-            bar = tqdm(desc=f"encoding {what}s", unit=what, disable=quiet, dynamic_ncols=True)
+            bar = tqdm(
+                desc=f"encoding {item_name}s", unit=item_name, disable=quiet, dynamic_ncols=True
+            )
             # Entries that existed before count as done, but not into the rate.
-            bar.total, bar.initial, bar.n = total, done, done
+            bar.total, bar.initial, bar.n = num_total, num_done, num_done
             progress.append(bar)
         for progress_bar in progress:
-            progress_bar.update(done - progress_bar.n)
+            progress_bar.update(num_done - progress_bar.n)
 
     try:
-        filled = fill(
+        filled = fill_cache(
             cache,
             jobs,
             lambda: load_encoder(session.precision.dtype, accelerator.device),
-            launch=launch,
-            on_progress=tell,
+            launch_id=launch,
+            on_progress=show_progress,
         )
     except DitLoraError as problem:
         error = problem
     finally:
         for progress_bar in progress:
             progress_bar.close()
-    if filled.made or filled.failed or error:
+    if filled.num_written or filled.failed or error:
         # Frees the encoder.
         gc.collect()
     if accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
-    agree(accelerator, error)
+    raise_on_all_ranks(accelerator, error)
     return filled.failed

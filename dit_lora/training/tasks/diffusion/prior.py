@@ -15,14 +15,14 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from dit_lora.config.data import SourceConfig, VideoShape
-from dit_lora.data.media.sound import unplayable
+from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
-from dit_lora.data.sources.folders import media_in
+from dit_lora.data.sources.folders import list_media
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampler, Sampling
 from dit_lora.families.vae_memory import VaeMemory
-from dit_lora.numerics.streams import fold
-from dit_lora.training.session.session import Session, agreeing
+from dit_lora.numerics.streams import derive_seed
+from dit_lora.training.session.session import Session, share_errors
 
 
 def generate_prior(session: Session, checkpoint: Sampler) -> None:
@@ -34,13 +34,15 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     """
     if all(source.generate is None for source in session.recipe.data.all_sources):
         return
-    if checkpoint.references is not None and checkpoint.references.least:
+    if checkpoint.references is not None and checkpoint.references.min_count:
         raise DitLoraError(
             f"data.sources: generate: {checkpoint.path.name} makes pictures from references, which a generated source "
             "has none of; remove it"
         )
-    (missing_samples,) = broadcast_object_list([_on_main(session, partial(_lacking, session))])
-    sampler = _Sampler(session, checkpoint)
+    (missing_samples,) = broadcast_object_list(
+        [_run_on_main(session, partial(_find_missing_samples, session))]
+    )
+    sampler = _PriorSampler(session, checkpoint)
     bar = tqdm(
         missing_samples,
         desc="sampling the prior",
@@ -50,7 +52,7 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
     )
     for number, index in bar:
         # Agree after each sample: the others wait for one sample, never for hours.
-        _on_main(session, partial(sampler.write, number, index))
+        _run_on_main(session, partial(sampler.write_prior_sample, number, index))
     # Its pipeline must be freed before other models are loaded.
     del sampler
     gc.collect()
@@ -58,10 +60,10 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
         torch.cuda.empty_cache()
 
 
-def _on_main(session: Session, work: Callable[[], Any]) -> Any:
+def _run_on_main(session: Session, work: Callable[[], Any]) -> Any:
     """Run `work` on the main process; returns its result, None on the others. Raises its error on all. Collective."""
     result = None
-    with agreeing(session.accelerator):
+    with share_errors(session.accelerator):
         if session.is_main:
             try:
                 result = work()
@@ -71,20 +73,20 @@ def _on_main(session: Session, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _lacking(session: Session) -> list[tuple[int, int]]:
+def _find_missing_samples(session: Session) -> list[tuple[int, int]]:
     """The samples to generate, as (source index, number): the lowest numbers that the source's folder lacks."""
     recipe, jobs = session.recipe, []
     for number, source in enumerate(recipe.data.all_sources):
         if source.generate is None:
             continue
-        folder = _folder(source)
+        folder = _get_folder(source)
         if folder.exists() and not folder.is_dir():
             raise DitLoraError(f"data.sources[{number}].path: {source.path} is no folder")
-        files = media_in(folder)
+        files = list_media(folder)
         # By name, not by count: a user may have removed one from the middle.
         used_stems = {Path(name).stem for name in files}
         # The lowest unused numbers, without an upper end.
-        free = (index for index in count() if _stem(index) not in used_stems)
+        free = (index for index in count() if _format_stem(index) not in used_stems)
         missing = list(islice(free, max(0, source.generate - len(files))))
         if missing and recipe.model.from_scratch is not None:
             raise DitLoraError(
@@ -99,30 +101,30 @@ def _lacking(session: Session) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Sampler:
+class _PriorSampler:
     session: Session
     checkpoint: Sampler
 
     @cached_property
     def pipeline(self) -> Any:
         pipeline = self.checkpoint.pipeline(self.session.precision.dtype)
-        self.checkpoint.place(pipeline, self.session.accelerator.device)
-        VaeMemory.of(self.session.recipe.data).set(pipeline.vae)
+        self.checkpoint.move_to_device(pipeline, self.session.accelerator.device)
+        VaeMemory.from_config(self.session.recipe.data).apply(pipeline.vae)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def write(self, number: int, index: int) -> None:
-        """Generate and write sample `index` of source `number`."""
-        recipe, source = self.session.recipe, self.session.recipe.data.all_sources[number]
+    def write_prior_sample(self, source_index: int, sample_index: int) -> None:
+        """Generate and write sample `sample_index` of source `source_index`."""
+        recipe, source = self.session.recipe, self.session.recipe.data.all_sources[source_index]
         sampling = Sampling(
-            VideoShape.of(recipe.data),
+            VideoShape.from_data(recipe.data),
             recipe.validation.inference_steps,
             recipe.validation.guidance_scale,
             # Torch reads 32 bits.
-            fold(recipe.train.seed, "prior", number, index) & 0xFFFFFFFF,
+            derive_seed(recipe.train.seed, "prior", source_index, sample_index) & 0xFFFFFFFF,
             fps=recipe.data.fps,
         )
-        prompt_kwargs = self.checkpoint.conditions(source.caption or "")
+        prompt_kwargs = self.checkpoint.prompt_kwargs(source.caption or "")
         # (F, H, W, 3) frames, and the sound if the model has any.
         video, sound = self.checkpoint.generate_with_sound(self.pipeline, prompt_kwargs, sampling)
         # NaN becomes black in a picture.
@@ -131,15 +133,17 @@ class _Sampler:
                 f"the model's own sample of {source.caption!r} is one flat colour, as NaN gives; sample it with "
                 f"dit-lora sample, and try another model.dtype than {self.session.precision.dtype}"
             )
-        sound_problem = unplayable(sound)
+        sound_problem = find_sound_fault(sound)
         if sound_problem:
             raise DitLoraError(f"the model's own sample of {source.caption!r}: {sound_problem}")
-        write_sample(_folder(source) / _stem(index), video, recipe.data.fps, sound)
+        write_sample(
+            _get_folder(source) / _format_stem(sample_index), video, recipe.data.fps, sound
+        )
 
 
-def _folder(source: SourceConfig) -> Path:
+def _get_folder(source: SourceConfig) -> Path:
     return Path(source.path).expanduser()
 
 
-def _stem(index: int) -> str:
+def _format_stem(index: int) -> str:
     return f"prior_{index:06d}"

@@ -9,8 +9,8 @@ from dit_lora.data.media.video import ClipError
 from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.data.sources.clips import Clip
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import Opened
-from dit_lora.families.references import References
+from dit_lora.families.base import CheckpointInfo
+from dit_lora.families.references import ReferenceSpec
 
 ReadHeaders = Callable[[Sequence[Media]], list[VideoHeader | ClipError]]
 
@@ -27,7 +27,7 @@ class BucketedSample:
     """Seconds from the clip's first frame."""
 
 
-def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
+def require_usable_references(checkpoint: CheckpointInfo, clips: Sequence[Clip]) -> None:
     """Raise `DitLoraError` if all data lack references that the model needs, or have some that it does not take."""
     supported = checkpoint.references
     with_some = [clip for clip in clips if clip.references]
@@ -37,15 +37,15 @@ def refuse_all(checkpoint: Opened, clips: Sequence[Clip]) -> None:
             f"have some, such as {with_some[0].id}; "
             f"take a model that edits, or set data.reference_columns to [] to leave them out"
         )
-    if supported is not None and supported.least and clips and not with_some:
+    if supported is not None and supported.min_count and clips and not with_some:
         raise DitLoraError(
             f"{checkpoint.path.name} makes a picture from references, and no sample has any; give them in a column "
             "`references` of metadata.jsonl, in data.reference_columns, or in data.reference_folders"
         )
 
 
-def with_references(
-    samples: Sequence[BucketedSample], checkpoint: Opened, read: ReadHeaders
+def add_reference_shapes(
+    samples: Sequence[BucketedSample], checkpoint: CheckpointInfo, read_headers: ReadHeaders
 ) -> tuple[tuple[BucketedSample, ...], dict[str, str]]:
     """Add the references' shapes to the samples; returns them, and the reasons for samples left out, by id.
 
@@ -56,26 +56,26 @@ def with_references(
         return tuple(samples), {}
     # Each file once: several samples may share a reference.
     files = {
-        reference.place: reference for sample in samples for reference in sample.clip.references
+        reference.location: reference for sample in samples for reference in sample.clip.references
     }
-    headers = dict(zip(files, read(list(files.values())), strict=True))
+    headers = dict(zip(files, read_headers(list(files.values())), strict=True))
     fitting, unfit = [], {}
     for sample in samples:
         own_headers = [
-            (reference.name, headers[reference.place]) for reference in sample.clip.references
+            (reference.name, headers[reference.location]) for reference in sample.clip.references
         ]
         # The number is checked first; only then each file.
-        problem = supported.wrong_number(len(own_headers)) or "; ".join(
+        problem = supported.count_error(len(own_headers)) or "; ".join(
             message
             for name, header in own_headers
-            if (message := _wrong(name, header, supported, sample.shape))
+            if (message := _find_reference_problem(name, header, supported, sample.shape))
         )
         if problem:
             unfit[sample.id] = problem
             continue
         # Without a problem every header was read; the test is for the type checker.
         shapes = tuple(
-            supported.shape(header.height, header.width, sample.shape)
+            supported.encoded_shape(header.height, header.width, sample.shape)
             for _, header in own_headers
             if isinstance(header, VideoHeader)
         )
@@ -83,13 +83,13 @@ def with_references(
     return tuple(fitting), unfit
 
 
-def _wrong(
-    name: str, header: VideoHeader | ClipError, takes: References, shape: VideoShape
+def _find_reference_problem(
+    name: str, header: VideoHeader | ClipError, supported: ReferenceSpec, shape: VideoShape
 ) -> str | None:
     if isinstance(header, ClipError):
         return f"its reference {name}: {header}"
     # The reference of a clip must be a clip too, if the model takes clips.
-    if takes.clips and shape.frames > 1 and header.is_image:
+    if supported.is_clip and shape.frames > 1 and header.is_image:
         return f"its reference {name} is a picture, and that of a clip is a clip"
-    refusal = takes.refusal(header.height, header.width)
+    refusal = supported.unsupported_reason(header.height, header.width)
     return f"its reference {name}: {refusal}" if refusal else None

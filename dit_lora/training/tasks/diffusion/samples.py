@@ -9,22 +9,28 @@ from tqdm import tqdm
 
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.data.audit.judge import judge
-from dit_lora.data.audit.probe import probe
-from dit_lora.data.buckets.buckets import Dropped, Placed, buckets_of, place, window_id
-from dit_lora.data.buckets.report import BucketReport, advice_on_references
-from dit_lora.data.media.clip_sound import unusable_sound
+from dit_lora.data.audit.judge import collect_findings
+from dit_lora.data.audit.probe import probe_file
+from dit_lora.data.buckets.buckets import (
+    DroppedClip,
+    Placement,
+    choose_bucket,
+    list_buckets,
+    make_window_id,
+)
+from dit_lora.data.buckets.report import BucketReport, advise_on_references
+from dit_lora.data.media.clip_sound import find_sound_problem
 from dit_lora.data.media.headers import Headers
 from dit_lora.data.media.media import Media
-from dit_lora.data.media.references import wrong_mask
-from dit_lora.data.media.video import ClipError, too_short
+from dit_lora.data.media.references import find_mask_mismatch
+from dit_lora.data.media.video import ClipError, find_shortage
 from dit_lora.data.media.video_header import VideoHeader
-from dit_lora.data.sources.scan import Clip, scan
-from dit_lora.families.base import Opened
+from dit_lora.data.sources.scan import Clip, scan_sources
+from dit_lora.families.base import CheckpointInfo
 from dit_lora.training.tasks.diffusion.sample_references import (
     BucketedSample,
-    refuse_all,
-    with_references,
+    add_reference_shapes,
+    require_usable_references,
 )
 
 
@@ -32,7 +38,7 @@ from dit_lora.training.tasks.diffusion.sample_references import (
 class Samples:
     """The samples of a recipe, and the ones it leaves out."""
 
-    all: tuple[BucketedSample, ...]
+    usable: tuple[BucketedSample, ...]
     rejected: Mapping[str, str]
     """Reasons why clips cannot be used, by id."""
     shapes: tuple[VideoShape, ...] = ()
@@ -45,14 +51,17 @@ class Samples:
     """Messages about files left out, buckets that the model does not support, and shapes of references."""
 
 
-def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool) -> Samples:
+def find_samples(
+    recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step: int, quiet: bool
+) -> Samples:
     """Read the sources, and headers if shapes depend on them; decodes nothing.
 
-    `group` is the number of samples per step. With a single shape, headers are left to `check_headers`.
+    `samples_per_step` is the number of samples per step. With a single shape, headers are left to
+    `find_header_problems`.
     """
     data = recipe.data
-    sources = scan(data, recipe.cache_dir)
-    rejected = {problem.file: problem.words for problem in sources.problems}
+    sources = scan_sources(data, recipe.cache_dir)
+    rejected = {problem.file: problem.message for problem in sources.problems}
     clips = [clip for clip in sources.clips if data.classes is None or clip.caption in data.classes]
     table = ", ".join(data.classes or ())
     # For class-conditional models the caption is the name of the class.
@@ -61,51 +70,57 @@ def find_samples(recipe: Recipe, checkpoint: Opened, *, group: int, quiet: bool)
         for clip in sources.clips
         if data.classes is not None and clip.caption not in data.classes
     }
-    refuse_all(checkpoint, clips)
+    require_usable_references(checkpoint, clips)
     # A single shape needs no headers: these are read later, and only for files that are not cached.
     if data.buckets is None and data.windows == 1:
-        shape = VideoShape.of(data)
+        shape = VideoShape.from_data(data)
         plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
-        fitting, unfit = with_references(plain_samples, checkpoint, _reader(recipe, quiet))
-        advice = advice_on_references([problem.shape for problem in fitting], group)
+        fitting, unfit = add_reference_shapes(
+            plain_samples, checkpoint, _make_header_reader(recipe, quiet)
+        )
+        advice = advise_on_references([problem.shape for problem in fitting], samples_per_step)
         clips_found = tuple(sources.clips)
         lines = (*sources.notes, *advice)
         return Samples(fitting, rejected | unfit, (shape,), clips_found, notes=lines)
     notes = list(sources.notes)
-    shapes = buckets_of(data, checkpoint.side_step, checkpoint.refusal, notes.append)
+    shapes = list_buckets(
+        data, checkpoint.size_multiple, checkpoint.unsupported_reason, notes.append
+    )
     # Size and length, which choose the bucket, are in the header; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
-    placed: list[tuple[str, Placed | Dropped]] = []
+    placed: list[tuple[str, Placement | DroppedClip]] = []
     all_samples: list[BucketedSample] = []
     for clip, header in zip(clips, read, strict=True):
         if isinstance(header, ClipError):
-            rejected[clip.id] = in_words(clip.media, header)
+            rejected[clip.id] = describe_read_error(clip.media, header)
             continue
-        placement = place(header, shapes, data)
+        placement = choose_bucket(header, shapes, data)
         placed.append((clip.id, placement))
-        if isinstance(placement, Dropped):
+        if isinstance(placement, DroppedClip):
             rejected[clip.id] = placement.words
             continue
         # One sample per window; a clip without windows has a single start.
         all_samples += [
-            BucketedSample(window_id(clip.id, start), clip, placement.shape, start)
+            BucketedSample(make_window_id(clip.id, start), clip, placement.shape, start)
             for start in placement.starts
         ]
     # Also on what found no bucket.
-    report = BucketReport.of(placed, shapes, data, group)
-    fitting, unfit = with_references(all_samples, checkpoint, _reader(recipe, quiet))
-    notes += advice_on_references([problem.shape for problem in fitting], group)
+    report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
+    fitting, unfit = add_reference_shapes(
+        all_samples, checkpoint, _make_header_reader(recipe, quiet)
+    )
+    notes += advise_on_references([problem.shape for problem in fitting], samples_per_step)
     clips_found = tuple(sources.clips)
     return Samples(fitting, rejected | unfit, shapes, clips_found, report, tuple(notes))
 
 
-def _reader(
+def _make_header_reader(
     recipe: Recipe, quiet: bool
 ) -> Callable[[Sequence[Media]], list[VideoHeader | ClipError]]:
     return lambda media: read_headers(media, recipe, quiet=quiet)
 
 
-def check_headers(
+def find_header_problems(
     samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool
 ) -> dict[str, str]:
     """Find samples that are unusable according to their files' headers; returns reasons by id."""
@@ -114,16 +129,16 @@ def check_headers(
     headers = read_headers([sample.clip.media for sample in samples], recipe, quiet=quiet)
     for sample, header in zip(samples, headers, strict=True):
         if isinstance(header, ClipError):
-            unusable[sample.id] = in_words(sample.clip.media, header)
+            unusable[sample.id] = describe_read_error(sample.clip.media, header)
             continue
         if not header.is_image and data.fps is not None:
             frames, start = sample.shape.frames, sample.start
-            short = too_short(header, frames=frames, fps=data.fps, start=start)
+            short = find_shortage(header, frames=frames, fps=data.fps, start=start)
             if short:
                 unusable[sample.id] = f"{sample.clip.media.name}: {short}"
                 continue
         if data.sound:
-            deaf = _without_sound(sample, header, data)
+            deaf = _find_sound_problem(sample, header, data)
             if deaf:
                 unusable[sample.id] = f"{sample.clip.media.name}: {deaf}"
                 continue
@@ -133,24 +148,28 @@ def check_headers(
     read = read_headers([media for media, _ in masked.values()], recipe, quiet=quiet)
     for (sample_id, (media, clip_header)), header in zip(masked.items(), read, strict=True):
         if isinstance(header, ClipError):
-            unusable[sample_id] = f"its mask: {in_words(media, header)}"
-        elif problem := wrong_mask(
+            unusable[sample_id] = f"its mask: {describe_read_error(media, header)}"
+        elif problem := find_mask_mismatch(
             (header.height, header.width), (clip_header.height, clip_header.width)
         ):
             unusable[sample_id] = problem
     return unusable
 
 
-def _without_sound(sample: BucketedSample, header: VideoHeader, data: DataConfig) -> str | None:
+def _find_sound_problem(
+    sample: BucketedSample, header: VideoHeader, data: DataConfig
+) -> str | None:
     # Recipes with data.sound have data.fps.
     assert data.fps is not None
-    return unusable_sound(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
+    return find_sound_problem(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
 
 
-def in_words(media: Media, error: ClipError) -> str:
+def describe_read_error(media: Media, error: ClipError) -> str:
     """Reason why a file cannot be opened; in the words of the audit, which knows more than FFmpeg's error."""
     rejects = [
-        finding for finding in judge(media, probe(media), None) if finding.verdict == "reject"
+        finding
+        for finding in collect_findings(media, probe_file(media), None)
+        if finding.verdict == "reject"
     ]
     if not rejects:
         return str(error)
@@ -162,12 +181,14 @@ def read_headers(
 ) -> list[VideoHeader | ClipError]:
     """Each file's header or error; cached in the cache folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
-    results = headers.read(media, bar("reading headers", "clip", quiet))
+    results = headers.read(media, make_progress_bar("reading headers", "clip", quiet))
     if not quiet:
         headers.save()
     return results
 
 
-def bar(what: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
+def make_progress_bar(
+    description: str, unit: str, quiet: bool
+) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """A function that wraps an iterable in a progress bar with rate and time left."""
-    return partial(tqdm, desc=what, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)
+    return partial(tqdm, desc=description, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.groups import base_parameters
-from dit_lora.adapters.lora_mixins import adaptable
-from dit_lora.adapters.under import configs_under, put_under
+from dit_lora.adapters.groups import get_base_parameters
+from dit_lora.adapters.lora_mixins import add_adapter_methods
+from dit_lora.adapters.under import attach_frozen_adapters, build_frozen_configs
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
@@ -19,11 +19,15 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.task import AnySetup
-from dit_lora.training.tasks.diffusion.model import quantized
-from dit_lora.training.tasks.diffusion.stored_loras import in_samples, named_under, read_stored
+from dit_lora.training.tasks.diffusion.model import quantize_if_requested
+from dit_lora.training.tasks.diffusion.stored_loras import (
+    list_sample_adapters,
+    name_under_adapters,
+    read_stored_loras,
+)
 
 
-def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
+def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
     """Open `validation.model`; None if not set. Raises `DitLoraError` if its architecture differs."""
     location = recipe.validation.model
     if location is None:
@@ -32,12 +36,14 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
     try:
         # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
         sampling_checkpoint: Checkpoint = get_family(recipe.model.family).open(model)
-        sampling_checkpoint = sampling_checkpoint.with_header(checkpoint.header())
-        sampling_checkpoint.check_shape(VideoShape.of(recipe.data))
+        sampling_checkpoint = sampling_checkpoint.with_training_metadata(
+            checkpoint.training_metadata()
+        )
+        sampling_checkpoint.check_shape(VideoShape.from_data(recipe.data))
     except DitLoraError as error:
         reason = str(error).removeprefix("model.path: ")
         raise DitLoraError(f"validation.model: {reason}") from error
-    differing = _differing(checkpoint, sampling_checkpoint)
+    differing = _list_differences(checkpoint, sampling_checkpoint)
     if differing:
         raise DitLoraError(
             f"validation.model: {location} is of another architecture than {recipe.model.path}: {'; '.join(differing)}"
@@ -45,9 +51,9 @@ def open_second(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
     return sampling_checkpoint
 
 
-def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
+def require_only_adapter_trains(recipe: Recipe, model: nn.Module) -> None:
     """Raise `DitLoraError` if base weights train although `validation.model` or `train.preserve` needs them frozen."""
-    trained = base_parameters(model)
+    trained = get_base_parameters(model)
     if recipe.train.preserve is not None and trained:
         raise DitLoraError(
             f"train.preserve: its target is the base's own output, and {len(trained)} base weights train too, such as "
@@ -61,31 +67,34 @@ def require_adapter_alone(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def second_transformer(
-    setup: AnySetup, second: Checkpoint, weights: Mapping[str, torch.Tensor]
+def load_sampling_transformer(
+    setup: AnySetup, sampling_checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]
 ) -> nn.Module:
     """Load the second checkpoint's transformer with the adapter, for sampling; on this process only.
 
     `weights` are the trained weights, unsharded.
     """
     recipe, device = setup.recipe, setup.session.accelerator.device
-    model = second.load_transformer(setup.dtype)
-    stored = read_stored(recipe, second, model, under_alone=True)
+    model = sampling_checkpoint.load_transformer(setup.dtype)
+    stored = read_stored_loras(recipe, sampling_checkpoint, model, only_under=True)
     # Quantised like the trained one: if that does not fit unquantised, two do not fit either.
-    quantized(recipe, model, get_family(recipe.model.family).group_patterns)
+    quantize_if_requested(recipe, model, get_family(recipe.model.family).group_patterns)
     # Before adapters are attached, while the layers have the names that the files use.
-    configs = configs_under(model, [file.layers for file in stored.under])
+    configs = build_frozen_configs(model, [file.layers for file in stored.under_files])
     config = copy.deepcopy(setup.transformer.peft_config[ADAPTER_NAME])  # type: ignore[union-attr,index]
     # PEFT draws a random A, which is replaced below.
     with torch.random.fork_rng(devices=[]):
-        adaptable(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+        add_adapter_methods(model).add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in weights.items():
             # Keeps the dtype of the trained weights, and copies: the run's own weights go on training.
             parameters[name].data = tensor.detach().to("cpu", copy=True)
-    frozen_adapters, sample_adapters = named_under(recipe, configs, stored), in_samples(recipe)
-    put_under(
+    frozen_adapters, sample_adapters = (
+        name_under_adapters(recipe, configs, stored),
+        list_sample_adapters(recipe),
+    )
+    attach_frozen_adapters(
         model,
         {name: adapter for name, adapter in frozen_adapters.items() if name in sample_adapters},
     )
@@ -96,20 +105,21 @@ def second_transformer(
     return model
 
 
-def forget(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Free the memory of an unreferenced transformer: it is part of reference cycles with its pipeline."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
+def _list_differences(checkpoint: Checkpoint, sampling_checkpoint: Checkpoint) -> list[str]:
     """One message for each difference between the two pipelines and transformer configs."""
-    pipelines = [opened.pipeline_class.__name__ for opened in (second, checkpoint)]
+    pipelines = [opened.pipeline_class.__name__ for opened in (sampling_checkpoint, checkpoint)]
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
     # Compared by key, so that a missing setting counts as a difference.
     sampling_config, trained_config = (
-        _architecture(opened.transformer_config) for opened in (second, checkpoint)
+        _select_architecture(opened.transformer_config)
+        for opened in (sampling_checkpoint, checkpoint)
     )
     messages += [
         f"{key} {sampling_config.get(key)}, not {trained_config.get(key)}"
@@ -119,6 +129,6 @@ def _differing(checkpoint: Checkpoint, second: Checkpoint) -> list[str]:
     return messages
 
 
-def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+def _select_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     # Library names and versions are not part of the architecture.
     return {key: value for key, value in config.items() if not key.startswith("_")}

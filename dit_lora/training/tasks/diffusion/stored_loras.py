@@ -10,99 +10,105 @@ from peft import LoraConfig
 from torch import nn
 
 from dit_lora.adapters.attach_file import attach_lora_file, require_consistent
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
-from dit_lora.adapters.find_lora import find_lora, public_name
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
+from dit_lora.adapters.find_lora import find_lora, get_public_name
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
-from dit_lora.adapters.start import attach_started
-from dit_lora.adapters.under import configs_under, put_under, under_name
+from dit_lora.adapters.start import attach_initialized_lora
+from dit_lora.adapters.under import (
+    attach_frozen_adapters,
+    build_frozen_configs,
+    get_frozen_adapter_name,
+)
 from dit_lora.config.recipe import Recipe
-from dit_lora.config.remedies import hub_name
-from dit_lora.environment.hub_files import result_folder
+from dit_lora.config.remedies import get_hub_name
+from dit_lora.environment.hub_files import resolve_result_folder
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Checkpoint
-from dit_lora.families.without_weights import from_configs
-from dit_lora.results.experts import PAIR_PATTERNS, files_of_experts
-from dit_lora.results.verified_files import require_file_as_verified
+from dit_lora.families.without_weights import build_from_configs
+from dit_lora.results.experts import EXPERT_FILE_PATTERNS, find_adapter_files
+from dit_lora.results.verified_files import require_file_unchanged
 
-_INIT = "lora.init"
+_INIT_OPTION = "lora.init"
 
 
 @dataclass(frozen=True)
 class StoredLoras:
     """The files, read for one model."""
 
-    continued: LoraFile | None = None
+    initial_file: LoraFile | None = None
     """The file that training continues from; None for a new adapter."""
-    under: tuple[LoraFile, ...] = ()
+    under_files: tuple[LoraFile, ...] = ()
     """The files of `lora.under`, in order."""
 
 
-def read_stored(
-    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, under_alone: bool = False
+def read_stored_loras(
+    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, *, only_under: bool = False
 ) -> StoredLoras:
     """Read the files for a model without adapters. Raises `DitLoraError` for missing files and files of another
     model.
     """
     lora, continued = recipe.lora, None
-    if lora.from_file and not under_alone:
-        continued = _read(recipe, checkpoint, model, lora.init, _INIT)
+    if lora.has_file_init and not only_under:
+        continued = _read_lora_file(recipe, checkpoint, model, lora.init, _INIT_OPTION)
     frozen_files = tuple(
-        _read(recipe, checkpoint, model, entry.path, f"lora.under[{number}]")
+        _read_lora_file(recipe, checkpoint, model, entry.path, f"lora.under[{number}]")
         for number, entry in enumerate(lora.under)
     )
     return StoredLoras(continued, frozen_files)
 
 
-def checked(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Read the files for the meta model, before hours of encoding; returns their metadata for the run's header.
 
-    Raises `DitLoraError` for everything that `read_stored` and `attach_stored` would refuse.
+    Raises `DitLoraError` for everything that `read_stored_loras` and `attach_stored_loras` would refuse.
     """
     lora = recipe.lora
-    if not lora.from_file and not lora.under:
+    if not lora.has_file_init and not lora.under:
         return {}
-    with torch.device("meta"), from_configs():
+    with torch.device("meta"), build_from_configs():
         model = checkpoint.load_transformer(torch.float32)
-    stored, metadata = read_stored(recipe, checkpoint, model), dict[str, Any]()
-    if stored.continued is not None:
-        require_consistent(model, stored.continued, lora)
-        metadata["continued"] = {"name": public_name(lora.init), **stored.continued.digests}
-    if stored.under:
+    stored, metadata = read_stored_loras(recipe, checkpoint, model), dict[str, Any]()
+    if stored.initial_file is not None:
+        require_consistent(model, stored.initial_file, lora)
+        metadata["continued"] = {"name": get_public_name(lora.init), **stored.initial_file.digests}
+    if stored.under_files:
         metadata["under"] = [
             {
-                "name": public_name(entry.path),
+                "name": get_public_name(entry.path),
                 **file.digests,
                 "scale": entry.scale,
                 "in_samples": entry.in_samples,
             }
-            for entry, file in zip(lora.under, stored.under, strict=True)
+            for entry, file in zip(lora.under, stored.under_files, strict=True)
         ]
     return metadata
 
 
-def notes(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
+def find_base_mismatches(
+    recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str
+) -> list[str]:
     """Warnings about files that were trained on other weights than this checkpoint's: they fit, but may not work as
     well.
     """
-    options_and_paths = [(_INIT, recipe.lora.init)] if recipe.lora.from_file else []
+    options_and_paths = [(_INIT_OPTION, recipe.lora.init)] if recipe.lora.has_file_init else []
     options_and_paths += [
         (f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)
     ]
     lines = []
     for option, path in options_and_paths:
-        metadata = read_provenance(_found(checkpoint, path, option))
+        metadata = read_run_metadata(_find_lora_file(checkpoint, path, option))
         # Files of other programs have no digest: there is nothing to warn about.
         if metadata.get("transformer_digest", transformer_digest) != transformer_digest:
             lines.append(
-                f"warning: {option}: {public_name(path)} was trained on {metadata.get('base_model')}, "
+                f"warning: {option}: {get_public_name(path)} was trained on {metadata.get('base_model')}, "
                 "with other weights than "
                 f"this {checkpoint.path.name}"
             )
     return lines
 
 
-def attach_stored(
+def attach_stored_loras(
     recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]
 ) -> str:
     """Attach the trained adapter (from the file, or new) and frozen ones below it; returns lines that describe them.
@@ -111,51 +117,53 @@ def attach_stored(
     """
     lora = recipe.lora
     # First, while the layers still have the names that the files use.
-    configs = configs_under(model, [file.layers for file in stored.under])
-    if stored.continued is None:
-        description = str(attach_started(model, lora, targets, seed=recipe.train.seed))
+    configs = build_frozen_configs(model, [file.layers for file in stored.under_files])
+    if stored.initial_file is None:
+        description = str(attach_initialized_lora(model, lora, targets, seed=recipe.train.seed))
     else:
-        report = attach_lora_file(model, stored.continued, lora, targets, seed=recipe.train.seed)
-        description = f"{report}; continued from {public_name(lora.init)}"
-    if not stored.under:
+        report = attach_lora_file(model, stored.initial_file, lora, targets, seed=recipe.train.seed)
+        description = f"{report}; continued from {get_public_name(lora.init)}"
+    if not stored.under_files:
         return description
-    put_under(model, named_under(recipe, configs, stored))
+    attach_frozen_adapters(model, name_under_adapters(recipe, configs, stored))
     lines = [
-        f"lora.under: {public_name(entry.path)}: {len(file.layers)} layers, scale {entry.scale:g}, frozen; "
+        f"lora.under: {get_public_name(entry.path)}: {len(file.layers)} layers, scale {entry.scale:g}, frozen; "
         f"on in training{' and in samples' if entry.in_samples else ', off in samples'}"
-        for entry, file in zip(lora.under, stored.under, strict=True)
+        for entry, file in zip(lora.under, stored.under_files, strict=True)
     ]
     return "\n".join([description, *lines])
 
 
-def named_under(
+def name_under_adapters(
     recipe: Recipe, configs: Sequence[LoraConfig], stored: StoredLoras
 ) -> dict[str, tuple[LoraConfig, Mapping[str, StoredLayer], float]]:
-    """The frozen adapters by their names in the model, as arguments for `put_under`."""
-    rows = zip(configs, stored.under, recipe.lora.under, strict=True)
+    """The frozen adapters by their names in the model, as arguments for `attach_frozen_adapters`."""
+    rows = zip(configs, stored.under_files, recipe.lora.under, strict=True)
     return {
-        under_name(number): (config, file.layers, entry.scale)
+        get_frozen_adapter_name(number): (config, file.layers, entry.scale)
         for number, (config, file, entry) in enumerate(rows)
     }
 
 
-def in_samples(recipe: Recipe) -> list[str]:
+def list_sample_adapters(recipe: Recipe) -> list[str]:
     """Names of the frozen adapters that are active in samples."""
-    return [under_name(n) for n, entry in enumerate(recipe.lora.under) if entry.in_samples]
+    return [
+        get_frozen_adapter_name(n) for n, entry in enumerate(recipe.lora.under) if entry.in_samples
+    ]
 
 
-def require_moved(
+def require_changed_adapter(
     recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, weights: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise `CheckFailedError` if the adapter is bitwise equal to the one that training continued from.
 
     `weights` are the trained weights by name, unsharded.
     """
-    if not recipe.lora.from_file or recipe.optim.groups.adapter is None:
+    if not recipe.lora.has_file_init or recipe.optim.groups.adapter is None:
         return
-    with torch.device("meta"), from_configs():
+    with torch.device("meta"), build_from_configs():
         meta_model = checkpoint.load_transformer(torch.float32)
-    continued = read_stored(recipe, checkpoint, meta_model).continued
+    continued = read_stored_loras(recipe, checkpoint, meta_model).initial_file
     assert continued is not None
     for name, layer in continued.layers.items():
         # One changed matrix is enough.
@@ -169,40 +177,40 @@ def require_moved(
     )
 
 
-def _read(
-    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, named: str, option: str
+def _read_lora_file(
+    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, location: str, option: str
 ) -> LoraFile:
-    file = _found(checkpoint, named, option)
-    metadata = read_provenance(file)
+    file = _find_lora_file(checkpoint, location, option)
+    metadata = read_run_metadata(file)
     # First: a file of another model has no name that fits, and the list of names says less.
     for field, expected in (("family", recipe.model.family), ("part", checkpoint.part)):
         stored_value = metadata.get(field)
         if stored_value is not None and stored_value != expected:
             raise DitLoraError(
-                f"{option}: {named} is an adapter of {field} {stored_value}, not of {expected}"
+                f"{option}: {location} is an adapter of {field} {stored_value}, not of {expected}"
             )
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
 
 
-def _found(checkpoint: Checkpoint, named: str, option: str) -> Path:
-    file = _of_pair(checkpoint, named) or find_lora(named, option)
-    require_file_as_verified(file, option)
+def _find_lora_file(checkpoint: Checkpoint, location: str, option: str) -> Path:
+    file = _find_expert_file(checkpoint, location) or find_lora(location, option)
+    require_file_unchanged(file, option)
     return file
 
 
-def _of_pair(checkpoint: Checkpoint, named: str) -> Path | None:
+def _find_expert_file(checkpoint: Checkpoint, location: str) -> Path | None:
     """This expert's file in a folder or repository with both experts' adapters; None if it has no such file."""
-    folder = Path(named).expanduser()
-    if not checkpoint.parts or folder.is_file():
+    folder = Path(location).expanduser()
+    if not checkpoint.expert_names or folder.is_file():
         return None
-    if hub_name(named) is not None and not named.endswith(".safetensors"):
+    if get_hub_name(location) is not None and not location.endswith(".safetensors"):
         # A whole repository on the Hub: only its adapters are downloaded.
-        folder = result_folder(named, (ADAPTER_FILE, *PAIR_PATTERNS))
-    name = checkpoint.parts[checkpoint.part]
+        folder = resolve_result_folder(location, (ADAPTER_FILE, *EXPERT_FILE_PATTERNS))
+    name = checkpoint.expert_names[checkpoint.part]
     matching = [
         file
-        for file in files_of_experts(folder)
-        if read_provenance(file).get("part") == checkpoint.part or file.stem.endswith(name)
+        for file in find_adapter_files(folder)
+        if read_run_metadata(file).get("part") == checkpoint.part or file.stem.endswith(name)
     ]
     return matching[0] if matching else None

@@ -10,62 +10,65 @@ import torch
 from torch import nn
 
 from dit_lora.adapters.diffusers_format import save_adapter, save_pipeline
-from dit_lora.adapters.find_lora import public_name
-from dit_lora.adapters.groups import recipe_groups
-from dit_lora.adapters.kinds import WITHOUT_DIFFUSERS
-from dit_lora.adapters.own_files import own_files
+from dit_lora.adapters.find_lora import get_public_name
+from dit_lora.adapters.groups import build_recipe_groups
+from dit_lora.adapters.kinds import PEFT_ONLY_KINDS
+from dit_lora.adapters.own_files import list_checkpoint_files
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.cache.digests import Digests
 from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.numerics.saturation import FP16_MAX, is_emulated
-from dit_lora.numerics.streams import fold
-from dit_lora.results.verify.diffusion_model import DiffusionStock
-from dit_lora.training.execution.base_alone import does_nothing
+from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
+from dit_lora.numerics.streams import derive_seed
+from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
+from dit_lora.training.execution.base_alone import has_only_idle_adapters
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.base_loss import base_loss
-from dit_lora.training.tasks.diffusion.cache_plan import transformer_digest
-from dit_lora.training.tasks.diffusion.experts import other_adapter
-from dit_lora.training.tasks.diffusion.model import put_kernels, quantized
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
-from dit_lora.training.tasks.diffusion.second_model import open_second, require_adapter_alone
+from dit_lora.training.tasks.base_loss import compute_base_eval_loss
+from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest
+from dit_lora.training.tasks.diffusion.experts import find_other_adapter
+from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
+from dit_lora.training.tasks.diffusion.second_model import (
+    open_sampling_checkpoint,
+    require_only_adapter_trains,
+)
 from dit_lora.training.tasks.diffusion.stored_loras import (
-    attach_stored,
-    checked,
-    notes,
-    read_stored,
-    require_moved,
+    attach_stored_loras,
+    check_lora_files,
+    find_base_mismatches,
+    read_stored_loras,
+    require_changed_adapter,
 )
 from dit_lora.training.tasks.diffusion.validation import sample_videos
-from dit_lora.training.tasks.held_out import HeldOut, mean_loss, measured_loss
+from dit_lora.training.tasks.held_out import EvalSample, compute_mean_loss, measure_eval_loss
 
-DiffusionSetup: TypeAlias = Setup[Precomputed, Checkpoint]
+DiffusionSetup: TypeAlias = Setup[DiffusionTrainingData, Checkpoint]
 # Timestep ranges of loss_by_timestep.
-_BUCKETS = 4
+_NUM_LOSS_RANGES = 4
 # Ranges of drawn_by_timestep.
-_DRAWN = 20
-Value = TypeVar("Value")
+_NUM_COUNT_RANGES = 20
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
 class DiffusionTask:
     """The `Task` of every family that implements `families.base`."""
 
-    def prepare_data(self, session: Session, checkpoint: Checkpoint) -> Precomputed:
+    def prepare_data(self, session: Session, checkpoint: Checkpoint) -> DiffusionTrainingData:
         if session.recipe.train.mode == "full":
             # The result copies these files: refuse one that cannot be copied before training.
-            own_files(checkpoint.path)
+            list_checkpoint_files(checkpoint.path)
         # In a run of both experts, the first one's adapter exists by now.
-        other_adapter(session.recipe, checkpoint)
-        sampling_checkpoint = open_second(session.recipe, checkpoint)
-        stored = checked(session.recipe, checkpoint)
+        find_other_adapter(session.recipe, checkpoint)
+        sampling_checkpoint = open_sampling_checkpoint(session.recipe, checkpoint)
+        stored = check_lora_files(session.recipe, checkpoint)
         for line in checkpoint.notes(session.recipe):
             session.say(line)
         data = replace(precompute(session, checkpoint, sampling_checkpoint), adapters=stored)
-        for line in notes(session.recipe, checkpoint, data.transformer_digest):
+        for line in find_base_mismatches(session.recipe, checkpoint, data.transformer_digest):
             session.say(line)
         return data
 
@@ -79,32 +82,32 @@ class DiffusionTask:
         """
         with torch.random.fork_rng(devices=[]):
             # With model.from_scratch the weights are random: equal on all ranks and at every start.
-            torch.manual_seed(fold(recipe.train.seed, "weights"))
+            torch.manual_seed(derive_seed(recipe.train.seed, "weights"))
             full = recipe.train.mode == "full"
             transformer = checkpoint.load_transformer(torch.float32 if full else dtype)
         report = "full: every weight trains, in fp32"
         if not full:
-            stored = read_stored(recipe, checkpoint, transformer)
+            stored = read_stored_loras(recipe, checkpoint, transformer)
             # Before the adapter is attached: PEFT then wraps the quantised layers.
-            narrowed = quantized(recipe, transformer, family.group_patterns)
+            narrowed = quantize_if_requested(recipe, transformer, family.group_patterns)
             targets = checkpoint.lora_targets(family.lora_targets)
-            attached = attach_stored(recipe, transformer, stored, targets)
+            attached = attach_stored_loras(recipe, transformer, stored, targets)
             report = f"{narrowed}{attached}"
-        if is_emulated(transformer):
+        if has_fp16_saturation(transformer):
             report += (
                 f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
                 "checkpoint was trained"
             )
-        groups = recipe_groups(
+        groups = build_recipe_groups(
             transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
         )
-        require_adapter_alone(recipe, transformer)
-        return transformer, groups, f"{report}\n{put_kernels(recipe, transformer)}"
+        require_only_adapter_trains(recipe, transformer)
+        return transformer, groups, f"{report}\n{patch_kernels(recipe, transformer)}"
 
     def model_digest(self, checkpoint: Checkpoint, recipe: Recipe, digests: Digests) -> str:
-        return transformer_digest(checkpoint, recipe, digests)
+        return compute_transformer_digest(checkpoint, recipe, digests)
 
-    def identity(self, recipe: Recipe) -> dict[str, Any]:
+    def trajectory_config(self, recipe: Recipe) -> dict[str, Any]:
         timesteps = recipe.train.timesteps
         # Omit options at their default: checkpoints written before the option existed must still match.
         schedule: dict[str, Any] = {}
@@ -127,104 +130,109 @@ class DiffusionTask:
             "train.vlb": recipe.train.vlb,
         }
 
-    def provenance(self, setup: DiffusionSetup) -> dict[str, Any]:
+    def build_metadata(self, setup: DiffusionSetup) -> dict[str, Any]:
         data = setup.recipe.data
         return {
             **setup.data.adapters,
-            **_samples_from(setup.recipe),
+            **_describe_sample_model(setup.recipe),
             "index": setup.checkpoint.index_changes(),
-            **({"part": setup.checkpoint.part} if setup.checkpoint.parts else {}),
-            **setup.checkpoint.header(),
+            **({"part": setup.checkpoint.part} if setup.checkpoint.expert_names else {}),
+            **setup.checkpoint.training_metadata(),
             **({"task": setup.recipe.model.task} if setup.recipe.model.task else {}),
             "video": {key: getattr(data, key) for key in ("frames", "height", "width", "fps")},
         }
 
     def loss_parts(self, setup: DiffusionSetup, result: StepResult) -> dict[str, dict[str, float]]:
-        timesteps = setup.checkpoint.drawn_timesteps
+        timesteps = setup.checkpoint.timestep_range
         return {
-            "loss_by_timestep": by_timestep(result, timesteps),
-            "drawn_by_timestep": drawn_by_timestep(result, timesteps),
+            "loss_by_timestep": average_by_timestep(result, timesteps),
+            "drawn_by_timestep": count_by_timestep(result, timesteps),
         }
 
-    def held_out_loss(self, setup: DiffusionSetup) -> float | None:
+    def compute_eval_loss(self, setup: DiffusionSetup) -> float | None:
         settings = setup.recipe.validation
-        entries = setup.data.clips.entries[: settings.held_out_clips]
+        entries = setup.data.training_set.entries[: settings.held_out_clips]
         num_draws = settings.held_out_draws
         # Each clip is measured with several noises, which have consecutive numbers.
         held_out = [
-            HeldOut(entry, index * num_draws + draw)
+            EvalSample(entry, index * num_draws + draw)
             for index, entry in enumerate(entries)
             for draw in range(num_draws)
         ]
         # Before the adapter has an effect, the loss is the base's, which is cached.
-        if held_out and does_nothing(setup.transformer):
-            return base_loss(
-                setup, held_out, lambda: measured_loss(setup, setup.data.clips, held_out)
+        if held_out and has_only_idle_adapters(setup.transformer):
+            return compute_base_eval_loss(
+                setup, held_out, lambda: measure_eval_loss(setup, setup.data.training_set, held_out)
             )
-        return mean_loss(setup, setup.data.clips, held_out)
+        return compute_mean_loss(setup, setup.data.training_set, held_out)
 
-    def show(self, setup: DiffusionSetup, step: int) -> None:
+    def write_samples(self, setup: DiffusionSetup, step: int) -> None:
         sample_videos(setup, step)
 
-    def stock(self, checkpoint: Checkpoint) -> DiffusionStock:
-        return DiffusionStock(checkpoint)
+    def build_reference_model(self, checkpoint: Checkpoint) -> DiffusionReferenceModel:
+        return DiffusionReferenceModel(checkpoint)
 
     def save(
-        self, setup: DiffusionSetup, made: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+        self,
+        setup: DiffusionSetup,
+        metadata: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
     ) -> Path:
         """Write `adapter/` in mode `lora` or `model/` in mode `full`; returns the path that `verify` takes."""
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
             index = checkpoint.index_changes()
             # Only sharded weights have to be passed on: otherwise the model has all of them.
-            gathered = weights if setup.engine.lockstep else None
+            gathered = weights if setup.engine.collective_forward else None
             return save_pipeline(
                 setup.transformer,
                 checkpoint.path,
                 folder / "model",
-                made,
+                metadata,
                 index,
                 gathered,
                 checkpoint.part,
             )
-        require_moved(setup.recipe, checkpoint, setup.transformer, weights)
-        if setup.recipe.lora.kind in WITHOUT_DIFFUSERS:
-            return save_chat_adapter(setup.transformer, folder / "adapter", made, weights)
+        require_changed_adapter(setup.recipe, checkpoint, setup.transformer, weights)
+        if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
+            return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
         return save_adapter(
-            setup.transformer, checkpoint.pipeline_class, folder / "adapter", made, weights
+            setup.transformer, checkpoint.pipeline_class, folder / "adapter", metadata, weights
         )
 
 
-def _samples_from(recipe: Recipe) -> dict[str, str]:
+def _describe_sample_model(recipe: Recipe) -> dict[str, str]:
     sampling_model = recipe.validation.model
-    return {} if sampling_model is None else {"samples_from": public_name(sampling_model)}
+    return {} if sampling_model is None else {"samples_from": get_public_name(sampling_model)}
 
 
-def by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
+def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
     """Mean losses of each quarter of the timesteps; quarters without a sample are omitted."""
     members: dict[str, list[float]] = {}
-    for name, loss in _in_parts(result.timesteps, result.losses, timesteps, _BUCKETS):
+    for name, loss in _split_by_timestep(
+        result.timesteps, result.losses, timesteps, _NUM_LOSS_RANGES
+    ):
         members.setdefault(name, []).append(loss)
-    return {name: sum(losses) / len(losses) for name, losses in _in_order(members)}
+    return {name: sum(losses) / len(losses) for name, losses in _sort_by_timestep(members)}
 
 
-def drawn_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
+def count_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
     """Number of samples in each twentieth of the timesteps; empty ones are omitted."""
-    parts = _in_parts(result.timesteps, result.losses, timesteps, _DRAWN)
-    return dict(_in_order(Counter(name for name, _ in parts)))
+    parts = _split_by_timestep(result.timesteps, result.losses, timesteps, _NUM_COUNT_RANGES)
+    return dict(_sort_by_timestep(Counter(name for name, _ in parts)))
 
 
-def _in_parts(
-    drawn: Sequence[int], losses: Sequence[float], timesteps: range, parts: int
+def _split_by_timestep(
+    sample_timesteps: Sequence[int], losses: Sequence[float], timesteps: range, num_parts: int
 ) -> Iterator[tuple[str, float]]:
     """Yield the name of each sample's part of the timesteps, such as `250-499`, with its loss."""
     # Rounded up: the last part may be shorter, and no part follows it.
-    width = -(-len(timesteps) // parts)
-    for timestep, loss in zip(drawn, losses, strict=True):
+    width = -(-len(timesteps) // num_parts)
+    for timestep, loss in zip(sample_timesteps, losses, strict=True):
         # The start of the part that this timestep falls into.
         start = timesteps.start + (timestep - timesteps.start) // width * width
         yield f"{start}-{min(start + width, timesteps.stop) - 1}", loss
 
 
-def _in_order(parts: Mapping[str, Value]) -> list[tuple[str, Value]]:
+def _sort_by_timestep(parts: Mapping[str, ValueT]) -> list[tuple[str, ValueT]]:
     return sorted(parts.items(), key=lambda item: int(item[0].partition("-")[0]))

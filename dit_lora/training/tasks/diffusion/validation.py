@@ -9,57 +9,59 @@ from av.error import FFmpegError
 from torch import nn
 from tqdm import tqdm
 
-from dit_lora.adapters.under import under_off
+from dit_lora.adapters.under import disable_frozen_adapters
 from dit_lora.config.data import VideoShape
-from dit_lora.data.media.sound import unplayable
+from dit_lora.data.media.sound import find_sound_fault
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Checkpoint, Sampling, Tensors
 from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.numerics.dtensors import needs_all_ranks
-from dit_lora.training.execution.modes import evaluating
-from dit_lora.training.session.session import agreed
+from dit_lora.training.execution.modes import use_eval_mode
+from dit_lora.training.session.session import run_with_shared_errors
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.diffusion.experts import both_experts, other_adapter
-from dit_lora.training.tasks.diffusion.precompute import Precomputed
-from dit_lora.training.tasks.diffusion.second_model import forget, second_transformer
-from dit_lora.training.tasks.diffusion.shown_references import keep_references
-from dit_lora.training.tasks.diffusion.stored_loras import in_samples
+from dit_lora.training.tasks.diffusion.experts import find_other_adapter, use_both_experts
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData
+from dit_lora.training.tasks.diffusion.second_model import load_sampling_transformer, release_memory
+from dit_lora.training.tasks.diffusion.shown_references import copy_references
+from dit_lora.training.tasks.diffusion.stored_loras import list_sample_adapters
 
 
-def sample_videos(setup: Setup[Precomputed, Checkpoint], step: int) -> None:
+def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) -> None:
     """Write samples/step_NNNNNN/prompt_NN.mp4 (.png for an image) for each validation prompt and seed, prompt by
     prompt.
 
     The unpatched pipeline denoises with the transformer in training, under the training autocast. With
     `validation.model` it uses that checkpoint's transformer with the present adapter.
     """
-    session, sampling_checkpoint = setup.session, setup.data.second
+    session, sampling_checkpoint = setup.session, setup.data.sampling_checkpoint
     if not session.recipe.validation.prompts:
         return
     # Collective if weights are sharded, so on all ranks.
-    weights = setup.engine.weights() if sampling_checkpoint is not None else {}
+    weights = setup.engine.trainable_state_dict() if sampling_checkpoint is not None else {}
     # All ranks of a sharded model denoise together, with the same result; a second model is whole on one rank.
     takes_part = session.is_main or (sampling_checkpoint is None and needs_all_ranks(setup.model))
-    inputs = agreed(session, partial(_inputs, setup) if takes_part else None)
+    inputs = run_with_shared_errors(session, partial(_build_inputs, setup) if takes_part else None)
     try:
         if inputs is not None:
-            _sample(setup, inputs, step, weights)
+            _generate_samples(setup, inputs, step, weights)
     finally:
         if sampling_checkpoint is not None:
-            forget(session.accelerator.device)
+            release_memory(session.accelerator.device)
 
 
-def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
+def _build_inputs(
+    setup: Setup[DiffusionTrainingData, Checkpoint],
+) -> list[tuple[Tensors, Sampling]]:
     settings, device = setup.recipe.validation, setup.session.accelerator.device
-    encoded, checkpoint = setup.data, setup.data.second or setup.checkpoint
+    encoded, checkpoint = setup.data, setup.data.sampling_checkpoint or setup.checkpoint
     return [
         (
-            checkpoint.conditions(
-                _encoded(encoded, key, device), _encoded(encoded, negative, device)
+            checkpoint.prompt_kwargs(
+                _read_embeddings(encoded, key, device), _read_embeddings(encoded, negative, device)
             ),
             Sampling(
-                VideoShape.of(setup.recipe.data),
+                VideoShape.from_data(setup.recipe.data),
                 settings.inference_steps,
                 settings.guidance_scale,
                 seed,
@@ -76,30 +78,33 @@ def _inputs(setup: Setup[Precomputed, Checkpoint]) -> list[tuple[Tensors, Sampli
     ]
 
 
-def _sample(
-    setup: Setup[Precomputed, Checkpoint],
+def _generate_samples(
+    setup: Setup[DiffusionTrainingData, Checkpoint],
     inputs: list[tuple[Tensors, Sampling]],
     step: int,
     weights: Mapping[str, torch.Tensor],
 ) -> None:
-    sampling_checkpoint = setup.data.second
+    sampling_checkpoint = setup.data.sampling_checkpoint
     if sampling_checkpoint is None:
-        sample_adapters = in_samples(setup.recipe)
-        with evaluating(setup.model), under_off(setup.transformer, but=sample_adapters):
-            _write(setup, inputs, step, setup.checkpoint, setup.transformer)
+        sample_adapters = list_sample_adapters(setup.recipe)
+        with (
+            use_eval_mode(setup.model),
+            disable_frozen_adapters(setup.transformer, keep_active=sample_adapters),
+        ):
+            _write_samples(setup, inputs, step, setup.checkpoint, setup.transformer)
         return
     with torch.no_grad():
-        _write(
+        _write_samples(
             setup,
             inputs,
             step,
             sampling_checkpoint,
-            second_transformer(setup, sampling_checkpoint, weights),
+            load_sampling_transformer(setup, sampling_checkpoint, weights),
         )
 
 
-def _write(
-    setup: Setup[Precomputed, Checkpoint],
+def _write_samples(
+    setup: Setup[DiffusionTrainingData, Checkpoint],
     inputs: list[tuple[Tensors, Sampling]],
     step: int,
     checkpoint: Checkpoint,
@@ -108,7 +113,7 @@ def _write(
     session = setup.session
     unwritten: list[Exception] = []
 
-    def written(write: Callable[..., object], *arguments: object) -> None:
+    def write_on_main(write: Callable[..., object], *arguments: object) -> None:
         """Write on the main process only; errors are kept, because other ranks of a sharded model need it to
         continue.
         """
@@ -119,21 +124,21 @@ def _write(
             unwritten.append(error)
 
     samplings = [sampling for _, sampling in inputs]
-    written(keep_references, session.dir / "samples", checkpoint.references, samplings)
+    write_on_main(copy_references, session.dir / "samples", checkpoint.references, samplings)
     pipeline = checkpoint.pipeline(setup.dtype, transformer, text=False)
     for name, component in pipeline.components.items():
         # The transformer stays where training has it, possibly on several devices; another expert takes turns with it.
         if isinstance(component, nn.Module) and name not in ("transformer", "transformer_2"):
             component.to(session.accelerator.device)
-    VaeMemory.of(session.recipe.data).set(pipeline.vae)
+    VaeMemory.from_config(session.recipe.data).apply(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
     description = f"sampling at step {step}"
     bar = tqdm(inputs, desc=description, unit="sample", leave=False, disable=not session.is_main)
-    adapter = other_adapter(setup.recipe, setup.checkpoint)
-    with both_experts(pipeline, checkpoint, transformer, adapter):
+    adapter = find_other_adapter(setup.recipe, setup.checkpoint)
+    with use_both_experts(pipeline, checkpoint, transformer, adapter):
         for index, (prompt_kwargs, sampling) in enumerate(bar):
             video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
-            sound_problem = unplayable(sound)
+            sound_problem = find_sound_fault(sound)
             # A broken sound costs the sound, not the picture.
             if sound_problem:
                 session.say(
@@ -141,15 +146,17 @@ def _write(
                 )
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
-            written(write_sample, path, video, session.recipe.data.fps, sound)
+            write_on_main(write_sample, path, video, session.recipe.data.fps, sound)
     # At most one: nothing is written after the first error.
     for error in unwritten:
         raise error
 
 
-def _encoded(encoded: Precomputed, key: str, device: torch.device) -> Tensors:
-    texts = encoded.clips.texts
-    tensors, fault = texts.read(key, texts.first_spec([key]))
+def _read_embeddings(
+    training_data: DiffusionTrainingData, key: str, device: torch.device
+) -> Tensors:
+    texts = training_data.training_set.texts
+    tensors, fault = texts.read(key, texts.get_first_spec([key]))
     if fault:
         raise DitLoraError(
             f"a validation prompt cannot be used: {fault}; start again: it is encoded anew"

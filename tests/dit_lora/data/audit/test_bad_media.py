@@ -20,8 +20,8 @@ from dit_lora.data.audit.encoded import check_encoded
 from dit_lora.data.audit.finding import VERDICTS, Finding
 from dit_lora.data.audit.labels import check_labels
 from dit_lora.data.audit.runner import audit_media
-from dit_lora.data.cache.cache import TensorCache, encoded
-from dit_lora.data.sources.scan import Clip, scan
+from dit_lora.data.cache.cache import TensorCache, encode_entry
+from dit_lora.data.sources.scan import Clip, scan_sources
 
 # No permission stops root, who can read every file.
 MADE = [kind for kind in KINDS if kind.root_can or os.geteuid()]
@@ -96,13 +96,13 @@ def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
     for kind in MADE:
         data = DataConfig(**kind.data, path=str(corpus[kind.name]))
         try:
-            read = scan(data)
+            read = scan_sources(data)
         except OSError as error:  # none should come through
             findings_by_file[kind.name] = {kind.file: [Finding("crashed", str(error), "reject")]}
             continue
         of_kind = findings_by_file[kind.name] = {clip.id: [] for clip in read.clips}
         for problem in read.problems:
-            finding = Finding(problem.code, problem.words, "reject")
+            finding = Finding(problem.code, problem.message, "reject")
             of_kind.setdefault(problem.file, []).append(finding)
         checks = [check_captions(read.clips, tokenizer, 226)]
         if data.classes is not None:
@@ -146,7 +146,7 @@ def test_the_sound_sample_beside_it_stays_sound(audited: dict[str, Findings], ki
 @pytest.mark.skipif(not REAL_CLIPS.is_dir(), reason="the real clips are not on this machine")
 def test_no_real_clip_is_rejected() -> None:
     data = DataConfig(path=str(REAL_CLIPS), frames=17, height=240, width=360, fps=8)
-    read = scan(data)
+    read = scan_sources(data)
     assert not read.problems
     samples = audit_media(read.clips, data, workers=2)
     assert len(samples) == 7
@@ -160,7 +160,7 @@ def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
     generator = torch.Generator().manual_seed(0)
     for shard in ("ab", "cd"):
         entries = [
-            encoded(
+            encode_entry(
                 key,
                 {
                     "latent_mean": torch.randn(4, 3, 4, 6, generator=generator),
@@ -171,13 +171,13 @@ def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
             )
             for key in shard
         ]
-        TensorCache(tmp_path).write_all(entries)
-    (target,) = [entry for entry in TensorCache(tmp_path).entries() if entry.sample == "b.mp4"]
+        TensorCache(tmp_path).write_entries(entries)
+    (target,) = [entry for entry in TensorCache(tmp_path).iter_entries() if entry.sample == "b.mp4"]
     spec = target.layout.spec
     damage.do(target)
 
     cache = TensorCache(tmp_path)
-    assert cache.is_whole("b") == damage.whole
+    assert cache.is_complete("b") == damage.whole
     read = {key: cache.read(key, spec) for key in "abcd"}
     findings, _ = check_encoded((key, tensors) for key, (tensors, _) in read.items())
     codes = {key: {finding.code for finding in findings.get(key, ())} for key in "abcd"}

@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 
-from dit_lora.data.audit.captions import check_captions, token_lengths
+from dit_lora.data.audit.captions import check_captions, count_caption_tokens
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip
-from dit_lora.families.sana.tiny import gemma_tokenizer
-from dit_lora.families.tiny.text import clip_tokenizer, t5_tokenizer
+from dit_lora.families.sana.tiny import build_gemma_tokenizer
+from dit_lora.families.tiny.text import build_clip_tokenizer, build_t5_tokenizer
 
-TOKENIZERS = {"t5": t5_tokenizer, "gemma": gemma_tokenizer, "clip": clip_tokenizer}
+TOKENIZERS = {
+    "t5": build_t5_tokenizer,
+    "gemma": build_gemma_tokenizer,
+    "clip": build_clip_tokenizer,
+}
 
 
 @pytest.fixture(scope="module", params=list(TOKENIZERS))
@@ -58,7 +62,7 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
     """Judged against what the tokenizer itself keeps when it cuts."""
     caption = "a small boat drifts past"
     clips = [clip(caption)]
-    count = token_lengths(clips, tokenizer)[caption]
+    count = count_caption_tokens(clips, tokenizer)[caption]
     assert count == len(tokenizer(caption)["input_ids"])
     assert check_captions(clips, tokenizer, count) == {}
 
@@ -74,7 +78,7 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
 
 
 def test_lengths_that_the_caller_has_are_not_counted_again() -> None:
-    (finding,) = check_captions([clip("a cat")], t5_tokenizer(), 226, lengths={"a cat": 227})[
+    (finding,) = check_captions([clip("a cat")], build_t5_tokenizer(), 226, lengths={"a cat": 227})[
         "a.mp4"
     ]
     assert "227 tokens" in finding.words
@@ -108,7 +112,7 @@ def test_every_special_token_of_the_tokenizer_is_found(tokenizer: Any) -> None:
 
 def test_added_tokens_are_reserved_too_unless_they_are_punctuation() -> None:
     """A CLIP tokenizer that pads with an exclamation mark must not accuse every exclamation."""
-    tokenizer = clip_tokenizer()
+    tokenizer = build_clip_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "!"})
     tokenizer.add_tokens(["<kitten-42>", "\n\n"])
     assert judge("what a cat!\n\nit sits", tokenizer, 77) == []
@@ -137,7 +141,7 @@ def test_class_names_and_captions_of_a_whole_source_may_repeat() -> None:
     classes = [clip("Playing Guitar", f"data/PlayingGuitar/{number}.avi") for number in range(2)]
     assert check_captions(classes, None, None) == {}
     dogs = [clip("a photo of a sks dog", f"{number}.png") for number in range(2)]
-    assert check_captions(dogs, None, None, shared={"a photo of a sks dog"}) == {}
+    assert check_captions(dogs, None, None, shared_captions={"a photo of a sks dog"}) == {}
     assert set(check_captions(dogs, None, None)) == {"0.png", "1.png"}
 
 
@@ -164,4 +168,4 @@ def test_half_a_utf_16_pair_is_rejected_where_the_tokenizer_would_fail(tokenizer
     findings = judge(caption, tokenizer, 226)
     assert codes(findings) == [("caption_not_text", "reject")]
     findings[0].words.encode()  # a terminal can show it
-    assert token_lengths([clip(caption)], tokenizer)[caption] > 3
+    assert count_caption_tokens([clip(caption)], tokenizer)[caption] > 3

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dit_lora.data.audit.measure import SIDE, PictureMeasures
+from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 
 FRAMES, EDGE = 48, 96
 
@@ -36,9 +36,9 @@ def cuts(video: np.ndarray) -> list[float]:
     grey = video.clip(0, 255).astype(np.uint8)
     for picture in grey:
         image = Image.fromarray(picture).convert("RGB")
-        pictures.add(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)))
+        pictures.add(np.asarray(image.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX)))
     pictures.add_levels(grey[0])
-    scores: list[float] = pictures.facts(range(len(video) + 1))["cuts"]
+    scores: list[float] = pictures.compute_facts(range(len(video) + 1))["cuts"]
     return scores
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dit_lora.data.audit.encoded import LEAST_SAMPLES, check_encoded
+from dit_lora.data.audit.encoded import MIN_SAMPLES, check_encoded
 from dit_lora.data.audit.finding import Finding
 from dit_lora.data.cache.cache import MAX_ABS
 from dit_lora.errors import DitLoraError
@@ -81,7 +81,7 @@ def test_channels_are_found_in_every_layout_of_latents(shape: tuple[int, ...]) -
     assert stats["image_latent_mean"]["std"] == [0] * 6
 
 
-@pytest.mark.parametrize("count", [1, 3, LEAST_SAMPLES, 12, 40])
+@pytest.mark.parametrize("count", [1, 3, MIN_SAMPLES, 12, 40])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ordinary_sets_have_no_outlier(count: int, seed: int) -> None:
     assert found_in(normal(count, seed=seed)) == {}
@@ -94,7 +94,7 @@ def test_small_sets_have_no_outlier_by_chance() -> None:
 
 
 def test_too_few_samples_are_not_compared() -> None:
-    samples = normal(LEAST_SAMPLES - 1)
+    samples = normal(MIN_SAMPLES - 1)
     samples[0] = ("0.mp4", {"latent_mean": 50 * samples[0][1]["latent_mean"]})
     assert found_in(samples) == {}
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_trained_on_is_rejected_and_left_out_of_the_statistics(
     assert stats[name] == other_stats[name]
 
 
-@pytest.mark.parametrize("count", [LEAST_SAMPLES, 20])
+@pytest.mark.parametrize("count", [MIN_SAMPLES, 20])
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [

@@ -12,7 +12,7 @@ from dit_lora.data.sources.clips import Clip
 
 def clips(counts: Mapping[str, int], times: float = 1.0) -> list[Clip]:
     return [
-        Clip(f"{label}/{n}.png", MediaFile(Path(f"{label}/{n}.png")), label, times=times)
+        Clip(f"{label}/{n}.png", MediaFile(Path(f"{label}/{n}.png")), label, times_per_epoch=times)
         for label, count in counts.items()
         for n in range(count)
     ]

@@ -21,11 +21,11 @@ from PIL import Image
 from benchmarks.faults.media.encode import FRAMES, HEIGHT, WIDTH, encode, flat, moving
 from dit_lora.config.data import DataConfig
 from dit_lora.data.audit import runner, workers
-from dit_lora.data.audit.finding import JudgedSample
-from dit_lora.data.audit.judge import Requirements, judge, judge_frames
+from dit_lora.data.audit.finding import AuditedSample
+from dit_lora.data.audit.judge import Requirements, collect_findings, collect_frame_findings
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.probe import ProbedFile, probe
-from dit_lora.data.audit.runner import audit_media, remembered
+from dit_lora.data.audit.probe import ProbedFile, probe_file
+from dit_lora.data.audit.runner import audit_from_memo, audit_media
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_frames
@@ -74,11 +74,11 @@ class Trap(Bytes):
 
 
 def rejects(found: ProbedFile, media: Any, data: DataConfig = DATA) -> set[str]:
-    findings = judge(media, found, Requirements.of(data))
+    findings = collect_findings(media, found, Requirements.from_config(data))
     return {finding.code for finding in findings if finding.verdict == "reject"}
 
 
-def codes(judged: JudgedSample) -> list[str]:
+def codes(judged: AuditedSample) -> list[str]:
     return [finding.code for finding in judged.findings]
 
 
@@ -106,10 +106,10 @@ def test_a_file_cut_anywhere_is_rejected(whole: dict[str, bytes], name: str) -> 
     max_length = int(len(data) * {"a.avi": 0.8}.get(name, 0.97))
     image = DATA.model_copy(update={"frames": 1, "fps": None})
     recipe = DATA if name.endswith(("mp4", "webm", "avi")) else image
-    assert not rejects(probe(Bytes(name, data)), Bytes(name, data), recipe)
+    assert not rejects(probe_file(Bytes(name, data)), Bytes(name, data), recipe)
     for length in range(0, max_length, max_length // 30):
         media = Bytes(name, data[:length])
-        reject_codes = rejects(probe(media), media, recipe)
+        reject_codes = rejects(probe_file(media), media, recipe)
         assert reject_codes, length
         # An AVI's headers and the space behind them are longer than its frames here.
         assert length < len(data) / 2 or name == "a.avi" or "truncated" in reject_codes
@@ -126,14 +126,14 @@ def test_nothing_but_findings_comes_of_damaged_bytes(whole: dict[str, bytes], na
             start = chance.randrange(len(data))
             data[start : start + 50] = chance.randbytes(chance.randrange(100))
         media = Bytes(name, bytes(data))
-        judge(media, probe(media), Requirements.of(DATA))
+        collect_findings(media, probe_file(media), Requirements.from_config(DATA))
 
 
 def test_a_clip_of_one_frame_in_an_hour_is_judged(tmp_path: Path) -> None:
     """Damaged headers promise such things."""
     media = MediaFile(tmp_path / "a.mkv")
     encode(media.path, moving("a", 3), times=[0, 3_600_000, 7_200_000])
-    probe_result = probe(media)
+    probe_result = probe_file(media)
     assert probe_result.facts["fps"] == pytest.approx(1 / 3600, rel=1e-4)
     assert not rejects(probe_result, media)
 
@@ -143,7 +143,7 @@ def test_a_playlist_is_not_followed(tmp_path: Path, whole: dict[str, bytes]) -> 
     (tmp_path / "secret.mp4").write_bytes(whole["a.mp4"])
     for text in ("#EXTM3U\n#EXTINF:2,\nsecret.mp4\n", "ffconcat version 1.0\nfile secret.mp4\n"):
         (tmp_path / "list.mp4").write_text(text)
-        probe_result = probe(MediaFile(tmp_path / "list.mp4"))
+        probe_result = probe_file(MediaFile(tmp_path / "list.mp4"))
         assert [fault.code for fault in probe_result.faults] == ["not_media"]
         assert "frames" not in probe_result.facts
 
@@ -159,7 +159,7 @@ def test_too_short_is_what_training_cannot_read(tmp_path: Path, fps: float) -> N
     media = MediaFile(tmp_path / "a.mkv")
     for count in (1, 2, 5):
         encode(media.path, moving("a", count))
-        probe_result = probe(media)
+        probe_result = probe_file(media)
         for frames in range(1, 20):
             data = DATA.model_copy(update={"frames": frames, "fps": fps})
             try:
@@ -173,7 +173,7 @@ def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Pat
     (tmp_path / "a.mp4").write_bytes(whole["a.mp4"])
     good = MediaFile(tmp_path / "a.mp4")
     media = [good, Trap("abort", os.abort), good, Trap("sleep", time.sleep, 3600), good, good]
-    probes = dict(workers.probe_all(iter(enumerate(media)), 1, patience=1.5))
+    probes = dict(workers.probe_all(iter(enumerate(media)), 1, stall_timeout_s=1.5))
     messages = {
         number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults
     }
@@ -197,7 +197,7 @@ def test_a_worker_leaves_ctrl_c_to_the_main_process(whole: dict[str, bytes]) -> 
 
 
 def test_processes_that_cannot_start_reject_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_serve", os._exit)  # with a wrong argument
+    monkeypatch.setattr(workers, "_run_worker", os._exit)  # with a wrong argument
     with pytest.raises(DitLoraError, match="the audit's processes end as they start"):
         list(workers.probe_all(iter([(0, MediaFile(Path("a.mp4")))]), 1))
 
@@ -262,7 +262,7 @@ def test_a_second_audit_decodes_only_what_is_new(
     assert first_samples[0].facts["frames"] == FRAMES
     monkeypatch.setattr(runner, "probe_all", no_decoding)
     assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
-    assert remembered(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
+    assert audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     longer = DATA.model_copy(update={"frames": 30})
     second_samples = audit_media(folder, longer, memo=AuditMemo(path), digests=digests)
     assert codes(second_samples[0]) == ["too_short"]
@@ -271,7 +271,8 @@ def test_a_second_audit_decodes_only_what_is_new(
     assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     folder[2].media.path.write_bytes(b"changed")  # type: ignore[attr-defined]
     assert [
-        sample.file for sample in remembered(folder, DATA, memo=AuditMemo(path), digests=digests)
+        sample.file
+        for sample in audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests)
     ] == [
         "d.mp4",
         "cut.mp4",
@@ -285,12 +286,14 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     media = MediaFile(tmp_path / "a.mp4")
     encode(media.path, moving("a"))
     digests, memo = Digests(tmp_path / "digests.json"), AuditMemo(tmp_path / "memo.jsonl")
-    broke = ProbedFile((judge(media, probe(MediaFile(tmp_path / "no")), None)[0],), broke=True)
-    memo.put(media, digests.media(media), broke)
+    broke = ProbedFile(
+        (collect_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True
+    )
+    memo.store(media, digests.hash_media(media), broke)
     clips = [Clip("a.mp4", media, "")]
-    assert [sample.verdict for sample in remembered(clips, None, memo=memo, digests=digests)] == [
-        "reject"
-    ]
+    assert [
+        sample.verdict for sample in audit_from_memo(clips, None, memo=memo, digests=digests)
+    ] == ["reject"]
     assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == [
         "ok"
     ]
@@ -347,14 +350,18 @@ def test_decoded_frames_are_judged_as_files_are(tmp_path: Path, code: str) -> No
     video = PICTURES[code]
     encode(tmp_path / "a.mp4", video)
     media = MediaFile(tmp_path / "a.mp4")
-    of_file = [finding.code for finding in judge(media, probe(media), None)]
+    of_file = [finding.code for finding in collect_findings(media, probe_file(media), None)]
     frames = torch.from_numpy(video).permute(0, 3, 1, 2)
-    assert [finding.code for finding in judge_frames(frames)] == of_file == [code] * bool(code)
+    assert (
+        [finding.code for finding in collect_frame_findings(frames)]
+        == of_file
+        == [code] * bool(code)
+    )
 
 
 def test_one_decoded_image_is_judged() -> None:
     black, image = (
         torch.from_numpy(video[:1]).permute(0, 3, 1, 2) for video in (flat(3), moving("a"))
     )
-    assert [finding.code for finding in judge_frames(black)] == ["black"]
-    assert judge_frames(image) == []
+    assert [finding.code for finding in collect_frame_findings(black)] == ["black"]
+    assert collect_frame_findings(image) == []

@@ -13,12 +13,12 @@ from benchmarks.faults.media.encode import encode, moving
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.audit import runner
 from dit_lora.data.audit.captions import check_captions
-from dit_lora.data.audit.finding import JudgedSample
+from dit_lora.data.audit.finding import AuditedSample
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.outline import ALIKE, UNLIKE, Outline, likeness, looks_copied
-from dit_lora.data.audit.pairs import pair_notes
-from dit_lora.data.audit.probe import probe
-from dit_lora.data.audit.runner import audit_media, remembered
+from dit_lora.data.audit.outline import ALIKE, UNLIKE, Outline, compare_outlines, is_copy
+from dit_lora.data.audit.pairs import summarise_pairs
+from dit_lora.data.audit.probe import probe_file
+from dit_lora.data.audit.runner import audit_from_memo, audit_media
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.clips import Clip, LossMask
@@ -57,7 +57,7 @@ NAMES = "abcdefghijkl"
 
 
 def outline(image: Image.Image) -> list[str]:
-    return [Outline.of(np.asarray(image)).text]
+    return [Outline.from_picture(np.asarray(image)).text]
 
 
 def saved(folder: Path, name: str, image: Image.Image, **options: Any) -> MediaFile:
@@ -82,7 +82,7 @@ def edited(folder: Path, edit: str, names: str = NAMES) -> list[Clip]:
     ]
 
 
-def codes(judged: JudgedSample) -> list[str]:
+def codes(judged: AuditedSample) -> list[str]:
     return [finding.code for finding in judged.findings]
 
 
@@ -92,9 +92,11 @@ def test_an_edit_of_a_picture_is_like_it_and_another_picture_is_not(edit: str) -
     own_scores, other_scores = [], []
     for name in NAMES:
         after = outline(EDITS[edit](scene(name)))
-        own_scores.append(likeness(after, before[name]))
+        own_scores.append(compare_outlines(after, before[name]))
         other_scores += [
-            likeness(after, before[other_name]) for other_name in NAMES if other_name != name
+            compare_outlines(after, before[other_name])
+            for other_name in NAMES
+            if other_name != name
         ]
     assert min(score or 0 for score in own_scores) > ALIKE
     known_scores = np.array([score for score in other_scores if score is not None])
@@ -106,10 +108,10 @@ def test_an_edit_of_a_picture_is_like_it_and_another_picture_is_not(edit: str) -
 def test_faint_pictures_have_no_edges_to_compare() -> None:
     flat = Image.new("RGB", (SIDE, SIDE), (90, 90, 90))
     darker = Image.new("RGB", (SIDE, SIDE), (60, 60, 60))
-    assert likeness(outline(flat), outline(darker)) is None
-    assert likeness(outline(flat), outline(flat)) == 1
+    assert compare_outlines(outline(flat), outline(darker)) is None
+    assert compare_outlines(outline(flat), outline(flat)) == 1
     text = outline(scene("a"))[0]
-    assert Outline.parse(text).text == text
+    assert Outline.from_text(text).text == text
 
 
 def test_clips_are_compared_frame_by_frame(tmp_path: Path) -> None:
@@ -118,15 +120,15 @@ def test_clips_are_compared_frame_by_frame(tmp_path: Path) -> None:
         encode(tmp_path / f"{name}.mp4", moving(name))
     encode(tmp_path / "dark.mp4", moving("a") // 2)
     facts = {
-        name: probe(MediaFile(tmp_path / f"{name}.mp4")).facts["outlines"]
+        name: probe_file(MediaFile(tmp_path / f"{name}.mp4")).facts["outlines"]
         for name in ("a", "b", "dark")
     }
     assert len(facts["a"]) == 4
-    assert (likeness(facts["a"], facts["dark"]) or 0) > 0.8
-    assert (likeness(facts["a"], facts["b"]) or 0) < ALIKE
+    assert (compare_outlines(facts["a"], facts["dark"]) or 0) > 0.8
+    assert (compare_outlines(facts["a"], facts["b"]) or 0) < ALIKE
     last_frame = [facts["a"][-1]]
-    assert likeness(facts["a"], last_frame) == pytest.approx(1)
-    assert (likeness(last_frame, facts["a"]) or 0) < 0.99  # the first frame
+    assert compare_outlines(facts["a"], last_frame) == pytest.approx(1)
+    assert (compare_outlines(last_frame, facts["a"]) or 0) < 0.99  # the first frame
 
 
 def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> Non
     finding = samples[3].findings[0]
     assert finding.verdict == "warn"
     assert finding.words.startswith("its reference has nothing in common with it (likeness ")
-    assert pair_notes(samples) == []
+    assert summarise_pairs(samples) == []
     assert samples[0].facts["likeness"][0] > 0.8
     assert "outlines" not in samples[0].facts
     assert samples[0].references[0] is not None, "a sound pair is shown too"
@@ -156,7 +158,7 @@ def test_sets_of_subjects_have_a_note_and_no_warnings(tmp_path: Path) -> None:
     strangers = [replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)]
     samples = audit_media(strangers, None)
     assert not any(sample.findings for sample in samples)
-    (note,) = pair_notes(samples)
+    (note,) = summarise_pairs(samples)
     assert note.startswith("In ")
     assert "of 12 pairs, a sample looks like its reference in place" in note
     both = [
@@ -165,7 +167,7 @@ def test_sets_of_subjects_have_a_note_and_no_warnings(tmp_path: Path) -> None:
     ]
     samples = audit_media(both, None)
     assert not any(sample.findings for sample in samples)
-    (note,) = pair_notes(samples)
+    (note,) = summarise_pairs(samples)
     assert "looks like its reference 2 in place" in note
 
 
@@ -190,13 +192,13 @@ def test_a_copy_as_reference_is_named_whatever_it_is_stored_as(tmp_path: Path) -
         "twice",
     }
     a, b = (
-        probe(file).thumbnail
+        probe_file(file).thumbnail
         for file in (image_file, saved(tmp_path, "t.png", image.rotate(90, expand=True)))
     )
     assert a is not None
     assert b is not None
-    assert looks_copied(a, a)
-    assert not looks_copied(a, b)
+    assert is_copy(a, a)
+    assert not is_copy(a, b)
 
 
 def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) -> None:
@@ -329,11 +331,11 @@ def test_masks_of_one_level_and_samples_without_references_are_noted(tmp_path: P
     white = LossMask(saved(tmp_path, "white.png", Image.new("L", (144, SIDE), 255)))
     clips = [replace(clip, mask=white) for clip in clips]
     clips[1] = replace(clips[1], references=())
-    (none, masked) = pair_notes(audit_media(clips, None))
+    (none, masked) = summarise_pairs(audit_media(clips, None))
     assert none == "1 of 4 samples have no reference."
     assert masked == "The masks of all 4 samples that have one are white: nothing is masked."
     plain = [Clip(clip.id, clip.media, "x") for clip in clips]
-    assert pair_notes(audit_media(plain, None)) == []
+    assert summarise_pairs(audit_media(plain, None)) == []
 
 
 def no_decoding(jobs: Any, workers: int) -> Any:
@@ -352,15 +354,15 @@ def test_verdicts_on_pairs_are_remembered_by_all_their_files(
     first_samples = audit_media(clips, None, memo=AuditMemo(path), digests=digests)
     monkeypatch.setattr(runner, "probe_all", no_decoding)
     assert audit_media(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
-    assert remembered(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
+    assert audit_from_memo(clips, None, memo=AuditMemo(path), digests=digests) == first_samples
     # The same files in other roles: what was measured of a picture says nothing of a mask.
     with_alpha = [replace(clips[0], mask=LossMask(mask, alpha=True))]
-    assert remembered(with_alpha, None, memo=AuditMemo(path), digests=digests) == []
+    assert audit_from_memo(with_alpha, None, memo=AuditMemo(path), digests=digests) == []
     with pytest.raises(AssertionError, match="alpha=True"):
         audit_media(with_alpha, None, memo=AuditMemo(path), digests=digests)
     # A reference that changed makes its pair unknown, and no other.
     saved(tmp_path / "before", "b.png", scene("changed"))
-    remembered_samples = remembered(clips, None, memo=AuditMemo(path), digests=digests)
+    remembered_samples = audit_from_memo(clips, None, memo=AuditMemo(path), digests=digests)
     assert [sample.file for sample in remembered_samples] == ["a", "c", "d"]
 
 

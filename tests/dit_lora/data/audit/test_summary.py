@@ -8,8 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dit_lora.data.audit.finding import Finding, JudgedSample
-from dit_lora.data.audit.summary import as_json, merge, totals, write_fix_list, write_json
+from dit_lora.data.audit.finding import AuditedSample, Finding
+from dit_lora.data.audit.summary import (
+    build_audit_json,
+    compute_totals,
+    merge_audits,
+    write_fix_list,
+    write_json,
+)
 
 BLACK = Finding("black", "all 9 frames are black", "reject", "remove it")
 LONG = Finding("caption_long", "300 tokens", "warn", "shorten it")
@@ -17,10 +23,10 @@ EMPTY = Finding("caption_empty", "its caption is empty", "reject", "write one")
 CUT = Finding("hard_cut", "a cut at 2 s", "warn", "split the clip")
 
 JUDGED = [
-    JudgedSample("cats/a.mp4", (), {"fps": 24}),
-    JudgedSample("cats/b.mp4", (LONG, CUT)),
-    JudgedSample("c.mp4", (BLACK, LONG)),
-    JudgedSample("d.mp4", (LONG,)),
+    AuditedSample("cats/a.mp4", (), {"fps": 24}),
+    AuditedSample("cats/b.mp4", (LONG, CUT)),
+    AuditedSample("c.mp4", (BLACK, LONG)),
+    AuditedSample("d.mp4", (LONG,)),
 ]
 
 
@@ -32,21 +38,23 @@ def strict(path: Path) -> dict:
 
 
 def test_totals_count_samples_by_verdict_and_code() -> None:
-    assert totals(JUDGED) == {
+    assert compute_totals(JUDGED) == {
         "samples": 4,
         "ok": 1,
         "warn": 2,
         "reject": 1,
         "codes": {"caption_long": 3, "black": 1, "hard_cut": 1},
     }
-    twice = [JudgedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
-    assert totals(twice)["codes"] == {"caption_long": 1}, "samples are counted, not findings"
-    assert totals([]) == {"samples": 0, "ok": 0, "warn": 0, "reject": 0, "codes": {}}
+    twice = [AuditedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
+    assert compute_totals(twice)["codes"] == {"caption_long": 1}, (
+        "samples are counted, not findings"
+    )
+    assert compute_totals([]) == {"samples": 0, "ok": 0, "warn": 0, "reject": 0, "codes": {}}
 
 
 def test_json_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    write_json(path, as_json(JUDGED))
+    write_json(path, build_audit_json(JUDGED))
     written = strict(path)
     assert list(written) == ["samples", "totals"]
     assert written["samples"][0] == {
@@ -62,10 +70,10 @@ def test_json_has_the_documented_shape(tmp_path: Path) -> None:
         "caption_long: 300 tokens",
     ]
     assert written["samples"][2]["codes"] == ["black", "caption_long"]
-    assert written["totals"] == totals(JUDGED)
-    assert written == as_json(JUDGED)
-    write_json(path, as_json([]))
-    assert strict(path) == {"samples": [], "totals": totals([])}
+    assert written["totals"] == compute_totals(JUDGED)
+    assert written == build_audit_json(JUDGED)
+    write_json(path, build_audit_json([]))
+    assert strict(path) == {"samples": [], "totals": compute_totals([])}
 
 
 def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
@@ -80,8 +88,8 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
         3: ("tuple",),
     }
     path = tmp_path / "audit.json"
-    samples = [JudgedSample("\udcff.mp4", (), facts)]
-    write_json(path, as_json(samples, encoded={"latent": {"abs_max": math.inf}}))
+    samples = [AuditedSample("\udcff.mp4", (), facts)]
+    write_json(path, build_audit_json(samples, encoded={"latent": {"abs_max": math.inf}}))
     written = strict(path)
     assert written["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
     assert written["samples"][0]["facts"] == {
@@ -98,7 +106,7 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
 
 
 def test_notes_and_other_parts_are_there_only_where_there_are_some() -> None:
-    report = as_json(JUDGED, notes=["no cats"], buckets={"advice": []}, encoded={})
+    report = build_audit_json(JUDGED, notes=["no cats"], buckets={"advice": []}, encoded={})
     assert list(report) == ["samples", "totals", "notes", "buckets"]
     assert report["notes"] == ["no cats"]
 
@@ -119,7 +127,7 @@ def test_names_and_captions_cannot_break_the_fix_list_or_a_terminal(tmp_path: Pa
     name = "a\tb\nc\\d\x1b[2J\u202egpj\u2028.mp4"
     path = tmp_path / "fix.tsv"
     write_fix_list(
-        path, [JudgedSample(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))]
+        path, [AuditedSample(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))]
     )
     text = path.read_text(encoding="utf-8")
     _, line, _ = text.split("\n")
@@ -134,8 +142,8 @@ def test_names_and_captions_cannot_break_the_fix_list_or_a_terminal(tmp_path: Pa
 
 def test_parts_are_merged_by_sample_in_the_order_of_the_media() -> None:
     picture = b"jpeg"
-    media = [JudgedSample("b", (LONG,), {"fps": 24}, picture), JudgedSample("a")]
-    merged = merge(
+    media = [AuditedSample("b", (LONG,), {"fps": 24}, picture), AuditedSample("a")]
+    merged = merge_audits(
         media,
         {"a": [EMPTY], "b": [BLACK, LONG]},
         {"gone": [Finding("missing", "listed but not there", "reject")]},
@@ -150,7 +158,10 @@ def test_parts_are_merged_by_sample_in_the_order_of_the_media() -> None:
 
 
 def test_a_sample_judged_in_two_parts_is_one() -> None:
-    merged = merge(
-        [JudgedSample("a", (LONG,), {"fps": 24}), JudgedSample("a", (BLACK,), {"seconds": 2}, b"j")]
+    merged = merge_audits(
+        [
+            AuditedSample("a", (LONG,), {"fps": 24}),
+            AuditedSample("a", (BLACK,), {"seconds": 2}, b"j"),
+        ]
     )
-    assert merged == [JudgedSample("a", (BLACK, LONG), {"fps": 24, "seconds": 2}, b"j")]
+    assert merged == [AuditedSample("a", (BLACK, LONG), {"fps": 24, "seconds": 2}, b"j")]

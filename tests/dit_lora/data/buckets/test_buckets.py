@@ -11,11 +11,11 @@ import torch
 from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.data.buckets.buckets import (
     TOLERANCE,
-    Dropped,
-    Placed,
-    buckets_of,
-    place,
-    window_id,
+    DroppedClip,
+    Placement,
+    choose_bucket,
+    list_buckets,
+    make_window_id,
 )
 from dit_lora.data.media.video import ClipError, read_frames, read_header, write_video
 from dit_lora.data.media.video_header import VideoHeader
@@ -28,7 +28,7 @@ def data(**values: Any) -> DataConfig:
 
 
 def shapes(given: DataConfig, step: int = 16) -> tuple[VideoShape, ...]:
-    return buckets_of(given, step, lambda _: None)
+    return list_buckets(given, step, lambda _: None)
 
 
 def clip(
@@ -41,15 +41,15 @@ def image(height: int, width: int) -> VideoHeader:
     return VideoHeader(fps=None, seconds=None, frames=1, height=height, width=width, is_image=True)
 
 
-def placed(source: VideoHeader, given: DataConfig) -> Placed:
-    placement = place(source, shapes(given), given)
-    assert isinstance(placement, Placed), placement
+def placed(source: VideoHeader, given: DataConfig) -> Placement:
+    placement = choose_bucket(source, shapes(given), given)
+    assert isinstance(placement, Placement), placement
     return placement
 
 
-def dropped(source: VideoHeader, given: DataConfig) -> Dropped:
-    placement = place(source, shapes(given), given)
-    assert isinstance(placement, Dropped), placement
+def dropped(source: VideoHeader, given: DataConfig) -> DroppedClip:
+    placement = choose_bucket(source, shapes(given), given)
+    assert isinstance(placement, DroppedClip), placement
     return placement
 
 
@@ -127,14 +127,14 @@ def test_shapes_that_cannot_be_trained_are_left_out_and_said() -> None:
         return "9 frames do not divide" if shape.frames == 9 else None
 
     config = data(buckets={"frames": [9, 17], "aspect_ratios": ["3:2", "1:1"]})
-    bucket_shapes = buckets_of(config, 16, fits, messages.append)
+    bucket_shapes = list_buckets(config, 16, fits, messages.append)
     assert bucket_shapes == (VideoShape(17, 480, 720), VideoShape(17, 592, 592))
     (message,) = messages
     assert "left out" in message
     assert "9x480x720: 9 frames do not divide" in message
     assert "17x" not in message
     with pytest.raises(DitLoraError) as error:
-        buckets_of(config, 16, lambda shape: f"no {shape.frames}")
+        list_buckets(config, 16, lambda shape: f"no {shape.frames}")
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == 4
     assert lines[0] == "  - 9x480x720: no 9"
@@ -229,7 +229,7 @@ def test_limits_hold_with_buckets_and_say_what_was_asked() -> None:
     assert upscaled.code == "upscaled"
     assert "480x720 would enlarge its picture of 360x240 2.00 times" in upscaled.words
     for source in (clip(500, 2000), clip(240, 360)):
-        assert isinstance(place(source, shapes(data()), data()), Placed)
+        assert isinstance(choose_bucket(source, shapes(data()), data()), Placement)
 
 
 def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
@@ -237,14 +237,14 @@ def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
     buckets = {"resolutions": [256, 512], "aspect_ratios": ["2:1", "1:1"]}
     config = data(height=512, width=512, buckets=buckets)
     only = [VideoShape(17, 512, 512), VideoShape(17, 176, 368)]
-    free = place(clip(520, 1040), only, config)
-    tight = place(
+    free = choose_bucket(clip(520, 1040), only, config)
+    tight = choose_bucket(
         clip(520, 1040),
         only,
         data(**{**config.model_dump(), "buckets": {**buckets, "max_crop": 0.1}}),
     )
-    assert isinstance(free, Placed)
-    assert isinstance(tight, Placed)
+    assert isinstance(free, Placement)
+    assert isinstance(tight, Placement)
     assert (free.shape, tight.shape) == (only[0], only[1])
 
 
@@ -273,7 +273,7 @@ def test_what_does_not_say_its_length_has_one_window() -> None:
 
 
 def test_a_window_is_named_by_its_second() -> None:
-    names = [window_id("a.mp4", start) for start in (0.0, 2.125, 3.0, 12345.678, 17 / 24)]
+    names = [make_window_id("a.mp4", start) for start in (0.0, 2.125, 3.0, 12345.678, 17 / 24)]
     assert names == ["a.mp4", "a.mp4@2.125s", "a.mp4@3s", "a.mp4@12345.678s", "a.mp4@0.708s"]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dit_lora.config.data import DataConfig, VideoShape
-from dit_lora.data.buckets.buckets import buckets_of, place
-from dit_lora.data.buckets.report import BucketReport, advice_on_references
+from dit_lora.data.buckets.buckets import choose_bucket, list_buckets
+from dit_lora.data.buckets.report import BucketReport, advise_on_references
 from dit_lora.data.media.video_header import VideoHeader
 
 
@@ -22,11 +22,12 @@ def clip(height: int, width: int, seconds: float = 4.0) -> VideoHeader:
 
 
 def report(sources: list[VideoHeader], given: DataConfig, group: int = 2) -> BucketReport:
-    buckets = buckets_of(given, 16, lambda _: None)
+    buckets = list_buckets(given, 16, lambda _: None)
     clips = [
-        (f"{number}.mp4", place(source, buckets, given)) for number, source in enumerate(sources)
+        (f"{number}.mp4", choose_bucket(source, buckets, given))
+        for number, source in enumerate(sources)
     ]
-    return BucketReport.of(clips, buckets, given, group)
+    return BucketReport.from_clips(clips, buckets, given, group)
 
 
 TWO = {"aspect_ratios": ["3:2", "2:3"]}
@@ -52,7 +53,7 @@ def test_a_report_counts_what_went_where() -> None:
     assert report_values["buckets"][0]["shape"] == {"frames": 17, "height": 480, "width": 720}
     assert report_values["dropped"][1]["id"] == "4.mp4"
     assert report_values["advice"] == list(bucket_report.advice)
-    lines = bucket_report.lines()
+    lines = bucket_report.format_lines()
     assert lines[0].split()[:2] == ["bucket", "clips"]
     assert lines[1].split() == ["17x480x720", "2", "3", "75.0%", "12%", "/", "25%", "0"]
     assert lines[4].startswith("left out (too_short): 4.mp4: too short: it gives at most")
@@ -148,11 +149,11 @@ def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
         return replace(shape, references=tuple(VideoShape(1, height, 96) for height in heights))
 
     similar_references = [made_from(wide, 64)] * 3 + [made_from(tall, 64)]
-    assert advice_on_references(similar_references, 4) == []
-    assert advice_on_references([wide] * 3, 4) == []
+    assert advise_on_references(similar_references, 4) == []
+    assert advise_on_references([wide] * 3, 4) == []
     many = [*[made_from(wide, 64)] * 4, made_from(wide, 80), *[made_from(wide, 80, 96)] * 2]
-    assert advice_on_references(many, 1) == []
-    (advice,) = advice_on_references(many, 4)
+    assert advise_on_references(many, 1) == []
+    (advice,) = advise_on_references(many, 4)
     assert advice.startswith(
         "with their references, samples have 3 shapes, and a step takes 4 samples of one; these do not come in every "
         "epoch: 1x64x96 + 1x80x96 (1 sample, every 4.0 epochs), 1x64x96 + 1x80x96 + 1x96x96 "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dit_lora.data.cache.cache import CacheError, TensorCache, encoded, entry_key
+from dit_lora.data.cache.cache import CacheError, TensorCache, encode_entry, make_entry_key
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.storage import UnreadableError
 
@@ -29,20 +29,20 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(cache: TensorCache) -> str:
-    key = entry_key(FACTS)
-    cache.write_all([encoded(key, tensors(), sample="a.mp4", facts=FACTS)])
+    key = make_entry_key(FACTS)
+    cache.write_entries([encode_entry(key, tensors(), sample="a.mp4", facts=FACTS)])
     return key
 
 
 def test_an_entry_reads_back_bit_for_bit(cache: TensorCache) -> None:
     key = write(cache)
-    back, fault = cache.read(key, cache.spec(key))
+    back, fault = cache.read(key, cache.get_spec(key))
     assert fault is None
-    assert cache.is_whole(key)
+    assert cache.is_complete(key)
     for name, tensor in tensors().items():
         assert back[name].dtype is tensor.dtype
         assert torch.equal(back[name], tensor)
-    assert cache.spec(key) == {
+    assert cache.get_spec(key) == {
         "mean": ((4, 3, 5), torch.float32),
         "logvar": ((3, 4, 5), torch.bfloat16),
     }
@@ -52,8 +52,8 @@ def test_an_entry_reads_back_bit_for_bit(cache: TensorCache) -> None:
     "change", [{"media": "abd"}, {"frames": 13}, {"dtype": "torch.float32"}, {"new": 0}]
 )
 def test_any_other_fact_is_another_entry(change: dict) -> None:
-    assert entry_key({**FACTS, **change}) != entry_key(FACTS)
-    assert entry_key(dict(reversed(FACTS.items()))) == entry_key(FACTS)
+    assert make_entry_key({**FACTS, **change}) != make_entry_key(FACTS)
+    assert make_entry_key(dict(reversed(FACTS.items()))) == make_entry_key(FACTS)
 
 
 @pytest.mark.parametrize(
@@ -63,29 +63,29 @@ def test_a_bad_value_is_never_written(cache: TensorCache, value: float, words: s
     bad = tensors()
     bad["mean"][1, 1, 1] = value
     with pytest.raises(CacheError, match=rf"a\.mp4.*mean.*{words}"):
-        cache.write_all([encoded("k" * 64, bad, sample="a.mp4", facts={})])
+        cache.write_entries([encode_entry("k" * 64, bad, sample="a.mp4", facts={})])
     assert not list(cache.root.rglob("*"))
 
 
 def test_a_bad_value_is_reported_when_read(cache: TensorCache) -> None:
     key = write(cache)
-    spec = cache.spec(key)
-    (entry,) = cache.entries()
+    spec = cache.get_spec(key)
+    (entry,) = cache.iter_entries()
     with entry.path.open("r+b") as file:
         file.seek(entry.start + entry.layout.bounds["mean"][0])
         file.write(torch.full((2,), torch.nan).numpy().tobytes())
     back, fault = cache.read(key, spec)
     assert fault is not None
     assert "mean has 2 NaN among 60 values" in fault
-    assert f"{key[:16]} of {cache.path(key)}" in fault
+    assert f"{key[:16]} of {cache.find_shard_path(key)}" in fault
     assert back["mean"].isnan().sum() == 2  # given as it is, never replaced
 
 
 def test_a_changed_byte_is_reported(cache: TensorCache) -> None:
     key = write(cache)
-    spec, data = cache.spec(key), bytearray(cache.path(key).read_bytes())
+    spec, data = cache.get_spec(key), bytearray(cache.find_shard_path(key).read_bytes())
     data[-1] ^= 1
-    cache.path(key).write_bytes(data)
+    cache.find_shard_path(key).write_bytes(data)
     _, fault = cache.read(key, spec)
     assert fault is not None
     assert "digest differs" in fault
@@ -94,9 +94,9 @@ def test_a_changed_byte_is_reported(cache: TensorCache) -> None:
 @pytest.mark.parametrize("keep", [0, 8, 100, -1])
 def test_a_torn_entry_is_not_whole_and_reads_as_nan(cache: TensorCache, keep: int) -> None:
     key = write(cache)
-    spec = cache.spec(key)
-    cache.path(key).write_bytes(cache.path(key).read_bytes()[:keep])
-    assert not cache.is_whole(key)
+    spec = cache.get_spec(key)
+    cache.find_shard_path(key).write_bytes(cache.find_shard_path(key).read_bytes()[:keep])
+    assert not cache.is_complete(key)
     back, fault = cache.read(key, spec)
     assert fault is not None
     assert "cannot be read" in fault
@@ -107,19 +107,19 @@ def test_a_torn_entry_is_not_whole_and_reads_as_nan(cache: TensorCache, keep: in
 def test_a_bad_entry_is_set_aside_and_made_anew(cache: TensorCache) -> None:
     key = write(cache)
     other_cache = TensorCache(cache.root)
-    assert other_cache.is_whole(key)
-    aside = cache.set_aside(key)
+    assert other_cache.is_complete(key)
+    aside = cache.mark_bad(key)
     assert aside.exists()
-    assert not cache.is_whole(key)
+    assert not cache.is_complete(key)
     assert "cannot be read" in (cache.read(key, {})[1] or "")
-    assert not TensorCache(cache.root).is_whole(key)
+    assert not TensorCache(cache.root).is_complete(key)
     other_cache.refresh()
-    assert not other_cache.is_whole(key)
+    assert not other_cache.is_complete(key)
     write(cache)
-    assert cache.is_whole(key)
+    assert cache.is_complete(key)
     assert cache.read(key, {})[1] is None
     other_cache.refresh()
-    assert other_cache.is_whole(key)
+    assert other_cache.is_complete(key)
 
 
 def test_a_full_disk_names_sample_and_leaves_nothing_torn(
@@ -140,41 +140,41 @@ def test_digests_follow_content_and_are_remembered(tmp_path: Path) -> None:
     file, memo = tmp_path / "a.bin", tmp_path / "memo.json"
     file.write_bytes(b"one")
     first_digests = Digests(memo)
-    digest = first_digests.file(file)
+    digest = first_digests.hash_file(file)
     first_digests.save()
-    assert Digests(memo).file(file) == digest
+    assert Digests(memo).hash_file(file) == digest
     file.write_bytes(b"two")
-    assert Digests(memo).file(file) != digest
+    assert Digests(memo).hash_file(file) != digest
 
 
 def test_a_torn_memo_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "memo.json").write_text('{"a": [1,')
-    assert len(Digests(tmp_path / "memo.json").file(tmp_path / "a")) == 64
+    assert len(Digests(tmp_path / "memo.json").hash_file(tmp_path / "a")) == 64
 
 
 def test_a_components_digest_depends_on_weights_and_configs_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"w")
-    digest = Digests(tmp_path / ".memo").component(tmp_path)
+    digest = Digests(tmp_path / ".memo").hash_component(tmp_path)
     (tmp_path / "README.md").write_text("x")
-    assert Digests(tmp_path / ".memo").component(tmp_path) == digest
+    assert Digests(tmp_path / ".memo").hash_component(tmp_path) == digest
     (tmp_path / "model.safetensors").write_bytes(b"v")
-    changed = Digests(tmp_path / ".memo").component(tmp_path)
+    changed = Digests(tmp_path / ".memo").hash_component(tmp_path)
     assert changed != digest
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert Digests(tmp_path / ".memo").component(tmp_path) != changed
+    assert Digests(tmp_path / ".memo").hash_component(tmp_path) != changed
 
 
 def test_class_labels_and_masks_are_kept_and_a_cut_entry_is_bad(cache: TensorCache) -> None:
     tensors = {"class_labels": torch.tensor(7), "mask": torch.tensor([True, False])}
-    key = entry_key({"class": "cat"})
-    cache.write_all([encoded(key, tensors, sample="cat", facts={})])
-    spec = cache.spec(key)
+    key = make_entry_key({"class": "cat"})
+    cache.write_entries([encode_entry(key, tensors, sample="cat", facts={})])
+    spec = cache.get_spec(key)
     back, fault = cache.read(key, spec)
     assert fault is None
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
-    os.truncate(cache.path(key), cache.path(key).stat().st_size - 1)
+    os.truncate(cache.find_shard_path(key), cache.find_shard_path(key).stat().st_size - 1)
     lost, fault = cache.read(key, spec)
     assert fault is not None
     assert str(cache.root) in fault
@@ -183,13 +183,13 @@ def test_class_labels_and_masks_are_kept_and_a_cut_entry_is_bad(cache: TensorCac
 
 def several(cache: TensorCache, count: int, per_shard: int = 3) -> list[str]:
     """Entries of one number each, in shards."""
-    keys = [entry_key({"number": number}) for number in range(count)]
+    keys = [make_entry_key({"number": number}) for number in range(count)]
     records = [
-        encoded(key, {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
+        encode_entry(key, {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
         for k, key in enumerate(keys)
     ]
     for begin in range(0, count, per_shard):
-        cache.write_all(records[begin : begin + per_shard])
+        cache.write_entries(records[begin : begin + per_shard])
     return keys
 
 
@@ -201,53 +201,53 @@ def numbers(cache: TensorCache, keys: list[str]) -> list[float]:
 
 def test_one_bad_entry_of_a_shard_is_set_aside_and_made_anew_alone(cache: TensorCache) -> None:
     keys = several(cache, 6)
-    shard = cache.path(keys[1])
+    shard = cache.find_shard_path(keys[1])
     before = shard.read_bytes()
-    aside = cache.set_aside(keys[1])
+    aside = cache.mark_bad(keys[1])
     assert aside.parent == shard.parent
-    assert cache.missing(keys) == [keys[1]]
+    assert cache.find_missing(keys) == [keys[1]]
     assert shard.read_bytes() == before
-    cache.write_all([encoded(keys[1], {"x": torch.full((4,), 1.0)}, sample="1", facts={})])
-    assert cache.missing(keys) == []
-    assert cache.path(keys[1]) != shard
-    assert cache.path(keys[2]) == shard
+    cache.write_entries([encode_entry(keys[1], {"x": torch.full((4,), 1.0)}, sample="1", facts={})])
+    assert cache.find_missing(keys) == []
+    assert cache.find_shard_path(keys[1]) != shard
+    assert cache.find_shard_path(keys[2]) == shard
     assert numbers(cache, keys) == list(range(6))
     assert numbers(TensorCache(cache.root), keys) == list(range(6))
-    assert sorted(entry.key for entry in cache.entries()) == sorted(keys)
+    assert sorted(entry.key for entry in cache.iter_entries()) == sorted(keys)
 
 
 def test_of_two_copies_the_other_is_used_when_one_is_set_aside(cache: TensorCache) -> None:
     keys = several(cache, 3)
-    cache.write_all([encoded(keys[0], {"x": torch.full((4,), 0.0)}, sample="0", facts={})])
-    first_path = cache.path(keys[0])
+    cache.write_entries([encode_entry(keys[0], {"x": torch.full((4,), 0.0)}, sample="0", facts={})])
+    first_path = cache.find_shard_path(keys[0])
     assert len(cache) == 3
-    cache.set_aside(keys[0])
-    assert cache.is_whole(keys[0])
-    assert cache.path(keys[0]) != first_path
-    cache.set_aside(keys[0])
-    assert not cache.is_whole(keys[0])
-    assert not cache.path(keys[0]).exists()
+    cache.mark_bad(keys[0])
+    assert cache.is_complete(keys[0])
+    assert cache.find_shard_path(keys[0]) != first_path
+    cache.mark_bad(keys[0])
+    assert not cache.is_complete(keys[0])
+    assert not cache.find_shard_path(keys[0]).exists()
 
 
 def test_what_others_write_replace_and_remove_is_seen(cache: TensorCache) -> None:
     other_cache = TensorCache(cache.root)
-    assert not other_cache.is_whole("a" * 64)  # its index is of an empty folder
+    assert not other_cache.is_complete("a" * 64)  # its index is of an empty folder
     keys = several(cache, 6)
     assert numbers(other_cache, keys) == list(range(6))
     # A shard that goes takes its entries along, and one that comes instead is found by who asks.
-    path = cache.path(keys[0])
+    path = cache.find_shard_path(keys[0])
     path.unlink()
     with pytest.raises(UnreadableError, match="No such file"):
         other_cache.read(keys[0], {})
-    cache.write_all([encoded(keys[0], {"x": torch.full((4,), 7.0)}, sample="0", facts={})])
+    cache.write_entries([encode_entry(keys[0], {"x": torch.full((4,), 7.0)}, sample="0", facts={})])
     assert numbers(other_cache, keys[:1]) == [7.0]
-    assert other_cache.missing(keys) == keys[1:3]
+    assert other_cache.find_missing(keys) == keys[1:3]
 
 
 def test_a_file_cut_while_it_is_open_is_a_fault(cache: TensorCache) -> None:
     keys = several(cache, 3)
     assert numbers(cache, keys) == [0, 1, 2]
-    with cache.path(keys[2]).open("r+b") as file:
+    with cache.find_shard_path(keys[2]).open("r+b") as file:
         file.truncate(file.seek(0, 2) - 4)
     assert numbers(cache, keys[:2]) == [0, 1]
     assert "cannot be read" in (cache.read(keys[2], {})[1] or "")
@@ -298,11 +298,11 @@ def test_forked_workers_read_at_once_from_files_that_they_share(cache: TensorCac
 
 
 def test_files_of_the_old_layout_are_neither_read_nor_in_the_way(cache: TensorCache) -> None:
-    key = entry_key(FACTS)
+    key = make_entry_key(FACTS)
     old = cache.root / key[:2] / f"{key}.safetensors"
     old.parent.mkdir(parents=True)
     old.write_bytes(b"an entry of an earlier version")
-    assert not cache.is_whole(key)
+    assert not cache.is_complete(key)
     write(cache)
     assert cache.read(key, {})[1] is None
     assert len(cache) == 1

@@ -17,9 +17,9 @@ def sha(data: bytes) -> str:
 def test_files_and_members_have_the_digest_of_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     digests = Digests(tmp_path / "memo.json")
-    assert digests.file(tmp_path / "a") == sha(b"0123456789")
-    assert digests.media(TarMember(tmp_path / "a", "x", 2, 3)) == sha(b"234")
-    assert digests.media(TarMember(tmp_path / "a", "x", 5, 3)) == sha(b"567")
+    assert digests.hash_file(tmp_path / "a") == sha(b"0123456789")
+    assert digests.hash_media(TarMember(tmp_path / "a", "x", 2, 3)) == sha(b"234")
+    assert digests.hash_media(TarMember(tmp_path / "a", "x", 5, 3)) == sha(b"567")
 
 
 def test_a_file_is_read_again_only_when_it_changed(
@@ -27,21 +27,21 @@ def test_a_file_is_read_again_only_when_it_changed(
 ) -> None:
     path, read = tmp_path / "a", []
     path.write_bytes(b"one")
-    source = MediaFile.source
+    source = MediaFile.get_source
 
     def spy(self: MediaFile) -> Path:
         read.append(self.path)
         return source(self)
 
-    monkeypatch.setattr(MediaFile, "source", spy)
+    monkeypatch.setattr(MediaFile, "get_source", spy)
     first_digests = Digests(tmp_path / "memo.json")
-    assert first_digests.file(path) == first_digests.file(path) == sha(b"one")
+    assert first_digests.hash_file(path) == first_digests.hash_file(path) == sha(b"one")
     first_digests.save()
-    assert Digests(tmp_path / "memo.json").file(path) == sha(b"one")
+    assert Digests(tmp_path / "memo.json").hash_file(path) == sha(b"one")
     assert len(read) == 1
     path.write_bytes(b"two")
     os.utime(path, ns=(1, 1))
-    assert Digests(tmp_path / "memo.json").file(path) == sha(b"two")
+    assert Digests(tmp_path / "memo.json").hash_file(path) == sha(b"two")
     assert len(read) == 2
 
 
@@ -55,16 +55,16 @@ def test_another_file_behind_the_same_link_is_read(tmp_path: Path) -> None:
     for name in ("v1", "v2"):
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / name)
-        assert digests.file(link / "a") == sha(name.encode())
+        assert digests.hash_file(link / "a") == sha(name.encode())
 
 
 def test_a_torn_memo_and_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "memo.json").write_text('{"a": [1')
     (tmp_path / "a").write_bytes(b"one")
     digests = Digests(tmp_path / "memo.json")
-    assert digests.file(tmp_path / "a") == sha(b"one")
+    assert digests.hash_file(tmp_path / "a") == sha(b"one")
     with pytest.raises(FileNotFoundError):
-        digests.file(tmp_path / "gone")
+        digests.hash_file(tmp_path / "gone")
 
 
 def test_of_a_component_configs_and_weights_count(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_of_a_component_configs_and_weights_count(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "a.safetensors").write_bytes(b"weights")
-    before = Digests(tmp_path / "memo.json").component(folder)
+    before = Digests(tmp_path / "memo.json").hash_component(folder)
     (folder / "README.md").write_text("words")
-    assert Digests(tmp_path / "memo.json").component(folder) == before
+    assert Digests(tmp_path / "memo.json").hash_component(folder) == before
     (folder / "a.safetensors").rename(folder / "b.safetensors")
-    assert Digests(tmp_path / "memo.json").component(folder) != before
+    assert Digests(tmp_path / "memo.json").hash_component(folder) != before
 
 
 def test_a_file_replaced_in_place_is_another_one(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_file_replaced_in_place_is_another_one(tmp_path: Path) -> None:
     path.write_bytes(b"one")
     os.utime(path, ns=(1, 1))
     digests = Digests(tmp_path / "memo.json")
-    assert digests.file(path) == sha(b"one")
+    assert digests.hash_file(path) == sha(b"one")
     with path.open("r+b") as file:
         file.write(b"two")
     os.utime(path, ns=(1, 1))
-    assert digests.file(path) == sha(b"two")
+    assert digests.hash_file(path) == sha(b"two")

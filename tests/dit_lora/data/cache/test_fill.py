@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from dit_lora.data.cache import fill as filling
-from dit_lora.data.cache.cache import TensorCache, entry_key
-from dit_lora.data.cache.fill import LOCKS, PER_UNIT, Filled, Job, fill, unit_locks
-from dit_lora.data.cache.shards import shards_in
+from dit_lora.data.cache.cache import TensorCache, make_entry_key
+from dit_lora.data.cache.fill import (
+    LOCKS,
+    MAX_JOBS_PER_UNIT,
+    BuildResult,
+    Job,
+    fill_cache,
+    list_unit_locks,
+)
+from dit_lora.data.cache.shards import list_shards
 from dit_lora.data.media.video import ClipError
 from dit_lora.errors import DitLoraError
 
@@ -25,8 +32,8 @@ Encoder = Callable[[int], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(filling, "_UNITS", 1)  # units of the size that large sets have
+    monkeypatch.setattr(filling, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(filling, "_MIN_UNITS", 1)  # units of the size that large sets have
 
 
 @pytest.fixture
@@ -38,10 +45,10 @@ def job(number: int) -> Job:
     def make(encode: Encoder) -> dict[str, torch.Tensor]:
         return {"x": encode(number)}
 
-    return Job(f"{number}.mp4", entry_key({"number": number}), {"number": number}, make)
+    return Job(f"{number}.mp4", make_entry_key({"number": number}), {"number": number}, make)
 
 
-JOBS = [job(number) for number in range(5 * PER_UNIT - 3)]
+JOBS = [job(number) for number in range(5 * MAX_JOBS_PER_UNIT - 3)]
 KEYS = [cache_job.key for cache_job in JOBS]
 
 
@@ -61,8 +68,8 @@ def run(
     jobs: Sequence[Job] = JOBS,
     launch: str = "one",
     **values: Any,
-) -> Filled:
-    return fill(cache, jobs, lambda: encoder, launch=launch, **values)
+) -> BuildResult:
+    return fill_cache(cache, jobs, lambda: encoder, launch_id=launch, **values)
 
 
 def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
@@ -85,20 +92,20 @@ def test_all_is_made_in_shards_and_not_again(cache: TensorCache) -> None:
         loads.append(1)
         return good
 
-    assert fill(cache, JOBS, load, launch="a") == Filled(made=len(JOBS))
+    assert fill_cache(cache, JOBS, load, launch_id="a") == BuildResult(num_written=len(JOBS))
     assert is_right(cache)
-    assert len(list(shards_in(cache.root))) == 5
-    assert fill(cache, JOBS, load, launch="b") == Filled()
+    assert len(list(list_shards(cache.root))) == 5
+    assert fill_cache(cache, JOBS, load, launch_id="b") == BuildResult()
     assert len(loads) == 1
-    cache.set_aside(KEYS[20])
-    assert fill(cache, JOBS, load, launch="c") == Filled(made=1)
+    cache.mark_bad(KEYS[20])
+    assert fill_cache(cache, JOBS, load, launch_id="c") == BuildResult(num_written=1)
     assert cache.read(KEYS[20], {})[0]["x"][0] == 20
-    stored = next(entry for entry in cache.entries() if entry.key == KEYS[20])
+    stored = next(entry for entry in cache.iter_entries() if entry.key == KEYS[20])
     assert (stored.sample, stored.facts) == ("20.mp4", {"number": 20})
 
 
 def test_an_empty_list_makes_nothing_not_even_a_folder(cache: TensorCache) -> None:
-    assert run(cache, jobs=[]) == Filled()
+    assert run(cache, jobs=[]) == BuildResult()
     assert not cache.root.exists()
 
 
@@ -109,7 +116,7 @@ def test_jobs_of_equal_keys_are_made_once(cache: TensorCache) -> None:
         encoded_numbers.append(number)
         return good(number)
 
-    assert run(cache, counted, [*JOBS[:3], *JOBS[:2]]).made == 3
+    assert run(cache, counted, [*JOBS[:3], *JOBS[:2]]).num_written == 3
     assert encoded_numbers == [0, 1, 2]
 
 
@@ -119,8 +126,8 @@ def test_failures_are_all_told_and_stop_nobody(cache: TensorCache) -> None:
     assert list(filled.failed) == [KEYS[number] for number in bad]
     assert filled.failed[KEYS[7]] == "7.mp4 is broken"
     assert "9.mp4: the encoder's output is not usable: x has 3 NaN" in filled.failed[KEYS[9]]
-    assert filled.made == len(JOBS) - len(bad)
-    assert cache.missing(KEYS) == list(filled.failed)
+    assert filled.num_written == len(JOBS) - len(bad)
+    assert cache.find_missing(KEYS) == list(filled.failed)
 
 
 def test_what_failed_is_tried_once_a_launch_and_again_at_the_next(cache: TensorCache) -> None:
@@ -133,8 +140,8 @@ def test_what_failed_is_tried_once_a_launch_and_again_at_the_next(cache: TensorC
 
     same_process = run(cache, repaired, launch="one")  # another process of it
     assert not tried
-    assert same_process == Filled(made=0, failed=first_process.failed)
-    assert run(cache, repaired, launch="two") == Filled(made=len(first_process.failed))
+    assert same_process == BuildResult(num_written=0, failed=first_process.failed)
+    assert run(cache, repaired, launch="two") == BuildResult(num_written=len(first_process.failed))
     assert [KEYS[number] for number in tried] == list(first_process.failed)
 
 
@@ -156,15 +163,15 @@ def test_an_interrupt_keeps_what_was_finished(
     cache: TensorCache, error: type[BaseException]
 ) -> None:
     def stop(number: int) -> torch.Tensor:
-        if number == PER_UNIT + 5:
+        if number == MAX_JOBS_PER_UNIT + 5:
             raise error
         return good(number)
 
     with pytest.raises(error):
         run(cache, stop)
-    assert cache.missing(KEYS) == KEYS[PER_UNIT + 5 :]
-    assert not unit_locks(cache)
-    assert run(cache).made == len(JOBS) - PER_UNIT - 5
+    assert cache.find_missing(KEYS) == KEYS[MAX_JOBS_PER_UNIT + 5 :]
+    assert not list_unit_locks(cache)
+    assert run(cache).num_written == len(JOBS) - MAX_JOBS_PER_UNIT - 5
     assert is_right(cache)
 
 
@@ -185,7 +192,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
     ):
         run(cache)
     monkeypatch.setattr(os, "fsync", sync)
-    assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
+    assert cache.find_missing(KEYS) == KEYS[2 * MAX_JOBS_PER_UNIT :]
     assert not list(cache.root.glob(".*.partial"))
     run(cache)
     assert is_right(cache)
@@ -194,9 +201,9 @@ def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
 def test_large_entries_are_not_all_held_before_they_are_written(
     cache: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "UNIT_BYTES", 5 * 12)
+    monkeypatch.setattr(filling, "MAX_UNIT_BYTES", 5 * 12)
     run(cache, jobs=JOBS[:12])
-    assert len(list(shards_in(cache.root))) == 3  # of 5, 5 and 2
+    assert len(list(list_shards(cache.root))) == 3  # of 5, 5 and 2
     assert is_right(cache, JOBS[:12])
 
 
@@ -243,7 +250,7 @@ def test_two_launches_at_once_share_the_work_and_make_the_same_cache(
     assert is_right(cache)
     single_cache = TensorCache(tmp_path / "alone")
     run(single_cache)
-    names = [[path.name for path in shards_in(root)] for root in (cache.root, single_cache.root)]
+    names = [[path.name for path in list_shards(root)] for root in (cache.root, single_cache.root)]
     assert names[0] == names[1]
 
 
@@ -252,15 +259,15 @@ def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
 ) -> None:
     marker_dir = tmp_path / "marks"
     process = start(cache, marker_dir, 0.05)
-    wait_for(lambda: marker_dir.is_dir() and len(made(marker_dir)) > PER_UNIT + 5)
+    wait_for(lambda: marker_dir.is_dir() and len(made(marker_dir)) > MAX_JOBS_PER_UNIT + 5)
     os.kill(process.pid or 0, signal.SIGSTOP)  # within its second unit, however slow the others are
     waiting = start(cache, tmp_path / "others", 0.0)  # makes the rest, then waits for that unit
-    wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * PER_UNIT)
+    wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * MAX_JOBS_PER_UNIT)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     waiting.join()
     assert waiting.exitcode == 0
-    assert len(made(marker_dir)) + len(made(tmp_path / "others")) <= len(JOBS) + PER_UNIT
+    assert len(made(marker_dir)) + len(made(tmp_path / "others")) <= len(JOBS) + MAX_JOBS_PER_UNIT
     assert is_right(cache)
 
 
@@ -268,20 +275,20 @@ def test_after_a_kill_of_the_only_process_the_next_start_goes_on(
     cache: TensorCache, tmp_path: Path
 ) -> None:
     process = start(cache, tmp_path / "marks", 0.01)
-    wait_for(lambda: len(made(tmp_path / "marks")) > 2 * PER_UNIT + 3)
+    wait_for(lambda: len(made(tmp_path / "marks")) > 2 * MAX_JOBS_PER_UNIT + 3)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert cache.missing(KEYS) == KEYS[2 * PER_UNIT :]
-    assert len(unit_locks(cache)) == 1
+    assert cache.find_missing(KEYS) == KEYS[2 * MAX_JOBS_PER_UNIT :]
+    assert len(list_unit_locks(cache)) == 1
     (cache.root / f".{'0' * 32}.12345678.partial").write_bytes(b"half")  # killed within a write
-    assert run(cache).made == len(JOBS) - 2 * PER_UNIT
-    assert cache.missing(KEYS) == []
+    assert run(cache).num_written == len(JOBS) - 2 * MAX_JOBS_PER_UNIT
+    assert cache.find_missing(KEYS) == []
     assert list((cache.root / LOCKS).iterdir()) == [cache.root / LOCKS / "gate.lock"]
 
 
 def test_of_a_small_set_every_process_gets_some(
     cache: TensorCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "_UNITS", 64)
+    monkeypatch.setattr(filling, "_MIN_UNITS", 64)
     run(cache, jobs=JOBS[:5])
-    assert len(list(shards_in(cache.root))) == 5
+    assert len(list(list_shards(cache.root))) == 5

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dit_lora.data.cache.cache import TensorCache, encoded
-from dit_lora.data.cache.shards import ShardError, in_range, read_header, write_shard
+from dit_lora.data.cache.cache import TensorCache, encode_entry
+from dit_lora.data.cache.shards import ShardError, is_in_range, read_header, write_shard
 from dit_lora.data.storage import UnreadableError
 
 Tensors = dict[str, torch.Tensor]
@@ -36,7 +36,7 @@ def write(folder: Path, entries: dict[str, Tensors]) -> Path:
     return write_shard(
         folder,
         [
-            encoded(key, tensors, sample=f"{key}.mp4", facts={**facts, "media": key})
+            encode_entry(key, tensors, sample=f"{key}.mp4", facts={**facts, "media": key})
             for key, tensors in entries.items()
         ],
     )
@@ -58,7 +58,7 @@ def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, 
         assert fault is None
         assert same(back, tensors)
         assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in back.values())
-        assert cache.spec(key) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
+        assert cache.get_spec(key) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
     flat = {f"{key}/{n}": t for key, tensors in entries.items() for n, t in tensors.items()}
     assert same(load_file(path), flat)
 
@@ -80,8 +80,10 @@ def test_equal_entries_are_an_equal_file(tmp_path: Path) -> None:
     assert first_path.name == second_path.name
     assert first_path.read_bytes() == second_path.read_bytes()
     assert write(tmp_path / "one", {"a": drawn(1), "b": drawn(3)}).name != first_path.name
-    assert read_header(first_path).is_named
-    assert not read_header(first_path.rename(first_path.with_name("renamed.safetensors"))).is_named
+    assert read_header(first_path).has_valid_name
+    assert not read_header(
+        first_path.rename(first_path.with_name("renamed.safetensors"))
+    ).has_valid_name
 
 
 def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
         path.write_bytes(data[:size])
         cache = TensorCache(tmp_path)
         kept_keys = {f"k{k}" for k, end in enumerate(ends) if end <= size}
-        assert {key for key in entries if cache.is_whole(key)} == kept_keys
+        assert {key for key in entries if cache.is_complete(key)} == kept_keys
         assert len(cache) == len(kept_keys)
         for key in entries:
             spec = {"x": (torch.Size([2]), torch.float32)}
@@ -158,7 +160,7 @@ def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(
     cache = TensorCache(tmp_path)
     assert len(cache) == 1
     assert cache.read("good", {})[1] is None
-    assert not cache.is_whole("k")
+    assert not cache.is_complete("k")
     try:
         assert read_header(tmp_path / "bad.safetensors").entries == []
     except ShardError as error:
@@ -170,7 +172,7 @@ def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(
 )
 def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        assert in_range(torch.tensor([2**40]), 1e4)
+        assert is_in_range(torch.tensor([2**40]), 1e4)
         return
     for limit in (1e4, 9999.99, 0.1, 1e38):
         bits = torch.tensor(np.arange(2**16, dtype=np.uint16)).view(torch.float16).float()
@@ -178,7 +180,7 @@ def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> 
         around = torch.stack([edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)])
         for value in [*bits[::257].to(dtype), *around, *-around]:
             expected = bool(value.double().abs() <= limit)
-            assert in_range(value, limit) == expected, (value, limit)
-            assert in_range(torch.stack([value * 0, value]), limit) == expected
-    assert in_range(torch.empty(0, dtype=dtype), 1.0)
-    assert not in_range(torch.full((3, 2), torch.nan, dtype=dtype).T, 1e4)
+            assert is_in_range(value, limit) == expected, (value, limit)
+            assert is_in_range(torch.stack([value * 0, value]), limit) == expected
+    assert is_in_range(torch.empty(0, dtype=dtype), 1.0)
+    assert not is_in_range(torch.full((3, 2), torch.nan, dtype=dtype).T, 1e4)

@@ -36,20 +36,20 @@ def write(root: Path, records: Any, name: str = "train.json") -> Path:
 def read(root: Path, records: Any) -> list[Conversation]:
     read_result = read_conversations(config(path=str(write(root, records))))
     assert not read_result.problems
-    return read_result.all
+    return read_result.usable
 
 
 def codes(root: Path, *records: Any) -> list[tuple[str, str]]:
     """The ids and codes of the problems, where a good record comes last."""
     good = {"image": "p.png", "QA": QA}
     read_result = read_conversations(config(path=str(write(root, [*records, good]))))
-    assert [sample.id for sample in read_result.all] == ["p.png"]
+    assert [sample.id for sample in read_result.usable] == ["p.png"]
     return [(finding.file, finding.code) for finding in read_result.problems]
 
 
 def words(root: Path, record: Any) -> str:
     read_result = read_conversations(config(path=str(write(root, [record, {"QA": QA}]))))
-    return "; ".join(problem.words for problem in read_result.problems)
+    return "; ".join(problem.message for problem in read_result.problems)
 
 
 def test_annotations_of_videochat2(root: Path) -> None:
@@ -66,7 +66,7 @@ def test_annotations_of_videochat2(root: Path) -> None:
         "video",
         MediaFile(root / "a.mp4"),
         (Turn("What?", "A disc.", " Answer. "), Turn("What is it?", "A disc.")),
-        independent=True,
+        is_independent=True,
     )
     assert (image.id, image.kind, image.turns) == (
         "sub/q.JPG",
@@ -134,7 +134,7 @@ def test_an_image_is_named_in_many_ways(root: Path, how: str) -> None:
     (sample,) = read(root, [MEDIUM[how]])
     assert (sample.id, sample.kind, sample.media) == ("p.png", "image", MediaFile(root / "p.png"))
     assert sample.turns == SAID
-    assert not sample.independent
+    assert not sample.is_independent
 
 
 def test_a_video_of_llava_has_the_place_of_an_image(root: Path) -> None:
@@ -337,8 +337,8 @@ def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
         root, [{"video": "a.mp4", "QA": QA}, clip_record, same_record, {"QA": QA}, {"QA": QA}]
     )
     read_result = read_conversations(config(path=str(path)))
-    assert [sample.id for sample in read_result.all] == ["a.mp4", "a.mp4#2", "train.json#4"]
-    assert [(finding.file, finding.code, finding.words) for finding in read_result.problems] == [
+    assert [sample.id for sample in read_result.usable] == ["a.mp4", "a.mp4#2", "train.json#4"]
+    assert [(finding.file, finding.code, finding.message) for finding in read_result.problems] == [
         ("a.mp4#3", "duplicate_record", "it says the same as a.mp4 (record 3)"),
         ("train.json#5", "duplicate_record", "it says the same as train.json#4 (record 5)"),
     ]
@@ -347,7 +347,7 @@ def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
 def test_a_bad_line_is_a_problem_of_its_own(root: Path) -> None:
     path = write(root, '{"QA": [{"q": "x", "a": "y"}]}\n{"QA"\n', "lines.jsonl")
     read_result = read_conversations(config(path=str(path)))
-    assert [sample.id for sample in read_result.all] == ["lines.jsonl#1"]
+    assert [sample.id for sample in read_result.usable] == ["lines.jsonl#1"]
     assert [(finding.file, finding.code) for finding in read_result.problems] == [
         ("lines.jsonl#2", "unreadable")
     ]
@@ -359,7 +359,7 @@ def test_media_may_be_elsewhere_and_a_link_is_followed(root: Path, tmp_path: Pat
     (root / "sub" / "link.mp4").symlink_to(root / "a.mp4")
     path = write(notes, [{"video": "link.mp4", "QA": QA}, {"video": str(root / "sub/link.mp4")}])
     read_result = read_conversations(config(path=str(path), media=str(root / "sub")))
-    assert [(sample.id, sample.media) for sample in read_result.all] == [
+    assert [(sample.id, sample.media) for sample in read_result.usable] == [
         ("link.mp4", MediaFile(root / "sub" / "link.mp4"))
     ]
     assert [problem.file for problem in read_result.problems] == ["link.mp4#2"]
@@ -375,18 +375,18 @@ def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> Non
         {"path": str(second), "media": str(root), "weight": 2},
     ]
     read_result = read_conversations(config(sources=sources))
-    assert [sample.id for sample in read_result.all[-2:]] == [
+    assert [sample.id for sample in read_result.usable[-2:]] == [
         "train.json/p.png#4",
         "train.json-2/a.mp4",
     ]
-    assert [(sample.times, sample.loss_weight) for sample in read_result.all] == [(1, 0.5)] * 4 + [
-        (8, 1)
-    ]
+    assert [(sample.times_per_epoch, sample.loss_weight) for sample in read_result.usable] == [
+        (1, 0.5)
+    ] * 4 + [(8, 1)]
     assert [problem.file for problem in read_result.problems] == ["train.json-2/gone.mp4"]
     sources = [{"path": str(first_file), "repeats": 3}, {"path": str(second), "media": str(root)}]
-    assert [sample.times for sample in read_conversations(config(sources=sources)).all] == [
-        3
-    ] * 4 + [1]
+    assert [
+        sample.times_per_epoch for sample in read_conversations(config(sources=sources)).usable
+    ] == [3] * 4 + [1]
     sources = [{"path": str(root / "x.json")}, {"path": str(root / "y.json")}]
     with pytest.raises(DitLoraError, match=r"(?s)sources\[0\]: .*x\.json.*sources\[1\]: .*y\.json"):
         read_conversations(config(sources=sources))

@@ -4,11 +4,16 @@ import random
 
 import pytest
 
-from dit_lora.data.chat.fitting import KEPT, NothingToLearnError, TooLongError, fit
-from dit_lora.data.chat.rendered import Piece, Rendered
+from dit_lora.data.chat.fitting import (
+    MIN_QUESTION_TOKENS,
+    NothingToLearnError,
+    TooLongError,
+    fit_to_length,
+)
+from dit_lora.data.chat.rendered import Piece, RenderedConversation
 
 
-def rendered(questions: list[int], answers: list[int], media: int = 7) -> Rendered:
+def rendered(questions: list[int], answers: list[int], media: int = 7) -> RenderedConversation:
     """Fixed 2 + media, then questions and answers in turn; every token has an id of its own."""
     token = iter(range(1, 100_000))
 
@@ -18,16 +23,16 @@ def rendered(questions: list[int], answers: list[int], media: int = 7) -> Render
     pieces = [Piece(ids(2), "fixed"), Piece(ids(media), "media")]
     for question, answer in zip(questions, answers, strict=True):
         pieces += [Piece(ids(question), "question"), Piece(ids(answer), "answer")]
-    return Rendered(tuple(pieces), instruction=(5, 6))
+    return RenderedConversation(tuple(pieces), instruction=(5, 6))
 
 
-def questions(sample: Rendered) -> list[int]:
+def questions(sample: RenderedConversation) -> list[int]:
     return [len(piece.ids) for piece in sample.pieces if piece.part == "question"]
 
 
 def test_what_fits_is_left_alone() -> None:
     sample = rendered([9, 3], [4, 2])
-    assert fit(sample, len(sample)) is sample
+    assert fit_to_length(sample, len(sample)) is sample
 
 
 @pytest.mark.parametrize(
@@ -44,10 +49,10 @@ def test_the_longest_questions_are_cut_to_one_level(
     lengths: list[int], drop: int, left: list[int]
 ) -> None:
     sample = rendered(lengths, [3] * len(lengths))
-    fitted = fit(sample, len(sample) - drop)
+    fitted = fit_to_length(sample, len(sample) - drop)
     assert sorted(questions(fitted)) == sorted(left)
     assert len(fitted) == len(sample) - drop
-    dropped = [piece.dropped for piece in fitted.pieces if piece.part == "question"]
+    dropped = [piece.num_dropped for piece in fitted.pieces if piece.part == "question"]
     assert [
         num_kept + num_dropped
         for num_kept, num_dropped in zip(questions(fitted), dropped, strict=True)
@@ -61,9 +66,9 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
         sample = rendered(
             [rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)]
         )
-        min_tokens = sum(min(length, KEPT) for length in questions(sample))
+        min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions(sample))
         max_tokens = len(sample) - sum(questions(sample)) + min_tokens + rng.randint(0, 40)
-        fitted = fit(sample, max_tokens)
+        fitted = fit_to_length(sample, max_tokens)
         assert len(fitted) == min(max_tokens, len(sample))
         assert fitted.instruction == sample.instruction
         for before, after in zip(sample.pieces, fitted.pieces, strict=True):
@@ -72,23 +77,25 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
                 continue
             head = (len(after.ids) + 1) // 2
             tail = len(after.ids) - head
-            assert len(after.ids) >= min(len(before.ids), KEPT)
+            assert len(after.ids) >= min(len(before.ids), MIN_QUESTION_TOKENS)
             assert after.ids[:head] == before.ids[:head]
             assert after.ids[head:] == before.ids[len(before.ids) - tail :]
-            assert after.dropped == len(before.ids) - len(after.ids)
+            assert after.num_dropped == len(before.ids) - len(after.ids)
 
 
 def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() -> None:
     sample = rendered([30, 3], [20, 5], media=64)
-    need = 2 + 64 + 25 + KEPT + 3
-    assert len(fit(sample, need)) == need
+    need = 2 + 64 + 25 + MIN_QUESTION_TOKENS + 3
+    assert len(fit_to_length(sample, need)) == need
     with pytest.raises(TooLongError) as caught:
-        fit(sample, need - 1)
+        fit_to_length(sample, need - 1)
     for message in ("media (64)", "answers (25)", f"need {need} tokens", f"is {need - 1}"):
         assert message in str(caught.value)
 
 
 def test_a_sample_without_a_label_is_refused_however_short() -> None:
-    sample = Rendered((Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer")))
+    sample = RenderedConversation(
+        (Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer"))
+    )
     with pytest.raises(NothingToLearnError, match="none of its 3 tokens"):
-        fit(sample, 100)
+        fit_to_length(sample, 100)

@@ -11,9 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from dit_lora.data.chat.frames import Box, frame_seconds, latest_seconds, random_box, read_at
+from dit_lora.data.chat.frames import (
+    Box,
+    compute_latest_times,
+    read_frames_at,
+    sample_frame_times,
+    sample_random_box,
+)
 from dit_lora.data.media import decode
-from dit_lora.data.media.decode import Instants, nearest_frames
+from dit_lora.data.media.decode import Instants, iter_nearest_frames
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.video import ClipError, read_frames, read_header
 
@@ -58,7 +64,7 @@ def even(count: int = COUNT) -> list[int]:
 
 
 def seen(path: Path, seconds: list[float] | tuple[float, ...]) -> list[int]:
-    video = read_at(MediaFile(path), seconds, height=HEIGHT, width=WIDTH, fit="stretch")
+    video = read_frames_at(MediaFile(path), seconds, height=HEIGHT, width=WIDTH, fit="stretch")
     assert video.dtype == torch.uint8
     assert video.shape == (len(seconds), 3, HEIGHT, WIDTH)
     return numbers(video)
@@ -81,10 +87,10 @@ def test_the_frames_are_those_of_the_times(tmp_path: Path, kind: str) -> None:
     header = read_header(path)
     assert header.seconds is not None
     assert header.seconds == pytest.approx(COUNT / FPS, abs=0.05)
-    times = frame_seconds(COUNT / FPS, FPS, 8)
+    times = sample_frame_times(COUNT / FPS, FPS, 8)
     assert seen(path, times) == [7, 22, 37, 52, 67, 82, 97, 112]
     for number in range(5):
-        times = frame_seconds(COUNT / FPS, FPS, 7, start=0.2, end=4.6, generator=seed(number))
+        times = sample_frame_times(COUNT / FPS, FPS, 7, start=0.2, end=4.6, generator=seed(number))
         chosen = [round(second * FPS) for second in times]
         assert seen(path, times) == chosen
         assert 5 <= chosen[0] <= chosen[-1] < 115
@@ -107,18 +113,18 @@ def test_only_groups_with_wanted_frames_are_decoded(
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
     path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
     decoded: list[int] = []
-    forwards = decode._forwards
+    forwards = decode._check_forward
 
     def count(frames: Any) -> Any:
         for seconds, frame in forwards(frames):
             decoded.append(round(seconds * FPS))
             yield seconds, frame
 
-    monkeypatch.setattr(decode, "_forwards", count)
+    monkeypatch.setattr(decode, "_check_forward", count)
     assert seen(path, [15 / FPS, 17 / FPS, 93 / FPS]) == [15, 17, 93]
     assert decoded == [*range(10, 19), *range(90, 95)]
-    near = nearest_frames(MediaFile(path), Instants((0.6, 3.0)), quick=True)
-    assert [warning.times for warning in near] == [1, 1]
+    near = iter_nearest_frames(MediaFile(path), Instants((0.6, 3.0)), should_seek=True)
+    assert [warning.num_times for warning in near] == [1, 1]
 
 
 def test_a_gif_is_a_video(tmp_path: Path) -> None:
@@ -133,9 +139,9 @@ def test_a_gif_is_a_video(tmp_path: Path) -> None:
 
 def test_fewer_frames_than_asked_for_come_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mp4", even(3))
-    assert seen(path, frame_seconds(3 / FPS, FPS, 8)) == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert seen(path, sample_frame_times(3 / FPS, FPS, 8)) == [0, 1, 2, 2, 2, 2, 2, 2]
     path = write(tmp_path / "b.mp4", even(1))
-    assert seen(path, frame_seconds(1 / FPS, FPS, 2, generator=seed(0))) == [0, 0]
+    assert seen(path, sample_frame_times(1 / FPS, FPS, 2, generator=seed(0))) == [0, 0]
 
 
 def test_a_clip_that_says_it_is_longer_than_it_is_repeats_its_last_frame_for_a_second(
@@ -163,7 +169,7 @@ def test_a_member_of_a_tar_is_read_as_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mp4", even(30))
     (tmp_path / "a.tar").write_bytes(b"-" * 512 + path.read_bytes())
     member = TarMember(tmp_path / "a.tar", "a.mp4", 512, path.stat().st_size)
-    video = read_at(member, [0.4, 0.8], height=HEIGHT, width=WIDTH, fit="stretch")
+    video = read_frames_at(member, [0.4, 0.8], height=HEIGHT, width=WIDTH, fit="stretch")
     assert numbers(video) == [10, 20]
 
 
@@ -181,30 +187,30 @@ def test_times_are_of_the_published_frames(fps: float) -> None:
             parts = published(count, length)
             padding = [parts[-1]] * (count - len(parts))
             expected = [(start + stop) // 2 for start, stop in parts + padding]
-            times = frame_seconds(length / fps, fps, count)
+            times = sample_frame_times(length / fps, fps, count)
             assert [round(time * fps) for time in times] == expected
-            latest = latest_seconds(length / fps, fps, count)
+            latest = compute_latest_times(length / fps, fps, count)
             assert [round(time * fps) for time in latest] == [stop for _, stop in parts + padding]
 
 
 def test_each_frame_of_a_part_is_as_likely() -> None:
-    draws = [frame_seconds(23 / 5, 5, 4, generator=seed(k)) for k in range(2000)]
+    draws = [sample_frame_times(23 / 5, 5, 4, generator=seed(k)) for k in range(2000)]
     indices = np.array([[round(time * 5) for time in draw] for draw in draws])
     for column, (start, stop) in zip(indices.T, published(4, 23), strict=True):
         numbers, counts = np.unique(column, return_counts=True)
         assert numbers.tolist() == list(range(start, stop + 1))
         assert counts == pytest.approx(2000 / len(numbers), rel=0.2)
     assert len({tuple(draw) for draw in draws}) > 500  # parts are drawn apart
-    assert draws[0] == frame_seconds(23 / 5, 5, 4, generator=seed(0))
+    assert draws[0] == sample_frame_times(23 / 5, 5, 4, generator=seed(0))
 
 
 def test_a_part_of_the_clip() -> None:
-    assert frame_seconds(10, 10, 4, start=2, end=6) == (2.4, 3.4, 4.4, 5.4)
-    assert frame_seconds(10, 10, 2, start=8) == frame_seconds(10, 10, 2, start=8, end=99)
-    assert frame_seconds(10, 10, 2, start=8) == (8.4, 9.4)
-    assert frame_seconds(10, 10, 2, end=0.01) == (0, 0)
+    assert sample_frame_times(10, 10, 4, start=2, end=6) == (2.4, 3.4, 4.4, 5.4)
+    assert sample_frame_times(10, 10, 2, start=8) == sample_frame_times(10, 10, 2, start=8, end=99)
+    assert sample_frame_times(10, 10, 2, start=8) == (8.4, 9.4)
+    assert sample_frame_times(10, 10, 2, end=0.01) == (0, 0)
     with pytest.raises(ClipError, match="nothing lies between 12 s and 10 s of it; it is 10 s"):
-        frame_seconds(10, 10, 2, start=12, end=14)
+        sample_frame_times(10, 10, 2, start=12, end=14)
 
 
 def corners(path: Path) -> Path:
@@ -219,21 +225,21 @@ def corners(path: Path) -> Path:
 def test_fits_and_boxes(tmp_path: Path) -> None:
     media = MediaFile(corners(tmp_path / "a.png"))
     options: dict[str, Any] = {"height": 21, "width": 35}
-    stretched = read_at(media, (), fit="stretch", **options)
+    stretched = read_frames_at(media, (), fit="stretch", **options)
     assert stretched.shape == (1, 3, 21, 35)
     expected = Image.open(media.path).resize((35, 21), Image.Resampling.BICUBIC)
     assert np.array_equal(stretched[0].permute(1, 2, 0), np.asarray(expected))
-    covered = read_at(media, (), fit="cover", **options)
+    covered = read_frames_at(media, (), fit="cover", **options)
     assert torch.equal(covered, read_frames(media, frames=1, fps=None, **options))
     assert not torch.equal(covered, stretched)
-    blue = read_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **options)
+    blue = read_frames_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **options)
     assert torch.equal(blue, torch.tensor([0, 0, 255]).view(1, 3, 1, 1).expand(1, 3, 21, 35))
-    right = read_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
+    right = read_frames_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
     assert right[0, :, 0, 0].tolist() == right[0, :, 0, -1].tolist() == [0, 255, 0]
     assert right[0, :, -1, 0].tolist() == [255, 255, 255]
-    point = read_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **options)
+    point = read_frames_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **options)
     assert point.min() == 255
-    full_picture = read_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **options)
+    full_picture = read_frames_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **options)
     assert torch.equal(full_picture, stretched)
 
 
@@ -243,14 +249,14 @@ def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
     turned = tmp_path / "b.png"
     Image.open(corners(tmp_path / "a.png")).save(turned, exif=exif)
     box = Box(0, 0, 0.4, 0.4)
-    first_frame = read_at(MediaFile(turned), (), height=8, width=8, fit="stretch", box=box)
+    first_frame = read_frames_at(MediaFile(turned), (), height=8, width=8, fit="stretch", box=box)
     assert first_frame.min() == 255  # white, stored at the lower right
 
 
 def test_all_frames_have_the_same_box(tmp_path: Path) -> None:
     path = write(tmp_path / "a.mp4", even(40))
     media, box = MediaFile(path), Box(0.5, 0.5, 0.5, 0.5)  # the digits from 4 on
-    video = read_at(media, [0.0, 0.6, 1.4], height=16, width=20, fit="stretch", box=box)
+    video = read_frames_at(media, [0.0, 0.6, 1.4], height=16, width=20, fit="stretch", box=box)
     assert [bool(frame[:, 8, 2].float().mean() > 127) for frame in video] == [False, False, False]
     assert (video[:, :, 8, 7].float().mean(1) > 127).tolist() == [False, False, True]
 
@@ -259,7 +265,7 @@ def test_all_frames_have_the_same_box(tmp_path: Path) -> None:
 def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> None:
     """Area uniform, ratio uniform in its logarithm, before those that do not fit are drawn anew."""
     generator = seed(0)
-    boxes = np.array([random_box(generator, least, aspect) for _ in range(3000)])
+    boxes = np.array([sample_random_box(generator, least, aspect) for _ in range(3000)])
     assert boxes.min() >= 0
     boxes = boxes[(boxes[:, 2:] < 1).all(1)]  # the others are those that no draw fitted in
     assert len(boxes) > 2500
@@ -287,5 +293,5 @@ def test_where_no_box_fits_it_is_the_largest_in_the_middle(
     aspect: float, height: float, width: float
 ) -> None:
     expected = Box((1 - height) / 2, (1 - width) / 2, height, width)
-    assert random_box(seed(0), 1.0, aspect) == pytest.approx(expected)
-    assert random_box(seed(0), 1.0) == Box(0, 0, 1, 1)
+    assert sample_random_box(seed(0), 1.0, aspect) == pytest.approx(expected)
+    assert sample_random_box(seed(0), 1.0) == Box(0, 0, 1, 1)

@@ -29,7 +29,7 @@ def read(folder: Path, text: str) -> list[Any]:
 def test_a_list_may_be_cut_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(json_records, "_CHUNK", chunk)
+    monkeypatch.setattr(json_records, "_CHUNK_CHARS", chunk)
     for json_options in (
         {"indent": 1},
         {"ensure_ascii": False, "separators": (",", ":")},
@@ -44,7 +44,7 @@ def test_a_list_may_be_cut_anywhere(
 def test_a_fault_is_found_where_the_whole_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, old: str, new: str
 ) -> None:
-    monkeypatch.setattr(json_records, "_CHUNK", chunk)
+    monkeypatch.setattr(json_records, "_CHUNK_CHARS", chunk)
     text = json.dumps(RECORDS, indent=1).replace(old, new)
     with pytest.raises(ValueError, match="line") as error:
         json.loads(text)
@@ -85,4 +85,4 @@ def test_no_more_than_a_few_chunks_are_in_memory(tmp_path: Path) -> None:
         reader = json_records._ListReader(tmp_path / "a.json", file)
         for _ in reader:
             longest = max(longest, len(reader._text))
-    assert longest < 2.1 * json_records._CHUNK
+    assert longest < 2.1 * json_records._CHUNK_CHARS

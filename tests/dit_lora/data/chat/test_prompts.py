@@ -8,15 +8,15 @@ import pytest
 from chat_tokenizers import byte_tokenizer, llama_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
 from dit_lora.data.chat.prompts import (
     PROMPT_FORMATS,
     FormatName,
-    instruction_text,
+    build_instruction,
     render_prompt,
 )
-from dit_lora.data.chat.rendered import IGNORE, Rendered
-from dit_lora.data.chat.spans import Span, tokenized
+from dit_lora.data.chat.rendered import IGNORE_INDEX, RenderedConversation
+from dit_lora.data.chat.spans import Span, tokenize_spans
 from dit_lora.errors import DitLoraError
 
 MEDIA = 100_000
@@ -65,7 +65,7 @@ def conversation(
         )
         for _ in range(rng.randint(1, 4))
     )
-    kind: Kind = rng.choice(kinds.split())
+    kind: ConversationKind = rng.choice(kinds.split())
     system = words(rng).rstrip() if rng.random() < 0.5 else ""
     seconds = [round(rng.uniform(0, 99), 3) for _ in range(rng.choice([1, 4, 8]))]
     return Conversation(str(seed), kind, None, turns, system=system), seconds
@@ -132,10 +132,10 @@ def upstream_labels(name: str, after: str, tokenizer: PreTrainedTokenizerFast) -
     parts = [part + reply for part in parts[:-1]] + parts[-1:]
     labels = list(tokenizer(after, add_special_tokens=False).input_ids)
     num_characters = length(trim(parts[0]))
-    labels[:num_characters] = [IGNORE] * num_characters
+    labels[:num_characters] = [IGNORE_INDEX] * num_characters
     for part in parts[1:-1]:
         full_length, answer = length(trim(part)), length(trim(part.split(ask)[0]))
-        labels[num_characters + answer : num_characters + full_length] = [IGNORE] * (
+        labels[num_characters + answer : num_characters + full_length] = [IGNORE_INDEX] * (
             full_length - answer
         )
         num_characters += full_length
@@ -150,7 +150,9 @@ def said_of(one: Conversation, seconds: list[float], timestamps: bool) -> str:
     return f" The video contains {len(seconds)} frames sampled at {stamps} seconds."
 
 
-def decoded(rendered: Rendered, part: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def decoded(
+    rendered: RenderedConversation, part: str, tokenizer: PreTrainedTokenizerFast
+) -> list[str]:
     return [tokenizer.decode(piece.ids).strip() for piece in rendered.pieces if piece.part == part]
 
 
@@ -174,7 +176,7 @@ def test_labels_are_those_of_the_original(name: FormatName) -> None:
         got = render_prompt(name, sample, LLAMA, MEDIA, 3, seconds)
         expected = upstream_labels(name, after, LLAMA)
         assert got.labels[-len(expected) :] == expected
-        assert set(got.labels[: -len(expected)]) == {IGNORE}
+        assert set(got.labels[: -len(expected)]) == {IGNORE_INDEX}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -205,7 +207,7 @@ def test_what_inference_sees_is_a_beginning_of_what_is_trained(
     for seed in range(60):
         sample, seconds = conversation(seed, "image video text")
         full = render_prompt(name, sample, tokenizer, MEDIA, 4, seconds)
-        prompt = render_prompt(name, sample, tokenizer, MEDIA, 4, seconds, answered=False)
+        prompt = render_prompt(name, sample, tokenizer, MEDIA, 4, seconds, include_answer=False)
         assert full.pieces[: len(prompt.pieces)] == prompt.pieces
         (answer,) = full.pieces[len(prompt.pieces) :]
         assert answer.part == "answer"
@@ -248,16 +250,16 @@ def test_a_video_marker_inside_a_question_is_text() -> None:
 def test_instructions_are_what_the_q_former_reads() -> None:
     turns = (Turn("which?", "that", "look well"), Turn("q", "a", "other"))
     sample = Conversation("a", "video", None, turns)
-    assert instruction_text("mistral", sample) == "look well"
-    assert instruction_text("vicuna", sample) == "look well which?"
-    assert instruction_text("mistral", Conversation("a", "video", None, (Turn("q", "a"),))) == ""
+    assert build_instruction("mistral", sample) == "look well"
+    assert build_instruction("vicuna", sample) == "look well which?"
+    assert build_instruction("mistral", Conversation("a", "video", None, (Turn("q", "a"),))) == ""
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
     spans = [Span("the vid", "question"), Span("eo cat", "answer")]
     assert "video" in "".join(span.text for span in spans)
     with pytest.raises(DitLoraError, match="eo cat"):
-        tokenized(LLAMA, spans)
+        tokenize_spans(LLAMA, spans)
 
 
 def test_tokens_of_spans_are_those_of_the_text() -> None:
@@ -270,7 +272,7 @@ def test_tokens_of_spans_are_those_of_the_text() -> None:
                 Span(text[a:b], rng.choice(["fixed", "media", "question"]))
                 for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
             ]
-            pieces = tokenized(tokenizer, spans)
+            pieces = tokenize_spans(tokenizer, spans)
             ids = [token for piece in pieces for token in piece.ids]
             assert ids == tokenizer(text, add_special_tokens=False).input_ids
             assert list(accumulate(len(piece.ids) for piece in pieces))[-1] == len(ids)

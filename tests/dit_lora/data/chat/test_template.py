@@ -7,7 +7,7 @@ import pytest
 from chat_tokenizers import byte_tokenizer, llama_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dit_lora.data.chat.conversation import Conversation, Kind, Turn
+from dit_lora.data.chat.conversation import Conversation, ConversationKind, Turn
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.errors import DitLoraError
 
@@ -133,7 +133,7 @@ class Case(NamedTuple):
     tokenizer: PreTrainedTokenizerFast
     media: MediaText
     end: str
-    kind: Kind = "video"
+    kind: ConversationKind = "video"
     system: bool = True
 
 
@@ -180,7 +180,7 @@ def words(rng: random.Random) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8)))
 
 
-def sample(seed: int, case: Case, kind: Kind | None = None) -> Conversation:
+def sample(seed: int, case: Case, kind: ConversationKind | None = None) -> Conversation:
     rng = random.Random(seed)
     turns = tuple(Turn(words(rng), words(rng)) for _ in range(rng.randint(1, 4)))
     system = words(rng) if case.system and rng.random() < 0.5 else ""

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from dit_lora.data.chat.rendered import IGNORE, Piece, Rendered
-from dit_lora.data.chat.tensors import bucket_length, to_tensors
+from dit_lora.data.chat.rendered import IGNORE_INDEX, Piece, RenderedConversation
+from dit_lora.data.chat.tensors import round_up_length, to_tensors
 
-SAMPLE = Rendered(
+SAMPLE = RenderedConversation(
     (
         Piece((1, 11), "fixed"),
         Piece((900, 900, 900), "media"),
@@ -22,10 +22,10 @@ SAMPLE = Rendered(
 
 
 def test_every_tensor_of_one_sample() -> None:
-    got = to_tensors(SAMPLE, length=16, answers=7, instruction=5, pad=9)
+    got = to_tensors(SAMPLE, length=16, num_answers=7, instruction_length=5, pad_token_id=9)
     expected = {
         "input_ids": [1, 11, 900, 900, 900, 12, 13, 21, 22, 14, 23, 24, 2, 9, 9, 9],
-        "labels": [21, 22, 23, 24, 2, IGNORE, IGNORE],
+        "labels": [21, 22, 23, 24, 2, IGNORE_INDEX, IGNORE_INDEX],
         "answer_positions": [6, 7, 9, 10, 11, 0, 0],
         "instruction_ids": [101, 7, 102, 0, 0],
         "instruction_mask": [1, 1, 1, 0, 0],
@@ -35,7 +35,7 @@ def test_every_tensor_of_one_sample() -> None:
 
 
 def test_without_a_q_former_there_is_no_instruction() -> None:
-    got = to_tensors(SAMPLE, length=13, answers=5, instruction=None, pad=0)
+    got = to_tensors(SAMPLE, length=13, num_answers=5, instruction_length=None, pad_token_id=0)
     assert set(got) == {"input_ids", "labels", "answer_positions"}
 
 
@@ -51,10 +51,14 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
             Piece(tuple(rng.randrange(50) for _ in range(rng.randint(1, 6))), part)  # type: ignore[arg-type]
             for part in parts
         ]
-        sample = Rendered(tuple(pieces))
+        sample = RenderedConversation(tuple(pieces))
         logits = torch.randn(len(sample) + 3, 50, generator=generator, dtype=torch.float64)
         got = to_tensors(
-            sample, length=len(sample) + 3, answers=sample.answers + 2, instruction=None, pad=0
+            sample,
+            length=len(sample) + 3,
+            num_answers=sample.num_answer_tokens + 2,
+            instruction_length=None,
+            pad_token_id=0,
         )
         labels = torch.tensor(sample.labels)
         expected = torch.nn.functional.cross_entropy(logits[: len(sample) - 1], labels[1:])
@@ -75,16 +79,22 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
 def test_nothing_is_cut_off(given: dict[str, int], said: str) -> None:
     sizes = {"length": 13, "answers": 5, "instruction": 3} | given
     with pytest.raises(ValueError, match=said):
-        to_tensors(SAMPLE, pad=0, **sizes)
+        to_tensors(SAMPLE, pad_token_id=0, **sizes)
 
 
 def test_a_label_on_the_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="first token"):
-        to_tensors(Rendered((Piece((3,), "answer"),)), length=4, answers=4, instruction=None, pad=0)
+        to_tensors(
+            RenderedConversation((Piece((3,), "answer"),)),
+            length=4,
+            num_answers=4,
+            instruction_length=None,
+            pad_token_id=0,
+        )
 
 
 @pytest.mark.parametrize(
     ("tokens", "step", "length"), [(1, 64, 64), (64, 64, 64), (65, 64, 128), (7, 1, 7), (0, 8, 0)]
 )
 def test_bucket_lengths_are_the_next_multiple(tokens: int, step: int, length: int) -> None:
-    assert bucket_length(tokens, step) == length
+    assert round_up_length(tokens, step) == length

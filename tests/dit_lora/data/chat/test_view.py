@@ -9,10 +9,10 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from dit_lora.data.chat.conversation import Conversation, Turn
-from dit_lora.data.chat.fitting import fit
+from dit_lora.data.chat.fitting import fit_to_length
 from dit_lora.data.chat.prompts import render_prompt
-from dit_lora.data.chat.rendered import Piece, Rendered
-from dit_lora.data.chat.view import counts, shown_pieces, terminal_view
+from dit_lora.data.chat.rendered import Piece, RenderedConversation
+from dit_lora.data.chat.view import build_piece_views, build_terminal_view, count_parts
 
 LLAMA, BYTES = llama_tokenizer(), byte_tokenizer()
 QUESTION = (
@@ -23,14 +23,16 @@ SAMPLE = Conversation("clips/cat.mp4", "video", None, TURNS, system="Größe cou
 MEDIA = 10**6
 
 
-def rendered(tokenizer: PreTrainedTokenizerFast, less: int = 0) -> Rendered:
+def rendered(tokenizer: PreTrainedTokenizerFast, less: int = 0) -> RenderedConversation:
     full = render_prompt("mistral", SAMPLE, tokenizer, MEDIA, 64, [0.5, 1.25])
-    return fit(full, len(full) - less)
+    return fit_to_length(full, len(full) - less)
 
 
-def shown(sample: Rendered, width: int = 200, **more: str) -> str:
+def shown(sample: RenderedConversation, width: int = 200, **more: str) -> str:
     stream = io.StringIO()
-    view = terminal_view("clips/cat.mp4", sample, LLAMA, kind="video", seconds=[0.5, 1.25], **more)
+    view = build_terminal_view(
+        "clips/cat.mp4", sample, LLAMA, kind="video", seconds=[0.5, 1.25], **more
+    )
     Console(file=stream, width=width).print(view)
     return stream.getvalue()
 
@@ -38,7 +40,7 @@ def shown(sample: Rendered, width: int = 200, **more: str) -> str:
 @pytest.mark.parametrize("tokenizer", [LLAMA, BYTES])
 def test_the_texts_of_tokens_joined_are_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = rendered(tokenizer)
-    pieces = shown_pieces(sample, tokenizer)
+    pieces = build_piece_views(sample, tokenizer)
     texts = ["".join(token.text for token in piece.tokens) for piece in pieces]
     media = [piece.part for piece in pieces].index("media")
     start = 1 if tokenizer.bos_token else 0
@@ -55,14 +57,14 @@ def test_the_texts_of_tokens_joined_are_the_text(tokenizer: PreTrainedTokenizerF
 @pytest.mark.parametrize("tokenizer", [LLAMA, BYTES])
 def test_every_token_is_shown_at_its_place(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = rendered(tokenizer)
-    tokens = [token for piece in shown_pieces(sample, tokenizer) for token in piece.tokens]
+    tokens = [token for piece in build_piece_views(sample, tokenizer) for token in piece.tokens]
     ids = sample.ids
     assert [ids[token.position] for token in tokens] == [token.id for token in tokens]
     assert len(tokens) == len(sample) - 64
 
 
 def test_a_characters_bytes_show_with_its_last_token() -> None:
-    (guitar,) = [p for p in shown_pieces(rendered(LLAMA), LLAMA) if p.part == "answer"][:1]
+    (guitar,) = [p for p in build_piece_views(rendered(LLAMA), LLAMA) if p.part == "answer"][:1]
     texts = [token.text for token in guitar.tokens]
     assert texts.count("🎻") == 2
     assert not any("\ufffd" in text for text in texts)
@@ -71,15 +73,15 @@ def test_a_characters_bytes_show_with_its_last_token() -> None:
 def test_random_bytes_lose_no_token() -> None:
     rng = random.Random(2)
     ids = tuple(rng.randrange(len(LLAMA)) for _ in range(200))
-    (piece,) = shown_pieces(Rendered((Piece(ids, "answer"),)), LLAMA)
+    (piece,) = build_piece_views(RenderedConversation((Piece(ids, "answer"),)), LLAMA)
     assert [token.id for token in piece.tokens] == list(ids)
 
 
 @pytest.mark.parametrize("less", [20, 21])
 def test_what_was_left_out_stands_where_it_was(less: int) -> None:
     sample = rendered(LLAMA, less=less)
-    piece = next(p for p in shown_pieces(sample, LLAMA) if p.part == "question")
-    assert piece.dropped == less
+    piece = next(p for p in build_piece_views(sample, LLAMA) if p.part == "question")
+    assert piece.num_dropped == less
     before, after = ("".join(token.text for token in half) for half in piece.halves)
     assert QUESTION.startswith(before.strip())
     assert QUESTION.endswith(after)
@@ -92,7 +94,7 @@ def test_the_terminal_shows_the_sample_and_folds_its_media() -> None:
     sample = rendered(LLAMA, less=20)
     assert text.startswith("clips/cat.mp4\nvideo, 2 frames at 0.5 ... 1.25 s; ")
     assert f"{len(sample)} tokens: 64 media, " in text
-    assert f"{sample.answers} learned; 20 of the questions left out" in text
+    assert f"{sample.num_answer_tokens} learned; 20 of the questions left out" in text
     assert "<64 media tokens>" in text
     assert "[... 20 tokens left out ...]" in text
     assert "Watch it." in text
@@ -104,13 +106,13 @@ def test_the_terminal_shows_the_sample_and_folds_its_media() -> None:
 
 def test_counts_add_up() -> None:
     sample = rendered(BYTES, less=7)
-    assert sum(counts(sample).values()) == len(sample)
-    assert counts(sample)["media"] == 64
+    assert sum(count_parts(sample).values()) == len(sample)
+    assert count_parts(sample)["media"] == 64
 
 
 def test_colours_tell_learned_from_given() -> None:
     stream = io.StringIO()
-    view = terminal_view("a", rendered(LLAMA), LLAMA, kind="video", seconds=[1.0])
+    view = build_terminal_view("a", rendered(LLAMA), LLAMA, kind="video", seconds=[1.0])
     Console(file=stream, width=200, force_terminal=True, color_system="standard").print(view)
     assert "\x1b[1;32mlearned" in stream.getvalue()
     assert "\x1b[2mquestion" in stream.getvalue()
@@ -123,7 +125,7 @@ def test_escape_sequences_of_the_data_do_not_reach_the_terminal() -> None:
     stream = io.StringIO()
     sample = render_prompt("mistral", conversation, LLAMA, MEDIA, 0)
     Console(file=stream, width=200).print(
-        terminal_view(conversation.id, sample, LLAMA, kind="text")
+        build_terminal_view(conversation.id, sample, LLAMA, kind="text")
     )
     assert "\x1b" not in stream.getvalue()
     assert "\x9b" not in stream.getvalue()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dit_lora.data.loading.batch import Batch, collate, draw_number
+from dit_lora.data.loading.batch import Batch, collate, make_sample_seed
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import OrderedDataset, PositionSampler
-from dit_lora.numerics.streams import Draws, Streams, integers, normal
+from dit_lora.numerics.streams import DrawFunctions, RandomStreams, draw_integers, normal
 
 NOBODY = Quarantine(Path("nowhere"))
 
@@ -25,15 +25,15 @@ class Samples(OrderedDataset):
         self.order = Order([f"{k}.mp4" for k in range(5)], seed=0, quarantine=NOBODY)
 
     def __getitem__(self, position: int) -> Batch:
-        epoch, copy, sample = self.order.draw_at(position)
+        epoch, copy, sample = self.order.get_occurrence(position)
         name = self.order.ids[sample]
         tensors = {"latent_mean": torch.full((1, 2, 3), float(sample))}
-        return Batch((name,), (draw_number(name, epoch, copy),), tensors)
+        return Batch((name,), (make_sample_seed(name, epoch, copy),), tensors)
 
 
 def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
     sampler = PositionSampler(
-        start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, ranks=2
+        start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, num_ranks=2
     )
     defaults: dict[str, Any] = {"workers": 0, "draws": noise_and_times}
     reading = Reading(
@@ -48,11 +48,11 @@ def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
     return list(build_loader(Samples(), reading))
 
 
-def noise_and_times(batch: Mapping[str, torch.Tensor]) -> Draws:
+def noise_and_times(batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
     """Draws of a shape that is the batch's own."""
     return {
         "noise": partial(normal, batch["latent_mean"].shape[1:]),
-        "timestep": partial(integers, 0, 1000),
+        "timestep": partial(draw_integers, 0, 1000),
     }
 
 
@@ -61,22 +61,24 @@ def test_whoever_reads_a_batch_draws_what_its_step_would(workers: int) -> None:
     loaded_batches = batches(steps=3, size=2, workers=workers)
     assert len(loaded_batches) == 6
     for batch in loaded_batches:
-        assert batch.ahead is not None
+        assert batch.random_inputs is not None
         for name, draw in noise_and_times(batch.tensors).items():
-            now = draw(Streams(7, batch.draws)(name))
-            assert torch.equal(batch.ahead.tensors[name], now), name
-            single_draws = batch.single(1).ahead
+            now = draw(RandomStreams(7, batch.sample_seeds)(name))
+            assert torch.equal(batch.random_inputs.tensors[name], now), name
+            single_draws = batch.select_sample(1).random_inputs
             assert single_draws is not None
             assert torch.equal(single_draws.tensors[name], now[1:])
-            assert single_draws.draws == batch.draws[1:]
+            assert single_draws.sample_seeds == batch.sample_seeds[1:]
     plain = batches(steps=3, size=2, workers=workers, draws=None)
-    assert [batch.ahead for batch in plain] == [None] * 6
-    assert [batch.draws for batch in plain] == [batch.draws for batch in loaded_batches]
+    assert [batch.random_inputs for batch in plain] == [None] * 6
+    assert [batch.sample_seeds for batch in plain] == [
+        batch.sample_seeds for batch in loaded_batches
+    ]
 
 
 def test_what_was_drawn_ahead_goes_to_the_device_with_its_batch() -> None:
     batch = batches(steps=1, size=3)[0]
-    moved_draws = batch.to(torch.device("meta")).ahead
+    moved_draws = batch.to(torch.device("meta")).random_inputs
     assert moved_draws is not None
     assert {tensor.device.type for tensor in moved_draws.tensors.values()} == {"meta"}
-    assert collate([batch.single(0), batch.single(1)]).ahead is None
+    assert collate([batch.select_sample(0), batch.select_sample(1)]).random_inputs is None

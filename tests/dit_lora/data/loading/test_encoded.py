@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dit_lora.config.data import VideoShape
-from dit_lora.data.cache.cache import TensorCache, encoded
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, collate, draw_number
+from dit_lora.data.cache.cache import TensorCache, encode_entry
+from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, collate, make_sample_seed
 from dit_lora.data.loading.encoded import CachedClips, ClipDataset, Entry
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.data.loading.reading import Reading, build_loader
 from dit_lora.data.loading.sampler import PositionSampler
 
@@ -24,14 +24,24 @@ from dit_lora.data.loading.sampler import PositionSampler
 @pytest.fixture
 def clips(tmp_path: Path) -> CachedClips:
     videos, texts = TensorCache(tmp_path / "v"), TensorCache(tmp_path / "t")
-    texts.write_all([encoded("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})])
+    texts.write_entries(
+        [encode_entry("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})]
+    )
     entries = []
     for k in range(5):
-        videos.write_all(
-            [encoded(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})]
+        videos.write_entries(
+            [
+                encode_entry(
+                    f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={}
+                )
+            ]
         )
-        texts.write_all(
-            [encoded(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})]
+        texts.write_entries(
+            [
+                encode_entry(
+                    f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={}
+                )
+            ]
         )
         entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
@@ -52,8 +62,8 @@ def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
 
 def clip_at(dataset: ClipDataset, position: int) -> tuple[int, Entry]:
     """The epoch and the clip at a position; a batch may span two epochs."""
-    draw = dataset.order.draw_at(position)
-    return draw.epoch, dataset.clips.entries[draw.sample]
+    draw = dataset.order.get_occurrence(position)
+    return draw.epoch, dataset.clips.entries[draw.sample_index]
 
 
 def of(
@@ -74,7 +84,7 @@ def to_build_anew(clips: CachedClips, kinds: str = "v") -> list[str]:
     """The keys of clips that the next start finds missing."""
     cache = TensorCache(clips.videos.root)
     keys = [f"{kind}{number}" for kind in kinds for number in range(5)]
-    return [key for key in keys if not cache.is_whole(key)]
+    return [key for key in keys if not cache.is_complete(key)]
 
 
 def positions(**values: int) -> list[list[int]]:
@@ -117,10 +127,12 @@ def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> 
 
 def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> None:
     dataset = of(clips)
-    sampler = PositionSampler(start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, num_ranks=1
+    )
     batches = list(build_loader(dataset, how(sampler)))
     batch = batches[1]  # positions 3, 4, 5
-    assert batch.draws == tuple(map(draw_number, batch.ids, (0, 0, 1)))
+    assert batch.draws == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
     for row, sample in enumerate(batch.ids):
         k = float(sample.removesuffix(".mp4"))
         assert (batch.tensors["latent_mean"][row] == k).all()
@@ -132,7 +144,9 @@ def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: Cach
     """In the process itself: so workers, whose generators differ, cannot give anything else."""
     entries = tuple(replace(entry, mirror_key=entry.video_key) for entry in clips.entries)
     dataset = of(replace(clips, entries=entries), seed=3, caption_dropout=0.5)
-    sampler = PositionSampler(start_step=0, steps=9, batch_size=1, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=9, batch_size=1, accumulate=1, rank=0, num_ranks=1
+    )
 
     def states() -> list[Any]:
         legacy = np.random.get_state()[1]  # noqa: NPY002
@@ -180,7 +194,9 @@ def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: Ca
 def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
     clips: CachedClips, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sampler = PositionSampler(start_step=0, steps=6, batch_size=1, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=6, batch_size=1, accumulate=1, rank=0, num_ranks=1
+    )
     loader = build_loader(of(clips), how(sampler, workers=2, prefetch=1))
     folder = clips.videos.root
     aside = folder.rename(folder.with_name("away"))
@@ -194,7 +210,9 @@ def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
 
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_workers_read_ahead_as_far_as_asked(clips: CachedClips, prefetch: int) -> None:
-    sampler = PositionSampler(start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, num_ranks=1
+    )
     ahead = [
         build_loader(of(clips), how(sampler, workers=workers, prefetch=prefetch))
         for workers in (1, 0)
@@ -220,41 +238,43 @@ def test_which_captions_drop_depends_on_the_seed(clips: CachedClips) -> None:
 
 def test_an_empty_caption_that_goes_bad_is_no_samples_fault(clips: CachedClips) -> None:
     dataset = of(clips, caption_dropout=1.0)
-    path = clips.texts.path("empty")
+    path = clips.texts.find_shard_path("empty")
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     sample = dataset[0]
     assert not sample.faults
     assert not sample.tensors["prompt_embeds"].any()
     assert clips.texts.read("empty", {})[1]  # it is bad
-    assert clips.set_aside_bad(sample.ids) == []
+    assert clips.mark_bad_entries(sample.ids) == []
 
 
 def test_an_unreadable_first_entry_does_not_hide_the_others(clips: CachedClips) -> None:
-    path = clips.videos.path("v0")
+    path = clips.videos.find_shard_path("v0")
     path.write_bytes(b"")
     dataset = of(clips)
     faults = [fault for p in range(5) for fault in dataset[p].faults]
     assert faults == ["0.mp4"]
-    clips.set_aside_bad(["0.mp4"])
+    clips.mark_bad_entries(["0.mp4"])
     assert to_build_anew(clips) == ["v0"]
 
 
 def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
-    path = clips.videos.path("v2")
+    path = clips.videos.find_shard_path("v2")
     path.write_bytes(path.read_bytes()[:50])
     dataset = of(clips)
-    sampler = PositionSampler(start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, num_ranks=1
+    )
     batch: Batch = next(iter(build_loader(dataset, how(sampler))))
     assert list(batch.faults) == ["2.mp4"]
     row = batch.ids.index("2.mp4")
     assert batch.tensors["latent_mean"][row].isnan().all()
     assert batch.tensors["latent_mean"].isnan().sum() == 4
-    clips.set_aside_bad(["2.mp4", "3.mp4"])
+    clips.mark_bad_entries(["2.mp4", "3.mp4"])
     assert to_build_anew(clips) == ["v2"]
 
 
-def left_out(sample: str, first: int = 0, last: int | None = None) -> LeftOut:
-    return LeftOut(sample, first, last, step=1, cause="data", reason="bad")
+def left_out(sample: str, first: int = 0, last: int | None = None) -> QuarantineRecord:
+    return QuarantineRecord(sample, first, last, step=1, cause="data", reason="bad")
 
 
 def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
@@ -270,9 +290,9 @@ def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
     )
     for position in range(40):
         filtered_sample, expected_sample = filtered[position], never[position]
-        assert (filtered_sample.ids, filtered_sample.draws) == (
+        assert (filtered_sample.ids, filtered_sample.sample_seeds) == (
             expected_sample.ids,
-            expected_sample.draws,
+            expected_sample.sample_seeds,
         )
         assert torch.equal(
             filtered_sample.tensors["prompt_embeds"], expected_sample.tensors["prompt_embeds"]
@@ -293,18 +313,18 @@ def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedCli
 
 
 def test_draws_differ_between_samples_and_epochs_and_not_between_splits(clips: CachedClips) -> None:
-    draws = [of(clips)[position].draws[0] for position in range(15)]
+    draws = [of(clips)[position].sample_seeds[0] for position in range(15)]
     assert len(set(draws)) == 15
-    assert draws == [of(clips)[position].draws[0] for position in range(15)]
+    assert draws == [of(clips)[position].sample_seeds[0] for position in range(15)]
 
 
 def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) -> None:
     batch = collate([of(clips)[position] for position in range(3)])
     batch = replace(batch, faults={batch.ids[1]: "torn"})
-    first_sample, second_sample = batch.single(1), batch.single(2)
-    assert (first_sample.ids, first_sample.draws, first_sample.faults) == (
+    first_sample, second_sample = batch.select_sample(1), batch.select_sample(2)
+    assert (first_sample.ids, first_sample.sample_seeds, first_sample.faults) == (
         batch.ids[1:2],
-        batch.draws[1:2],
+        batch.sample_seeds[1:2],
         batch.faults,
     )
     assert torch.equal(first_sample.tensors["latent_mean"], batch.tensors["latent_mean"][1:2])
@@ -314,7 +334,7 @@ def test_one_sample_of_a_batch_keeps_its_row_draw_and_fault(clips: CachedClips) 
 def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: CachedClips) -> None:
     for k in range(5):
         tensors = {"latent_mean": torch.full((2, 2), 100.0 + k)}
-        clips.videos.write_all([encoded(f"m{k}", tensors, sample="", facts={})])
+        clips.videos.write_entries([encode_entry(f"m{k}", tensors, sample="", facts={})])
     entries = tuple(replace(e, mirror_key=f"m{k}") for k, e in enumerate(clips.entries))
     dataset = of(replace(clips, entries=entries))
     values = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
@@ -323,9 +343,9 @@ def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: Cach
     assert values == [
         dataset[position].tensors["latent_mean"].max().item() for position in range(400)
     ]
-    path = clips.videos.path("m2")
+    path = clips.videos.find_shard_path("m2")
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    (aside,) = dataset.clips.set_aside_bad(["2.mp4"])
+    (aside,) = dataset.clips.mark_bad_entries(["2.mp4"])
     assert aside.exists()
     assert to_build_anew(clips, "mv") == ["m2"]
 
@@ -338,7 +358,7 @@ def mixed(clips: CachedClips) -> CachedClips:
     """Three clips of one shape, and two with smaller latents of another."""
     for number in (1, 3):
         small = {"latent_mean": torch.full((1, 2), float(number))}
-        clips.videos.write_all([encoded(f"s{number}", small, sample="", facts={})])
+        clips.videos.write_entries([encode_entry(f"s{number}", small, sample="", facts={})])
     entries = [
         replace(entry, shape=SMALL, video_key=f"s{number}")
         if number in (1, 3)
@@ -361,19 +381,21 @@ def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
 
 
 def test_a_sampler_whose_steps_are_not_the_orders_is_refused(mixed: CachedClips) -> None:
-    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1
+    )
     with pytest.raises(ValueError, match="1 samples, one of the sampler 2"):
         build_loader(of(mixed), how(sampler))
 
 
 def test_each_shape_has_its_spec_and_the_largest_stands_for_all(mixed: CachedClips) -> None:
-    mixed.videos.path("v0").write_bytes(b"")
+    mixed.videos.find_shard_path("v0").write_bytes(b"")
     specs = mixed.video_specs
     assert {shape: tuple(spec["latent_mean"][0]) for shape, spec in specs.items()} == {
         LARGE: (2, 2),
         SMALL: (1, 2),
     }
-    assert mixed.largest == (LARGE, specs[LARGE] | mixed.text_spec)
+    assert mixed.largest_shape == (LARGE, specs[LARGE] | mixed.text_spec)
     assert tuple(mixed.text_spec["prompt_embeds"][0]) == (2, 3)
 
 
@@ -383,8 +405,8 @@ def test_an_unreadable_entry_is_nan_of_its_own_shape(
 ) -> None:
     of(mixed)
     entry = mixed.entries[number]
-    mixed.videos.path(entry.video_key).write_bytes(b"")
-    mixed.texts.path(entry.text_key).write_bytes(b"")
+    mixed.videos.find_shard_path(entry.video_key).write_bytes(b"")
+    mixed.texts.find_shard_path(entry.text_key).write_bytes(b"")
     sample = mixed.read(entry, entry.text_key, 0)
     assert sample.tensors["latent_mean"].shape == shape
     assert sample.tensors["prompt_embeds"].shape == (1, 2, 3)
@@ -400,27 +422,29 @@ def test_loss_weights_are_in_a_batch_where_the_data_has_any(clips: CachedClips) 
     weights = batch.tensors[LOSS_WEIGHT]
     assert weights.dtype == torch.float32
     assert weights.tolist() == [1 + int(sample[0]) / 4 for sample in batch.ids]
-    assert batch.single(3).tensors[LOSS_WEIGHT].tolist() == weights[3:4].tolist()
+    assert batch.select_sample(3).tensors[LOSS_WEIGHT].tolist() == weights[3:4].tolist()
 
 
 def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
-    entries = tuple(replace(entry, times=3.0) for entry in clips.entries)
+    entries = tuple(replace(entry, times_per_epoch=3.0) for entry in clips.entries)
     dataset = of(replace(clips, entries=entries))
     samples = [dataset[position] for position in range(15)]
     assert {clip_at(dataset, position)[0] for position in range(15)} == {0}
     for number in range(5):
-        draws = [sample.draws[0] for sample in samples if sample.ids == (f"{number}.mp4",)]
-        assert draws == [draw_number(f"{number}.mp4", 0, copy) for copy in range(3)]
-    assert len({sample.draws[0] for sample in samples}) == 15
+        draws = [sample.sample_seeds[0] for sample in samples if sample.ids == (f"{number}.mp4",)]
+        assert draws == [make_sample_seed(f"{number}.mp4", 0, copy) for copy in range(3)]
+    assert len({sample.sample_seeds[0] for sample in samples}) == 15
 
 
 def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None:
-    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, ranks=1)
+    sampler = PositionSampler(
+        start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1
+    )
     dataset = ClipDataset(mixed, how(sampler, caption_dropout=0.5))
     unpickled = pickle.loads(pickle.dumps(dataset))
     for position in range(10):
         local_sample, unpickled_sample = dataset[position], unpickled[position]
-        assert (local_sample.ids, local_sample.draws) == (
+        assert (local_sample.ids, local_sample.sample_seeds) == (
             unpickled_sample.ids,
             unpickled_sample.draws,
         )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dit_lora.data.loading.order import Order
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 
 IDS = [f"clips/{name}.mp4" for name in ("cat", "dog", "hen", "fox", "owl", "elk", "bee")]
 MANY = [f"{number}.mp4" for number in range(23)]
@@ -23,18 +23,18 @@ SHAPES = {name: "abbcccc"[number % 7] for number, name in enumerate(MANY)}
 
 def left_out(
     sample: str, from_epoch: int = 0, to_epoch: int | None = None, from_copy: int = 0
-) -> LeftOut:
-    return LeftOut(sample, from_epoch, to_epoch, 12, "data", "it has 1 NaN", from_copy)
+) -> QuarantineRecord:
+    return QuarantineRecord(sample, from_epoch, to_epoch, 12, "data", "it has 1 NaN", from_copy)
 
 
 def place(one: Order, position: int) -> tuple[int, int]:
     """Epoch and index of the sample at a position."""
-    draw = one.draw_at(position)
-    return draw.epoch, draw.sample
+    draw = one.get_occurrence(position)
+    return draw.epoch, draw.sample_index
 
 
 def bucketed(
-    *records: LeftOut,
+    *records: QuarantineRecord,
     ids: Sequence[str] = MANY,
     group: int = 4,
     times: Sequence[float] | None = None,
@@ -44,9 +44,9 @@ def bucketed(
         ids,
         seed=3,
         quarantine=Quarantine(Path("quarantine.jsonl"), records),
-        group=group,
+        samples_per_step=group,
         buckets=[SHAPES[sample] for sample in ids],
-        times=times,
+        times_per_epoch=times,
     )
 
 
@@ -55,8 +55,8 @@ Named = tuple[int, int, str]
 
 def named(one: Order, positions: Iterable[int]) -> list[Named]:
     """(epoch, copy, sample) at each position."""
-    draws = [one.draw_at(position) for position in positions]
-    return [(draw.epoch, draw.copy, one.ids[draw.sample]) for draw in draws]
+    draws = [one.get_occurrence(position) for position in positions]
+    return [(draw.epoch, draw.copy, one.ids[draw.sample_index]) for draw in draws]
 
 
 def hashed(seed: int, stream: str, *place: object) -> bytes:
@@ -80,7 +80,7 @@ def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Name
         streams = ["order", *(f"order+{copy}" for copy in range(1, count))]
         keys = sorted(hashed(one.seed, stream, epoch, sample) for stream in streams)
         for copy, key in enumerate(keys):
-            if not one.quarantine.is_out(sample, epoch, copy):
+            if not one.quarantine.is_excluded(sample, epoch, copy):
                 rows.append((key, copy, sample))
     return [(epoch, copy, sample) for _, copy, sample in sorted(rows)]
 
@@ -95,10 +95,10 @@ def walked(
         for draw in permutation(one, epoch, times):
             queue = queues.setdefault(SHAPES[draw[2]], [])
             queue.append(draw)
-            if len(queue) == one.group:
+            if len(queue) == one.samples_per_step:
                 draws += queue
                 queue.clear()
-                if len(draws) == steps * one.group:
+                if len(draws) == steps * one.samples_per_step:
                     return draws
     raise AssertionError
 
@@ -108,7 +108,7 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
     """Bit for bit what it was before there were buckets, whatever the size of a step."""
     records = [left_out(IDS[2], 1), left_out(IDS[5], 3, 4)]
     quarantine = Quarantine(Path("nowhere"), records)
-    single_order = Order(IDS, seed=7, quarantine=quarantine, group=group)
+    single_order = Order(IDS, seed=7, quarantine=quarantine, samples_per_step=group)
     expected = [
         (epoch, IDS.index(sample))
         for epoch in range(40)
@@ -121,7 +121,7 @@ def test_without_buckets_the_steps_are_the_epochs_one_after_another(group: int) 
 def test_the_first_positions_of_a_run_never_change() -> None:
     """A golden row: resumed runs rely on it."""
     single_order = Order(IDS, seed=0, quarantine=Quarantine(Path("nowhere")))
-    assert [single_order.draw_at(position).sample for position in range(14)] == [
+    assert [single_order.get_occurrence(position).sample_index for position in range(14)] == [
         3,
         1,
         2,
@@ -178,26 +178,26 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashes = 0
-    keys = Order._keys
+    keys = Order._compute_sort_keys
 
     def counted(one: Order, epoch: int, index: np.ndarray, copy: np.ndarray) -> np.ndarray:
         nonlocal hashes
         hashes += len(index)
         return keys(one, epoch, index, copy)
 
-    monkeypatch.setattr(Order, "_keys", counted)
+    monkeypatch.setattr(Order, "_compute_sort_keys", counted)
     ids = [f"{number}" for number in range(1000)]
     shapes = ["one", *(f"{number % 9}" for number in range(999))]
     times = [1.0 + number % 3 / 2 for number in range(1000)]
     quarantine = Quarantine(Path("nowhere"), [left_out("5", 3)])
     options = {"buckets": shapes, "times": times, "group": 32, "quarantine": quarantine}
-    assert Order(ids, seed=0, **options).draw_at(10**9).epoch > 600_000
+    assert Order(ids, seed=0, **options).get_occurrence(10**9).epoch > 600_000
     assert hashes < 4500  # an epoch has 1500
     hashes = 0
     quarantine.add([left_out(sample, 50_000, 500_000) for sample in ids if sample != "1"])
     late = Order(ids, seed=0, **options)
-    step = [late.draw_at(2_361_655 * 32 + offset) for offset in range(32)]
-    assert {draw.sample for draw in step} == {0}  # half of it waited all that time
+    step = [late.get_occurrence(2_361_655 * 32 + offset) for offset in range(32)]
+    assert {draw.sample_index for draw in step} == {0}  # half of it waited all that time
     assert [draw.epoch for draw in step] == [*range(49_984, 50_000), *range(500_001, 500_017)]
     assert hashes < 4500
 
@@ -272,7 +272,7 @@ def test_samples_left_out_at_their_first_step_were_never_there(bad: list[str]) -
         for sample in met:
             epoch, copy, _ = min(draw for draw in step_draws if draw[2] == sample)
             run.quarantine.add([left_out(sample, epoch, from_copy=copy)])
-        run.forget()
+        run.reset()
     assert list(itertools.chain(*steps)) == named(bucketed(ids=ids, times=kept_times), range(600))
 
 
@@ -289,24 +289,24 @@ def test_a_bucket_that_is_all_out_stops_coming_and_the_others_go_on() -> None:
 
 def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
     times = [1.0, 2.0, 2.5, 1.25, 3.0, 1.0, 1.9]
-    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times=times)
-    count = Counter(run.draw_at(p)[::2] for p in range(4000))  # by epoch and sample
+    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=times)
+    count = Counter(run.get_occurrence(p)[::2] for p in range(4000))  # by epoch and sample
     max_epoch = max(epoch for epoch, _ in count)
     assert max_epoch > 300
     for index, expected in enumerate(times):
         comes = [count[epoch, index] for epoch in range(max_epoch)]
         assert {*comes} <= {math.floor(expected), math.ceil(expected)}
         assert abs(sum(comes) - expected * max_epoch) <= 1
-    assert len({run.draw_at(p) for p in range(4000)}) == 4000
+    assert len({run.get_occurrence(p) for p in range(4000)}) == 4000
 
 
 def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None:
-    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times=[4.0] * 7)
+    run = Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[4.0] * 7)
     for epoch in range(20):
-        draws = [run.draw_at(position) for position in range(28 * epoch, 28 * epoch + 28)]
+        draws = [run.get_occurrence(position) for position in range(28 * epoch, 28 * epoch + 28)]
         assert {draw.epoch for draw in draws} == {epoch}
         for index in range(7):
-            assert [draw.copy for draw in draws if draw.sample == index] == [0, 1, 2, 3]
+            assert [draw.copy for draw in draws if draw.sample_index == index] == [0, 1, 2, 3]
         num_adjacent = sum(draw.index == following.index for draw, following in pairwise(draws))
         assert num_adjacent < 14
 
@@ -314,7 +314,9 @@ def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None
 @pytest.mark.parametrize("times", [0.5, math.nan, math.inf])
 def test_a_sample_comes_at_least_once(times: float) -> None:
     with pytest.raises(ValueError, match="at least once"):
-        Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times=[1.0] * 6 + [times])
+        Order(
+            IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[1.0] * 6 + [times]
+        )
 
 
 def test_an_epoch_that_all_samples_sit_out_is_passed_over() -> None:

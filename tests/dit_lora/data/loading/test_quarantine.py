@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from dit_lora.data.loading.order import Order
-from dit_lora.data.loading.quarantine import LeftOut, Quarantine
+from dit_lora.data.loading.quarantine import Quarantine, QuarantineRecord
 from dit_lora.errors import DitLoraError
 
 IDS = [f"clips/{name}.mp4" for name in ("cat", "dog", "hen", "fox", "owl", "elk", "bee")]
 SEEDS = [0, 7, 2**63]
 
 
-def left_out(sample: str, from_epoch: int = 0, to_epoch: int | None = None) -> LeftOut:
-    return LeftOut(sample, from_epoch, to_epoch, step=12, cause="data", reason="it has 1 NaN")
+def left_out(sample: str, from_epoch: int = 0, to_epoch: int | None = None) -> QuarantineRecord:
+    return QuarantineRecord(
+        sample, from_epoch, to_epoch, step=12, cause="data", reason="it has 1 NaN"
+    )
 
 
 def order(
-    *records: LeftOut,
+    *records: QuarantineRecord,
     ids: Sequence[str] = IDS,
     seed: int = 7,
     path: Path = Path("quarantine.jsonl"),
@@ -30,8 +32,8 @@ def order(
 
 def place(one: Order, position: int) -> tuple[int, int]:
     """Epoch and index of the sample at a position."""
-    draw = one.draw_at(position)
-    return draw.epoch, draw.sample
+    draw = one.get_occurrence(position)
+    return draw.epoch, draw.sample_index
 
 
 def sequence(one: Order, count: int, first: int = 0) -> list[tuple[int, str]]:
@@ -89,7 +91,7 @@ def test_a_sample_left_out_where_it_is_first_met_was_never_there(bad: list[str])
         epoch, index = place(run, len(used))
         if IDS[index] in bad:
             run.quarantine.add([left_out(IDS[index], from_epoch=epoch)])
-            run.forget()
+            run.reset()
             met += 1
         else:
             used.append((epoch, IDS[index]))
@@ -117,8 +119,8 @@ def test_a_sample_is_out_from_one_epoch_to_another_both_included(
     full_epochs = epochs(order(), 6)
     for number, epoch in enumerate(observed):
         is_out = len(epoch) == 6
-        assert run.quarantine.is_out(IDS[3], number) is is_out
-        assert not run.quarantine.is_out(IDS[2], number)
+        assert run.quarantine.is_excluded(IDS[3], number) is is_out
+        assert not run.quarantine.is_excluded(IDS[2], number)
         assert epoch == [name for name in full_epochs[number] if not (is_out and name == IDS[3])]
 
 
@@ -141,8 +143,8 @@ def test_the_order_learns_of_a_longer_quarantine_when_it_forgets() -> None:
     run = order()
     before = sequence(run, 30)
     run.quarantine.add([left_out(IDS[0], from_epoch=2)])
-    assert run.draw_at(15).epoch == 2
-    run.forget()
+    assert run.get_occurrence(15).epoch == 2
+    run.reset()
     assert sequence(run, 30) == sequence(order(left_out(IDS[0], from_epoch=2)), 30)
     assert sequence(run, 14) == before[:14]
     assert sequence(run, 30) != before
@@ -153,7 +155,7 @@ def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Pat
     run = order(*(left_out(name, 1) for name in IDS), path=path)
     assert len(sequence(run, 7)) == 7
     with pytest.raises(DitLoraError) as error:
-        run.draw_at(7)
+        run.get_occurrence(7)
     assert str(error.value) == f"no sample is left: all 7 are in {path}"
 
 
@@ -162,17 +164,17 @@ def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
     for_good = replace(left_out(cat, 2), from_copy=1)
     once = replace(left_out(cat, 1, 1), from_copy=3)
     quarantine = Quarantine(Path("nowhere"), [for_good, once])
-    assert [quarantine.kept_in(cat, epoch) for epoch in range(5)] == [None, 3, 1, 0, 0]
-    assert not quarantine.is_out(cat, 2)
-    assert quarantine.is_out(cat, 2, copy=1)
-    assert quarantine.is_out(cat, 3)
-    assert not quarantine.is_out(cat, 1, copy=2)
-    assert quarantine.is_out(cat, 1, copy=3)
-    assert not quarantine.is_out(dog, 3)
+    assert [quarantine.count_kept_copies(cat, epoch) for epoch in range(5)] == [None, 3, 1, 0, 0]
+    assert not quarantine.is_excluded(cat, 2)
+    assert quarantine.is_excluded(cat, 2, copy=1)
+    assert quarantine.is_excluded(cat, 3)
+    assert not quarantine.is_excluded(cat, 1, copy=2)
+    assert quarantine.is_excluded(cat, 1, copy=3)
+    assert not quarantine.is_excluded(dog, 3)
     quarantine.add([left_out(cat, 2)])
-    assert quarantine.kept_in(cat, 2) == 0
-    assert quarantine.of(cat) == (for_good, once, left_out(cat, 2))
-    assert quarantine.of(dog) == ()
+    assert quarantine.count_kept_copies(cat, 2) == 0
+    assert quarantine.get_records(cat) == (for_good, once, left_out(cat, 2))
+    assert quarantine.get_records(dog) == ()
 
 
 def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
     quarantine.save()
     loaded = Quarantine.load(path)
     assert loaded.records == [*records, left_out("dog", 5)]
-    assert loaded.is_out("dog", 5)
+    assert loaded.is_excluded("dog", 5)
     assert len(path.read_text().splitlines()) == len(records) + 1
     assert list(path.parent.iterdir()) == [path]
 
@@ -225,7 +227,7 @@ def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(text)
     loaded = Quarantine.load(path)
-    assert loaded.torn == torn
+    assert loaded.num_torn_lines == torn
     assert [record.sample_id for record in loaded.records] == (["a"] if text != GOOD[:40] else [])
 
 
@@ -263,7 +265,7 @@ def test_a_file_whose_epochs_or_copies_are_no_numbers_is_refused(tmp_path: Path,
 def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(GOOD)
-    assert Quarantine.load(path).is_out("a", 0, copy=0)
+    assert Quarantine.load(path).is_excluded("a", 0, copy=0)
 
 
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
@@ -278,7 +280,7 @@ def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> No
     stored.save()
     reloaded = Quarantine.load(path)
     assert [record.sample_id for record in reloaded.records] == [IDS[2]]
-    assert (reloaded.is_out(IDS[1], 2), reloaded.is_out(IDS[2], 2)) == (False, True)
+    assert (reloaded.is_excluded(IDS[1], 2), reloaded.is_excluded(IDS[2], 2)) == (False, True)
 
 
 def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Pat
     )
     Quarantine(path, [record]).save()
     assert Quarantine.load(path).records == [record]
-    assert f'control: "{IDS[3]}"' in record.told()
+    assert f'control: "{IDS[3]}"' in record.describe()
     line = json.loads(path.read_text())
     del line["evidence"]
     path.write_text(json.dumps(line) + "\n")

@@ -26,9 +26,9 @@ def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(
         raise error
 
     reader: Reader[int] = Reader()
-    reader.begin(batches())
-    assert reader.next() == (1, "")
-    last_item, message = reader.next()
+    reader.start(batches())
+    assert reader.read_next() == (1, "")
+    last_item, message = reader.read_next()
     assert last_item == 1
     assert re.search(f"has ended: DataLoader worker,? {said}", message)
     assert "Lower data.workers" in message
@@ -50,9 +50,9 @@ def test_a_file_that_is_gone_is_named_and_no_worker_is(error: Exception) -> None
         raise error
 
     reader: Reader[int] = Reader()
-    reader.begin(batches())
-    reader.next()
-    _, message = reader.next()
+    reader.start(batches())
+    reader.read_next()
+    _, message = reader.read_next()
     assert "No such file or directory: " in message
     assert "/data/a.mp4" in message
     assert "data.workers" not in message
@@ -65,6 +65,6 @@ def test_what_went_wrong_in_the_program_is_not_told_as_a_dead_worker() -> None:
         raise RuntimeError("shapes differ")
         yield 1
 
-    reader.begin(batches())
+    reader.start(batches())
     with pytest.raises(RuntimeError, match="shapes differ"):
-        reader.next()
+        reader.read_next()

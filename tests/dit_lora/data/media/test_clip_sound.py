@@ -13,12 +13,12 @@ from PIL import Image
 from sound_files import FPS, Tones, pitch, write_clip
 
 from dit_lora.data.media import clip_sound
-from dit_lora.data.media.clip_sound import close_sound, read_sound, unusable_sound
+from dit_lora.data.media.clip_sound import close_sound, find_sound_problem, read_sound
 from dit_lora.data.media.media import MediaFile, TarMember
 from dit_lora.data.media.sound import Sound, SoundFormat
-from dit_lora.data.media.sound_stream import sound_frames
+from dit_lora.data.media.sound_stream import iter_sound_frames
 from dit_lora.data.media.video import ClipError, read_header, write_video
-from dit_lora.data.synthetic.tones import RATE, tone
+from dit_lora.data.synthetic.tones import SAMPLE_RATE, make_tone
 
 WANTED = SoundFormat(16_000, 2)
 
@@ -121,8 +121,8 @@ def test_sound_a_little_short_is_silent_there_and_shorter_is_refused(tmp_path: P
     with pytest.raises(ClipError, match=message):
         read(path)
     read(path, frames=4)
-    assert "0.50 s" not in (unusable_sound(read_header(path), frames=4, fps=FPS) or "")
-    refused = unusable_sound(read_header(path), frames=8, fps=FPS)
+    assert "0.50 s" not in (find_sound_problem(read_header(path), frames=4, fps=FPS) or "")
+    refused = find_sound_problem(read_header(path), frames=8, fps=FPS)
     assert refused is not None
     assert refused.startswith("sound_too_short")
 
@@ -133,7 +133,7 @@ def test_a_clip_or_picture_without_sound_is_refused_by_name(tmp_path: Path) -> N
         read(path)
     header = read_header(path)
     assert not header.has_sound
-    assert (unusable_sound(header, frames=8, fps=FPS) or "").startswith("no_sound")
+    assert (find_sound_problem(header, frames=8, fps=FPS) or "").startswith("no_sound")
     Image.new("RGB", (48, 32)).save(tmp_path / "a.png")
     with pytest.raises(ClipError, match=r"a\.png: no_sound: it is a picture"):
         read(tmp_path / "a.png")
@@ -190,11 +190,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     times: list[float] = []
 
     def counted(container: Any) -> Iterator[Any]:
-        for frame in sound_frames(container):
+        for frame in iter_sound_frames(container):
             times.append(frame.time)
             yield frame
 
-    monkeypatch.setattr(clip_sound, "sound_frames", counted)
+    monkeypatch.setattr(clip_sound, "iter_sound_frames", counted)
     return times
 
 
@@ -254,11 +254,11 @@ def test_damage_is_found_again_by_the_next_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["disc", "square"])
 def test_the_tone_of_a_shape_goes_with_its_movement(shape: str) -> None:
-    rising, falling = tone(shape, True, 2.0), tone(shape, False, 2.0)
-    assert rising.waveform.shape == (2, 2 * RATE)
+    rising, falling = make_tone(shape, True, 2.0), make_tone(shape, False, 2.0)
+    assert rising.waveform.shape == (2, 2 * SAMPLE_RATE)
     pitches = {
         name: [
-            pitch(sound.waveform.sum(0)[piece].numpy(), RATE)
+            pitch(sound.waveform.sum(0)[piece].numpy(), SAMPLE_RATE)
             for piece in (slice(0, 4410), slice(-4410, None))
         ]
         for name, sound in (("up", rising), ("down", falling))

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dit_lora.data.audit.judge import shown_size
-from dit_lora.data.audit.probe import probe
-from dit_lora.data.media.decode import Instants, WantedTimes
+from dit_lora.data.audit.judge import display_size
+from dit_lora.data.audit.probe import probe_file
+from dit_lora.data.media.decode import Instants, RegularTimes
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.video import ClipError, pictures_at, read_header
+from dit_lora.data.media.video import ClipError, decode_pictures, read_header
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "media"
 EXPECTED = np.load(FOLDER / "expected.npz")
@@ -22,10 +22,10 @@ MAX_ROUNDING = 3
 """Levels of 255 by which FFmpeg's versions differ, most in how they enlarge the chroma of 10 bits."""
 
 
-def read_pictures(name: str, wanted: Instants | WantedTimes) -> np.ndarray:
+def read_pictures(name: str, wanted: Instants | RegularTimes) -> np.ndarray:
     """Frames (F, H, W, 3) at their own size."""
     media = MediaFile(FOLDER / name)
-    return np.stack(pictures_at(media, wanted, lambda image, stretch: np.asarray(image)))
+    return np.stack(decode_pictures(media, wanted, lambda image, stretch: np.asarray(image)))
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -38,14 +38,14 @@ def test_frames_are_those_that_ffmpeg_shows(name: str) -> None:
     assert np.abs(chosen - expected).max() <= MAX_ROUNDING
     # A window in the middle is searched for by key frames.
     middle = len(times) // 2
-    window = read_pictures(name, WantedTimes(1, 8.0, float(times[middle])))
+    window = read_pictures(name, RegularTimes(1, 8.0, float(times[middle])))
     assert np.array_equal(window[0], pictures[middle])
 
 
 @pytest.mark.parametrize("name", VIDEOS)
 def test_the_audit_and_training_agree(name: str) -> None:
     media = MediaFile(FOLDER / name)
-    probed = probe(media)
+    probed = probe_file(media)
     if name not in SHOWN:
         assert probed.faults
         with pytest.raises(ClipError, match=name):
@@ -54,7 +54,7 @@ def test_the_audit_and_training_agree(name: str) -> None:
     # A cut tail is a fault to the audit only: training reads the frames before it.
     assert [fault.code for fault in probed.faults] == (["truncated"] if "no_end" in name else [])
     header, times = read_header(media), EXPECTED[f"{name}/times"]
-    assert (header.height, header.width) == tuple(map(round, shown_size(probed.facts)))
+    assert (header.height, header.width) == tuple(map(round, display_size(probed.facts)))
     assert probed.facts["frames"] == len(times)
     assert header.frames in (None, len(times))
     if header.seconds is not None and "no_end" not in name:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dit_lora.data.audit.judge import shown_size
-from dit_lora.data.audit.probe import probe
+from dit_lora.data.audit.judge import display_size
+from dit_lora.data.audit.probe import probe_file
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import ClipError, read_frames, read_header
@@ -78,14 +78,14 @@ def check(path: Path) -> None:
             read()
         except ClipError as error:
             messages.append(str(error))
-    probed = probe(MediaFile(path))
+    probed = probe_file(MediaFile(path))
     if not probed.faults:
         header = read_header(path)
-        assert (header.height, header.width) == tuple(map(round, shown_size(probed.facts)))
+        assert (header.height, header.width) == tuple(map(round, display_size(probed.facts)))
         assert not any("cannot be" in message for message in messages)
     messages += [fault.words for fault in probed.faults]
     assert all(message and "\n" not in message for message in messages)
-    Digests(path.parent / "memo.json").pixels(MediaFile(path))
+    Digests(path.parent / "memo.json").hash_pixels(MediaFile(path))
     assert time.monotonic() - begins < MAX_S
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dit_lora.data.media.kind import is_image
-from dit_lora.data.media.media import MediaFile, TarMember, read_bytes, sniffed_suffix, suffix
+from dit_lora.data.media.media import MediaFile, TarMember, detect_suffix, get_suffix, read_bytes
 from dit_lora.errors import DitLoraError
 
 
@@ -20,7 +20,7 @@ from dit_lora.errors import DitLoraError
 def test_images_are_known_by_their_bytes(format: str) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (7, 5), "red").save(buffer, format=format)
-    sniffed = sniffed_suffix(buffer.getvalue()[:64])
+    sniffed = detect_suffix(buffer.getvalue()[:64])
     assert sniffed == {"jpeg": ".jpg"}.get(format, f".{format}")
     assert is_image(Path(f"x{sniffed}"))
 
@@ -42,7 +42,7 @@ def test_videos_are_known_by_their_bytes(tmp_path: Path, muxer: str, codec: str)
         frame = av.VideoFrame.from_ndarray(np.zeros((16, 32, 3), np.uint8), format="rgb24")
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    sniffed = sniffed_suffix((tmp_path / "x").read_bytes()[:64])
+    sniffed = detect_suffix((tmp_path / "x").read_bytes()[:64])
     assert sniffed == {"matroska": ".mkv"}.get(muxer, f".{muxer}")
     assert not is_image(Path(f"x{sniffed}"))
 
@@ -61,7 +61,7 @@ def test_videos_are_known_by_their_bytes(tmp_path: Path, muxer: str, codec: str)
     ],
 )
 def test_other_bytes_are_of_no_kind(head: bytes) -> None:
-    assert sniffed_suffix(head) is None
+    assert detect_suffix(head) is None
 
 
 def test_a_file_is_itself_by_its_place_and_stamp(
@@ -75,15 +75,15 @@ def test_a_file_is_itself_by_its_place_and_stamp(
     link = tmp_path / "current"
     link.symlink_to(tmp_path / "v1")
     media = MediaFile(link / "a.PNG")
-    before = media.stamp()
-    assert media.stamp() == before
-    assert suffix(media) == ".png"
+    before = media.get_stamp()
+    assert media.get_stamp() == before
+    assert get_suffix(media) == ".png"
     link.unlink()
     link.symlink_to(tmp_path / "v2")
-    assert media.stamp() != before
+    assert media.get_stamp() != before
     monkeypatch.chdir(tmp_path / "v1")
     for path in ("a.PNG", "../v1/a.PNG"):
-        assert MediaFile(Path(path)).place == str(tmp_path / "v1" / "a.PNG")
+        assert MediaFile(Path(path)).location == str(tmp_path / "v1" / "a.PNG")
     link.unlink()
     assert not media.exists()
     with pytest.raises(DitLoraError, match=r"cannot read .*a\.PNG: No such file"):
@@ -101,11 +101,11 @@ def test_a_member_is_its_bytes_in_the_tar(tmp_path: Path) -> None:
         members = [TarMember(tmp_path / "s.tar", m.name, m.offset_data, m.size) for m in tar]
     assert [read_bytes(member) for member in members] == list(contents.values())
     assert pickle.loads(pickle.dumps(members)) == members
-    assert len({(member.place, member.stamp()) for member in members}) == 2
+    assert len({(member.location, member.get_stamp()) for member in members}) == 2
     assert is_image(members[0])
     assert not is_image(members[1])
-    stamp = members[0].stamp()
+    stamp = members[0].get_stamp()
     os.utime(tmp_path / "s.tar", ns=(1, 1))
-    assert members[0].stamp() != stamp
+    assert members[0].get_stamp() != stamp
     (tmp_path / "s.tar").unlink()
     assert not members[0].exists()

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.faults.media.encode import encode, moving
-from dit_lora.data.audit.probe import probe
+from dit_lora.data.audit.probe import probe_file
 from dit_lora.data.media import opened
 from dit_lora.data.media.media import Media, MediaFile, TarMember
 from dit_lora.data.media.video import ClipError, read_frames, read_header
@@ -106,7 +106,7 @@ def test_a_text_that_names_addresses_opens_none(
         assert [line.startswith(media.name) for line in messages] == [True, True]
         with pytest.raises(BlockingIOError):
             server.accept()
-    assert [fault.code for fault in probe(media).faults] == ["not_media"]
+    assert [fault.code for fault in probe_file(media).faults] == ["not_media"]
 
 
 def test_a_name_in_another_encoding_is_no_fault(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_name_in_another_encoding_is_no_fault(tmp_path: Path) -> None:
     assert data.count(b"Lavf") == 1  # the writer's name, which a header holds
     media.path.write_bytes(data.replace(b"Lavf", b"L\xe1v\xff"))
     assert read_header(media) == plain
-    assert not probe(media).faults
+    assert not probe_file(media).faults
 
 
 def test_media_are_opened_in_one_place() -> None:
@@ -153,9 +153,9 @@ def test_the_audit_and_training_have_one_limit_of_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], MediaFile]
 ) -> None:
     media = write(tmp_path)
-    assert not probe(media).faults
-    monkeypatch.setattr(opened, "MOST_PIXELS", 1000)
-    assert probe(media).faults
+    assert not probe_file(media).faults
+    monkeypatch.setattr(opened, "MAX_PIXELS", 1000)
+    assert probe_file(media).faults
     with pytest.raises(ClipError):
         read_header(media)
     with pytest.raises(ClipError):
@@ -166,8 +166,8 @@ def test_the_audit_and_training_have_one_limit_of_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     media = clip(tmp_path)
-    monkeypatch.setattr(opened, "MOST_FRAMES", 7)
-    assert [fault.words[:19] for fault in probe(media).faults] == ["more than 7 frames "]
+    monkeypatch.setattr(opened, "MAX_FRAMES", 7)
+    assert [fault.words[:19] for fault in probe_file(media).faults] == ["more than 7 frames "]
     with pytest.raises(ClipError, match="more than 7 frames"):
         read_frames(media, frames=9, height=16, width=16, fps=8)
 
@@ -263,7 +263,7 @@ def test_an_image_with_rows_missing_is_refused_by_the_audit_and_by_training(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_bytes(TORN[name])
-    assert [fault.code for fault in probe(MediaFile(tmp_path / name)).faults] == ["truncated"]
+    assert [fault.code for fault in probe_file(MediaFile(tmp_path / name)).faults] == ["truncated"]
     with pytest.raises(
         ClipError, match=rf"{name}: cannot be decoded to its end: the image is trunc"
     ):
@@ -275,7 +275,7 @@ def test_a_cut_image_of_another_format_is_refused_by_both(tmp_path: Path, format
     data = saved(format)
     path = tmp_path / "a.webp"
     path.write_bytes(data[: len(data) * 3 // 4])
-    assert probe(MediaFile(path)).faults
+    assert probe_file(MediaFile(path)).faults
     with pytest.raises(ClipError):
         read_frames(path, frames=1, height=16, width=16, fps=None)
 
@@ -283,7 +283,7 @@ def test_a_cut_image_of_another_format_is_refused_by_both(tmp_path: Path, format
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_image_is_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(WHOLE[name])
-    assert not probe(MediaFile(tmp_path / name)).faults
+    assert not probe_file(MediaFile(tmp_path / name)).faults
     read_frames(tmp_path / name, frames=1, height=16, width=16, fps=None)
 
 
@@ -291,11 +291,11 @@ def test_a_grey_corner_alone_is_no_fault(tmp_path: Path) -> None:
     picture = moving("x", 1)[0].copy()
     picture[-16:, -16:] = 128
     Image.fromarray(picture).save(tmp_path / "a.jpg", quality=95)
-    assert not probe(MediaFile(tmp_path / "a.jpg")).faults
+    assert not probe_file(MediaFile(tmp_path / "a.jpg")).faults
 
 
 def test_an_image_of_a_format_that_starts_programs_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(saved("EPS"))
     with pytest.raises(ClipError, match=r"a\.png"):
         read_frames(tmp_path / "a.png", frames=1, height=16, width=16, fps=None)
-    assert probe(MediaFile(tmp_path / "a.png")).faults
+    assert probe_file(MediaFile(tmp_path / "a.png")).faults

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
-from dit_lora.data.audit.probe import probe
+from dit_lora.data.audit.probe import probe_file
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.pictures import image_size, open_image
+from dit_lora.data.media.pictures import open_image, read_image_size
 from dit_lora.data.media.video import read_frames, read_header, write_video
 
 PROFILES = Path(__file__).parents[3] / "fixtures" / "pictures"
@@ -53,10 +53,10 @@ def check_as_pillow(path: Path) -> None:
     media, expected = MediaFile(path), upright(path)
     assert is_image(media)
     assert np.array_equal(np.asarray(open_image(media)), expected)
-    assert image_size(media) == expected.shape[:2]
+    assert read_image_size(media) == expected.shape[:2]
     header = read_header(path)
     assert (header.height, header.width, header.is_image) == (*expected.shape[:2], True)
-    probed = probe(media)
+    probed = probe_file(media)
     assert probed.faults == ()
     assert (probed.facts["height"], probed.facts["width"]) == expected.shape[:2]
 
@@ -126,13 +126,13 @@ def test_profiles_that_say_nothing_new_leave_pixels_and_cache_keys_alone(tmp_pat
         image.save(tmp_path / f"{name}.png", icc_profile=profile or None)
         media = MediaFile(tmp_path / f"{name}.png")
         assert np.array_equal(np.asarray(open_image(media)), np.asarray(image.convert("RGB")))
-        assert digests.pixels(media) == digests.media(media)
+        assert digests.hash_pixels(media) == digests.hash_media(media)
     other_media = MediaFile(PROFILES / "p3.png")
-    assert digests.pixels(other_media) == f"{digests.media(other_media)}+srgb"
+    assert digests.hash_pixels(other_media) == f"{digests.hash_media(other_media)}+srgb"
     digests.save()
     remembered = Digests(tmp_path / "memo.json")
-    assert remembered.pixels(other_media) == f"{remembered.media(other_media)}+srgb"
-    assert remembered.media(other_media) == digests.media(other_media)
+    assert remembered.hash_pixels(other_media) == f"{remembered.hash_media(other_media)}+srgb"
+    assert remembered.hash_media(other_media) == digests.hash_media(other_media)
 
 
 def test_content_decides_what_a_file_is(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_content_decides_what_a_file_is(tmp_path: Path) -> None:
     for name, is_still in (("clip.jpg", False), ("still.mp4", True), ("still.unknown", True)):
         assert is_image(tmp_path / name) == is_still
         assert read_header(tmp_path / name).is_image == is_still
-        assert probe(MediaFile(tmp_path / name)).faults == ()
+        assert probe_file(MediaFile(tmp_path / name)).faults == ()
     clip = read_frames(tmp_path / "clip.jpg", frames=4, height=HEIGHT, width=WIDTH, fps=8)
     assert len(clip) == 4
     still = read_frames(tmp_path / "still.mp4", frames=1, height=HEIGHT, width=WIDTH, fps=None)
@@ -159,13 +159,13 @@ def test_a_gif_that_moves_is_a_video_of_pillows_frames(tmp_path: Path) -> None:
     assert not is_image(tmp_path / "a.gif")
     first_frame = read_frames(tmp_path / "a.gif", frames=1, height=HEIGHT, width=WIDTH, fps=None)
     assert np.array_equal(first_frame[0].permute(1, 2, 0).numpy(), upright(tmp_path / "a.gif"))
-    assert probe(MediaFile(tmp_path / "a.gif")).facts["frames"] == 2
+    assert probe_file(MediaFile(tmp_path / "a.gif")).facts["frames"] == 2
 
 
 def test_heic_is_refused_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99))
     assert is_image(tmp_path / "a.heic")
-    (fault,) = probe(MediaFile(tmp_path / "a.heic")).faults
+    (fault,) = probe_file(MediaFile(tmp_path / "a.heic")).faults
     assert "HEIC" in fault.words
     with pytest.raises(Exception, match="HEIC"):
         read_header(tmp_path / "a.heic")

@@ -13,7 +13,7 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media import opened
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.media.references import read_mask, read_reference, wrong_mask
+from dit_lora.data.media.references import find_mask_mismatch, read_mask, read_reference
 from dit_lora.data.media.video import ClipError, read_header, write_video
 
 EXIF_ORIENTATION = 0x0112
@@ -90,7 +90,7 @@ def test_references_that_cannot_be_read_are_named(
     torn.write_bytes(torn.read_bytes()[:2000])
     text_file.write_text("no picture")
     Image.new("RGB", (41, 41)).save(bomb)
-    monkeypatch.setattr(opened, "MOST_PIXELS", 1600)
+    monkeypatch.setattr(opened, "MAX_PIXELS", 1600)
     for file, reason in ((torn, "truncated"), (bomb, "41 x 41"), (text_file, "cannot identify")):
         with pytest.raises(ClipError, match=rf"{file.name}: .*{reason}") as caught:
             read_reference(MediaFile(file), None, None)
@@ -175,7 +175,7 @@ def test_a_mask_is_turned_upright_as_its_picture_is(tmp_path: Path, alpha: bool)
         mask = picture
     file = turned(mask, tmp_path / "a.png")
     header = read_header(file)
-    assert wrong_mask((header.height, header.width), (8, 16)) is None
+    assert find_mask_mismatch((header.height, header.width), (8, 16)) is None
     expected = torch.from_numpy((ramp(4, 8) | 1).astype(np.float32) / 255)
     assert torch.equal(mask_of(file, alpha=alpha), expected)
 
@@ -230,7 +230,7 @@ def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_a_mask_has_its_pictures_shape_but_for_rounding() -> None:
-    assert wrong_mask((512, 768), (1024, 1536)) is None
-    assert wrong_mask((33, 50), (1000, 1500)) is None
-    message = wrong_mask((768, 512), (512, 768))
+    assert find_mask_mismatch((512, 768), (1024, 1536)) is None
+    assert find_mask_mismatch((33, 50), (1000, 1500)) is None
+    message = find_mask_mismatch((768, 512), (512, 768))
     assert message == "its mask is 512 x 768 and the picture 768 x 512: they have to have one shape"

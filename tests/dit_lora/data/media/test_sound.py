@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dit_lora.data.media.sound import Sound, unplayable
+from dit_lora.data.media.sound import Sound, find_sound_fault
 from dit_lora.data.media.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
 
@@ -73,8 +73,8 @@ def test_sound_that_is_not_finite_is_named_and_nothing_written(tmp_path: Path) -
     sound.waveform[0, 7] = torch.nan
     sound.waveform[0, 9] = torch.inf
     message = f"sound has 1 NaN and 1 Inf among {sound.waveform.numel()} values"
-    assert unplayable(sound) == message
-    assert unplayable(tones(500)) is unplayable(None) is None
+    assert find_sound_fault(sound) == message
+    assert find_sound_fault(tones(500)) is find_sound_fault(None) is None
     with pytest.raises(DitLoraError, match=f"a.mp4: its {message}"):
         write_video(tmp_path / "a.mp4", video(), 8, sound)
     assert not list(tmp_path.iterdir())

@@ -11,9 +11,9 @@ from PIL import Image
 
 from dit_lora.data.media.video import (
     ClipError,
+    find_shortage,
     read_frames,
     read_header,
-    too_short,
     write_sample,
     write_video,
 )
@@ -66,8 +66,8 @@ def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) ->
     ):
         read_frames(path, frames=5, height=32, width=48, fps=8)
     header = read_header(path)
-    assert too_short(header, frames=4, fps=8) is None
-    assert "at most 4" in (too_short(header, frames=6, fps=8) or "")
+    assert find_shortage(header, frames=4, fps=8) is None
+    assert "at most 4" in (find_shortage(header, frames=6, fps=8) or "")
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 32), (32, 64), (48, 48)])

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dit_lora.config.load import load_folder
-from dit_lora.data.sources.caption_table import CaptionTable, locked_table
-from dit_lora.data.sources.made_captions import MadeCaptions
-from dit_lora.data.sources.scan import scan
+from dit_lora.config.load import load_folder_config
+from dit_lora.data.sources.caption_table import CaptionTable, lock_table
+from dit_lora.data.sources.made_captions import GeneratedCaptions
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
 
@@ -29,9 +29,9 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
     table = CaptionTable.read(tmp_path)
     assert table.media == ["a.mp4", "b.png", "deep/c.mp4"]  # a mask is no sample
-    assert table.missing == ["b.png", "deep/c.mp4"]
-    with locked_table(tmp_path) as table:
-        table.put({"b.png": 'a "b"', "deep/c.mp4": "ç"})
+    assert table.uncaptioned == ["b.png", "deep/c.mp4"]
+    with lock_table(tmp_path) as table:
+        table.write_captions({"b.png": 'a "b"', "deep/c.mp4": "ç"})
     written = (tmp_path / "metadata.jsonl").read_bytes().decode().split("\n")
     assert written[:2] == lines[:2]
     assert written[2] == (
@@ -40,20 +40,20 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
     assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}\r', ""]
     reread = CaptionTable.read(tmp_path)
     assert reread.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
-    assert not reread.missing
+    assert not reread.uncaptioned
 
 
 def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> None:
     folder(tmp_path, "a.mp4", "b.mp4")
     (tmp_path / "a.txt").write_text("by\nhand ")
     table = CaptionTable.read(tmp_path)
-    assert (table.captions, table.missing) == ({"a.mp4": "by hand"}, ["b.mp4"])
+    assert (table.captions, table.uncaptioned) == ({"a.mp4": "by hand"}, ["b.mp4"])
     with pytest.raises(RuntimeError, match="within locked_table"):
-        table.put({"b.mp4": "made"})
-    with locked_table(tmp_path) as table:
-        table.put({"b.mp4": "made"})
+        table.write_captions({"b.mp4": "made"})
+    with lock_table(tmp_path) as table:
+        table.write_captions({"b.mp4": "made"})
     assert (tmp_path / "a.txt").read_text() == "by\nhand "
-    clips = scan(load_folder(str(tmp_path))).clips  # as training reads it
+    clips = scan_sources(load_folder_config(str(tmp_path))).clips  # as training reads it
     assert {clip.id: clip.caption for clip in clips} == {"a.mp4": "by hand", "b.mp4": "made"}
 
 
@@ -76,29 +76,29 @@ def test_a_folder_that_keeps_captions_elsewhere_is_refused(
 
 def test_what_waits_is_moved_once_and_never_over_another_caption(tmp_path: Path) -> None:
     folder(tmp_path, "a.mp4", "b.mp4", "c.mp4")
-    first_writer, second_writer = MadeCaptions(tmp_path), MadeCaptions(tmp_path, rank=1)
-    with first_writer.held():
+    first_writer, second_writer = GeneratedCaptions(tmp_path), GeneratedCaptions(tmp_path, rank=1)
+    with first_writer.lock_folder():
         with (
             pytest.raises(DitLoraError, match="another process writes captions"),
-            second_writer.held(),
+            second_writer.lock_folder(),
         ):
             pass
         first_writer.add("a.mp4", "first")
         second_writer.add("b.mp4", "second\nline")
         with (tmp_path / ".captions" / "part_1.jsonl").open("a") as file:
             file.write('{"file": "c.mp4", "capt')  # of a process that was killed
-        with locked_table(tmp_path) as table:
-            table.put({"a.mp4": "by hand"})
-        assert second_writer.merge(of_all=True) == 1
-        assert second_writer.merge(of_all=True) == 0
+        with lock_table(tmp_path) as table:
+            table.write_captions({"a.mp4": "by hand"})
+        assert second_writer.merge_into_table(include_all=True) == 1
+        assert second_writer.merge_into_table(include_all=True) == 0
     table = CaptionTable.read(tmp_path)
     assert table.captions == {"a.mp4": "by hand", "b.mp4": "second\nline"}
-    assert table.missing == ["c.mp4"]
+    assert table.uncaptioned == ["c.mp4"]
 
 
 def put(root: Path, captions: dict[str, str]) -> bytes:
-    with locked_table(root) as table:
-        table.put(captions)
+    with lock_table(root) as table:
+        table.write_captions(captions)
     return (root / "metadata.jsonl").read_bytes()
 
 
@@ -144,13 +144,13 @@ def test_a_table_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
 def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
     odd = os.fsdecode(b"caf\xe9.mp4")
     folder(tmp_path, odd, "ok.mp4")
-    captions = MadeCaptions(tmp_path)
-    with captions.held():
+    captions = GeneratedCaptions(tmp_path)
+    with captions.lock_folder():
         captions.add(odd, "made")
-        assert captions.merge(of_all=True) == 1
+        assert captions.merge_into_table(include_all=True) == 1
     put(tmp_path, {"ok.mp4": "ok"})
     assert CaptionTable.read(tmp_path).captions == {odd: "made", "ok.mp4": "ok"}
-    clips = scan(load_folder(str(tmp_path))).clips
+    clips = scan_sources(load_folder_config(str(tmp_path))).clips
     assert {clip.id: clip.caption for clip in clips} == {odd: "made", "ok.mp4": "ok"}
 
 

@@ -13,7 +13,7 @@ from dit_lora.data.cache.digests import Digests
 from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.sources import hf_datasets
-from dit_lora.data.sources.scan import Scan, scan
+from dit_lora.data.sources.scan import Scan, scan_sources
 from dit_lora.errors import DitLoraError
 
 datasets = pytest.importorskip("datasets", reason="the extra dit-lora[datasets]")
@@ -42,7 +42,7 @@ def a_dataset(**columns: tuple[Any, list[Any]]) -> Any:
 
 def scanned(saved: Any, folder: Path, **options: Any) -> Scan:
     saved.save_to_disk(folder)
-    return scan(DataConfig(path=str(folder), height=8, width=8, **options))
+    return scan_sources(DataConfig(path=str(folder), height=8, width=8, **options))
 
 
 def levels(found: Scan) -> dict[int, list[int]]:
@@ -93,7 +93,7 @@ def test_chosen_rows_have_their_own_references(tmp_path: Path) -> None:
     assert levels(scanned(saved, tmp_path / "saved")) == {2: [22], 0: [20, 21]}
     in_memory = saved.shuffle(seed=1)
     assert in_memory._indices is not None
-    cell_lists = hf_datasets._lists("x", in_memory, "references", False)
+    cell_lists = hf_datasets._iter_list_cells("x", in_memory, "references", False)
     reference_levels = [[level(cell.media) for cell in cells if cell.media] for cells in cell_lists]
     assert sorted(reference_levels) == [[20, 21], [22]]
 
@@ -106,11 +106,11 @@ def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
     assert not [file for file in (tmp_path / "a").iterdir() if file.name.startswith("cache-")]
     references = [reference for clip in scan_result.clips for reference in clip.references]
     assert (
-        len({reference.place for reference in references})
+        len({reference.location for reference in references})
         == len({reference.name for reference in references})
         == 3
     )
-    assert [reference.stamp()[0] for reference in references] == [
+    assert [reference.get_stamp()[0] for reference in references] == [
         len(read_bytes(reference)) for reference in references
     ]
     assert [level(reference) for reference in pickle.loads(pickle.dumps(references))] == [
@@ -119,7 +119,7 @@ def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
         22,
     ]
     digests = Digests(tmp_path / "digests.json")
-    assert len({digests.media(reference) for reference in references}) == 3
+    assert len({digests.hash_media(reference) for reference in references}) == 3
 
 
 def test_a_mask_column_is_no_medium_and_a_row_may_have_none(tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
         references=(datasets.List(datasets.Image()), lists),
         mask=(datasets.Image(), [missing_file, picture(1), {"bytes": b"", "path": None}]),
     )
-    monkeypatch.setattr(hf_datasets, "_load", lambda path: saved)
+    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: saved)
     scan_result = hf_datasets.read_dataset(SourceConfig(path="in memory", mask_column="mask"))
     assert not scan_result.clips
-    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
+    assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
         (
             "00000000.png",
             "reference_missing",
@@ -158,11 +158,11 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
         "known here: b'words, w' ...",
         ("00000002.png", "empty_file"): "its mask: it has no bytes",
     }
-    monkeypatch.setattr(media, "MOST_BYTES", 349)
+    monkeypatch.setattr(media, "MAX_BYTES", 349)
     scan_result = hf_datasets.read_dataset(SourceConfig(path="in memory", caption="x"))
     large = [problem for problem in scan_result.problems if problem.code == "too_large"]
     assert [problem.file for problem in large] == ["00000002.png"]
-    assert large[0].words.startswith("its reference: it has 350 bytes, and 349 are read")
+    assert large[0].message.startswith("its reference: it has 350 bytes, and 349 are read")
 
 
 def test_columns_that_are_not_there_or_hold_no_pictures_are_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
     second_clips = read_clips(data, tmp_path / "cache")
     assert second_clips == first_clips
     assert [clip.id for clip in first_clips] == ["00000000.png", "00000001.png", "00000002.tiff"]
-    assert [clip.media.stamp()[0] for clip in first_clips] == [
+    assert [clip.media.get_stamp()[0] for clip in first_clips] == [
         len(read_bytes(c.media)) for c in first_clips
     ]
     pickled = pickle.dumps(second_clips)
@@ -103,7 +103,7 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
         assert (clip, hash(clip.media)) == (unpickled, hash(unpickled.media))
         assert read_bytes(clip.media) == read_bytes(unpickled.media)
     digests = Digests(tmp_path / "digests.json")
-    assert len({digests.media(clip.media) for clip in first_clips}) == 3
+    assert len({digests.hash_media(clip.media) for clip in first_clips}) == 3
     del before[tmp_path / "saved"]
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
     assert not (tmp_path / "cache").exists()
@@ -115,7 +115,9 @@ def test_another_dataset_in_the_same_folder_is_another_place(
     first_clips = read(labelled())
     shutil.rmtree(tmp_path / "saved")
     second = read(labelled().map(lambda row: {**row, "note": "other"}))
-    assert not {clip.media.place for clip in first_clips} & {clip.media.place for clip in second}
+    assert not {clip.media.location for clip in first_clips} & {
+        clip.media.location for clip in second
+    }
 
 
 def test_chosen_rows_are_those_of_the_dataset() -> None:
@@ -196,7 +198,7 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was downloaded with it is read; a cell too large for the memory is not."""
-    monkeypatch.setattr(media, "MOST_BYTES", 100)
+    monkeypatch.setattr(media, "MAX_BYTES", 100)
     downloaded = Path(datasets.config.HF_DATASETS_CACHE) / "x.png"
     cells = [
         {"bytes": None, "path": str(tmp_path / "mine.png")},
@@ -207,7 +209,7 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
     features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
     rows = {"image": cells, "text": ["a", "b", "c"]}
     saved = datasets.Dataset.from_dict(rows, features=features)
-    monkeypatch.setattr(hf_datasets, "_load", lambda path: saved)
+    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: saved)
     scan_result = hf_datasets.read_dataset(SourceConfig(path="somebody/images"))
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("00000000.png", "unsafe_path"),
@@ -218,7 +220,7 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
 
 def found_in(dataset: Any, **options: Any) -> Scan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_datasets, "_load", lambda path: dataset)
+        patch.setattr(hf_datasets, "_load_dataset", lambda path: dataset)
         return hf_datasets.read_dataset(SourceConfig(path="any", **options))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dit_lora.config.recipe import DataConfig
-from dit_lora.data.sources.scan import read_clips, scan
+from dit_lora.data.sources.scan import read_clips, scan_sources
 from dit_lora.errors import DitLoraError
 
 
@@ -27,7 +27,7 @@ def write_table(folder: Path, *rows: dict[str, object]) -> None:
 
 
 def notes(folder: Path, **values: object) -> list[str]:
-    scan_notes = scan(config(folder, **values)).notes
+    scan_notes = scan_sources(config(folder, **values)).notes
     assert all(note.startswith(f"{folder}: ") for note in scan_notes)
     return [note.removeprefix(f"{folder}: ") for note in scan_notes]
 
@@ -70,14 +70,17 @@ def test_pictures_that_a_table_does_not_list_are_counted(tmp_path: Path) -> None
 def test_kohyas_folders_give_captions_and_repeats(tmp_path: Path) -> None:
     write(tmp_path, "10_sks my_Dog/a.png", "10_sks my_Dog/b.png", "2_dog/c.png")
     clips = read_clips(config(tmp_path))
-    assert {(clip.caption, clip.times) for clip in clips} == {("sks my_Dog", 10), ("dog", 2)}
+    assert {(clip.caption, clip.times_per_epoch) for clip in clips} == {
+        ("sks my_Dog", 10),
+        ("dog", 2),
+    }
     (note,) = notes(tmp_path)
     assert "'10_sks my_Dog' is the caption 'sks my_Dog', 10 times an epoch" in note
     # Repeats of the source multiply those of the folder, and captions beside pictures are theirs.
     write(tmp_path, *(f"{clip.id[:-4]}.txt" for clip in clips))
     source = {"path": str(tmp_path), "repeats": 3}
     data = DataConfig(sources=(source,), height=32, width=48)  # type: ignore[arg-type]
-    assert {(clip.caption, clip.times) for clip in read_clips(data)} == {
+    assert {(clip.caption, clip.times_per_epoch) for clip in read_clips(data)} == {
         ("a caption", 30),
         ("a caption", 6),
     }
@@ -86,7 +89,10 @@ def test_kohyas_folders_give_captions_and_repeats(tmp_path: Path) -> None:
 def test_numbered_classes_are_no_repeats(tmp_path: Path) -> None:
     write(tmp_path, "001_red_car/a.png", "002_boat/b.png")
     clips = read_clips(config(tmp_path))
-    assert [(clip.caption, clip.times) for clip in clips] == [("001 red car", 1), ("002 boat", 1)]
+    assert [(clip.caption, clip.times_per_epoch) for clip in clips] == [
+        ("001 red car", 1),
+        ("002 boat", 1),
+    ]
     assert notes(tmp_path) == []
 
 

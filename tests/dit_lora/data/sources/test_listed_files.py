@@ -8,7 +8,7 @@ import pytest
 
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.recipe import DataConfig
-from dit_lora.data.sources.scan import scan
+from dit_lora.data.sources.scan import scan_sources
 from dit_lora.errors import DitLoraError
 
 
@@ -47,11 +47,11 @@ def test_a_list_names_files_below_its_folder_alone(
     rows.append({"file_name": "sub/f.mp4", "text": "x", "first": "../../a.mp4"})
     (inside / "sub" / "f.mp4").write_bytes(b"video")
     write_jsonl(inside, rows)
-    scan_result = scan(config(inside, image_column="first"))
+    scan_result = scan_sources(config(inside, image_column="first"))
     problems = [(finding.file, finding.code) for finding in scan_result.problems]
     assert problems == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
-    assert f"../../a.mp4 leads out of {inside}" in scan_result.problems[-1].words
-    media_paths = {clip.id: clip.media.place for clip in scan_result.clips}
+    assert f"../../a.mp4 leads out of {inside}" in scan_result.problems[-1].message
+    media_paths = {clip.id: clip.media.location for clip in scan_result.clips}
     assert media_paths == {name: str(inside / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
     assert all(clip.media.exists() for clip in scan_result.clips)
 
@@ -68,7 +68,7 @@ def test_media_is_the_folder_that_the_files_of_a_list_are_below(
         (lists / listing).write_text(
             f"file_name,text\na.mp4,one\n{folder}/sub/b.mp4,two\n../x.mp4,three\n"
         )
-    scan_result = scan(config(lists, media=str(folder)))
+    scan_result = scan_sources(config(lists, media=str(folder)))
     assert [(clip.id, clip.caption) for clip in scan_result.clips] == [
         ("a.mp4", "one"),
         ("sub/b.mp4", "two"),
@@ -80,17 +80,17 @@ def test_media_is_the_folder_that_the_files_of_a_list_are_below(
 
 def test_media_without_a_list_is_refused(folder: Path) -> None:
     with pytest.raises(DitLoraError, match=r"data\.media is the folder of files that a list names"):
-        scan(config(folder, media=str(folder)))
+        scan_sources(config(folder, media=str(folder)))
     write_jsonl(folder, [{"file_name": "a.mp4", "text": "x"}])
     with pytest.raises(DitLoraError, match="no folder of media"):
-        scan(config(folder, media=str(folder / "gone")))
+        scan_sources(config(folder, media=str(folder / "gone")))
 
 
 def test_names_that_no_file_system_takes_are_missing_files(folder: Path) -> None:
     names = ["x" * 5000 + ".mp4", "nul\0.mp4", "half\ud83d.mp4"]
     rows = [{"file_name": name, "text": "x", "first": name} for name in names]
     write_jsonl(folder, rows)
-    scan_result = scan(config(folder, image_column="first"))
+    scan_result = scan_sources(config(folder, image_column="first"))
     assert {(finding.file, finding.code) for finding in scan_result.problems} == {
         (name, "missing") for name in names
     }
@@ -110,10 +110,10 @@ def test_a_caption_that_cannot_be_trained_on_is_refused_from_every_source(
     folder: Path, caption: str, code: str
 ) -> None:
     write_jsonl(folder, [{"file_name": "a.mp4", "text": caption}])
-    scan_result = scan(config(folder))
+    scan_result = scan_sources(config(folder))
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [("a.mp4", code)]
     source = SourceConfig(path=str(folder / "sub"), caption=caption)
-    scan_result = scan(DataConfig(sources=(source,), height=32, width=48))
+    scan_result = scan_sources(DataConfig(sources=(source,), height=32, width=48))
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("sub/b.mp4", code)
     ]
@@ -121,5 +121,5 @@ def test_a_caption_that_cannot_be_trained_on_is_refused_from_every_source(
         (folder / "metadata.jsonl").unlink()
         (folder / "a.txt").write_text(caption * 4)
         (folder / "sub" / "b.txt").write_text("a dog")
-        scan_result = scan(config(folder))
+        scan_result = scan_sources(config(folder))
         assert ("a.mp4", code) in [(finding.file, finding.code) for finding in scan_result.problems]

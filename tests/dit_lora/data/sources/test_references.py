@@ -12,7 +12,7 @@ import pytest
 from dit_lora.config.data import DataConfig
 from dit_lora.data.media import media
 from dit_lora.data.media.media import TarMember, read_bytes
-from dit_lora.data.sources.scan import Clip, Scan, scan
+from dit_lora.data.sources.scan import Clip, Scan, scan_sources
 from dit_lora.errors import DitLoraError
 
 
@@ -76,7 +76,7 @@ def test_a_column_called_references_holds_a_list(tmp_path: Path, layout: str) ->
         {"file_name": "c.png", "text": "x", "references": None, "m": ""},
     ]
     write_rows(tmp_path, layout, rows)
-    scan_result = scan(config(tmp_path, mask_column="m"))
+    scan_result = scan_sources(config(tmp_path, mask_column="m"))
     assert not scan_result.problems
     expected = {"a.png": ["in/2.jpg", "in/1.png"], "b.png": ["in/3.mp4"], "c.png": []}
     assert references(scan_result) == expected
@@ -99,7 +99,7 @@ def test_a_cell_may_hold_one_name_and_in_csv_a_list_of_json(tmp_path: Path) -> N
     }
     for layout in ("csv", "jsonl"):
         write_rows(tmp_path, layout, rows)
-        assert references(scan(config(tmp_path))) == expected
+        assert references(scan_sources(config(tmp_path))) == expected
         (tmp_path / f"metadata.{layout}").unlink()
 
 
@@ -113,23 +113,24 @@ def test_columns_of_references_are_read_in_the_order_of_the_recipe(
         {"file_name": "b.png", "text": "x", "scene": None, "face": "in/1.png"},
     ]
     write_rows(tmp_path, layout, rows)
-    scan_result = scan(config(tmp_path, reference_columns=["face", "scene"]))
+    scan_result = scan_sources(config(tmp_path, reference_columns=["face", "scene"]))
     assert references(scan_result) == {"a.png": ["in/2.jpg", "in/1.png"], "b.png": ["in/1.png"]}
     # What is empty before another would shift it.
-    scan_result = scan(config(tmp_path, reference_columns=["scene", "face"]))
+    scan_result = scan_sources(config(tmp_path, reference_columns=["scene", "face"]))
     assert references(scan_result) == {"a.png": ["in/1.png", "in/2.jpg"]}
     assert problems(scan_result) == [("b.png", "reference_missing")]
     assert (
-        scan_result.problems[0].words == "its reference 1 is empty, and there are others behind it"
+        scan_result.problems[0].message
+        == "its reference 1 is empty, and there are others behind it"
     )
     with pytest.raises(
         DitLoraError, match=r"no column for a reference \(reference_columns\); .* low"
     ):
-        scan(config(tmp_path, reference_columns=["low"]))
+        scan_sources(config(tmp_path, reference_columns=["low"]))
     with pytest.raises(
         DitLoraError, match=r"no column for the mask \(mask_column\); looked for low"
     ):
-        scan(config(tmp_path, mask_column="low"))
+        scan_sources(config(tmp_path, mask_column="low"))
 
 
 def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
@@ -143,9 +144,9 @@ def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
         {"file_name": "in/1.png", "references": ["in/1.png", None, "in/2.jpg"]},
     ]
     write_rows(inside, "jsonl", [{"text": "x", **row} for row in rows])
-    scan_result = scan(config(inside, mask_column="mask"))
+    scan_result = scan_sources(config(inside, mask_column="mask"))
     assert not scan_result.clips
-    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
+    assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
         ("a.png", "reference_missing"): f"no such reference: {inside}/in/gone.png; "
         f"no such reference: {inside}/in/lost.png",
         (
@@ -182,7 +183,7 @@ def pairs(tmp_path: Path) -> Path:
 
 def of_pairs(root: Path, *folders: str, **options: Any) -> Scan:
     named = [str(root / folder) for folder in folders]
-    return scan(config(root / "target", reference_folders=named, **options))
+    return scan_sources(config(root / "target", reference_folders=named, **options))
 
 
 def test_folders_beside_the_targets_hold_files_of_their_names(pairs: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_sample_without_its_file_is_a_problem(pairs: Path) -> None:
     scan_result = of_pairs(pairs, "source", "style", mask_folder=str(pairs / "mask"))
     assert not scan_result.clips
     source, style, mask = (pairs / name for name in ("source", "style", "mask"))
-    assert {(finding.file, finding.code): finding.words for finding in scan_result.problems} == {
+    assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
         ("3.webp", "reference_ambiguous"): f"it has several of its name in {style}: 3.jpg, 3.png",
         ("x/1.png", "reference_missing"): f"it has no reference of its name in {source}; it has no "
         f"reference of its name in {style}",
@@ -246,7 +247,7 @@ def test_a_folder_that_cannot_be_meant_is_one_line(pairs: Path) -> None:
             of_pairs(pairs, folder)
         assert "\n" not in str(caught.value)
         with pytest.raises(DitLoraError, match=reason.replace("reference_folders", "mask_folder")):
-            scan(config(pairs / "target", mask_folder=str(pairs / folder)))
+            scan_sources(config(pairs / "target", mask_folder=str(pairs / folder)))
 
 
 def test_of_a_list_the_folders_may_lie_beside_it(tmp_path: Path) -> None:
@@ -255,10 +256,10 @@ def test_of_a_list_the_folders_may_lie_beside_it(tmp_path: Path) -> None:
     write_rows(
         tmp_path, "jsonl", [{"file_name": "out/a.png", "text": "x", "references": "out/a.png"}]
     )
-    scan_result = scan(config(tmp_path, mask_folder=str(tmp_path / "masks")))
+    scan_result = scan_sources(config(tmp_path, mask_folder=str(tmp_path / "masks")))
     assert references(scan_result) == {"out/a.png": ["out/a.png"]}
     assert masks(scan_result.clips) == {"out/a.png": ("masks/out/a.png", False)}
-    scan_result = scan(config(tmp_path, reference_folders=[str(tmp_path / "low")]))
+    scan_result = scan_sources(config(tmp_path, reference_folders=[str(tmp_path / "low")]))
     assert references(scan_result) == {"out/a.png": ["low/out/a.jpg"]}
 
 
@@ -269,7 +270,7 @@ def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Pat
     with pytest.raises(ValueError, match="give one of mask_column, mask_folder and alpha_mask"):
         config(pairs, mask_folder=folder, alpha_mask=True)
     with pytest.raises(DitLoraError, match="reference_columns and mask_column need metadata"):
-        scan(config(pairs / "target", mask_column="mask"))
+        scan_sources(config(pairs / "target", mask_column="mask"))
     generated_source = {
         "path": str(pairs / "made"),
         "caption": "x",
@@ -277,14 +278,14 @@ def test_options_that_contradict_each_other_or_the_layout_are_refused(pairs: Pat
         "alpha_mask": True,
     }
     with pytest.raises(DitLoraError, match=r"made is to be generated, and has no references"):
-        scan(DataConfig(sources=[generated_source], height=32, width=48))  # type: ignore[arg-type]
+        scan_sources(DataConfig(sources=[generated_source], height=32, width=48))  # type: ignore[arg-type]
     write_tar(pairs / "a.tar", "7.jpg", "7.txt")
     with pytest.raises(DitLoraError, match="reference_folders and mask_folder are for folders"):
-        scan(config(pairs / "a.tar", reference_folders=[folder]))
+        scan_sources(config(pairs / "a.tar", reference_folders=[folder]))
     (pairs / "tars").mkdir()
     (pairs / "a.tar").rename(pairs / "tars" / "a.tar")
     with pytest.raises(DitLoraError, match="reference_folders and mask_folder are for folders"):
-        scan(config(pairs / "tars", mask_folder=folder))
+        scan_sources(config(pairs / "tars", mask_folder=folder))
 
 
 def test_only_some_of_several_sources_have_masks_and_references(pairs: Path) -> None:
@@ -296,7 +297,7 @@ def test_only_some_of_several_sources_have_masks_and_references(pairs: Path) -> 
         {"path": str(pairs / "clips"), "alpha_mask": True},
         {"path": str(pairs / "target"), "mask_folder": str(pairs / "mask")},
     ]
-    scan_result = scan(DataConfig(sources=sources, height=32, width=48))  # type: ignore[arg-type]
+    scan_result = scan_sources(DataConfig(sources=sources, height=32, width=48))  # type: ignore[arg-type]
     assert references(scan_result)["target/3.webp"] == ["source/3.mp4"]
     assert not references(scan_result)["target-2/3.webp"]
     mask_by_clip = masks(scan_result.clips)
@@ -327,7 +328,7 @@ def test_members_of_a_tar_are_references_by_name(tmp_path: Path) -> None:
         "8.Reference-3.PNG",
     ]
     write_tar(tmp_path / "a.tar", *names, *other_names, "9.png", "9.txt")
-    scan_result = scan(config(tmp_path / "a.tar"))
+    scan_result = scan_sources(config(tmp_path / "a.tar"))
     assert not scan_result.problems
     assert references(scan_result) == {
         "7.jpg": ["7.reference.mp4", "7.reference_2.jpeg", "7.reference_10.png"],
@@ -342,11 +343,11 @@ def test_members_of_a_tar_are_references_and_masks_by_column(tmp_path: Path) -> 
     names = ["7.target.jpg", "7.source.png", "7.style.jpg", "7.mask.png", "7.txt"]
     write_tar(tmp_path / "a.tar", *names)
     options = {"reference_columns": ["style", "Source"], "mask_column": "mask"}
-    scan_result = scan(config(tmp_path / "a.tar", **options))
+    scan_result = scan_sources(config(tmp_path / "a.tar", **options))
     assert references(scan_result) == {"7.target.jpg": ["7.style.jpg", "7.source.png"]}
     assert masks(scan_result.clips) == {"7.target.jpg": ("7.mask.png", False)}
     # Without their columns, four pictures are as many samples' own.
-    assert problems(scan(config(tmp_path / "a.tar"))) == [("7", "duplicate_clip")]
+    assert problems(scan_sources(config(tmp_path / "a.tar"))) == [("7", "duplicate_clip")]
 
 
 def test_what_a_tars_sample_lacks_or_has_twice_is_said(
@@ -359,13 +360,13 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
     write_tar(tmp_path / "a.tar", *lacks, *twice, *single_names, *large, "README.md")
     write_tar(tmp_path / "b.tar", "5.jpg", "5.txt", "5.reference.jpg", "5.reference.png")
     # Without columns, the same holds of what is called reference.
-    assert problems(scan(config(tmp_path / "b.tar"))) == [("5.jpg", "reference_ambiguous")]
-    monkeypatch.setattr(media, "MOST_BYTES", len("4.mask.png") - 1)
+    assert problems(scan_sources(config(tmp_path / "b.tar"))) == [("5.jpg", "reference_ambiguous")]
+    monkeypatch.setattr(media, "MAX_BYTES", len("4.mask.png") - 1)
     options = {"reference_columns": ["source"], "mask_column": "mask"}
-    scan_result = scan(config(tmp_path / "a.tar", **options))
+    scan_result = scan_sources(config(tmp_path / "a.tar", **options))
     assert not scan_result.clips
     message_by_problem = {
-        (finding.file, finding.code): finding.words for finding in scan_result.problems
+        (finding.file, finding.code): finding.message for finding in scan_result.problems
     }
     assert set(message_by_problem) == {
         ("1.jpg", "reference_missing"),

@@ -7,7 +7,7 @@ import pytest
 
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.sources.scan import class_name, class_names, read_clips, scan
+from dit_lora.data.sources.scan import find_class_names, format_class_name, read_clips, scan_sources
 from dit_lora.errors import DitLoraError
 
 CAPTIONS = {"a.mp4": "a horse, galloping", "sub/b.mp4": 'a "quoted" cat'}
@@ -167,7 +167,7 @@ def test_a_folder_a_class_gives_its_name_in_words_as_caption(tmp_path: Path) -> 
     ],
 )
 def test_class_names_are_read_as_words(folder_name: str, words: str) -> None:
-    assert class_name(folder_name) == words
+    assert format_class_name(folder_name) == words
 
 
 def test_class_folders_without_media_are_all_named(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_everything_wrong_has_its_file_and_code(folder: Path) -> None:
     write_jsonl(folder, rows)
     with (folder / "metadata.jsonl").open("a") as table:
         table.write("{torn\n")
-    scan_result = scan(config(folder))
+    scan_result = scan_sources(config(folder))
     assert scan_result.clips == []
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("metadata.jsonl line 7", "unreadable"),
@@ -250,7 +250,7 @@ def test_what_is_right_is_found_beside_what_is_wrong(folder: Path) -> None:
     (folder / "sub" / "b.txt").write_text("a cat")
     (folder / "c.png").symlink_to(folder / "gone.png")
     (folder / "c.txt").write_text("a dog")
-    scan_result = scan(config(folder))
+    scan_result = scan_sources(config(folder))
     assert [clip.id for clip in scan_result.clips] == ["sub/b.mp4"]
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("c.png", "missing"),
@@ -309,12 +309,14 @@ def test_repeats_and_weights_say_how_often_a_sample_comes(tmp_path: Path) -> Non
     few = {"path": plain(tmp_path / "few", 2), "caption": "x", "loss_weight": 0.5}
     many = {"path": plain(tmp_path / "many", 5), "caption": "y"}
     clips = read_clips(several({**few, "repeats": 3}, many))
-    assert [(clip.times, clip.loss_weight) for clip in clips] == [(3, 0.5)] * 2 + [(1, 1)] * 5
+    assert [(clip.times_per_epoch, clip.loss_weight) for clip in clips] == [(3, 0.5)] * 2 + [
+        (1, 1)
+    ] * 5
     # Shares 3 to 1: the five come once, so the two make 15 in an epoch.
     clips = read_clips(several({**few, "weight": 3}, {**many, "weight": 1}))
-    assert [clip.times for clip in clips] == pytest.approx([7.5] * 2 + [1] * 5)
+    assert [clip.times_per_epoch for clip in clips] == pytest.approx([7.5] * 2 + [1] * 5)
     clips = read_clips(several({**few, "weight": 1}, {**many, "weight": 5}))
-    assert [clip.times for clip in clips] == pytest.approx([1] * 2 + [2] * 5)
+    assert [clip.times_per_epoch for clip in clips] == pytest.approx([1] * 2 + [2] * 5)
 
 
 def test_errors_name_the_source(folder: Path, tmp_path: Path) -> None:
@@ -336,7 +338,7 @@ def test_a_folder_that_is_yet_to_be_generated_is_empty(tmp_path: Path) -> None:
     own_source = {"path": plain(tmp_path / "own", 2), "caption": "a sks dog", "weight": 1}
     prior = {"path": "prior/dogs", "caption": "a dog", "generate": 3, "weight": 0.1}
     clips = read_clips(several(own_source, prior))
-    assert [(clip.caption, clip.times) for clip in clips] == [("a sks dog", 1)] * 2
+    assert [(clip.caption, clip.times_per_epoch) for clip in clips] == [("a sks dog", 1)] * 2
 
 
 def test_names_of_classes_come_from_the_captions_and_one_caption_needs_no_reading(
@@ -345,9 +347,9 @@ def test_names_of_classes_come_from_the_captions_and_one_caption_needs_no_readin
     plain(tmp_path / "classes" / "red_fox", 1)
     folders = {"path": str(tmp_path / "classes")}
     prior = {"path": str(tmp_path / "nowhere"), "caption": "a dog"}
-    assert class_names(several(folders, prior)) == ["a dog", "red fox"]
-    assert class_names(several(prior)) == ["a dog"]
+    assert find_class_names(several(folders, prior)) == ["a dog", "red fox"]
+    assert find_class_names(several(prior)) == ["a dog"]
     (tmp_path / "classes" / "empty").mkdir()
     with pytest.raises(DitLoraError, match="empty: this class folder"):
-        class_names(several(folders, prior))
-    assert class_names(several(folders, rejects="skip")) == ["red fox"]
+        find_class_names(several(folders, prior))
+    assert find_class_names(several(folders, rejects="skip")) == ["red fox"]

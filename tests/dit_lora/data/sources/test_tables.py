@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dit_lora.config.recipe import DataConfig
-from dit_lora.data.sources.scan import read_clips, scan
+from dit_lora.data.sources.scan import read_clips, scan_sources
 from dit_lora.errors import DitLoraError
 
 ROWS = [
@@ -39,9 +39,9 @@ def write_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def test_parquet_is_read_as_the_same_rows_of_jsonl_are(folder: Path) -> None:
     rows = [*ROWS, {"file_name": "gone.mp4", "text": None, "frames": 1}]
     write_parquet(folder, rows)
-    scan_result = scan(config(folder))
+    scan_result = scan_sources(config(folder))
     (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    assert scan(config(folder)) == scan_result
+    assert scan_sources(config(folder)) == scan_result
     assert [clip.caption for clip in scan_result.clips] == ["a horse", "zwei Füchse"]
     assert [finding.code for finding in scan_result.problems] == ["missing", "caption_missing"]
 
@@ -83,6 +83,6 @@ def test_a_csv_that_is_no_csv_is_named_by_where(folder: Path) -> None:
 
 def test_a_row_with_too_few_cells_has_no_caption(folder: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,text\na.mp4,a horse\nb.mp4\n")
-    assert [(finding.file, finding.code) for finding in scan(config(folder)).problems] == [
+    assert [(finding.file, finding.code) for finding in scan_sources(config(folder)).problems] == [
         ("b.mp4", "caption_missing")
     ]

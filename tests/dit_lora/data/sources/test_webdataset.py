@@ -15,7 +15,7 @@ from dit_lora.data.media import media
 from dit_lora.data.media.media import read_bytes
 from dit_lora.data.media.video import read_frames
 from dit_lora.data.sources import webdataset
-from dit_lora.data.sources.scan import Clip, Scan, read_clips, scan
+from dit_lora.data.sources.scan import Clip, Scan, read_clips, scan_sources
 from dit_lora.data.synthetic.clips import write_shapes
 
 Members = Iterable[tuple[str | tarfile.TarInfo, bytes]]
@@ -93,7 +93,7 @@ def test_one_tar_is_a_source_and_captions_are_texts_records_or_classes(tmp_path:
         "x/4.mp4": "four",
     }
     assert [read_bytes(clip.media) for clip in clips] == [b"1", b"2", b"3", b"4"]
-    scan_result = scan(config(tmp_path / "all.tar", caption_column="short"))
+    scan_result = scan_sources(config(tmp_path / "all.tar", caption_column="short"))
     assert captions(scan_result.clips) == {"x/2.PNG": "2"}
     assert {code for _, code in codes(scan_result)} == {"caption_missing"}
 
@@ -118,7 +118,7 @@ def test_what_a_sample_lacks_or_has_twice_is_listed(tmp_path: Path) -> None:
     ]
     (tmp_path / "data").mkdir()
     write_tar(tmp_path / "data" / "s.tar", members)
-    scan_result = scan(config(tmp_path / "data"))
+    scan_result = scan_sources(config(tmp_path / "data"))
     assert captions(scan_result.clips) == {"s.tar/good.png": "a caption"}
     assert codes(scan_result) == [
         ("s.tar/g.png", "duplicate_clip"),
@@ -131,7 +131,7 @@ def test_what_a_sample_lacks_or_has_twice_is_listed(tmp_path: Path) -> None:
         ("s.tar/h.png", "caption_not_text"),
     ]
     source = {"path": str(tmp_path / "data"), "caption": "sks"}
-    one_caption = scan(DataConfig(sources=(source,), height=32, width=48))  # type: ignore[arg-type]
+    one_caption = scan_sources(DataConfig(sources=(source,), height=32, width=48))  # type: ignore[arg-type]
     assert {clip.caption for clip in one_caption.clips} == {"sks"}
     assert len(one_caption.clips) == 6
 
@@ -149,7 +149,7 @@ def test_members_that_would_lie_elsewhere_are_refused_by_name(tmp_path: Path) ->
         ("pipe.png", b"its caption is a pipe"),
         (special("folder", tarfile.DIRTYPE), b""),
     ]
-    scan_result = scan(config(write_tar(tmp_path / "s.tar", members)))
+    scan_result = scan_sources(config(write_tar(tmp_path / "s.tar", members)))
     assert [clip.id for clip in scan_result.clips] == ["good.png"]
     assert codes(scan_result) == [
         (name, "unsafe_name")
@@ -166,7 +166,7 @@ def test_members_that_would_lie_elsewhere_are_refused_by_name(tmp_path: Path) ->
             "pipe.txt",
         )
     ]
-    message_by_file = {problem.file: problem.words for problem in scan_result.problems}
+    message_by_file = {problem.file: problem.message for problem in scan_result.problems}
     assert message_by_file["soft.png"] == "a link, to /etc/hostname"
     assert message_by_file["hard.png"] == "a link, to good.png"
     assert message_by_file["disk.png"] == "a device or a pipe"
@@ -178,12 +178,12 @@ def test_a_cut_tar_gives_what_comes_before_the_cut(tmp_path: Path, where: str) -
     content = write_tar(tmp_path / "s.tar", [*pair("0"), *pair("1"), *pair("2")]).read_bytes()
     cut = {"in data": 4 * 1024 + 515, "in a header": 4 * 1024 + 100, "between members": 4 * 1024}
     (tmp_path / "s.tar").write_bytes(content[: cut.get(where, 6 * 1024)])
-    scan_result = scan(config(tmp_path / "s.tar"))
+    scan_result = scan_sources(config(tmp_path / "s.tar"))
     before = ["0.png", "1.png", *(["2.png"] if where == "at the end" else [])]
     assert [clip.id for clip in scan_result.clips] == before
     last_problem = scan_result.problems[-1]
     assert (last_problem.file, last_problem.code) == ("s.tar", "truncated")
-    assert f"{len(before)} whole samples before it can be used" in last_problem.words
+    assert f"{len(before)} whole samples before it can be used" in last_problem.message
     if where == "in data":
         assert codes(scan_result)[0] == ("2.png", "truncated")
 
@@ -194,10 +194,10 @@ def test_a_damaged_header_is_no_end(tmp_path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[2 * 1024 + 3] ^= 0xFF
     path.write_bytes(damaged)
-    scan_result = scan(config(path))
+    scan_result = scan_sources(config(path))
     assert [clip.id for clip in scan_result.clips] == ["0.png"]
     assert codes(scan_result) == [("s.tar", "corrupt")]
-    assert "the header at byte 2048 is damaged; 1 whole samples" in scan_result.problems[0].words
+    assert "the header at byte 2048 is damaged; 1 whole samples" in scan_result.problems[0].message
 
 
 def test_compressed_tars_and_what_is_no_tar_are_named(tmp_path: Path) -> None:
@@ -206,14 +206,14 @@ def test_compressed_tars_and_what_is_no_tar_are_named(tmp_path: Path) -> None:
     (tmp_path / "c.tar").write_bytes(gzip.compress(content))
     (tmp_path / "d.tar").write_bytes(b"<html>not found</html>")
     (tmp_path / "e.tar").write_bytes(b"")
-    scan_result = scan(config(tmp_path))
+    scan_result = scan_sources(config(tmp_path))
     assert [clip.id for clip in scan_result.clips] == ["a.tar/0.png"]
     assert codes(scan_result) == [
         (f"{n}", "unreadable") for n in ("b.tar.gz", "c.tar", "d.tar", "e.tar")
     ]
-    assert "decompress it" in scan_result.problems[0].words
-    assert "decompress it" in scan_result.problems[1].words
-    assert codes(scan(config(tmp_path / "b.tar.gz"))) == [("b.tar.gz", "unreadable")]
+    assert "decompress it" in scan_result.problems[0].message
+    assert "decompress it" in scan_result.problems[1].message
+    assert codes(scan_sources(config(tmp_path / "b.tar.gz"))) == [("b.tar.gz", "unreadable")]
 
 
 def test_a_folder_of_media_beside_the_tar_they_came_in_is_a_folder_of_media(tmp_path: Path) -> None:
@@ -261,18 +261,18 @@ def test_an_index_is_kept_until_the_tar_changes(
     path, cache = write_tar(tmp_path / "s.tar", members), tmp_path / "cache"
     content = path.read_bytes()
     path.write_bytes(content[: content.index(b"3.png") + 515])
-    first_scan = scan(config(path), cache)
+    first_scan = scan_sources(config(path), cache)
     assert captions(first_scan.clips) == {f"{name}.png": "one"}
     expected = {"unsafe_name", "truncated", "caption_missing"}
     assert {code for _, code in codes(first_scan)} == expected
     with monkeypatch.context() as patch:
-        patch.setattr(webdataset, "_index", None)
-        assert scan(config(path), cache) == first_scan
-        chosen = scan(config(path, caption_column="short"), cache)
+        patch.setattr(webdataset, "_build_index", None)
+        assert scan_sources(config(path), cache) == first_scan
+        chosen = scan_sources(config(path, caption_column="short"), cache)
         assert captions(chosen.clips) == {"2.png": "s"}
     (memo,) = (cache / "tars").iterdir()
     memo.write_text(memo.read_text()[:100])  # torn
-    assert scan(config(path), cache) == first_scan
+    assert scan_sources(config(path), cache) == first_scan
     write_tar(path, pair("other"))
     assert captions(read_clips(config(path), cache)) == {"other.png": "a caption"}
     assert captions(read_clips(config(path), Path("/dev/null/cache"))) == {"other.png": "a caption"}
@@ -282,7 +282,7 @@ def test_what_would_not_fit_the_memory_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member is read whole: a few bytes of a tar with holes can promise terabytes."""
-    monkeypatch.setattr(media, "MOST_BYTES", 30)
+    monkeypatch.setattr(media, "MAX_BYTES", 30)
     deep = json.dumps({"text": "x", "more": []}).replace("[]", "[" * 5000 + "]" * 5000)
     members = [
         *pair("good"),
@@ -295,7 +295,7 @@ def test_what_would_not_fit_the_memory_is_refused_by_name(
         ("long.png", b"image"),
         ("long.json", b'{"text": "x", "more": "' + b"x" * 2**24 + b'"}'),
     ]
-    scan_result = scan(config(write_tar(tmp_path / "a.tar", members)))
+    scan_result = scan_sources(config(write_tar(tmp_path / "a.tar", members)))
     assert captions(scan_result.clips) == {"good.png": "a caption"}
     assert codes(scan_result) == [
         ("large.png", "too_large"),

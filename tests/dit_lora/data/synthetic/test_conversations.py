@@ -8,7 +8,7 @@ import torch
 from dit_lora.config.recipe import DataConfig
 from dit_lora.data.chat.annotations import read_conversations
 from dit_lora.data.chat.conversation import Conversation
-from dit_lora.data.chat.frames import frame_seconds, read_at
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
 from dit_lora.data.media.video import read_header
 from dit_lora.data.synthetic.clips import COLOURS
 from dit_lora.data.synthetic.conversations import write_conversations
@@ -30,7 +30,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Conversation
     assert all(set(record) == {next(iter(record)), "QA"} for record in json.loads(path.read_text()))
     read_result = read_conversations(DataConfig(path=str(path), frames=FRAMES, height=32, width=48))
     assert not read_result.problems
-    return read_result.all
+    return read_result.usable
 
 
 def pixels(one: Conversation) -> torch.Tensor:
@@ -39,8 +39,8 @@ def pixels(one: Conversation) -> torch.Tensor:
     times: tuple[float, ...] = ()
     if header.seconds and header.fps:
         assert header.frames == FRAMES
-        times = frame_seconds(header.seconds, header.fps, FRAMES)
-    return read_at(one.media, times, height=HEIGHT, width=WIDTH, fit="stretch")
+        times = sample_frame_times(header.seconds, header.fps, FRAMES)
+    return read_frames_at(one.media, times, height=HEIGHT, width=WIDTH, fit="stretch")
 
 
 def shown(video: torch.Tensor) -> tuple[str, str, float]:

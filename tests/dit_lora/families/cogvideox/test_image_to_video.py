@@ -17,7 +17,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.numerics.streams import Streams, generator
+from dit_lora.numerics.streams import RandomStreams, make_generator
 
 CPU = torch.device("cpu")
 SEED, POSITIONS = 11, [3, 400, 21]
@@ -43,7 +43,7 @@ def open_checkpoint(path: Path, **model: Any) -> Any:
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -68,7 +68,7 @@ def losses(
 ) -> tuple[Recorder, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     model = Recorder(torch.randn(3, frames, 4, 8, 12, generator=g))
-    return model, checkpoint.losses(model, batch, Streams(SEED, POSITIONS)).losses
+    return model, checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS)).losses
 
 
 def noised_latents(
@@ -81,7 +81,8 @@ def noised_latents(
     clean = 0.7 * torch.cat([*[sample[:, :, :1]] * padding, sample], 2).transpose(1, 2)
     noise = own_draws((4, padding + 3, 8, 12), "noise").transpose(1, 2)
     draws = [
-        torch.randint(0, 1000, (1,), generator=generator(SEED, "timestep", p)) for p in POSITIONS
+        torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
+        for p in POSITIONS
     ]
     timesteps = torch.cat(draws)
     noisy = scheduler.add_noise(clean, noise, timesteps)
@@ -124,7 +125,7 @@ def test_the_images_latent_stands_in_the_first_place_with_the_checkpoints_scale(
     batch = random_batch(1 + NOISED * noise)
     model, _ = losses(open_checkpoint(tiny_checkpoints[variant]), batch, frames)
     image_channels = model.asked["hidden_states"][:, :, 4:].double()
-    draws = [generator(SEED, "image_noise", p) for p in POSITIONS]
+    draws = [make_generator(SEED, "image_noise", p) for p in POSITIONS]
     picked = [int(torch.randint(1, 1 + NOISED, (1,), generator=g)) if noise else 0 for g in draws]
     assert len(set(picked)) > 1 or not noise
     rows = range(3)
@@ -173,7 +174,7 @@ def test_images_are_left_out_for_some_samples_each_by_itself(
             "prompt_embeds": torch.zeros(size, 1, 1),
         }
         model = Recorder(torch.zeros(1, 1, 1, 1, 1))
-        checkpoint.losses(model, batch, Streams(SEED, draws))
+        checkpoint.losses(model, batch, RandomStreams(SEED, draws))
         images = model.asked["hidden_states"][:, 0, 4:].flatten(1)
         assert ((images == 0).all(1) | (images > 0.69).all(1)).all()
         return images[:, 0] != 0
@@ -226,7 +227,7 @@ def test_without_image_noise_the_clean_encoding_is_alone_under_a_key_of_its_own(
     clean = replace(noised, image_noise=False)
     encoded = clean.load_video_encoder(torch.float32, CPU)(frames_and_image()[0])
     assert encoded["image_latent_mean"].shape == (1, 4, 1, 8, 12)
-    assert clean.video_facts() != noised.video_facts()
+    assert clean.latent_cache_key() != noised.latent_cache_key()
 
 
 def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
@@ -348,7 +349,7 @@ def test_a_sample_has_the_frames_asked_for(
     image = picture if variant.endswith("i2v") else None
     pipeline = checkpoint.pipeline(torch.float32)
     sampling = Sampling(VideoShape(9, 32, 48), 1, 1.0, 0, image)
-    video = checkpoint.generate(pipeline, checkpoint.conditions("a"), sampling)
+    video = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a"), sampling)
     assert video.shape == (9, 32, 48, 3)
 
 
@@ -392,6 +393,6 @@ def test_configs_that_leave_out_what_came_later_are_read(
     checkpoint.check_shape(VideoShape(9, 64, 96))
     batch = {name: tensor for name, tensor in random_batch().items() if "image" not in name}
     output = checkpoint.losses(
-        checkpoint.load_transformer(torch.float32), batch, Streams(SEED, POSITIONS)
+        checkpoint.load_transformer(torch.float32), batch, RandomStreams(SEED, POSITIONS)
     )
     assert torch.isfinite(output.losses).all()

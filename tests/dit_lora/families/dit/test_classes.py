@@ -17,17 +17,17 @@ import dit_lora
 from dit_lora.adapters.diffusers_format import (
     ADAPTER_FILE,
     BASE_FILE,
-    read_provenance,
+    read_run_metadata,
 )
 from dit_lora.adapters.load import load_adapter
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.load import parse_recipe
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.data.synthetic.clips import write_class_folders
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.dit import classes
-from dit_lora.families.dit.classes import TABLE, ClassTable
+from dit_lora.families.dit.classes import LABEL_TABLE_NAME, ClassTable
 from dit_lora.families.dit.classes import DiTPipeline as ClassPipeline
 from dit_lora.families.dit.tiny import build_tiny
 
@@ -58,12 +58,12 @@ def test_names_have_the_stock_pipelines_rows(tiny: Path, tmp_path: Path) -> None
 
 def test_a_number_is_a_row_where_no_class_has_one_for_a_name() -> None:
     table = ClassTable(1002, {0: "tench", 1001: "red dog"})
-    assert [table.row(name) for name in ("0", "999", "1001", "1002")] == [0, 999, 1001, 1002]
-    assert table.row("1000") is None  # the null row
-    assert table.row("1003") is None
-    assert table.row("") == 1000
-    digits = ClassTable.of_names(["0", "1", "8", "9"])
-    assert [digits.row(name) for name in ("8", "2", "")] == [2, None, 4]
+    assert [table.find_row(name) for name in ("0", "999", "1001", "1002")] == [0, 999, 1001, 1002]
+    assert table.find_row("1000") is None  # the null row
+    assert table.find_row("1003") is None
+    assert table.find_row("") == 1000
+    digits = ClassTable.from_names(["0", "1", "8", "9"])
+    assert [digits.find_row(name) for name in ("8", "2", "")] == [2, None, 4]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,20 @@ def test_new_classes_go_behind_the_old_and_around_the_null_row(
 ) -> None:
     """No old class moves; the null row keeps its weights, and the new classes start as it."""
     old = ClassTable(count, {})
-    table = old.extended([f"new {i}" for i in range(new)])
-    assert table.null == null
-    assert [table.row(f"new {i}") for i in range(new)] == rows
+    table = old.with_new_classes([f"new {i}" for i in range(new)])
+    assert table.null_row == null
+    assert [table.find_row(f"new {i}") for i in range(new)] == rows
     weight = torch.randn(count + 1, 3, generator=torch.Generator().manual_seed(0))
-    grown = table.grown(weight, old)
+    grown = table.grow_weight(weight, old)
     assert len(grown) == count + new + 1
     assert torch.equal(grown[old.rows()], weight[old.rows()])
     for row in (null, *rows):
-        assert torch.equal(grown[row], weight[old.null])
+        assert torch.equal(grown[row], weight[old.null_row])
 
 
 def test_a_small_table_is_guided_with_its_own_null_row(tmp_path: Path) -> None:
     """The stock pipeline asks for row 1000, which is not there."""
-    build_tiny("dit-tiny", tmp_path / "small", classes=6)
+    build_tiny("dit-tiny", tmp_path / "small", num_classes=6)
     checkpoint = get_family("dit").open(ModelConfig(family="dit", path=str(tmp_path / "small")))
     pipeline = checkpoint.pipeline(torch.float32)
     assert type(pipeline) is classes.DiTPipeline
@@ -190,7 +190,7 @@ def run(values: Values, main: Main, tmp_path: Path, name: str) -> Path:
 
 def first_new_row(folder: Path, name: str) -> int:
     """As the run's own header has it."""
-    labels = read_provenance(folder / "adapter" / ADAPTER_FILE)["index"]["id2label"]
+    labels = read_run_metadata(folder / "adapter" / ADAPTER_FILE)["index"]["id2label"]
     return next(int(row) for row, value in labels.items() if value == name)
 
 
@@ -201,24 +201,26 @@ def test_new_rows_train_others_stay_and_samples_know_their_names(
     folder = run(values, lora_main, tmp_path, "lora")
     weights = load_file(folder / "adapter" / BASE_FILE)
     stored = load_file(tiny / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert set(weights) == {TABLE.format(0), TABLE.format(1)}
+    assert set(weights) == {LABEL_TABLE_NAME.format(0), LABEL_TABLE_NAME.format(1)}
     for name, table in weights.items():
         assert len(table) == 1007
         assert torch.equal(table[:1001], stored[name])
         moved = (table[1001:] - stored[name][1000]).abs().amax(1)
         assert (moved > 1e-3).all()
 
-    first_path, second = sample(SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2))
+    first_path, second = write_samples(
+        SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2)
+    )
     assert first_path.read_bytes() != second.read_bytes()
     with pytest.raises(DitLoraError, match="has no class 'red dog'"):
-        sample(SampleRequest(folder, ("red dog",), inference_steps=2))
+        write_samples(SampleRequest(folder, ("red dog",), inference_steps=2))
     validated = folder / "samples" / "step_000004" / "prompt_00.png"
     assert validated.is_file()
 
     pipeline: Any = DiTPipeline.from_pretrained(tiny)  # the stock table, of 1001 rows
     load_adapter(pipeline, folder / "adapter")
     table = pipeline.transformer.transformer_blocks[1].norm1.emb.class_embedder.embedding_table
-    assert torch.equal(table.weight, weights[TABLE.format(1)])
+    assert torch.equal(table.weight, weights[LABEL_TABLE_NAME.format(1)])
     pipeline([1003], num_inference_steps=2)
     assert pipeline.get_label_ids(["red disc"]) == [first_new_row(folder, "red disc")]
     assert pipeline.labels["goldfish"] < 1000
@@ -255,7 +257,7 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     assert image.size == (32, 32)
     reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
     assert reopened.classes.row("red disc") == 1005
-    assert reopened.classes.null == 1000
+    assert reopened.classes.null_row == 1000
 
 
 def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(
@@ -290,7 +292,7 @@ def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(
     request = SampleRequest(
         tmp_path / "added", ("mauve blob",), inference_steps=2, guidance_scale=3.0
     )
-    (written,) = sample(request)
+    (written,) = write_samples(request)
 
     pipeline: Any = ClassPipeline.from_pretrained(model)  # and the same by hand
     pipeline.set_progress_bar_config(disable=True)

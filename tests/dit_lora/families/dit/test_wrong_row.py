@@ -16,12 +16,12 @@ from torch import nn
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.families.dit.classes import initialise, keep_labels
-from dit_lora.guard.comparison.parity import Difference, first_difference
+from dit_lora.families.dit.classes import disable_label_dropout, initialize_weights
+from dit_lora.guard.comparison.parity import Difference, find_first_difference
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.switches import Switch
+from dit_lora.guard.switches import Fallback
 from dit_lora.numerics.objectives import EpsilonPrediction
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 CLASSES, STEPS = 10, 300
 Batch = dict[str, torch.Tensor]
@@ -37,8 +37,8 @@ def fresh_model() -> Any:
         patch_size=2,
         num_embeds_ada_norm=CLASSES,
     )
-    initialise(model)
-    keep_labels(model)
+    initialize_weights(model)
+    disable_label_dropout(model)
     return model
 
 
@@ -123,11 +123,13 @@ def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -
     batch: Batch = {**latent, "class_labels": torch.arange(size) * 3}
 
     def forward() -> Any:
-        return checkpoint.losses(model, batch, Streams(0, range(size)))
+        return checkpoint.losses(model, batch, RandomStreams(0, range(size)))
 
     micro_batch = MicroBatch((), 0, 0, 0, batch, forward, lambda _: micro_batch)
-    switch = Switch("kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference")
-    return first_difference(switch, lambda: micro_batch.forward().losses, model.train())
+    switch = Fallback(
+        "kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference"
+    )
+    return find_first_difference(switch, lambda: micro_batch.forward().losses, model.train())
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["from scratch", "trained"])

@@ -18,7 +18,7 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.training.tasks.diffusion.second_model import open_second
+from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint
 
 VARIANT = "krea2-raw"
 CAPTIONS = ("a red disc", "a longer caption, of a green square below a blue disc", "")
@@ -70,7 +70,9 @@ def test_pads_in_the_middle_are_cut_to_the_longest_caption(raw: Path) -> None:
     """A caption keeps its tokens in their order, the closing ones behind it; what is between is masked."""
     checkpoint, model = opened(raw), Asked()
     batch = batch_of(checkpoint)
-    lengths = [len(checkpoint.text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS]
+    lengths = [
+        len(checkpoint.load_text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS
+    ]
     assert min(lengths) == 0
     assert len(set(lengths)) == 3
     checkpoint.predict(model, noisy_of(batch), torch.full((3,), 500.0), batch)
@@ -147,7 +149,7 @@ def test_time_is_rounded_after_it_is_divided(raw: Path) -> None:
     pipeline = checkpoint.pipeline(torch.bfloat16)
     calls = calls_of(pipeline)
     sampling = Sampling(VideoShape(1, 32, 48), 7, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), sampling)
+    checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
     timesteps = pipeline.scheduler.timesteps
     batch = {n: t[:1] for n, t in batch_of(checkpoint, torch.bfloat16).items()}
     assert len(calls) == 7
@@ -168,8 +170,8 @@ def test_noise_levels_are_shifted_as_the_pipeline_samples(
     pipeline = checkpoint.pipeline(torch.float32)
     calls = calls_of(pipeline)
     sampling = Sampling(shape, 5, 0.0, seed=0)
-    checkpoint.generate(pipeline, checkpoint.conditions("a red disc"), sampling)
-    shift = checkpoint.shift_of(torch.Size([16, 1, shape.height // 8, shape.width // 8]))
+    checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
+    shift = checkpoint.compute_shift(torch.Size([16, 1, shape.height // 8, shape.width // 8]))
     levels = torch.linspace(1, 1 / 5, 5)
     expected = shift * levels / (1 + (shift - 1) * levels)
     sampled = torch.cat([call["timestep"] for call in calls])
@@ -182,7 +184,7 @@ def test_guidance_adds_to_the_prediction_and_0_is_off(raw: Path) -> None:
     checkpoint = opened(raw)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     text, empty = encode(["a red disc"]), encode([""])
-    conditions = checkpoint.conditions(text, empty)
+    conditions = checkpoint.prompt_kwargs(text, empty)
     for scale, calls_per_step in ((0.0, 1), (0.5, 2)):
         pipeline = checkpoint.pipeline(torch.float32, text=False)
         calls = calls_of(pipeline)
@@ -222,8 +224,8 @@ def test_turbo_is_refused_by_name_and_still_samples(
     assert trained.mu(torch.Size([16, 1, 128, 128])) == 1.15
     validation = {"model": str(turbo), "prompts": ["a cat"], "guidance_scale": 0}
     training = recipe_for(raw, recipe_values, validation=validation)
-    second: Any = open_second(training, family.open(training.model, training))
-    assert second.distilled
+    second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
+    assert second.is_distilled
     pipeline = second.pipeline(torch.float32)
     assert pipeline.config.is_distilled
 

@@ -15,7 +15,7 @@ from dit_lora.adapters.attach import attach_lora
 from dit_lora.config.data import VideoShape
 from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
-from dit_lora.data.cache.cache import TensorCache, encoded
+from dit_lora.data.cache.cache import TensorCache, encode_entry
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 
@@ -78,7 +78,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(checkpoint: Any) -> No
     """Krea speaks of 12 billion."""
     recipe = load_recipe(RECIPE)
     assert recipe.model.path == "krea/Krea-2-Raw"
-    fitting = checkpoint.for_recipe(recipe)
+    fitting = checkpoint.apply_recipe(recipe)
     with torch.device("meta"):
         config = fitting.transformer_config
         transformer = fitting.transformer_class.from_config(config)
@@ -100,7 +100,7 @@ def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> Non
         f"text_fusion.{kind}_blocks.{i}" for kind in ("layerwise", "refiner") for i in (0, 1)
     ]
     assert names == {f"{block}.attn.{layer}" for block in blocks for layer in ATTENTION}
-    assert (report.adapted, report.parameters) == (160, 25_034_752)
+    assert (report.num_adapted, report.parameters) == (160, 25_034_752)
 
 
 def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> None:
@@ -109,7 +109,7 @@ def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> 
     targets = tuple(re.sub(r"[\s#]+", " ", match[1]).replace(" ", "").split(","))
     assert set(targets) == {*ATTENTION, *AROUND, "ff.up", "ff.down"}
     report, names = attached(checkpoint, targets)
-    assert report.adapted == 160 + 2 * 32 + len(AROUND)
+    assert report.num_adapted == 160 + 2 * 32 + len(AROUND)
     assert names >= set(AROUND)
     assert not [name for name in names if name.endswith("ff.gate")]
 
@@ -118,7 +118,7 @@ def test_a_caption_takes_thirty_mebibytes_of_the_cache(checkpoint: Any, tmp_path
     spec = checkpoint.text_spec(torch.bfloat16)
     tensors = {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")
-    cache.write_all([encoded("a" * 64, tensors, sample="one", facts={})])
+    cache.write_entries([encode_entry("a" * 64, tensors, sample="one", facts={})])
     on_disk = sum(file.stat().st_size for file in cache.root.rglob("*") if file.is_file())
     assert on_disk == pytest.approx(512 * 12 * 2560 * 2, rel=0.05)
     read, fault = cache.read("a" * 64, spec)
@@ -136,7 +136,7 @@ def test_the_text_encoder_has_the_layers_that_the_transformer_takes(checkpoint: 
 
 @pytest.mark.parametrize("name", ["Krea-2-Raw", "Krea-2-Turbo"])
 def test_the_licence_is_kreas_own(name: str) -> None:
-    licence = FAMILY.license_of(f"krea/{name}")
+    licence = FAMILY.get_license(f"krea/{name}")
     assert licence is not None
     assert (licence.id, licence.name) == ("other", "krea-2-community-license")
     assert licence.link == "https://www.krea.ai/krea-2-licensing"

@@ -18,7 +18,7 @@ from ltx2_cases import CAPTIONS, FPS, batch_of, for_recipe
 from transformers import AutoTokenizer, Gemma3ForConditionalGeneration
 
 from dit_lora.config.data import VideoShape
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 
 SHAPE = VideoShape(17, 64, 96)
 
@@ -173,8 +173,8 @@ def test_our_loss_is_that_of_diffusers_modules(
     sound = torch.randn(len(CAPTIONS), 11, 16, generator=generator) if with_sound else None
     if sound is not None:
         batch["audio_latent_mean"] = sound
-    streams = Streams(3, [1, 2, 3])
-    random_inputs = streams.drawn(checkpoint.draws(batch), CPU)
+    streams = RandomStreams(3, [1, 2, 3])
+    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, kind, pixels, random_inputs, sound)
@@ -200,10 +200,10 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     )
     sigma, sound_sigma = torch.tensor([950.0, 400.0, 30.0]), torch.tensor([120.0, 700.0, 990.0])
     batch |= {"audio_noisy": noisy_sound, "audio_timestep": sound_sigma}
-    random_inputs = Streams(3, [1, 2, 3]).drawn(checkpoint.draws(batch), CPU)
+    random_inputs = RandomStreams(3, [1, 2, 3]).draw_tensors(checkpoint.draws(batch), CPU)
     timesteps = checkpoint.token_timesteps(sigma, batch, random_inputs)
     assert (timesteps.ndim == 2) == (kind == "i2v")
-    ours = checkpoint.velocities(model, noisy, sigma, batch, random_inputs)
+    ours = checkpoint.predict_velocities(model, noisy, sigma, batch, random_inputs)
     theirs = velocities_by_vendor(
         model,
         video=Modality(noisy, batch["prompt_embeds"], timesteps, sigma),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Sampling
 from dit_lora.families.ltx2.layers import SOUND_ATTENTIONS
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.results.export.export import ExportRequest, export
 
 VARIANTS = pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_cached_text_depends_on_the_connectors(tiny_checkpoints: dict[str, Path]
     first_checkpoint, second = (opened(tiny_checkpoints[name]) for name in ("ltx-2", "ltx-2.3"))
     for checkpoint in (first_checkpoint, second):
         folder = checkpoint.path / "connectors"
-        assert checkpoint.text_facts()["connectors"] == folder
+        assert checkpoint.text_cache_key()["connectors"] == folder
         (encoded,) = ({n: t[0] for n, t in e.items()} for e in [_encoded(checkpoint)])
         spec = checkpoint.text_spec(torch.float32)
         assert {n: (t.shape, t.dtype) for n, t in encoded.items()} == spec
@@ -120,8 +120,8 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
     tensors, empty = encode([CAPTIONS[1]]), encode([""])
     samples, calls = [], []
     for pipeline, conditions in (
-        (full_pipeline, checkpoint.conditions(CAPTIONS[1])),
-        (bare, checkpoint.conditions(tensors, empty)),
+        (full_pipeline, checkpoint.prompt_kwargs(CAPTIONS[1])),
+        (bare, checkpoint.prompt_kwargs(tensors, empty)),
     ):
         pipeline.set_progress_bar_config(disable=True)
         recorded_calls: list[Any] = []
@@ -163,7 +163,7 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     levels = checkpoint.objective.levels
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
-    sigmas = checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(size))
+    sigmas = checkpoint.objective.compute_sigmas(gaussian, checkpoint.compute_shift(size))
     rng = np.random.default_rng(1)
     # 1 % of correct samples of 100,000 and 200,000 draws are further apart than 0.0063.
     actual, expected = np.sort(sigmas.numpy()), np.sort(vendor_noise_levels(tokens, 200_000, rng))
@@ -189,7 +189,9 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     gaussian = torch.linspace(-3, 3, 25)
     at_limit, beyond_limit, far_beyond = (
-        checkpoint.objective.sigmas(gaussian, checkpoint.shift_of(torch.Size([8, 1, 1, tokens])))
+        checkpoint.objective.compute_sigmas(
+            gaussian, checkpoint.compute_shift(torch.Size([8, 1, 1, tokens]))
+        )
         for tokens in (32_768, 65_536, 262_144)
     )
     assert (beyond_limit.diff() > 0).all()
@@ -201,13 +203,13 @@ def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     assert opened(path).frame_rate == 24.0  # the pipeline's default
     assert for_recipe(path).frame_rate == FPS
-    assert opened(path).with_header({"video": {"fps": 12.5}}).frame_rate == 12.5
+    assert opened(path).with_training_metadata({"video": {"fps": 12.5}}).frame_rate == 12.5
     image = for_recipe(path, data={"frames": 1, "fps": None})
     assert image.frame_rate == 24.0
     checkpoint = opened(path)
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
     slow, fast = (
-        replace(checkpoint, fps=fps).losses(model, batch, Streams(0, [0, 1, 2])).losses
+        replace(checkpoint, fps=fps).losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
         for fps in (8.0, 24.0)
     )
     assert not torch.equal(slow, fast)
@@ -288,7 +290,7 @@ def test_a_distilled_checkpoint_is_sampled_from_and_not_trained(
 ) -> None:
     values = {"use_dynamic_shifting": False, "shift_terminal": None}
     path = changed(tiny_checkpoints["ltx-2.3"], tmp_path / "fast", "scheduler", **values)
-    assert opened(path).distilled
+    assert opened(path).is_distilled
     with pytest.raises(DitLoraError, match=r"fast is step-distilled .* validation.model"):
         for_recipe(path)
 

@@ -20,7 +20,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.ltx2.sound import audio_tokens
+from dit_lora.families.ltx2.sound import count_audio_tokens
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 RECIPES = ROOT / "recipes" / "ltx2"
@@ -110,16 +110,16 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
         targets = checkpoint.lora_targets(FAMILY.lora_targets)
         report = attach_lora(bare, LoraConfig(rank=16), targets, seed=0)
     layers = adapted(bare)
-    assert report.adapted == len(layers) == 48 * 2 * 4 == 384
-    assert report.parameters == 16 * sum(layers.values()) == 50_331_648
+    assert report.num_adapted == len(layers) == 48 * 2 * 4 == 384
+    assert report.num_parameters == 16 * sum(layers.values()) == 50_331_648
     assert not [layer for layer in layers if layer.split(".")[2] in SOUND]
     bare.delete_adapters("default")
     with torch.device("meta"):
         targets = replace(checkpoint, sound=True).lora_targets(FAMILY.lora_targets)
         report = attach_lora(bare, LoraConfig(rank=16), targets, seed=0)
     layers = adapted(bare)
-    assert report.adapted == len(layers) == 48 * 6 * 4 == 1152
-    assert report.parameters == 16 * sum(layers.values()) == 106_954_752
+    assert report.num_adapted == len(layers) == 48 * 6 * 4 == 1152
+    assert report.num_parameters == 16 * sum(layers.values()) == 106_954_752
     assert {layer.split(".")[2] for layer in layers} == {"attn1", "attn2", *SOUND}
 
 
@@ -130,19 +130,19 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     owner = "Lightricks" if name == "LTX-2" else "diffusers"
     assert recipe.model.path == f"{owner}/{name}"
     assert type(checkpoint).__name__ == kind
-    shape = VideoShape.of(recipe.data)
+    shape = VideoShape.from_data(recipe.data)
     grid = torch.Size((128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32))
     assert grid[1:].numel() == 6144
     assert "6,144 video tokens" in (RECIPES / f"{stem}.yaml").read_text()
     assert checkpoint.sound == stem.endswith("_sound")
-    heard = audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
+    heard = count_audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
     assert not checkpoint.sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
     assert checkpoint.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
     assert checkpoint.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
     levels = checkpoint.objective.levels
-    assert (levels.density, checkpoint.train_timesteps) == ("stretched_logit_normal", 1000)
+    assert (levels.density, checkpoint.num_train_timesteps) == ("stretched_logit_normal", 1000)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 752"):
         checkpoint.check_shape(VideoShape(121, 512, 752))
     with pytest.raises(DitLoraError, match=r"frames must be 8n \+ 1; got 120"):
@@ -170,6 +170,6 @@ def test_every_recipe_of_the_family_is_tried() -> None:
 
 @pytest.mark.parametrize("path", ["Lightricks/LTX-2", "diffusers/LTX-2.3-Diffusers"])
 def test_the_licence_of_each_base_is_known(path: str) -> None:
-    licence = FAMILY.license_of(path)
+    licence = FAMILY.get_license(path)
     assert licence is not None
     assert (licence.id, licence.name) == ("other", "ltx-2-community-license-agreement")

@@ -17,14 +17,14 @@ from ltx2_cases import CAPTIONS, FPS, batch_of, for_recipe, opened
 
 from dit_lora.adapters.attach import attach_lora, is_lora_b
 from dit_lora.adapters.diffusers_format import save_adapter
-from dit_lora.commands.sample import SampleRequest, sample
+from dit_lora.commands.sample import SampleRequest, write_samples
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.data.media.video import read_frames, write_sample
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.ltx2.sound import audio_tokens, log_mel
-from dit_lora.numerics.streams import Streams, normal
+from dit_lora.families.ltx2.sound import compute_log_mel, count_audio_tokens
+from dit_lora.numerics.streams import RandomStreams, normal
 
 RATE = 16000
 # Of the published audio VAE.
@@ -50,7 +50,7 @@ def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
     """In fp64 by NumPy: magnitudes of 1,024 points, triangles between Slaney's centres of unit area, the logarithm."""
     generator = torch.Generator().manual_seed(0)
     waveform = 0.3 * torch.randn(2, 4000, generator=generator)
-    mel = log_mel(waveform, PUBLISHED)
+    mel = compute_log_mel(waveform, PUBLISHED)
     assert mel.shape == (2, 4000 // 160 + 1, 64)
     column, channel = 9, 1
     piece = waveform[channel].double().numpy()[column * 160 - 512 : column * 160 + 512]
@@ -70,13 +70,15 @@ def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
 
 
 def test_silence_is_the_least_value() -> None:
-    assert log_mel(torch.zeros(2, 1000), PUBLISHED).unique().item() == pytest.approx(np.log(1e-5))
+    assert compute_log_mel(torch.zeros(2, 1000), PUBLISHED).unique().item() == pytest.approx(
+        np.log(1e-5)
+    )
 
 
 def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    assert audio_tokens(PUBLISHED, 121 / 24) == 126
+    assert count_audio_tokens(PUBLISHED, 121 / 24) == 126
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     encode = checkpoint.load_audio_encoder(torch.bfloat16, CPU)
     for frames in (9, 17, 25):
@@ -87,14 +89,14 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
         assert mean.shape == (round(seconds * 25), 16)
         pipeline = checkpoint.pipeline(torch.float32)
         sounds = pipeline.audio_vae
-        assert audio_tokens(sounds.config, seconds) == len(mean)
+        assert count_audio_tokens(sounds.config, seconds) == len(mean)
         # Normalised as the pipeline undoes it, which then decodes a spectrogram.
         undone = pipeline._denormalize_audio_latents(
             mean[None], sounds.latents_mean, sounds.latents_std
         )
         unpacked = pipeline._unpack_audio_latents(undone, len(mean), num_mel_bins=4)
         with torch.no_grad():
-            mel = log_mel(waveform * 2 - 1, sounds.config)[None]
+            mel = compute_log_mel(waveform * 2 - 1, sounds.config)[None]
             expected = sounds.encode(mel).latent_dist.mode()[:, :, : len(mean)]
         torch.testing.assert_close(unpacked, expected, rtol=1e-4, atol=1e-5)
 
@@ -141,10 +143,10 @@ def test_a_samples_loss_is_its_own_and_reaches_every_adapter(
     model, batch = adapted(checkpoint), batch_of(checkpoint, sound=True)
     if task == "ic_lora":
         batch["reference_0"] = batch["latent_mean"].roll(1, 0)
-    losses = checkpoint.losses(model, batch, Streams(0, [4, 5, 6]))
+    losses = checkpoint.losses(model, batch, RandomStreams(0, [4, 5, 6]))
     assert losses.losses.dtype is torch.float32
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = checkpoint.losses(model, single_batch, Streams(0, [5])).losses
+    second_losses = checkpoint.losses(model, single_batch, RandomStreams(0, [5])).losses
     torch.testing.assert_close(losses.losses[1:2], second_losses, rtol=1e-5, atol=0)
     losses.losses.sum().backward()
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -179,7 +181,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     if task == "ic_lora":
         references = (write_sample(tmp_path / "before", pixels.flip(0).permute(0, 2, 3, 1), FPS),)
     sampling = Sampling(NATIVE, 3, 1.0, seed=0, fps=FPS, references=references, **pictures)
-    checkpoint.generate(pipeline, checkpoint.conditions(CAPTIONS[1]), sampling)
+    checkpoint.generate(pipeline, checkpoint.prompt_kwargs(CAPTIONS[1]), sampling)
     recording.remove()
     encode = checkpoint.load_video_encoder(torch.float32, CPU)
     row = encode(pixels)
@@ -205,7 +207,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
             :, : math.prod(row["latent_mean"].shape[1:])
         ]
         with torch.no_grad():
-            velocities = checkpoint.velocities(
+            velocities = checkpoint.predict_velocities(
                 model, video_tokens, encoded_references["sigma"], noised, {}
             )
         assert not encoded_references["isolate_modalities"]
@@ -238,17 +240,17 @@ def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
     random_inputs = checkpoint.draws({name: tensor.to("meta") for name, tensor in batch.items()})
-    rows = Streams(0, [1, 2, 3]).drawn(random_inputs, CPU)
+    rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
     # By its own number of tokens, 53, where the video has 18.
     assert batch["audio_latent_mean"].shape[1:] == (53, 16)
-    gaussian = normal((), Streams(0, [1, 2, 3])("audio_timestep"))
+    gaussian = normal((), RandomStreams(0, [1, 2, 3])("audio_timestep"))
     shift = math.exp(0.95 + (53 - 1024) * (2.05 - 0.95) / (4096 - 1024))
-    expected = checkpoint.objective.sigmas(gaussian, shift)
+    expected = checkpoint.objective.compute_sigmas(gaussian, shift)
     torch.testing.assert_close(rows["audio_timestep"], expected, rtol=1e-6, atol=0)
     few = replace(checkpoint, objective=replace(checkpoint.objective, shift=1e-3))
-    low = few.losses(model, batch, Streams(0, [1, 2, 3]))
+    low = few.losses(model, batch, RandomStreams(0, [1, 2, 3]))
     assert low.timesteps.max() < 600
 
 
@@ -260,7 +262,7 @@ def test_samples_without_their_sound_are_refused_by_name(
         checkpoint.draws(batch_of(checkpoint))
     # Their text is the same: what was cached for video alone does for both.
     silent = opened(tiny_checkpoints["ltx-2.3"])
-    assert silent.text_facts() == checkpoint.text_facts()
+    assert silent.text_cache_key() == checkpoint.text_cache_key()
 
 
 def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path]) -> None:
@@ -268,8 +270,8 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     checkpoint = with_sound(path, "t2v")
     assert checkpoint.header() == {"sound": True}
     assert opened(path).header() == {}
-    assert opened(path).with_header(checkpoint.header()).sound
-    assert not opened(path).with_header({}).sound
+    assert opened(path).with_training_metadata(checkpoint.header()).sound
+    assert not opened(path).with_training_metadata({}).sound
 
 
 def test_samples_have_the_sound_that_was_trained(
@@ -281,7 +283,7 @@ def test_samples_have_the_sound_that_was_trained(
     pipeline, stock = checkpoint.pipeline(torch.float32), checkpoint.pipeline(torch.float32)
     for pipe in (pipeline, stock):
         pipe.set_progress_bar_config(disable=True)
-    prompt_kwargs = checkpoint.conditions(CAPTIONS[1])
+    prompt_kwargs = checkpoint.prompt_kwargs(CAPTIONS[1])
     video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
     expected = stock(
         **prompt_kwargs,
@@ -325,7 +327,7 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
     request = SampleRequest(
         tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0
     )
-    (file,) = sample(request)
+    (file,) = write_samples(request)
     with av.open(file) as container:
         tracks = container.streams.audio
         assert len(tracks) == sound

@@ -22,10 +22,10 @@ from dit_lora.adapters.diffusers_format import save_pipeline
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.families import get_family
 from dit_lora.families.sana.attention import Fp32LinearAttention, SaturatingLinearAttention
-from dit_lora.families.sana.checkpoint import trained_in_fp16
+from dit_lora.families.sana.checkpoint import is_trained_in_fp16
 from dit_lora.numerics.precision import choose_precision
-from dit_lora.numerics.saturation import FP16_MAX, is_emulated
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
+from dit_lora.numerics.streams import RandomStreams
 
 CPU = torch.device("cpu")
 WIDTH, HEADS = 32, 2
@@ -182,7 +182,7 @@ def test_a_checkpoint_trained_in_fp16_is_known_by_its_files_or_its_published_nam
     save_file({"weight": torch.ones(3, dtype=dtype)}, folder / file)
     for path in (tmp_path / name, f"owner/{name}", f"{tmp_path / name}/"):
         model = ModelConfig(family="sana", path=str(path))
-        assert trained_in_fp16(tmp_path / name, model) is expected
+        assert is_trained_in_fp16(tmp_path / name, model) is expected
 
 
 def cached_batch(checkpoint: Any) -> dict[str, torch.Tensor]:
@@ -206,7 +206,7 @@ def steps(
     optimizer = torch.optim.AdamW(trained, lr=6e-6)
     losses = []
     for step in range(count):
-        streams = Streams(0, [2 * step, 2 * step + 1])
+        streams = RandomStreams(0, [2 * step, 2 * step + 1])
         loss = checkpoint.losses(transformer, batch, streams).losses.mean()
         losses.append(loss.item())
         if not torch.isfinite(loss):
@@ -246,7 +246,7 @@ def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
 
     policy = choose_precision("auto", CPU).dtype
     transformer = checkpoint.load_transformer(policy)
-    assert is_emulated(transformer)
+    assert has_fp16_saturation(transformer)
     peaks = [
         (module, [])
         for module in transformer.modules()
@@ -276,7 +276,7 @@ def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
     def losses(dtype: torch.dtype, transformer: Any) -> torch.Tensor:
         tensors = {name: t.to(dtype) if "embeds" in name else t for name, t in batch.items()}
         with torch.no_grad():
-            return checkpoint.losses(transformer, tensors, Streams(0, [0, 1])).losses
+            return checkpoint.losses(transformer, tensors, RandomStreams(0, [0, 1])).losses
 
     def stock(dtype: torch.dtype) -> Any:
         return SanaTransformer2DModel.from_pretrained(path, subfolder="transformer", dtype=dtype)
@@ -295,12 +295,12 @@ def test_sampling_in_the_stock_pipeline_saturates_too(
     checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(path)))
     pipeline = checkpoint.pipeline(torch.float32)
     assert isinstance(pipeline, SanaPipeline)
-    assert is_emulated(pipeline.transformer)
+    assert has_fp16_saturation(pipeline.transformer)
     trained = get_family("sana").open(
         ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"]))
     )
-    assert not is_emulated(trained.pipeline(torch.float32).transformer)
-    assert not is_emulated(trained.load_transformer(torch.float32))
+    assert not has_fp16_saturation(trained.pipeline(torch.float32).transformer)
+    assert not has_fp16_saturation(trained.load_transformer(torch.float32))
 
 
 def test_a_whole_pipeline_trained_from_it_still_saturates(
@@ -314,8 +314,8 @@ def test_a_whole_pipeline_trained_from_it_still_saturates(
     transformer = base.load_transformer(torch.float32)
     save_pipeline(transformer, base.path, output_dir, {}, base.index_changes())
     reopened = get_family("sana").open(ModelConfig(family="sana", path=str(output_dir)))
-    assert is_emulated(reopened.load_transformer(torch.float32))
-    assert not is_emulated(SanaPipeline.from_pretrained(output_dir).transformer)
+    assert has_fp16_saturation(reopened.load_transformer(torch.float32))
+    assert not has_fp16_saturation(SanaPipeline.from_pretrained(output_dir).transformer)
     trained = get_family("sana").open(
         ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"]))
     )

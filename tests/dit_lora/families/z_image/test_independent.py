@@ -10,13 +10,13 @@ from family_cases.subject import CPU, pixels_of
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.families import get_family
-from dit_lora.numerics.streams import Drawn, Streams
+from dit_lora.numerics.streams import RandomInputs, RandomStreams
 
 CAPTIONS = ["a red disc", "", "a longer caption, of a green square below a blue disc"]
 SHAPE = VideoShape(1, 48, 80)
 
 
-def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: Drawn) -> torch.Tensor:
+def losses_by_diffusers(path: Path, pixels: torch.Tensor, draws: RandomInputs) -> torch.Tensor:
     """The loss for pixels (B, 3, H, W), noise of the posterior, noise (B, 4, 6, 10) and noise levels (B,)."""
     pipe = ZImagePipeline.from_pretrained(path)
     captions, _ = pipe.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
@@ -51,10 +51,10 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     }
     # Of the checkpoint's own density, as it is drawn.
     noise = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
-    ahead = Drawn(0, (0, 1, 2), noise)
+    ahead = RandomInputs(0, (0, 1, 2), noise)
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
-        ours = checkpoint.losses(transformer, batch, Streams(0, [0, 1, 2], ahead)).losses
+        ours = checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2], ahead)).losses
         theirs = losses_by_diffusers(path, torch.cat(pictures), ahead)
     assert len(set(ours.tolist())) == 3
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)

@@ -16,7 +16,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.families.z_image.checkpoint import DE_DISTILLATION
+from dit_lora.families.z_image.checkpoint import DE_DISTILLATION_ADAPTER
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # By recipe, its checkpoint and its scheduler's shift.
@@ -50,7 +50,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
     name, shift = PUBLISHED[stem]
     recipe = load_recipe(ROOT / "recipes" / "z_image" / f"{stem}.yaml")
     assert recipe.model.path == f"Tongyi-MAI/{name}"
-    checkpoint = opened(name, tmp_path, recipe).for_recipe(recipe)
+    checkpoint = opened(name, tmp_path, recipe).apply_recipe(recipe)
     with torch.device("meta"):
         config = checkpoint.transformer_config
         transformer = checkpoint.transformer_class.from_config(config).requires_grad_(False)
@@ -58,8 +58,8 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(stem: str, tmp_path: P
         assert num_parameters == counted(config) == 6_154_908_736
         targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
         report = attach_lora(transformer, LoraConfig(rank=16), targets, seed=0)
-    assert report.adapted == 136 == 4 * BLOCKS
-    assert report.parameters == 136 * 16 * 2 * 3840
+    assert report.num_adapted == 136 == 4 * BLOCKS
+    assert report.num_parameters == 136 * 16 * 2 * 3840
     assert (checkpoint.objective.shift, checkpoint.scheduler_shift) == (2.0, shift)
     assert (
         len(checkpoint.notes(recipe)) == 0
@@ -82,13 +82,13 @@ def test_a_caption_costs_two_and_a_half_mib_and_its_mask(tmp_path: Path) -> None
 def test_turbos_recipe_trains_over_what_takes_the_distillation_back() -> None:
     recipe = load_recipe(ROOT / "recipes" / "z_image" / "turbo.yaml")
     (base_adapter,) = recipe.lora.under
-    assert (base_adapter.path, base_adapter.in_samples) == (DE_DISTILLATION, False)
+    assert (base_adapter.path, base_adapter.in_samples) == (DE_DISTILLATION_ADAPTER, False)
     assert (recipe.validation.guidance_scale, recipe.validation.inference_steps) == (0.0, 8)
 
 
 @pytest.mark.parametrize("name", ["Z-Image", "Z-Image-Turbo"])
 def test_the_licence_of_each_base_is_known(name: str) -> None:
-    licence = get_family("z_image").license_of(f"Tongyi-MAI/{name}")
+    licence = get_family("z_image").get_license(f"Tongyi-MAI/{name}")
     assert licence is not None
     assert licence.id == "apache-2.0"
 

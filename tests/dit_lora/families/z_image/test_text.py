@@ -8,14 +8,14 @@ from family_cases.subject import CPU
 from z_image_cases import CAPTIONS, opened, some_batch
 
 from dit_lora.data.loading.batch import Batch
-from dit_lora.families.text.mask import own_tokens
+from dit_lora.families.text.mask import unpad_captions
 
 
 def test_the_mask_is_looked_at_on_the_host_alone(path: Path) -> None:
     """A step's masks stay there; to read one that lies on a device, the host would wait."""
     batch = Batch(("a", "b", "c"), (0, 1, 2), some_batch()).to(torch.device("meta"))
     assert batch.tensors["prompt_embeds"].is_meta
-    tokens = own_tokens(batch.tensors["prompt_embeds"], batch.tensors["prompt_attention_mask"])
+    tokens = unpad_captions(batch.tensors["prompt_embeds"], batch.tensors["prompt_attention_mask"])
     assert [(len(ids), ids.is_meta) for ids in tokens] == [(3, True), (512, True), (77, True)]
 
 
@@ -59,15 +59,15 @@ def test_the_last_hidden_state_but_one_of_a_prompt_that_thinks_is_kept(path: Pat
     embeds = encoded["prompt_embeds"][0][encoded["prompt_attention_mask"][0]]
     assert len(states) == 4
     torch.testing.assert_close(embeds, states[2][0], rtol=1e-5, atol=1e-5)
-    assert opened(path).text_facts()["tokens"] == 512
+    assert opened(path).text_cache_key()["tokens"] == 512
 
 
 def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) -> None:
     """A token more, and the end of the template is cut off."""
     checkpoint = opened(path)
     room, pipeline = (
-        checkpoint.text_limit().max_tokens,
-        checkpoint.text_pipeline(torch.float32, CPU),
+        checkpoint.load_text_limit().max_tokens,
+        checkpoint.load_text_pipeline(torch.float32, CPU),
     )
     token_ids: list[list[int]] = []
     pipeline.text_encoder.register_forward_pre_hook(
@@ -86,7 +86,7 @@ def test_the_chat_template_leaves_a_caption_the_room_that_is_said(path: Path) ->
 def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
     checkpoint = opened(path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    prompt_kwargs = checkpoint.conditions(encode(CAPTIONS[:2]), encode([""]))
+    prompt_kwargs = checkpoint.prompt_kwargs(encode(CAPTIONS[:2]), encode([""]))
     lengths = {
         name: [len(caption) for caption in captions] for name, captions in prompt_kwargs.items()
     }

@@ -21,9 +21,9 @@ from dit_lora.config.recipe import LoraConfig, Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.base import Sampling
-from dit_lora.families.z_image.checkpoint import sign_of_turbo
-from dit_lora.numerics.streams import Streams, generator
-from dit_lora.planning.search import subject_of
+from dit_lora.families.z_image.checkpoint import find_turbo_sign
+from dit_lora.numerics.streams import RandomStreams, make_generator
+from dit_lora.planning.search import open_estimator
 
 SEED, POSITIONS = 11, [3, 400, 21]
 
@@ -43,7 +43,7 @@ class Recorder(nn.Module):
 
 
 def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
-    draws = [torch.randn(shape, generator=generator(SEED, stream, p)) for p in POSITIONS]
+    draws = [torch.randn(shape, generator=make_generator(SEED, stream, p)) for p in POSITIONS]
     return torch.stack(draws).double()
 
 
@@ -54,7 +54,7 @@ def test_time_runs_backwards_and_the_output_is_the_negative_velocity(
     """Posterior draw, scale, noise level, time, velocity, mean: an fp64 computation, each draw from its own stream."""
     checkpoint, batch = opened(tiny_checkpoints[variant]), some_batch()
     model = Recorder(torch.randn(3, 4, 4, 6, generator=torch.Generator().manual_seed(2)))
-    output = checkpoint.losses(model, batch, Streams(SEED, POSITIONS))
+    output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
     latents, timesteps, captions = model.asked
 
     spread = (batch["latent_logvar"].double() / 2).exp()
@@ -103,7 +103,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
         lambda _m, args, _kwargs, output: calls.append((args, output[0])), with_kwargs=True
     )
     pipeline(
-        **checkpoint.conditions(text),
+        **checkpoint.prompt_kwargs(text),
         **checkpoint.arguments(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=0.0,
@@ -189,17 +189,20 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
         calls.clear()
         steps.clear()
         sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
-        video_of_text = checkpoint.generate(full_pipeline, checkpoint.conditions("a cat"), sampling)
+        video_of_text = checkpoint.generate(
+            full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling
+        )
         assert video_of_text.float().std() > 1
         text, empty = encode(["a cat"]), encode([""])
         assert torch.equal(
-            checkpoint.generate(cached, checkpoint.conditions(text, empty), sampling), video_of_text
+            checkpoint.generate(cached, checkpoint.prompt_kwargs(text, empty), sampling),
+            video_of_text,
         )
 
     made(0.0)
     assert [len(output) for output in calls] == [1] * 4
     made(1.0)
-    assert [len(output) for output in calls] == [checkpoint.guided_batch] * 4
+    assert [len(output) for output in calls] == [checkpoint.guidance_batch_size] * 4
     made(4.5)
     conditional, unconditional = calls[0]
     expected = conditional + 4.5 * (conditional - unconditional)
@@ -210,8 +213,8 @@ def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[
     recipes = [
         recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)
     ]
-    subject = subject_of(recipes[0], gpu=False)
-    unguided, guided = (subject.inference_peak(recipe) for recipe in recipes)
+    subject = open_estimator(recipes[0], is_gpu=False)
+    unguided, guided = (subject.measure_inference_peak(recipe) for recipe in recipes)
     assert guided > 1.5 * unguided
 
 
@@ -259,7 +262,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
 def test_turbo_is_guessed_by_its_name_or_its_shift(
     name: str, shift: float, sign: str | None
 ) -> None:
-    assert sign_of_turbo(name, shift) == sign
+    assert find_turbo_sign(name, shift) == sign
 
 
 def test_a_turbo_that_trains_alone_is_warned_of_and_over_an_adapter_is_not(

@@ -16,7 +16,7 @@ from dit_lora.families import get_family
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.attention import SharedInputProcessor
 from dit_lora.fuse.models import streams
-from dit_lora.fuse.patches import Fusion, fusion_of
+from dit_lora.fuse.patches import Fusion, get_fusion
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -158,7 +158,7 @@ def test_a_tiny_checkpoint(family: str, variant: str, tmp_path: Path) -> None:
     model = adapted(model, ATTENTION)
     expected = TestDiT().run(model, inputs)
     fuse_all(model)
-    assert set(fusion_of(model).used()) == {"lora_linear", "ada_norm"}
+    assert set(get_fusion(model).get_active_ops()) == {"lora_linear", "ada_norm"}
     assert_equal(TestDiT().run(model, inputs), expected)
 
 
@@ -206,7 +206,7 @@ def with_another(name: str) -> BasicTransformerBlock:
 def test_what_a_block_cannot_be(make: Any, reason: str) -> None:
     model = nn.ModuleList([block_of(), make()])
     report = fuse(model, {"ada_norm": "on"}, check=False)
-    assert report.fusion.kept == [("ada_norm", "1", reason)]
+    assert report.fusion.skipped_modules == [("ada_norm", "1", reason)]
 
 
 @pytest.mark.parametrize("how", ["chunked", "with arguments"])
@@ -307,4 +307,4 @@ def test_attention_that_the_stock_processor_computes(how: str) -> None:
 def test_attention_that_is_kept(config: dict[str, Any], reason: str) -> None:
     model = nn.ModuleList([block_of(), Attention(32, heads=2, dim_head=16, **config)])
     report = fuse(model, {"ada_norm": "on"}, check=False)
-    assert report.fusion.kept == [("attention", "1", reason)]
+    assert report.fusion.skipped_modules == [("attention", "1", reason)]

@@ -24,9 +24,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.fuse import attention
 from dit_lora.fuse.api import fuse, unfuse
 from dit_lora.fuse.models import cogvideox
-from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.comparison.parity import first_difference
-from dit_lora.guard.switches import find_switch, model_switches
+from dit_lora.fuse.patches import get_fusion
+from dit_lora.guard.comparison.parity import find_first_difference
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.2", "norm1.linear"]
 OPS = ("lora_linear", "qk_norm_rope", "ada_norm")
@@ -108,7 +108,7 @@ def test_values_and_gradients_are_the_stock_models(
 ) -> None:
     expected = run(model, inputs)
     fuse_all(model)
-    assert set(fusion_of(model).used()) == set(OPS)
+    assert set(get_fusion(model).get_active_ops()) == set(OPS)
     assert_equal(run(model, inputs), expected)
 
 
@@ -123,7 +123,7 @@ def test_each_op_can_be_off_alone(op: str) -> None:
     model, inputs = build(), make_inputs()
     expected = run(model, inputs)
     fuse_all(model)
-    with fusion_of(model).without(op):
+    with get_fusion(model).disable_op(op):
         assert_equal(run(model, inputs), expected)
 
 
@@ -152,7 +152,7 @@ def test_undone_it_is_the_stock_model_bit_for_bit() -> None:
     expected = run(model, inputs)
     fuse_all(model)
     assert list(model.state_dict()) == keys
-    with fusion_of(model).all_stock():
+    with get_fusion(model).use_stock_code():
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
@@ -175,8 +175,8 @@ def test_a_copy_is_fused_and_its_own() -> None:
     expected = run(model, inputs)
     assert_equal(run(copied, inputs), expected, 0.0)
     unfuse(model)
-    assert fusion_of(model) is None
-    assert set(fusion_of(copied).used()) == set(OPS)
+    assert get_fusion(model) is None
+    assert set(get_fusion(copied).get_active_ops()) == set(OPS)
     with torch.no_grad():
         next(p for p in copied.parameters() if p.requires_grad).add_(1.0)
     assert_equal(run(model, inputs), expected, 2e-5)
@@ -231,11 +231,11 @@ def test_a_wrong_row_is_found_by_the_parity_probe(
     def losses() -> torch.Tensor:
         return model(**inputs, return_dict=False)[0].float().flatten(1).square().mean(1)
 
-    switch = find_switch(model_switches(model), "ada_norm")
+    switch = find_fallback(list_model_fallbacks(model), "ada_norm")
     with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
-        assert first_difference(switch, losses, model) is None
+        assert find_first_difference(switch, losses, model) is None
         monkeypatch.setattr(cogvideox, "joint_ada_norm", wrong)
-        difference = first_difference(switch, losses, model)
+        difference = find_first_difference(switch, losses, model)
     assert difference is not None
     assert "transformer_blocks.0" in difference.module
 
@@ -314,4 +314,6 @@ def test_the_parity_probe_finds_mutants_at_run_time(
 
     op = "ada_norm" if name == "joint_ada_norm" else name
     for switch in (op, "kernels"):
-        assert first_difference(find_switch(model_switches(model), switch), losses, model)
+        assert find_first_difference(
+            find_fallback(list_model_fallbacks(model), switch), losses, model
+        )

@@ -13,7 +13,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 TEXT, IMAGE = 3, 6
 
@@ -125,6 +125,6 @@ def test_other_norms_are_kept() -> None:
     model.transformer_blocks[0].norm2_context = nn.LayerNorm(32, elementwise_affine=False)
     report = fuse(model, {"ada_norm": "on"}, check=False)
     assert "ada_norm: not in 1 modules: one of its norms has weights" in str(report)
-    assert [n for op, n in fusion_of(model).replaced if op == "ada_norm"] == [
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
         "transformer_blocks.0"
     ]

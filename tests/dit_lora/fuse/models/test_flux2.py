@@ -13,7 +13,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 TEXT, IMAGE = 3, 6
 SINGLE_OUT = "single_transformer_blocks.0.attn.to_out"
@@ -162,6 +162,6 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     assert "attention: not in 1 modules: its activation is a GLU" in report
     assert "ada_norm: not in 2 modules: its activation is a GELU" in report
     assert "ada_norm: not in 1 modules: one of its norms is a RMSNorm" in report
-    assert [n for op, n in fusion_of(model).replaced if op == "ada_norm"] == [
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
         "single_transformer_blocks.0"
     ]

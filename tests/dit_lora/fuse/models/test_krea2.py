@@ -14,7 +14,7 @@ from torch import nn
 
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import krea2, swiglu
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 TEXT, LAYERS, IMAGE = 5, 3, 6
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "to_gate"]
@@ -136,10 +136,10 @@ def test_norms_of_q_and_k_start_backward_from_what_they_multiply_by() -> None:
     fuse(model, {"qk_norm_rope": "on"}, check=False)
     attention = model.transformer_blocks[0].attn
     assert not attention.norm_q.weight.any()
-    assert attention.processor.from_output
+    assert attention.processor.has_recoverable_norms
     nn.init.constant_(attention.norm_k.weight, -1.0)
     fuse(model, {"qk_norm_rope": "on"}, check=False)
-    assert not attention.processor.from_output
+    assert not attention.processor.has_recoverable_norms
 
 
 def test_what_is_not_the_stock_block_is_kept() -> None:
@@ -149,14 +149,16 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     model.text_fusion.layerwise_blocks[0].norm1 = nn.LayerNorm(16)
     model.final_layer.norm = nn.Identity()
     fuse(model, {"ada_norm": "on", "qk_norm_rope": "on"}, check=False)
-    fusion = fusion_of(model)
-    assert {(op, name): reason for op, name, reason in fusion.kept} == {
+    fusion = get_fusion(model)
+    assert {(op, name): reason for op, name, reason in fusion.skipped_modules} == {
         ("ada_norm", "transformer_blocks.0"): "one of its norms is a RMSNorm",
         ("attention", "transformer_blocks.1.attn"): "one of its norms is a RMSNorm",
         ("ada_norm", "text_fusion.layerwise_blocks.0"): "one of its norms is a LayerNorm",
         ("ada_norm", "final_layer"): "one of its norms is a Identity",
     }
-    assert [name for op, name in fusion.replaced if op == "ada_norm" and "ff" not in name] == [
+    assert [
+        name for op, name in fusion.patched_modules if op == "ada_norm" and "ff" not in name
+    ] == [
         "text_fusion.refiner_blocks.0",
         "transformer_blocks.1",
     ]

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import complex_rotary
-from dit_lora.fuse.models.complex_rotary import tables_of
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.models.complex_rotary import get_rotary_tables
+from dit_lora.fuse.patches import get_fusion
 
 TEXT, ROWS, COLUMNS = 5, 2, 3
 IMAGE = ROWS * COLUMNS
@@ -74,7 +74,7 @@ class TestQwenImage(TwoStreams):
     def block_run(self, model: Any, generator: torch.Generator) -> tuple[Any, list[Any], int]:
         image, text, temb = self.streams(generator)
         angles = model.pos_embed([[(1, 12, 16)]], max_txt_seq_len=24, device=image.device)
-        tables = [table for angle in angles for table in tables_of(angle)]
+        tables = [table for angle in angles for table in get_rotary_tables(angle)]
         block, elements = model.transformer_blocks[0], image.numel() + text.numel()
         return lambda: block(image, text, None, temb, angles), [temb, *angles, *tables], elements
 
@@ -96,26 +96,26 @@ class TestQwenImage(TwoStreams):
         model = fuse_all(self.build())
         wide = {**self.inputs(""), "img_shapes": [[(1, 1, IMAGE)]] * 2}
         expected = self.run(model, wide)
-        with fusion_of(model).all_stock():
+        with get_fusion(model).use_stock_code():
             assert_equal(self.run(model, wide), expected)
         assert not torch.equal(expected["output 0"], self.run(model)["output 0"])
 
     def test_tables_are_made_once_for_all_blocks_and_freed_with_the_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, tables_built, make = fuse_all(self.build()), [], complex_rotary._tables
+        model, tables_built, make = fuse_all(self.build()), [], complex_rotary._compute_tables
 
         def counted(angles: torch.Tensor) -> Any:
             tables_built.append(angles.shape)
             return make(angles)
 
-        monkeypatch.setattr(complex_rotary, "_TABLES", WeakIdKeyDictionary())
-        monkeypatch.setattr(complex_rotary, "_tables", counted)
+        monkeypatch.setattr(complex_rotary, "_TABLE_CACHE", WeakIdKeyDictionary())
+        monkeypatch.setattr(complex_rotary, "_compute_tables", counted)
         model.enable_gradient_checkpointing()
         self.run(model)
         assert tables_built == [(IMAGE, 8), (TEXT, 8)]
         gc.collect()
-        assert not complex_rotary._TABLES
+        assert not complex_rotary._TABLE_CACHE
 
     def test_modulation_by_token_runs_the_stock_block(self) -> None:
         """In an editing model, references are modulated as clean. Without references the flag makes no difference."""
@@ -128,7 +128,7 @@ class TestQwenImage(TwoStreams):
         with pytest.raises(DitLoraError, match=r"modulation differs from token to token \(zero"):
             fuse(model, {"ada_norm": "on"}, check=False)
         fuse_all(model)
-        assert fusion_of(model).used() == ["lora_linear", "qk_norm_rope"]
+        assert get_fusion(model).get_active_ops() == ["lora_linear", "qk_norm_rope"]
         assert_equal(self.run(model, edit), expected)
         assert_equal(self.run(model, model_inputs), of_plain)
 
@@ -167,6 +167,6 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     report = str(fuse(model, {"ada_norm": "on"}, check=False))
     assert "ada_norm: not in 1 modules: one of its norms is a RMSNorm" in report
     assert "attention: not in 2 modules: one of its norms is a Identity" in report
-    assert [n for op, n in fusion_of(model).replaced if op == "ada_norm"] == [
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
         "transformer_blocks.1"
     ]

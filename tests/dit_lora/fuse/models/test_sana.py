@@ -16,9 +16,9 @@ from dit_lora.families.sana.attention import keep_linear_attention_fp32
 from dit_lora.fuse import attention
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.models import sana, streams
-from dit_lora.fuse.patches import fusion_of
-from dit_lora.guard.comparison.parity import first_difference
-from dit_lora.guard.switches import find_switch, model_switches
+from dit_lora.fuse.patches import get_fusion
+from dit_lora.guard.comparison.parity import find_first_difference
+from dit_lora.guard.switches import find_fallback, list_model_fallbacks
 
 KINDS = ("sana", "sana-1.5", "sana-video")
 OPS = {"lora_linear", "qk_norm_rope", "ada_norm", "relu_linear_attention", "silu_dwconv_glu"}
@@ -76,7 +76,7 @@ def test_values_and_gradients_are_the_stock_models(kind: str, implementation: st
     model, inputs = build(kind, num_layers=blocks), make_inputs(kind)
     expected = run(model, inputs)
     fuse_all(model)
-    assert set(fusion_of(model).used()) == taken(kind)
+    assert set(get_fusion(model).get_active_ops()) == taken(kind)
     assert_equal(run(model, inputs), expected)
 
 
@@ -97,7 +97,7 @@ def test_each_op_can_be_off_alone(kind: str, op: str, monkeypatch: pytest.Monkey
     called = {"ada_norm": (streams, "joint_ada_norm"), "qk_norm_rope": (attention, op)}
     if op != "lora_linear":
         monkeypatch.setattr(*called.get(op, (sana, op)), None)
-    with fusion_of(model).without(op):
+    with get_fusion(model).disable_op(op):
         assert_equal(run(model, inputs), expected)
 
 
@@ -106,7 +106,7 @@ def test_bf16_under_autocast_is_no_worse_than_the_stock_model(kind: str, wrapped
     """`wrapped`: as our families load it, with the stock attention in fp32 too."""
     model = build_active(kind)
     if wrapped:
-        keep_linear_attention_fp32(model, saturates=False)
+        keep_linear_attention_fp32(model, should_saturate=False)
     exact = draws(model, kind, torch.float32)
     halved(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -137,13 +137,13 @@ def felt(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_undone_it_is_the_stock_model_bit_for_bit(kind: str) -> None:
     model, inputs = build(kind), make_inputs(kind)
-    keep_linear_attention_fp32(model, saturates=False)
+    keep_linear_attention_fp32(model, should_saturate=False)
     processors = [m.processor for m in model.modules() if isinstance(m, Attention)]
     keys, before = list(model.state_dict()), [dict(vars(m)) for m in model.modules()]
     expected = run(model, inputs)
     fuse_all(model)
     assert list(model.state_dict()) == keys
-    with fusion_of(model).all_stock():
+    with get_fusion(model).use_stock_code():
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
@@ -168,8 +168,8 @@ def test_a_copy_is_fused_and_its_own(kind: str) -> None:
     expected = run(model, inputs)
     assert_equal(run(copied, inputs), expected, 0.0)
     unfuse(model)
-    assert fusion_of(model) is None
-    assert set(fusion_of(copied).used()) == taken(kind)
+    assert get_fusion(model) is None
+    assert set(get_fusion(copied).get_active_ops()) == taken(kind)
     with torch.no_grad():
         next(p for p in copied.parameters() if p.requires_grad).add_(1.0)
     assert_equal(run(model, inputs), expected, 2e-5)
@@ -211,7 +211,7 @@ def block_units(model: nn.Module, kind: str) -> float:
 
 def test_a_block_keeps_two_fifths_of_what_the_stock_block_keeps(kind: str) -> None:
     model = halved(build(kind, targets=ATTENTION))
-    keep_linear_attention_fp32(model, saturates=False)
+    keep_linear_attention_fp32(model, should_saturate=False)
     stock = block_units(model, kind)
     fused = block_units(fuse_all(model), kind)
     assert fused < 0.34 * stock, (fused, stock)
@@ -231,9 +231,9 @@ def test_a_wrong_row_is_found_by_the_parity_probe(
     def losses() -> torch.Tensor:
         return model(**inputs, return_dict=False)[0].flatten(1).square().mean(1)
 
-    switch = find_switch(model_switches(model), "ada_norm")
-    assert first_difference(switch, losses, model) is None
+    switch = find_fallback(list_model_fallbacks(model), "ada_norm")
+    assert find_first_difference(switch, losses, model) is None
     monkeypatch.setattr(streams, "joint_ada_norm", wrong)
-    difference = first_difference(switch, losses, model)
+    difference = find_first_difference(switch, losses, model)
     assert difference is not None
     assert "transformer_blocks.0" in difference.module

@@ -16,8 +16,8 @@ from dit_lora.families import get_family
 from dit_lora.families.sana.attention import SaturatingLinearAttention, keep_linear_attention_fp32
 from dit_lora.fuse.api import unfuse
 from dit_lora.fuse.models import sana
-from dit_lora.fuse.patches import fusion_of
-from dit_lora.numerics.saturation import FP16_MAX, is_emulated
+from dit_lora.fuse.patches import get_fusion
+from dit_lora.numerics.saturation import FP16_MAX, has_fp16_saturation
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +47,19 @@ def of_layer(attention: Any, x: torch.Tensor, **given: Any) -> dict[str, torch.T
 
 def test_a_saturating_model_saturates_and_says_so() -> None:
     model = loud(torch.float32)
-    keep_linear_attention_fp32(model, saturates=True)
+    keep_linear_attention_fp32(model, should_saturate=True)
     attention = model.transformer_blocks[0].attn1
     expected = of_layer(attention, tokens())
     fuse_all(model)
     assert isinstance(attention.processor, sana.SaturatingSanaLinearProcessor)
     assert isinstance(attention.processor.stock, SaturatingLinearAttention)
-    assert is_emulated(model)
+    assert has_fp16_saturation(model)
     actual = of_layer(attention, tokens())
     assert_equal(actual, expected)
     limited = (actual["output 0"].abs() == FP16_MAX).float().mean()
     assert 0.05 < limited < 0.95
     unfuse(model)
-    assert is_emulated(model)
+    assert has_fp16_saturation(model)
 
 
 def test_fp16_is_clipped_as_by_the_stock_processor() -> None:
@@ -67,7 +67,7 @@ def test_fp16_is_clipped_as_by_the_stock_processor() -> None:
     attention, x = model.transformer_blocks[0].attn1, tokens(torch.float16)
     expected = of_layer(attention, x)["output 0"]
     fuse_all(model)
-    assert not is_emulated(model)
+    assert not has_fp16_saturation(model)
     actual = of_layer(attention, x)["output 0"]
     assert actual.isfinite().all()
     assert actual.abs().max() == FP16_MAX
@@ -106,7 +106,7 @@ def test_what_is_wrapped_keeps_its_own_forward() -> None:
     expected = run(model, inputs)
     fuse_all(model)
     assert_equal(run(model, inputs), expected)
-    assert set(fusion_of(model).kept) == {
+    assert set(get_fusion(model).skipped_modules) == {
         (
             "silu_dwconv_glu",
             "transformer_blocks.0.ff",
@@ -154,6 +154,6 @@ def test_a_familys_transformer_is_fused_as_it_is_loaded(variant: str, tmp_path: 
     text = torch.randn(2, TEXT, 32, generator=torch.Generator().manual_seed(7))
     inputs["encoder_hidden_states"] = text.requires_grad_()
     expected = run(model, inputs)
-    emulated = is_emulated(model)
+    emulated = has_fp16_saturation(model)
     assert_equal(run(fuse_all(model), inputs), expected, 1e-4)
-    assert is_emulated(model) is emulated is (variant == "sana-fp16")
+    assert has_fp16_saturation(model) is emulated is (variant == "sana-fp16")

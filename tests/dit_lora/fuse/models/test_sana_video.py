@@ -10,7 +10,7 @@ from fuse_checks import adapted, assert_equal, by, fuse_all, values
 from torch import nn
 
 from dit_lora.families.sana.attention import keep_linear_attention_fp32
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 WIDTH = 32
 
@@ -79,13 +79,13 @@ def test_linear_attention_without_positions_is_left_to_the_stock_processor() -> 
 def test_a_processor_that_saturates_is_kept() -> None:
     """No SANA-Video checkpoint was trained in fp16."""
     model, inputs = build(), make_inputs(1)
-    keep_linear_attention_fp32(model, saturates=True)
+    keep_linear_attention_fp32(model, should_saturate=True)
     processor = model.transformer_blocks[0].attn1.processor
     expected = run(model, inputs)
     assert_equal(run(fuse_all(model), inputs), expected)
     assert model.transformer_blocks[0].attn1.processor is processor
     expected_kept = ("relu_linear_attention", "transformer_blocks.0.attn1", "its output saturates")
-    assert expected_kept in fusion_of(model).kept
+    assert expected_kept in get_fusion(model).skipped_modules
 
 
 class Host(nn.Module):
@@ -115,5 +115,5 @@ def test_the_feed_forward_alone(options: dict[str, Any], trained: bool) -> None:
 
 def fuse_and(host: nn.Module, found: Any) -> dict[str, torch.Tensor]:
     fuse_all(host)
-    assert fusion_of(host).used() == ["silu_dwconv_glu"]
+    assert get_fusion(host).get_active_ops() == ["silu_dwconv_glu"]
     return found()

@@ -15,7 +15,7 @@ from torch import nn
 
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 
 def build(**config: Any) -> Any:
@@ -64,7 +64,7 @@ class TestSD3(TwoStreams):
         model = self.equal_when_fused(
             build(dual_attention_layers=(), qk_norm=qk_norm), self.inputs("")
         )
-        assert len(fusion_of(model).replaced) > 2
+        assert len(get_fusion(model).patched_modules) > 2
 
     def test_a_chunked_feed_forward_runs_the_stock_block(self) -> None:
         model = adapted(build(), self.targets)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dit_lora.families import get_family
 from dit_lora.fuse.models import streams
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 from dit_lora.models.video_dit import VideoDiTTransformer3DModel
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -69,5 +69,5 @@ def test_a_tiny_checkpoint(variant: str, tmp_path: Path) -> None:
     contract = TestVideoDiT()
     expected = contract.run(model, inputs)
     fuse_all(model)
-    assert set(fusion_of(model).used()) == {"lora_linear", "ada_norm"}
+    assert set(get_fusion(model).get_active_ops()) == {"lora_linear", "ada_norm"}
     assert_equal(contract.run(model, inputs), expected)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import streams
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 TOKENS = 3 * 1 * 3
@@ -80,10 +80,12 @@ class TestWan(Contract):
         }
         expected = self.run(model, model_inputs)
         fuse_all(model)
-        fusion = fusion_of(model)
-        kept_layers = [(name, reason) for op, name, reason in fusion.kept if op == "attention"]
+        fusion = get_fusion(model)
+        kept_layers = [
+            (name, reason) for op, name, reason in fusion.skipped_modules if op == "attention"
+        ]
         assert kept_layers == [(f"blocks.{i}.attn2", "it attends to an image too") for i in (0, 1)]
-        assert ("qk_norm_rope", "blocks.0.attn1") in fusion.replaced
+        assert ("qk_norm_rope", "blocks.0.attn1") in fusion.patched_modules
         assert_equal(self.run(model, model_inputs), expected)
 
 

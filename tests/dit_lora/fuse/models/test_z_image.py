@@ -16,8 +16,8 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
 from dit_lora.fuse.models import complex_rotary, streams, swiglu, z_image
-from dit_lora.fuse.models.complex_rotary import tables_of
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.models.complex_rotary import get_rotary_tables
+from dit_lora.fuse.patches import get_fusion
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -77,7 +77,7 @@ class TestZImage(Contract):
         adaln = torch.randn(2, 32, generator=generator).bfloat16()
         block = model.layers[0]
         # All blocks share the tables.
-        besides = [adaln, rotations, *tables_of(rotations)]
+        besides = [adaln, rotations, *get_rotary_tables(rotations)]
         return lambda: block(x, None, rotations, adaln), besides, x.numel()
 
     def test_norms_and_hidden_values_are_computed_again_for_adapters(
@@ -101,19 +101,19 @@ class TestZImage(Contract):
     ) -> None:
         """One table each for images, captions and both, for every number of blocks."""
         model, tables_built = fuse_all(self.build()), []
-        tables = complex_rotary._tables
+        tables = complex_rotary._compute_tables
 
         def counted(rotations: torch.Tensor) -> Any:
             tables_built.append(rotations.shape)
             return tables(rotations)
 
-        monkeypatch.setattr(complex_rotary, "_tables", counted)
-        before = len(complex_rotary._TABLES)
+        monkeypatch.setattr(complex_rotary, "_compute_tables", counted)
+        before = len(complex_rotary._TABLE_CACHE)
         model.layers.append(model.layers[0])
         self.run(model)
         assert [tuple(shape[:2]) for shape in tables_built] == [(2, 32), (2, 64), (2, 96)]
         gc.collect()
-        assert len(complex_rotary._TABLES) == before
+        assert len(complex_rotary._TABLE_CACHE) == before
 
     def test_modulation_of_each_token_runs_the_stock_block(self) -> None:
         """Z-Image-Omni has clean and noisy tokens."""
@@ -135,7 +135,7 @@ def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
     monkeypatch: pytest.MonkeyPatch, samples: int
 ) -> None:
     """A list of one sample is one row: each block is given a second one, made of it."""
-    norm = z_image.norm_stream
+    norm = z_image.normalize_stream
 
     def wrong(module: Any, stream: Stream, kind: Any) -> Any:
         if stream.scale is not None:
@@ -152,7 +152,7 @@ def test_a_wrong_row_is_found_at_the_first_forward_of_one_sample_too(
     with by("reference", monkeypatch):
         fuse(model, ops)
         model(**inputs)
-        monkeypatch.setattr(z_image, "norm_stream", wrong)
+        monkeypatch.setattr(z_image, "normalize_stream", wrong)
         fuse(other_model, ops)
         with pytest.raises(DitLoraError, match=r"ada_norm.* noise_refiner\.0.*asked for by name"):
             other_model(**inputs)
@@ -166,7 +166,7 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     report = str(fuse(model, {"ada_norm": "on"}, check=False))
     assert "ada_norm: not in 2 modules: one of its norms is a LayerNorm" in report
     assert "attention: not in 2 modules: one of its norms is a Identity" in report
-    replaced = fusion_of(model).replaced
+    replaced = get_fusion(model).patched_modules
     assert [n for op, n in replaced if op == "ada_norm" and "feed" not in n] == ["layers.0"]
     assert [n for op, n in replaced if op == "attention"] == ["layers.0.attention"]
     for name in ("noise_refiner", "context_refiner", "layers"):

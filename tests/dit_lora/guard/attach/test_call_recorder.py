@@ -12,13 +12,13 @@ from torch import nn
 
 from dit_lora.guard.attach.calls.call_log import CallLog
 from dit_lora.guard.attach.calls.call_recorder import Recorder
-from dit_lora.guard.attach.calls.captured_call import CapturedCall, main_outputs
+from dit_lora.guard.attach.calls.captured_call import CapturedCall, find_main_outputs
 from dit_lora.guard.attach.interception import Interceptions
 from dit_lora.guard.attach.samples.loaded_batches import LoadedBatches
 from dit_lora.guard.diagnose import diagnose
-from dit_lora.guard.replay import run
-from dit_lora.guard.suspects import Suspects
-from dit_lora.guard.switches import Switch
+from dit_lora.guard.replay import replay_micro_batch
+from dit_lora.guard.suspects import DiagnosisContext
+from dit_lora.guard.switches import Fallback
 
 Gradients = dict[str, torch.Tensor]
 
@@ -67,7 +67,7 @@ class RecordedModel:
         self.log.generator = generator
         self.recorder = Recorder(model, self.log)
         self._interceptions = Interceptions()
-        self._interceptions.method(model, "__call__", self.recorder.handle)
+        self._interceptions.intercept_method(model, "__call__", self.recorder.handle)
 
     @property
     def calls(self) -> list[CapturedCall]:
@@ -78,9 +78,9 @@ class RecordedModel:
 
 
 def single_row(call: CapturedCall, row: int) -> CapturedCall:
-    cutter = call.cutter()
+    cutter = call.make_cutter()
     assert cutter is not None
-    return call.single(row, cutter)
+    return call.select_row(row, cutter)
 
 
 def gradients(model: nn.Module) -> Gradients:
@@ -106,7 +106,7 @@ def assert_same_bits(ours: Gradients, theirs: Gradients) -> None:
 
 
 def replayed(call: CapturedCall, model: nn.Module) -> Gradients:
-    call.run(model).losses.sum().backward()
+    call.replay(model).losses.sum().backward()
     return gradients(model)
 
 
@@ -145,7 +145,7 @@ def test_positional_and_keyword_inputs_are_kept_with_their_names() -> None:
     assert recorded.calls[0].output_gradients == [None]
     (output * torch.arange(18).view(3, 6)).sum().backward()
     (call,) = recorded.calls
-    tensors = call.tensors()
+    tensors = call.collect_row_tensors()
     assert tensors.keys() == {"argument 0", "text", "timestep"}
     assert torch.equal(tensors["argument 0"], latents)
     assert torch.equal(tensors["text"], keywords["text"])
@@ -154,34 +154,34 @@ def test_positional_and_keyword_inputs_are_kept_with_their_names() -> None:
     assert torch.equal(gradient, torch.arange(18.0).view(3, 6))
     assert not any(tensor.requires_grad for tensor in tensors.values())
     assert call.kwargs["scale"] == 0.7
-    assert call.run(model).timesteps.tolist() == [999, 0, 37]
+    assert call.replay(model).timesteps.tolist() == [999, 0, 37]
 
 
 def test_a_model_without_a_timestep_has_none() -> None:
     model = nn.Linear(6, 4)
     recorded = RecordedModel(model)
     model(inputs()[0])
-    assert recorded.calls[0].run(model).timesteps.tolist() == [-1, -1, -1]
+    assert recorded.calls[0].replay(model).timesteps.tolist() == [-1, -1, -1]
 
 
 def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:
     model = nn.Linear(6, 4)
     recorded = RecordedModel(model)
-    recorded.log.given_names = ("cat.mp4", "dog.mp4", "hen.mp4")
+    recorded.log.sample_names = ("cat.mp4", "dog.mp4", "hen.mp4")
     outputs = [model(inputs()[0])]
-    recorded.log.given_names = ()
+    recorded.log.sample_names = ()
     outputs.append(model(inputs()[0][:2]))
     named, numbered = recorded.calls
-    batch = named.micro_batch(model, step=8, micro_step=1, rank=2)
+    batch = named.to_micro_batch(model, step=8, micro_step=1, rank=2)
     assert batch.ids == ("cat.mp4", "dog.mp4", "hen.mp4")
     assert (batch.step, batch.micro_step, batch.rank) == (8, 1, 2)
-    single = batch.single(1)
+    single = batch.select_sample(1)
     assert (single.ids, single.step, single.micro_step) == (("dog.mp4",), 8, 1)
     assert numbered.ids == ("row 0 of micro-batch 1", "row 1 of micro-batch 1")
     assert [call.num_samples for call in recorded.calls] == [3, 2]
-    assert [call.may_get_gradient for call in recorded.calls] == [True, True]
+    assert [call.can_get_gradient for call in recorded.calls] == [True, True]
     outputs.clear()
-    assert [call.may_get_gradient for call in recorded.calls] == [False, False]
+    assert [call.can_get_gradient for call in recorded.calls] == [False, False]
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -206,10 +206,10 @@ def test_a_single_samples_gradients_are_those_of_its_row(index: int) -> None:
     output.backward(gradient[row])
     expected = gradients(model)
     assert_same_bits(replayed(single, model), expected)
-    losses = call.run(model).losses
-    assert single.run(model).losses.item() == pytest.approx(losses[index].item(), rel=1e-5)
+    losses = call.replay(model).losses
+    assert single.replay(model).losses.item() == pytest.approx(losses[index].item(), rel=1e-5)
     assert single.num_samples == 1
-    assert single.tensors()["argument 0"].shape == (1, 6)
+    assert single.collect_row_tensors()["argument 0"].shape == (1, 6)
 
 
 class Conditioned(Net):
@@ -292,7 +292,7 @@ def test_a_replay_leaves_the_loops_own_generator_where_the_loop_has_it() -> None
     torch.randn(9, generator=generator)
     state = generator.get_state()
     recorded.stop()
-    run(recorded.calls[0].micro_batch(model, step=1, micro_step=0, rank=0), model)
+    replay_micro_batch(recorded.calls[0].to_micro_batch(model, step=1, micro_step=0, rank=0), model)
     assert torch.equal(generator.get_state(), state)
 
 
@@ -303,18 +303,18 @@ def is_same(found: list[torch.Tensor], *expected: torch.Tensor) -> bool:
 def test_the_output_of_the_loss_is_the_first_with_a_gradient() -> None:
     good, better = (torch.randn(3, 4, requires_grad=True) * 2 for _ in range(2))
     plain, ids = torch.randn(3, 4), torch.tensor([1, 2])
-    assert is_same(main_outputs(good), good)
-    assert is_same(main_outputs((ids, plain, good)), good)
-    assert is_same(main_outputs((plain, good, better)), good)
-    assert is_same(main_outputs({"aux": plain, "sample": good}), good)
-    assert is_same(main_outputs(Transformer2DModelOutput(sample=good)), good)
-    assert is_same(main_outputs([ids, plain]), plain)
-    assert is_same(main_outputs(SimpleNamespace(aux=plain, sample=good)), good)
+    assert is_same(find_main_outputs(good), good)
+    assert is_same(find_main_outputs((ids, plain, good)), good)
+    assert is_same(find_main_outputs((plain, good, better)), good)
+    assert is_same(find_main_outputs({"aux": plain, "sample": good}), good)
+    assert is_same(find_main_outputs(Transformer2DModelOutput(sample=good)), good)
+    assert is_same(find_main_outputs([ids, plain]), plain)
+    assert is_same(find_main_outputs(SimpleNamespace(aux=plain, sample=good)), good)
     # A list has an output for each sample, as Z-Image returns them.
-    assert is_same(main_outputs([good, better]), good, better)
-    assert is_same(main_outputs(SimpleNamespace(sample=[good, better])), good, better)
-    assert main_outputs([ids]) == []
-    assert main_outputs(0.3) == []
+    assert is_same(find_main_outputs([good, better]), good, better)
+    assert is_same(find_main_outputs(SimpleNamespace(sample=[good, better])), good, better)
+    assert find_main_outputs([ids]) == []
+    assert find_main_outputs(0.3) == []
 
 
 class Listed(nn.Linear):
@@ -336,8 +336,8 @@ def test_a_list_of_samples_has_a_gradient_for_each_of_them() -> None:
     assert [None if g is None else float(g.mean()) for g in call.output_gradients] == [1, None, 3]
     single = single_row(call, 2)
     assert is_same(single.args[0], call.args[0][2])
-    assert call.run(model).losses.shape == (3,)
-    call.run(model).losses[[0, 2]].sum().backward()
+    assert call.replay(model).losses.shape == (3,)
+    call.replay(model).losses[[0, 2]].sum().backward()
     assert_same_bits(gradients(model), original)
 
 
@@ -388,16 +388,16 @@ def test_calls_are_dropped_when_the_next_begins_after_a_step(
     model = nn.Linear(6, 4)
     recorded = RecordedModel(model)
     model(inputs()[0]).sum().backward()
-    recorded.log.is_closed = is_closed
+    recorded.log.is_step_over = is_closed
     assert len(recorded.calls) == 1
     model(inputs()[0]).sum().backward()
     assert len(recorded.calls) == num_calls
 
 
-def verdict_of(model: nn.Module, recorded: RecordedModel, *switches: Switch) -> Any:
+def verdict_of(model: nn.Module, recorded: RecordedModel, *switches: Fallback) -> Any:
     recorded.stop()
-    batch = recorded.calls[0].micro_batch(model, step=5, micro_step=0, rank=0)
-    return diagnose(batch, Suspects(model, lambda: [], switches), kind="non_finite_loss")
+    batch = recorded.calls[0].to_micro_batch(model, step=5, micro_step=0, rank=0)
+    return diagnose(batch, DiagnosisContext(model, lambda: [], switches), kind="non_finite_loss")
 
 
 def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> None:
@@ -417,8 +417,8 @@ def test_a_bad_output_is_not_blamed_on_the_gradient_that_came_back_to_it() -> No
 
     model.spoil = broken
     assert loop_step(model)["out.weight"].isnan().any()
-    assert not recorded.calls[0].output_is_finite
-    verdict = verdict_of(model, recorded, Switch("norm", "kernel", off, lambda: None, "eager"))
+    assert not recorded.calls[0].has_finite_output
+    verdict = verdict_of(model, recorded, Fallback("norm", "kernel", off, lambda: None, "eager"))
     assert (verdict.cause, verdict.switch) == ("kernel", "norm")
     assert verdict.timesteps == (999, 0, 37)
 
@@ -433,7 +433,7 @@ def test_a_bad_gradient_for_a_good_output_is_seen_with_its_row(value: float, is_
     target[2, 1] = value
     (model(latents, **keywords)[0] - target).square().mean().backward()
     (call,) = recorded.calls
-    assert call.output_is_finite
+    assert call.has_finite_output
     assert call.has_bad_gradient is is_bad
     assert call.bad_gradient_rows == ([2] if is_bad else [])
     if value == value:

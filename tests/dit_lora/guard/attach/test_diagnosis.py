@@ -130,7 +130,7 @@ def test_a_batch_without_samples_is_told_and_its_step_taken() -> None:
     assert (event["step"], event["kind"], event["action"]) == (2, "non_finite_loss", "report")
     assert event["verdict"]["cause"] == "inputs"
     assert event["verdict"]["words"] == "the batch has no samples"
-    assert guard.closing_line() is None
+    assert guard.format_summary() is None
 
 
 class Fussy(nn.Module):
@@ -283,7 +283,7 @@ def test_a_failed_step_costs_one_of_the_skips_that_a_stop_leaves(
 
     guard = train(nn.Linear(4, 2), loss, [batch(1), x, batch(3)], config=LadderConfig(max_skips=2))
     assert [event["action"] for event in guard.events] == ["skip"]
-    assert guard.closing_line() == "1 of 3 optimizer steps were not taken"
+    assert guard.format_summary() == "1 of 3 optimizer steps were not taken"
 
 
 def test_two_optimizers_of_one_failed_step_have_the_same_cause() -> None:

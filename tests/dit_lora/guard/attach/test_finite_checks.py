@@ -49,25 +49,25 @@ def set_last(tensor: torch.Tensor, value: float) -> float:
 @pytest.mark.parametrize("value", BAD)
 def test_a_bad_weight_is_seen_whichever_it_is(parameters: list[nn.Parameter], value: float) -> None:
     checks = checks_of(parameters)
-    assert checks.weights_are_finite()
+    assert checks.has_finite_weights()
     for parameter in parameters:
         before = set_last(parameter, value)
-        assert not checks.weights_are_finite()
+        assert not checks.has_finite_weights()
         set_last(parameter, before)
-        assert checks.weights_are_finite()
+        assert checks.has_finite_weights()
 
 
 def test_a_bad_weight_is_seen_within_eight_looks_after_the_weights_were_given_other_memory(
     parameters: list[nn.Parameter],
 ) -> None:
     checks = checks_of(parameters)
-    assert checks.weights_are_finite()
+    assert checks.has_finite_weights()
     for parameter in parameters:
         parameter.data = parameter.data.clone()
         before = set_last(parameter, torch.nan)
-        assert not all(checks.weights_are_finite() for _ in range(8))
+        assert not all(checks.has_finite_weights() for _ in range(8))
         set_last(parameter, before)
-        assert checks.weights_are_finite()
+        assert checks.has_finite_weights()
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -77,14 +77,14 @@ def test_a_bad_gradient_is_seen_whichever_it_is(
     checks = checks_of(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    assert checks.gradients_are_healthy()
+    assert checks.has_healthy_gradients()
     for number, parameter in enumerate(parameters):
         before = set_last(parameter.grad, value)
-        assert not checks.gradients_are_healthy()
-        assert checks.gradient_is_bad(checks.gradient_peak())
-        assert checks.bad_gradients() == [str(number)]
+        assert not checks.has_healthy_gradients()
+        assert checks.is_bad_gradient(checks.compute_gradient_peak())
+        assert checks.find_bad_gradients() == [str(number)]
         set_last(parameter.grad, before)
-        assert checks.gradients_are_healthy()
+        assert checks.has_healthy_gradients()
 
 
 def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Parameter]) -> None:
@@ -94,20 +94,20 @@ def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Para
             parameter_set.grad = (
                 torch.randn_like(parameter_set) if parameter_set is parameter else None
             )
-        assert checks.gradients_are_healthy()
+        assert checks.has_healthy_gradients()
         set_last(parameter.grad, torch.nan)
-        assert not checks.gradients_are_healthy()
+        assert not checks.has_healthy_gradients()
 
 
 def test_gradients_that_are_none_or_zero_or_too_large_to_square_are_looked_at_closely(
     parameters: list[nn.Parameter],
 ) -> None:
     checks = checks_of(parameters)
-    assert not checks.gradients_are_healthy()
-    assert checks.gradient_peak() == 0.0
+    assert not checks.has_healthy_gradients()
+    assert checks.compute_gradient_peak() == 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    assert not checks.gradients_are_healthy()
+    assert not checks.has_healthy_gradients()
     set_last(parameters[-1].grad, 1e30)
-    assert not checks.gradients_are_healthy()
-    assert checks.gradient_is_bad(checks.gradient_peak())
+    assert not checks.has_healthy_gradients()
+    assert checks.is_bad_gradient(checks.compute_gradient_peak())

@@ -33,7 +33,7 @@ class Derived(Base):
 def test_a_method_is_intercepted_for_one_object_without_a_trace_on_it() -> None:
     watched, other_tensor, counted = Derived(), Derived(), Counted()
     interceptions = Interceptions()
-    interceptions.method(watched, "step", counted.act)
+    interceptions.intercept_method(watched, "step", counted.act)
     assert (watched.step(1), other_tensor.step(2)) == (2, 3)
     assert counted.calls == [((1,), {})]
     assert vars(watched) == {}
@@ -59,7 +59,7 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
     watched, handlers = Base(), [Named("first"), Named("second")]
     interception_list = [Interceptions(), Interceptions()]
     for interceptions, handler in zip(interception_list, handlers, strict=True):
-        interceptions.method(watched, "step", handler.act)
+        interceptions.intercept_method(watched, "step", handler.act)
     watched.step(1)
     assert order == ["second", "first"]
     interception_list[0].undo()
@@ -71,7 +71,7 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
 def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
     watched, counted = Derived(), Counted()
     interceptions = Interceptions()
-    interceptions.method(watched, "step", counted.act)
+    interceptions.intercept_method(watched, "step", counted.act)
     refs = [weakref.ref(watched), weakref.ref(counted)]
     del counted, interceptions
     gc.collect()
@@ -92,7 +92,7 @@ def test_an_attribute_of_the_object_keeps_its_marks() -> None:
     step.mark = True  # type: ignore[attr-defined]
     watched.step = step  # type: ignore[method-assign]
     interceptions = Interceptions()
-    interceptions.method(watched, "step", counted.act)
+    interceptions.intercept_method(watched, "step", counted.act)
     assert watched.step(2) == 20
     assert watched.step.mark  # type: ignore[attr-defined]
     assert len(counted.calls) == 1
@@ -108,11 +108,11 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
 
     vars(module)["save"] = save
     first_interceptions, second, counted = Interceptions(), Interceptions(), Counted()
-    first_interceptions.function(module, "save", counted.act)
+    first_interceptions.intercept_function(module, "save", counted.act)
     assert module.save(1) == 1
     first_interceptions.undo()
     assert module.save is save
-    second.function(module, "save", counted.act)
+    second.intercept_function(module, "save", counted.act)
     intercepted = module.save
 
     def theirs(value: int) -> int:
@@ -127,7 +127,7 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
 def test_a_model_is_called_and_its_class_is_pickled_by_its_name() -> None:
     model, counted = nn.Linear(2, 2), Counted()
     interceptions = Interceptions()
-    interceptions.method(model, "__call__", counted.act)
+    interceptions.intercept_method(model, "__call__", counted.act)
     x = torch.ones(1, 2)
     assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
     assert len(counted.calls) == 1

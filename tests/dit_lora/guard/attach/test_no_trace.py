@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from dit_lora.config.ladder import LoopConfig
 from dit_lora.guard.attach.guard import Guard
 from dit_lora.guard.attach.loop_events import EVENTS
-from dit_lora.guard.attach.run_script import Overseer, run_as_main
+from dit_lora.guard.attach.run_script import ScriptGuard, run_as_main
 
 
 class Net(nn.Module):
@@ -169,7 +169,7 @@ def test_the_batches_of_a_loop_do_not_outlive_its_guard(
 ) -> None:
     # Guards that other tests of this process still hold would hold the batches too.
     monkeypatch.setattr(EVENTS, "_listeners", [])
-    monkeypatch.setattr(EVENTS, "_num_holders", 0)
+    monkeypatch.setattr(EVENTS, "_num_users", 0)
     dropped = objects_of_a_loop(accelerated=accelerated, fault=False)
     gc.collect()
     assert {name for name, ref in dropped.items() if ref() is not None} == set()
@@ -216,8 +216,8 @@ def test_a_schedule_that_is_made_late_moves_as_without_a_guard(name: str) -> Non
 def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_command(
     tmp_path: Path,
 ) -> None:
-    overseer = Overseer(LoopConfig(), tmp_path, lambda message: None)
-    with overseer.overseeing():
+    overseer = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
+    with overseer.watch_script():
         model = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         take_step = optimizer.step
@@ -234,8 +234,8 @@ def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_comma
 def test_a_schedule_that_is_made_late_under_the_command_is_held_in_a_skipped_step(
     tmp_path: Path,
 ) -> None:
-    overseer = Overseer(LoopConfig(), tmp_path, lambda message: None)
-    with overseer.overseeing():
+    overseer = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
+    with overseer.watch_script():
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -29,7 +29,7 @@ class Loop:
             prepared = self.accelerator.prepare(self.model, self.optimizer)
             self.model, self.optimizer = prepared
         if guarded:
-            self.guard = Guard.over(self.accelerator, [model], [self.optimizer])
+            self.guard = Guard.create(self.accelerator, [model], [self.optimizer])
         self.parameters = list(model.parameters())
         self.sets_to_none = sets_to_none
         self.moved: list[bool] = []
@@ -93,7 +93,7 @@ def test_a_bad_step_that_the_loop_leaves_out_says_nothing_about_the_next(
     assert same(everything([bare.model], []), everything([watched.model], []))
     assert watched.guard is not None
     assert watched.guard.events == []
-    assert watched.guard.closing_line() is None
+    assert watched.guard.format_summary() is None
 
 
 @BOTH
@@ -328,4 +328,4 @@ def test_an_optimizer_inside_the_backward_is_judged_by_its_own_gradient(
     assert loop.train(batch(5)) == [True] * 4
     assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
     # A step that some of the optimizers have taken is counted once.
-    assert loop.guard.closing_line() == "2 of 6 optimizer steps were not taken"
+    assert loop.guard.format_summary() == "2 of 6 optimizer steps were not taken"

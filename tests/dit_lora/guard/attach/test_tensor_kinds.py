@@ -8,7 +8,7 @@ import torch
 from loop_helpers import everything, same
 from torch import nn
 
-from dit_lora.guard.attach.finite_values import is_finite_any, plain_values
+from dit_lora.guard.attach.finite_values import is_finite_tensor, to_strided_real
 from dit_lora.guard.attach.guard import Guard
 
 
@@ -113,7 +113,7 @@ def test_a_healthy_loop_trains_alike_and_a_bad_step_is_skipped(name: str) -> Non
     assert guard is not None
     assert guard.events == []
     state, guard = train(name, (3,), guarded=True)
-    assert all(map(is_finite_any, state))
+    assert all(map(is_finite_tensor, state))
     assert guard is not None
     (event,) = guard.events
     assert (event["step"], event["action"]) == (3, "skip")
@@ -157,13 +157,13 @@ LAYOUTS: dict[str, Callable[[float], torch.Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # some layouts are new
 def test_values_of_any_layout_and_dtype_are_looked_at(layout: str) -> None:
-    assert is_finite_any(LAYOUTS[layout](3.0))
-    assert plain_values(LAYOUTS[layout](3.0)).layout is torch.strided
+    assert is_finite_tensor(LAYOUTS[layout](3.0))
+    assert to_strided_real(LAYOUTS[layout](3.0)).layout is torch.strided
     for value in (torch.nan, torch.inf, -torch.inf):
-        assert not is_finite_any(LAYOUTS[layout](value))
+        assert not is_finite_tensor(LAYOUTS[layout](value))
 
 
 def test_what_has_no_values_to_look_at_is_finite() -> None:
-    assert is_finite_any(torch.empty(0, 3))
-    assert is_finite_any(torch.tensor(3))
-    assert is_finite_any(torch.empty(2, device="meta"))
+    assert is_finite_tensor(torch.empty(0, 3))
+    assert is_finite_tensor(torch.tensor(3))
+    assert is_finite_tensor(torch.empty(2, device="meta"))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dit_lora.guard.comparison.block_kinds import noting_calls, one_of_each_kind
+from dit_lora.guard.comparison.block_kinds import record_block_inputs, select_block_per_kind
 
 NAMES = [f"blocks.{index}" for index in range(5)]
 
@@ -32,9 +32,9 @@ class Model(nn.Module):
 def chosen(
     model: Model, places: tuple[tuple[str, str], ...] = (), windows: tuple[int, ...] = (0,) * 5
 ) -> list[str]:
-    with noting_calls(model) as calls:
+    with record_block_inputs(model) as calls:
         model(torch.randn(2, 3, 6), windows)
-    return one_of_each_kind(model, NAMES, calls, places)
+    return select_block_per_kind(model, NAMES, calls, places)
 
 
 def frozen(*blocks: Block) -> Model:

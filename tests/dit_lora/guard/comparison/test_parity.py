@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.guard.comparison.parity import Difference, differences, first_difference
-from dit_lora.guard.switches import Switch
+from dit_lora.guard.comparison.parity import Difference, find_first_difference, iter_differences
+from dit_lora.guard.switches import Fallback
 
 
-def switch(name: str, off: list[str], part_of: str | None = None) -> Switch:
-    return Switch(name, "kernel", nullcontext, lambda: off.append(name), "stock", part_of=part_of)
+def switch(name: str, off: list[str], part_of: str | None = None) -> Fallback:
+    return Fallback(name, "kernel", nullcontext, lambda: off.append(name), "stock", parent=part_of)
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,17 @@ def test_parts_are_asked_where_the_whole_differs(
         switch("all", runs),
     ]
 
-    def compare(one: Switch, others: Sequence[Switch]) -> Difference | None:
+    def compare(one: Fallback, others: Sequence[Fallback]) -> Difference | None:
         calls.append(one.name)
-        expected = {"other", *parts} if one.part_of else {"other", "all"}
+        expected = {"other", *parts} if one.parent else {"other", "all"}
         assert {switch.name for switch in others} == expected - {one.name}
         inside = {*parts, "glue"} if one.name == "all" else {one.name}
         is_wrong = any(name in inside and name not in runs for name in wrong)
         return Difference(one.name, "block", 1.0) if is_wrong else None
 
-    for name_found, difference in differences(switches, compare):
-        assert difference.switch == name_found.name
-        name_found.turn_off()
+    for name_found, difference in iter_differences(switches, compare):
+        assert difference.fallback == name_found.name
+        name_found.disable()
     assert calls == asked
     assert runs == off
 
@@ -78,17 +78,19 @@ def test_a_gradient_of_rounding_errors_is_no_difference(noise: float, differs: b
         model.noise = noise
 
     model.noise = noise
-    kernel = Switch("k", "kernel", off, lambda: None, "stock")
+    kernel = Fallback("k", "kernel", off, lambda: None, "stock")
     outer = nn.Sequential(model)
-    difference = first_difference(kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer)
+    difference = find_first_difference(
+        kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer
+    )
     assert (difference is not None) is differs
 
 
 def test_what_the_stock_model_makes_nan_of_shows_nothing() -> None:
     model = nn.Linear(3, 3)
     x = torch.full((2, 3), torch.nan)
-    nothing = Switch("k", "kernel", nullcontext, lambda: None, "stock")
-    assert first_difference(nothing, lambda: model(x).sum(1), model) is None
+    nothing = Fallback("k", "kernel", nullcontext, lambda: None, "stock")
+    assert find_first_difference(nothing, lambda: model(x).sum(1), model) is None
 
 
 def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:
@@ -101,8 +103,8 @@ def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:
         torch.rand(1)  # the kernel draws otherwise
         yield
 
-    kernel = Switch("k", "kernel", off, lambda: None, "stock")
-    assert first_difference(kernel, lambda: model(x).sum(1), model) is None
+    kernel = Fallback("k", "kernel", off, lambda: None, "stock")
+    assert find_first_difference(kernel, lambda: model(x).sum(1), model) is None
     assert model[1].training
     torch.set_rng_state(state)
 
@@ -129,6 +131,6 @@ def test_a_rotation_differs_by_its_imaginary_part_too(angle: float) -> None:
         return model["rope"]().real.sum() + model["linear"](torch.ones(2, 1)).flatten()
 
     model["rope"].angle = angle
-    kernel = Switch("k", "kernel", off, lambda: None, "stock")
-    difference = first_difference(kernel, losses, model)
+    kernel = Fallback("k", "kernel", off, lambda: None, "stock")
+    difference = find_first_difference(kernel, losses, model)
     assert (difference is not None) is (angle != 0.5)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dit_lora.models.videochat2.configuration import VideoChat2Config
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
-from dit_lora.models.videochat2.released import place
+from dit_lora.models.videochat2.released import map_tensor_name
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 # Of the language model with its output head, as its card or its safetensors index says.
@@ -95,7 +95,7 @@ def test_stage_3_of_mistral_adapts_225_layers() -> None:
         )
     ]
     released.append("mistral_model.base_model.model.lm_head.lora_A.default.weight")
-    placements = [place(n) for n in released]
+    placements = [map_tensor_name(n) for n in released]
     assert {p.name for p in placements if p and p.part == "A"} == expected
     assert len(expected) == 225
     sizes = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)

@@ -22,7 +22,7 @@ from videochat2_release import (
     World,
 )
 
-from dit_lora.families.videochat2.tiny import bert_tokenizer
+from dit_lora.families.videochat2.tiny import build_bert_tokenizer
 from dit_lora.models.videochat2.modeling import VideoChat2ForConditionalGeneration
 
 
@@ -47,7 +47,7 @@ def test_every_tensor_gets_where_it_belongs(world: World) -> None:
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], expected[name]) for name in converted)
     assert "11 layers merged at scale 2" in report.lora
-    assert not report.fresh
+    assert not report.initialized
 
     model = opened(world)
     assert model.config.legacy
@@ -121,7 +121,7 @@ def test_stage_2_alone_is_not_legacy_and_takes_text_from_stage_1(world: World) -
     extra = converted.pop("model.extra_query_tokens")
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], expected[name]) for name in converted)
-    assert report.fresh == ("model.extra_query_tokens",)
+    assert report.initialized == ("model.extra_query_tokens",)
     assert extra.shape == (1, EXTRA, QFORMER)
     assert 0.01 < float(extra.std()) < 0.03
     assert not opened(world).config.legacy
@@ -253,7 +253,7 @@ def test_the_language_models_folder_is_completed(world: World) -> None:
 
 
 def test_plain_bert_gets_the_decoder_token(world: World) -> None:
-    tokenizer = bert_tokenizer()
+    tokenizer = build_bert_tokenizer()
     plain = type(tokenizer)(vocab={t: i for t, i in tokenizer.get_vocab().items() if t != "[DEC]"})
     plain.save_pretrained(world.folder / "plain")
     world.convert(qformer_tokenizer=world.folder / "plain")

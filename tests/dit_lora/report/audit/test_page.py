@@ -14,12 +14,12 @@ from PIL import Image
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.audit.encoded import check_encoded
-from dit_lora.data.audit.finding import Finding, JudgedSample
-from dit_lora.data.audit.summary import totals
-from dit_lora.data.buckets.buckets import Dropped
+from dit_lora.data.audit.finding import AuditedSample, Finding
+from dit_lora.data.audit.summary import compute_totals
+from dit_lora.data.buckets.buckets import DroppedClip
 from dit_lora.data.buckets.report import BucketReport, BucketRow
 from dit_lora.errors import DitLoraError
-from dit_lora.report.audit.page import CARDS, write_audit_page
+from dit_lora.report.audit.page import MAX_CARDS, write_audit_page
 
 HOSTILE = '<script>alert("x")</script> & a cat'
 BLACK = Finding("black", "all 9 frames are black", "reject", "remove it")
@@ -33,28 +33,28 @@ def jpeg(level: int = 90, size: tuple[int, int] = (96, 16)) -> bytes:
     return stream.getvalue()
 
 
-def write(folder: Path, judged: list[JudgedSample], **more: Any) -> Page:
+def write(folder: Path, judged: list[AuditedSample], **more: Any) -> Page:
     path = folder / "audit.html"
-    page_values = {"title": "kittens", "totals": totals(judged), **more}
+    page_values = {"title": "kittens", "totals": compute_totals(judged), **more}
     assert write_audit_page(path, judged, **page_values) == path
     return Page(path)
 
 
 @pytest.fixture
-def judged() -> list[JudgedSample]:
+def judged() -> list[AuditedSample]:
     facts = {"width": 720, "height": 480, "fps": 24, "seconds": 2.04, "caption_tokens": 31}
     return [
-        JudgedSample("good.mp4", (), facts, jpeg(1)),
-        JudgedSample("warned.mp4", (CUT, LOW), facts, jpeg(2)),
-        JudgedSample("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
-        JudgedSample(
+        AuditedSample("good.mp4", (), facts, jpeg(1)),
+        AuditedSample("warned.mp4", (CUT, LOW), facts, jpeg(2)),
+        AuditedSample("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
+        AuditedSample(
             "broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)
         ),
     ]
 
 
 def test_the_page_loads_nothing_and_runs_nothing(
-    tmp_path: Path, judged: list[JudgedSample]
+    tmp_path: Path, judged: list[AuditedSample]
 ) -> None:
     page = write(tmp_path, judged)
     addresses = [
@@ -78,13 +78,13 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
     warning = Finding("latent_outlier", HOSTILE, "warn", HOSTILE)
     copy = Finding("duplicate_clip", f"the same bytes as {HOSTILE}", "warn", HOSTILE)
     facts = {"codec": HOSTILE, "width": HOSTILE, "fps": HOSTILE}
-    report = BucketReport((), ((HOSTILE, Dropped("cropped", HOSTILE)),), (HOSTILE,)).as_dict()
+    report = BucketReport((), ((HOSTILE, DroppedClip("cropped", HOSTILE)),), (HOSTILE,)).as_dict()
     _, encoded = check_encoded([(HOSTILE, {HOSTILE: torch.ones(2, 3)})])
     page = write(
         tmp_path,
         [
-            JudgedSample(HOSTILE, (finding,), facts, jpeg()),
-            JudgedSample("b\udcff" + HOSTILE, (warning, copy), facts, jpeg()),
+            AuditedSample(HOSTILE, (finding,), facts, jpeg()),
+            AuditedSample("b\udcff" + HOSTILE, (warning, copy), facts, jpeg()),
         ],
         title=HOSTILE,
         buckets=report,
@@ -98,7 +98,7 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
 
 
 def test_rejects_come_first_and_their_worst_finding_first(
-    tmp_path: Path, judged: list[JudgedSample]
+    tmp_path: Path, judged: list[AuditedSample]
 ) -> None:
     page = write(tmp_path, judged)
     rejected, warned = page.section("Rejected"), page.section("Warnings")
@@ -117,7 +117,7 @@ def test_rejects_come_first_and_their_worst_finding_first(
     assert numbers == ["4", "1", "1", "2"]
 
 
-def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[JudgedSample]) -> None:
+def test_pictures_are_those_of_the_samples(tmp_path: Path, judged: list[AuditedSample]) -> None:
     page = write(tmp_path, judged)
     sources = {str(image["alt"]): str(image["src"]) for image in page.all("img")}
     assert set(sources) == {"frames of bad.mp4", "frames of warned.mp4"}
@@ -136,9 +136,9 @@ def decoded(uri: str | None) -> np.ndarray:
 def test_references_are_beside_their_sample_in_order(tmp_path: Path) -> None:
     finding = Finding("reference_unlike", "nothing in common", "warn", "look")
     samples = [
-        JudgedSample("two.png", (finding,), {}, jpeg(200), (jpeg(50), None)),
-        JudgedSample("one.png", (), {}, jpeg(201), (jpeg(51),)),
-        JudgedSample("none.png", (), {}, jpeg(202)),
+        AuditedSample("two.png", (finding,), {}, jpeg(200), (jpeg(50), None)),
+        AuditedSample("one.png", (), {}, jpeg(201), (jpeg(51),)),
+        AuditedSample("none.png", (), {}, jpeg(202)),
     ]
     page = write(tmp_path, samples)
     images = [(str(image["alt"]), decoded(image["src"])[0, 0, 0]) for image in page.all("img")]
@@ -158,7 +158,7 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "JPEG", quality=95)
     facts = {"seconds": 2.0}
-    samples = [JudgedSample("a.mp4", (), facts, jpeg(200, (96, 16)), (), stream.getvalue())]
+    samples = [AuditedSample("a.mp4", (), facts, jpeg(200, (96, 16)), (), stream.getvalue())]
     page = write(tmp_path, samples)
     (image,) = page.all("img")
     images = decoded(image["src"])
@@ -170,7 +170,7 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
         assert (differs[24 * frame + 14 : 24 * frame + 22] < 12).all()
     assert page.section("Pairs").startswith("One sample without a finding")
     # Of a picture, a mask of another shape is drawn once.
-    samples = [JudgedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
+    samples = [AuditedSample("a.png", (), {}, jpeg(200, (96, 16)), (), stream.getvalue())]
     (image,) = write(tmp_path, samples).all("img")
     differs = np.abs(decoded(image["src"]) - plain).max(-1).mean(0)
     assert (differs[2:44] > 40).all()
@@ -178,7 +178,7 @@ def test_what_a_mask_leaves_out_is_tinted_in_every_frame(tmp_path: Path) -> None
 
 
 def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None:
-    samples = [JudgedSample(f"{n:03d}.png", (), {}, jpeg(), (jpeg(),)) for n in range(500)]
+    samples = [AuditedSample(f"{n:03d}.png", (), {}, jpeg(), (jpeg(),)) for n in range(500)]
     page = write(tmp_path, samples)
     names = re.findall(r"\d{3}(?=\.png)", page.section("Pairs"))
     assert len(names) == len(set(names)) == 12
@@ -186,7 +186,7 @@ def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None
 
 
 def test_codes_are_counted_and_lead_to_their_samples(
-    tmp_path: Path, judged: list[JudgedSample]
+    tmp_path: Path, judged: list[AuditedSample]
 ) -> None:
     page = write(tmp_path, judged)
     assert page.section("Findings") == (
@@ -205,15 +205,15 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
     big = jpeg(size=(1600, 1600)) + bytes(120_000)  # 160 kB of base64
     rare = Finding("truncated", "cut off", "reject")
     finding = Finding("caption_long", "word " * 2000, "warn")
-    samples = [JudgedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
-    samples += [JudgedSample("rare.mp4", (rare,), {}, big)]
-    samples += [JudgedSample(f"w{n}.mp4", (finding, LOW), {}, big) for n in range(3000)]
-    samples += [JudgedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
+    samples = [AuditedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
+    samples += [AuditedSample("rare.mp4", (rare,), {}, big)]
+    samples += [AuditedSample(f"w{n}.mp4", (finding, LOW), {}, big) for n in range(3000)]
+    samples += [AuditedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
     page = write(tmp_path, samples)
     assert len(page.source) < 10_000_000
     assert len(page.text) < 200_000, "long words are cut"
-    assert len(page.all("article")) == CARDS
-    assert 20 < len(page.all("img")) < CARDS
+    assert len(page.all("article")) == MAX_CARDS
+    assert 20 < len(page.all("img")) < MAX_CARDS
     assert "rare.mp4" in page.section("Rejected")
     assert "l9.mp4" in page.section("Warnings")
     rejects = len(re.findall(r"\.mp4", page.section("Rejected")))
@@ -221,7 +221,7 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
 
 
 def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
-    page = write(tmp_path, [JudgedSample("a.mp4")])
+    page = write(tmp_path, [AuditedSample("a.mp4")])
     assert "every sample is ready" in page.text
     assert "Rejected" not in page.text
     assert page.all("svg") == []
@@ -230,7 +230,7 @@ def test_a_set_without_a_finding_says_so(tmp_path: Path) -> None:
 
 def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
     samples = [
-        JudgedSample(
+        AuditedSample(
             f"{n}.mp4",
             (),
             {
@@ -255,8 +255,8 @@ def test_what_was_measured_is_drawn_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
-    samples = [JudgedSample(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
-    samples.append(JudgedSample("long", (), {"seconds": 3600.0}))
+    samples = [AuditedSample(f"{n}", (), {"seconds": 2 + 0.03 * n}) for n in range(200)]
+    samples.append(AuditedSample("long", (), {"seconds": 3600.0}))
     page = write(tmp_path, samples)
     bins = re.findall(r'title="([^"]*) seconds: (\d+)"', page.source)
     assert len(bins) > 10
@@ -265,14 +265,14 @@ def test_a_few_far_values_do_not_squeeze_a_histogram(tmp_path: Path) -> None:
 
 
 def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None:
-    def copy(file: str, of: str, code: str = "duplicate_clip") -> JudgedSample:
-        return JudgedSample(file, (Finding(code, f"the same bytes as {of}", "warn"),))
+    def copy(file: str, of: str, code: str = "duplicate_clip") -> AuditedSample:
+        return AuditedSample(file, (Finding(code, f"the same bytes as {of}", "warn"),))
 
     samples = [
-        JudgedSample("my clips/a b.mp4"),
+        AuditedSample("my clips/a b.mp4"),
         copy("c.mp4", "my clips/a b.mp4"),
         copy("d.mp4", "c.mp4", "near_duplicate_clip"),
-        JudgedSample("x.mp4"),
+        AuditedSample("x.mp4"),
         copy("y.mp4", "x.mp4"),
         copy("lost.mp4", "somewhere else"),
     ]
@@ -280,9 +280,9 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
     assert lines.endswith("more than once. my clips/a b.mp4, c.mp4, d.mp4 x.mp4, y.mp4")
 
 
-def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[JudgedSample]) -> None:
+def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[AuditedSample]) -> None:
     row = BucketRow(VideoShape(49, 480, 720), 812, 1624, 0.8, 0.124, 0.31, 4, 1)
-    dropped = tuple((f"d{n}.mp4", Dropped("too_short", "12 frames")) for n in range(60))
+    dropped = tuple((f"d{n}.mp4", DroppedClip("too_short", "12 frames")) for n in range(60))
     report = BucketReport((row,), dropped, ("more ratios would help",)).as_dict()
     buckets = write(tmp_path, judged, buckets=report).section("Buckets")
     assert buckets.startswith("more ratios would help")
@@ -299,7 +299,7 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
             ("b.mp4", {"prompt_embeds": torch.ones(2, 4096)}),
         ]
     )
-    page = write(tmp_path, [JudgedSample("a.mp4", (odd,))], encoded=encoded)
+    page = write(tmp_path, [AuditedSample("a.mp4", (odd,))], encoded=encoded)
     part = page.section("Latents and embeddings")
     assert "warn a.mp4 latent_mean: its mean is 9" in part
     assert "latent_mean 1 samples, 2 channels; largest magnitude 5.000 in a.mp4" in part
@@ -309,7 +309,7 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
     assert named[0] == "channel 0: mean 1.000, standard deviation 4.000"
 
 
-def test_notes_are_shown(tmp_path: Path, judged: list[JudgedSample]) -> None:
+def test_notes_are_shown(tmp_path: Path, judged: list[AuditedSample]) -> None:
     assert (
         "2 classes have no sample"
         in write(tmp_path, judged, notes=["2 classes have no sample"]).text
@@ -317,7 +317,7 @@ def test_notes_are_shown(tmp_path: Path, judged: list[JudgedSample]) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, judged: list[JudgedSample]
+    tmp_path: Path, judged: list[AuditedSample]
 ) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DitLoraError, match=r"cannot write .*audit\.html"):

@@ -13,15 +13,15 @@ import pytest
 
 from dit_lora.commands import caption as captions
 from dit_lora.commands.caption import CaptionRequest, caption_folder
-from dit_lora.data.sources.caption_table import CaptionTable, locked_table
+from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.errors import DitLoraError
 from dit_lora.report.captions.page import (
     CaptionFindings,
     TextRules,
-    address_of,
-    caption_version,
-    judged_captions,
-    name_of,
+    check_table_captions,
+    compute_caption_version,
+    decode_address,
+    encode_address,
     write_captions_page,
 )
 from dit_lora.report.captions.serve import CaptionEdits, StaleCaptionError
@@ -57,7 +57,7 @@ class Cards(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         if tag == "article":
-            name = name_of(values["data-file"] or "")
+            name = decode_address(values["data-file"] or "")
             caption = json.loads(values["data-caption"] or "")
             self.by_name[name] = {"caption": caption, "version": values["data-version"]}
 
@@ -80,57 +80,59 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
     folder = write_folder(tmp_path / "my token=abcdefgh12345678", by_name)
     before = (folder / "metadata.jsonl").read_bytes()
     edits = CaptionEdits(folder, TextRules())
-    page = edits.page(1, False)
+    page = edits.render_page(1, False)
     assert folder.name in page
     cards = Cards(page).by_name
     assert {name: card["caption"] for name, card in cards.items()} == by_name
     for name, card in cards.items():
         # A browser's text area has line ends of its own.
         for text in (card["caption"], card["caption"].replace("\r\n", "\n").replace("\r", "\n")):
-            edits.put(name, text, card["version"])
+            edits.save_caption(name, text, card["version"])
     assert (folder / "metadata.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("text", PLAUSIBLE)
 def test_a_changed_caption_is_written_as_it_is_typed(tmp_path: Path, text: str) -> None:
     folder = write_folder(tmp_path, {"a.png": "old"})
-    state = CaptionEdits(folder, TextRules()).put("a.png", text, caption_version("old"))
+    state = CaptionEdits(folder, TextRules()).save_caption(
+        "a.png", text, compute_caption_version("old")
+    )
     assert state.caption == text
     assert CaptionTable.read(folder).captions["a.png"] == text
 
 
 def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "first\r\nsecond"})
-    edits, version = CaptionEdits(folder, TextRules()), caption_version("first\r\nsecond")
-    edits.put("a.png", "first\nother", version)
+    edits, version = CaptionEdits(folder, TextRules()), compute_caption_version("first\r\nsecond")
+    edits.save_caption("a.png", "first\nother", version)
     assert CaptionTable.read(folder).captions["a.png"] == "first\r\nother"
 
 
 def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
     first_edits, two = (CaptionEdits(folder, TextRules()) for _ in range(2))
-    version = Cards(first_edits.page(1, False)).by_name["a.png"]["version"]
-    assert version == Cards(two.page(1, False)).by_name["a.png"]["version"]
-    first_edits.put("a.png", "first", version)
+    version = Cards(first_edits.render_page(1, False)).by_name["a.png"]["version"]
+    assert version == Cards(two.render_page(1, False)).by_name["a.png"]["version"]
+    first_edits.save_caption("a.png", "first", version)
     for server in (first_edits, two):  # another tab of this server, and another server
         with pytest.raises(StaleCaptionError) as refused:
-            server.put("a.png", "second", version)
+            server.save_caption("a.png", "second", version)
         assert refused.value.state.caption == "first"
     assert CaptionTable.read(folder).captions["a.png"] == "first"
-    two.put("b.png", "of another file", caption_version("other"))
-    two.put("a.png", "second", refused.value.state.version)
+    two.save_caption("b.png", "of another file", compute_caption_version("other"))
+    two.save_caption("a.png", "second", refused.value.state.version)
     assert CaptionTable.read(folder).captions == {"a.png": "second", "b.png": "of another file"}
     # By hand, in a text editor.
     text = (folder / "metadata.jsonl").read_text().replace("second", "by hand")
     (folder / "metadata.jsonl").write_text(text)
     with pytest.raises(StaleCaptionError):
-        first_edits.put("a.png", "third", caption_version("second"))
+        first_edits.save_caption("a.png", "third", compute_caption_version("second"))
 
 
 EDITOR = """
 import sys
 from pathlib import Path
-from dit_lora.report.captions.page import TextRules, caption_version
+from dit_lora.report.captions.page import TextRules, compute_caption_version
 from dit_lora.report.captions.serve import CaptionEdits, StaleCaptionError
 
 folder, editor = Path(sys.argv[1]), sys.argv[2]
@@ -141,7 +143,7 @@ for number in range(400):
     while True:
         caption = current.get(name, "start")
         try:
-            state = edits.put(name, f"{caption} {editor}{number}", caption_version(caption))
+            state = edits.put(name, f"{caption} {editor}{number}", compute_caption_version(caption))
         except StaleCaptionError as error:
             current[name] = error.state.caption
             continue
@@ -160,13 +162,13 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     ]
     answerer = type("Answerer", (), {"model": None})
     monkeypatch.setattr(captions, "load_answerer", lambda *_, **__: answerer)
-    monkeypatch.setattr(captions, "finite_answers", nullcontext)
-    monkeypatch.setattr(captions, "describe", lambda _, file, *__: f"made of {file.name}")
+    monkeypatch.setattr(captions, "require_finite_logits", nullcontext)
+    monkeypatch.setattr(captions, "describe_file", lambda _, file, *__: f"made of {file.name}")
     written = 0
     for start in range(0, 200, 10):
         for number in range(start, start + 10):
             (folder / f"made_{number:03}.png").write_bytes(b"media")
-        written += caption_folder(CaptionRequest(folder, Path("model"))).written
+        written += caption_folder(CaptionRequest(folder, Path("model"))).num_written
     assert written == 200
     assert [editor.wait(600) for editor in editors] == [0, 0]
     table = CaptionTable.read(folder)
@@ -174,7 +176,7 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     assert sorted(word for word in caption_words if word != "start") == sorted(
         f"{editor}{number}" for editor in "ab" for number in range(400)
     )
-    assert table.missing == []
+    assert table.uncaptioned == []
     assert len(table.captions) == 208
 
 
@@ -183,9 +185,9 @@ def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> 
     folder = write_folder(tmp_path / "clips", {"a.png": "a"})
     (folder / odd).write_bytes(b"media")
     edits = CaptionEdits(folder, TextRules())
-    assert Cards(edits.page(1, False)).by_name[odd]["caption"] == ""
-    assert edits.media(name_of(address_of(odd))) == folder / odd
-    edits.put(odd, "b", caption_version(""))
+    assert Cards(edits.render_page(1, False)).by_name[odd]["caption"] == ""
+    assert edits.find_media(decode_address(encode_address(odd))) == folder / odd
+    edits.save_caption(odd, "b", compute_caption_version(""))
     assert CaptionTable.read(folder).captions == {"a.png": "a", odd: "b"}
     write_captions_page(folder / "captions.html", CaptionTable.read(folder), TextRules())
     write_captions_page(tmp_path / "page.html", CaptionTable.read(folder), TextRules())
@@ -201,13 +203,13 @@ def test_findings_that_are_kept_are_those_of_the_whole_audit(tmp_path: Path) -> 
         {"0.png": " same   sks", "1.png": "new"},
         {"2.png": "new", "3.png": "new"},
     ):
-        with locked_table(folder) as table:
-            table.put(change)
-        assert findings.update(table) == judged_captions(table, rules)
+        with lock_table(folder) as table:
+            table.write_captions(change)
+        assert findings.update(table) == check_table_captions(table, rules)
     (folder / "1.png").unlink()
     (folder / "4.png").write_bytes(b"media")
     table = CaptionTable.read(folder)
-    assert findings.update(table) == judged_captions(table, rules)
+    assert findings.update(table) == check_table_captions(table, rules)
 
 
 def test_a_request_lists_no_folder_that_has_not_changed(
@@ -216,15 +218,15 @@ def test_a_request_lists_no_folder_that_has_not_changed(
     folder = write_folder(tmp_path, {"a.png": "a", "b.png": "b"})
     os.utime(folder, (1, 1))  # long ago
     edits = CaptionEdits(folder, TextRules())
-    edits.page(1, False)
+    edits.render_page(1, False)
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", None)
         patch.setattr("dit_lora.report.captions.page.check_captions", None)
-        edits.page(1, False)
-        assert edits.media("a.png") == folder / "a.png"
+        edits.render_page(1, False)
+        assert edits.find_media("a.png") == folder / "a.png"
     (folder / "c.png").write_bytes(b"media")
-    assert edits.media("c.png") == folder / "c.png"
-    assert "c.png" in Cards(edits.page(1, False)).by_name
+    assert edits.find_media("c.png") == folder / "c.png"
+    assert "c.png" in Cards(edits.render_page(1, False)).by_name
     (folder / "b.png").unlink()
     with pytest.raises(DitLoraError, match="no such file"):
-        edits.put("b.png", "x", caption_version("b"))
+        edits.save_caption("b.png", "x", compute_caption_version("b"))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from bare_media import write_without_captions
 
-from dit_lora.data.sources.caption_table import CaptionTable, locked_table
+from dit_lora.data.sources.caption_table import CaptionTable, lock_table
 from dit_lora.report.captions.page import (
     TextRules,
-    caption_version,
-    judged_captions,
+    check_table_captions,
+    compute_caption_version,
     write_captions_page,
 )
 from dit_lora.report.captions.serve import CaptionEdits, CaptionHandler
@@ -35,8 +35,8 @@ def folder(tmp_path: Path) -> Path:
     write_without_captions(root, clips=4, stills=1)
     names = CaptionTable.read(root).media
     captions = ["the same", "the same", HOSTILE, "a sks dog"]
-    with locked_table(root) as table:
-        table.put(dict(zip(names, captions, strict=False)))
+    with lock_table(root) as table:
+        table.write_captions(dict(zip(names, captions, strict=False)))
     return root
 
 
@@ -64,7 +64,7 @@ def ask(
 
 def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) -> None:
     table = CaptionTable.read(folder)
-    findings = judged_captions(table, TextRules(trigger="sks"))
+    findings = check_table_captions(table, TextRules(trigger="sks"))
     codes = [[finding.code for finding in findings.get(name, [])] for name in table.media]
     assert codes == [
         ["caption_duplicate", "trigger_missing"],
@@ -74,7 +74,7 @@ def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) 
         ["caption_missing"],
     ]
     assert not {"trigger_missing"} & {
-        f.code for fs in judged_captions(table, TextRules()).values() for f in fs
+        f.code for fs in check_table_captions(table, TextRules()).values() for f in fs
     }
 
 
@@ -96,7 +96,7 @@ def test_an_edit_is_taken_from_its_own_page_alone(
     origin = {"Origin": serving.origin, "Content-Type": "application/json"}
     name = CaptionTable.read(folder).media[0]
     good = {"token": edits.token, "file": name, "caption": "a\nnew   sks one"}
-    good["version"] = caption_version("the same")
+    good["version"] = compute_caption_version("the same")
     before = (folder / "metadata.jsonl").read_bytes()
     for status, path, body, headers in (
         (403, "/caption", good, {}),
@@ -115,7 +115,7 @@ def test_an_edit_is_taken_from_its_own_page_alone(
         assert ask(serving, "POST", path, body, **headers)[0] == status, (path, body, headers)
         assert (folder / "metadata.jsonl").read_bytes() == before
     status, answer, _ = ask(serving, "POST", "/caption", good, **origin)
-    version = caption_version(good["caption"])
+    version = compute_caption_version(good["caption"])
     state = {"caption": good["caption"], "version": version, "findings": []}
     assert (status, json.loads(answer)) == (200, state)
     assert CaptionTable.read(folder).captions[name] == good["caption"]
@@ -199,8 +199,8 @@ def test_an_edit_in_a_browser_lands_in_the_file(
         sync_api.expect(card.locator(".said")).to_have_text("saved")
         sync_api.expect(card.locator(".findings li")).to_have_count(0)
         # Changed elsewhere since: the page keeps the text, shows the file's, and replaces it if asked again.
-        with locked_table(folder) as table:
-            table.put({names[0]: "by another editor"})
+        with lock_table(folder) as table:
+            table.write_captions({names[0]: "by another editor"})
         card.locator("textarea").fill("mine sks")
         card.locator("button").click()
         sync_api.expect(card.locator(".now pre")).to_have_text("by another editor")

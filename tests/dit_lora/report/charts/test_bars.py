@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 import dit_lora.report
-from dit_lora.report.charts.bars import Bar, BarChart, number, ticks, wants_log
-from dit_lora.report.charts.data import POINTS, extremes, joined, means
+from dit_lora.report.charts.bars import (
+    Bar,
+    BarChart,
+    compute_ticks,
+    format_number,
+    should_use_log_scale,
+)
+from dit_lora.report.charts.data import MAX_POINTS, compute_extremes, compute_means, group_values
 from dit_lora.report.run.charts import Curve, LineChart
 
 
 def test_a_short_line_is_held_as_it_is() -> None:
-    assert means([0.9, math.nan, 0.1], sparse=False) == [0.9, None, 0.1]
+    assert compute_means([0.9, math.nan, 0.1], sparse=False) == [0.9, None, 0.1]
     assert Curve("training", [1.0, 2.0], faint=True).data()["range"] is None
 
 
@@ -23,21 +29,23 @@ def test_a_long_line_is_held_by_means_and_extremes() -> None:
     """A point stands for 50 of 100,000 values; a spike is among the highest, and non-finite values leave a gap."""
     values = [float(step) for step in range(100_000)]
     values[31_234], values[70] = 1e9, math.nan
-    assert joined(range(100_000))[:2, -1].tolist() == [49, 99]
-    line = means(values, sparse=False)
-    assert len(line) == POINTS
+    assert group_values(range(100_000))[:2, -1].tolist() == [49, 99]
+    line = compute_means(values, sparse=False)
+    assert len(line) == MAX_POINTS
     assert line[:3] == [24.5, None, 124.5]
-    assert means(values, sparse=True)[1] == pytest.approx((sum(range(50, 100)) - 70) / 49, rel=1e-4)
-    ends = extremes(values)
+    assert compute_means(values, sparse=True)[1] == pytest.approx(
+        (sum(range(50, 100)) - 70) / 49, rel=1e-4
+    )
+    ends = compute_extremes(values)
     assert ends["lowest"][:3] == [0.0, 50.0, 100.0]
     assert ends["highest"][:3] == [49.0, 99.0, 149.0]
     assert max(filter(None, ends["highest"])) == 1e9
 
 
 def test_the_last_point_joins_what_is_left() -> None:
-    values = [2.0] * POINTS + [5.0]
-    assert means(values, sparse=False)[-1] == 5.0
-    assert len(means(values, sparse=False)) == POINTS // 2 + 1
+    values = [2.0] * MAX_POINTS + [5.0]
+    assert compute_means(values, sparse=False)[-1] == 5.0
+    assert len(compute_means(values, sparse=False)) == MAX_POINTS // 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_the_last_point_joins_what_is_left() -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 def test_what_a_chart_holds_is_json(values: list[float], sparse: bool) -> None:
     curve = Curve("a", values, sparse=sparse, faint=True)
-    chart = LineChart("Loss", "loss", [curve], wants_log(values), False)
+    chart = LineChart("Loss", "loss", [curve], should_use_log_scale(values), False)
     json.dumps(chart.data(), allow_nan=False)
 
 
@@ -76,13 +84,13 @@ def test_the_files_of_others_are_as_they_were_published() -> None:
     [(0, 10, [0, 2, 4, 6, 8, 10]), (0.03, 0.31, [0.1, 0.2, 0.3]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
+    assert compute_ticks(low, high) == pytest.approx(expected)
 
 
 def test_a_log_axis_is_wanted_for_a_wide_range_of_positive_values() -> None:
-    assert wants_log([0.1, 4.0, math.nan])
-    assert not wants_log([0.2, 4.0, 0.0])
-    assert not wants_log([])
+    assert should_use_log_scale([0.1, 4.0, math.nan])
+    assert not should_use_log_scale([0.2, 4.0, 0.0])
+    assert not should_use_log_scale([])
 
 
 @pytest.mark.parametrize(
@@ -101,4 +109,4 @@ def test_a_log_axis_is_wanted_for_a_wide_range_of_positive_values() -> None:
     ],
 )
 def test_numbers_are_written_as_people_write_them(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text

@@ -16,7 +16,7 @@ def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_t
     messages: list[str] = []
     reporting = Reporting(run_dir, messages.append)
     reporting.update()
-    reporting._settle()
+    reporting._wait_for_job()
     page = (run_dir / "report.html").read_text()
     assert "running" in page
     assert "data:video" not in page
@@ -61,7 +61,7 @@ def test_an_error_of_any_kind_is_said_once_and_raised_never(
     reporting = Reporting(run_dir, messages.append)
     for _ in range(3):
         reporting.update()
-        reporting._settle()
+        reporting._wait_for_job()
     assert messages == ["warning: no report: KeyError: 'loss'"]
     assert reporting.finish() is None
     assert len(messages) == 2  # of the last one again

@@ -9,29 +9,29 @@ import pytest
 from report_runs import metrics_line, write_lines
 
 from dit_lora.report.charts import heat_map
-from dit_lora.report.charts.heat_map import ModuleHistory, heat_maps
+from dit_lora.report.charts.heat_map import ModuleHistory, build_heat_maps
 from dit_lora.report.run.files import RunReader
-from dit_lora.report.run.history import Metrics, Tail
+from dit_lora.report.run.history import JsonLinesReader, Metrics
 
 
-def given(tail: Tail) -> list[Any]:
-    return [line["n"] for line in tail.lines()]
+def given(tail: JsonLinesReader) -> list[Any]:
+    return [line["n"] for line in tail.read_new_lines()]
 
 
 def test_lines_come_once_and_a_half_written_one_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    tail = Tail(path)
-    assert not tail.is_anew()
+    tail = JsonLinesReader(path)
+    assert not tail.reset_if_replaced()
     assert given(tail) == []
     path.write_text('{"n": 1}\n{"n": 2}\n{"n"')
-    assert not tail.is_anew()
+    assert not tail.reset_if_replaced()
     assert given(tail) == [1, 2]
-    assert tail.torn
+    assert tail.is_last_line_incomplete
     with path.open("a") as file:
         file.write(': 3}\n[4]\n{"n": 5}\n')
-    assert not tail.is_anew()
+    assert not tail.reset_if_replaced()
     assert given(tail) == [3, 5]
-    assert not tail.torn
+    assert not tail.is_last_line_incomplete
     assert tail.bad == [4]
     assert given(tail) == []
 
@@ -41,10 +41,10 @@ def test_a_file_that_was_written_anew_is_read_from_its_beginning(tmp_path: Path,
     """Shorter, longer or empty: what a rollback or a resumed run leaves."""
     path = tmp_path / "lines.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n')
-    tail = Tail(path)
+    tail = JsonLinesReader(path)
     assert given(tail) == [1, 2]
     path.write_text(text)
-    assert tail.is_anew()
+    assert tail.reset_if_replaced()
     assert given(tail) == [json.loads(line)["n"] for line in text.splitlines()]
 
 
@@ -68,7 +68,7 @@ def test_a_reader_that_goes_on_finds_what_a_new_one_finds(run_dir: Path) -> None
 
 def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) -> None:
     reader = RunReader(run_dir)
-    fingerprints = {reader.fingerprint()}
+    fingerprints = {reader.compute_fingerprint()}
     for name in (
         "metrics.jsonl",
         "events.jsonl",
@@ -79,9 +79,9 @@ def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) ->
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:
             file.write("{}\n")
-        fingerprints.add(reader.fingerprint())
+        fingerprints.add(reader.compute_fingerprint())
     (run_dir / "report.html").write_text("")
-    assert reader.fingerprint() in fingerprints
+    assert reader.compute_fingerprint() in fingerprints
     assert len(fingerprints) == 5
 
 
@@ -100,9 +100,9 @@ def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) ->
 def test_odd_lines_cost_no_more_than_themselves(line: dict[str, Any]) -> None:
     metrics = Metrics()
     for text_line in (metrics_line(1), metrics_line(2), line, metrics_line(4)):
-        metrics.add(text_line)
+        metrics.add_line(text_line)
     assert metrics.steps[-1] == 4
-    assert metrics.column("loss")[-1] == 1.8
+    assert metrics.get_column("loss")[-1] == 1.8
     assert all(len(column) == len(metrics.steps) for column in metrics.columns.values())
     assert len(metrics.columns) < 60
 
@@ -118,7 +118,7 @@ def modules(step: int) -> dict[str, Any]:
 
 def test_modules_are_joined_by_block_and_by_layer() -> None:
     history = ModuleHistory()
-    history.add(10, modules(1))
+    history.add_step(10, modules(1))
     [block], [layer] = history.by_block, history.by_layer
     assert block["blocks.0"] == {"grad_norm": 5.0, "update_ratio": 0.5, "abs_max": math.inf}
     assert layer["blocks.*.to_q"] == {"grad_norm": 3.0, "update_ratio": 0.5, "abs_max": 2.0}
@@ -128,14 +128,14 @@ def test_modules_are_joined_by_block_and_by_layer() -> None:
 def test_many_steps_are_thinned_evenly_and_a_rollback_forgets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heat_map, "STEPS", 8)
+    monkeypatch.setattr(heat_map, "MAX_STEPS", 8)
     history = ModuleHistory()
     for step in range(1, 101):
-        history.add(step, modules(step))
+        history.add_step(step, modules(step))
     gaps = {b - a for a, b in zip(history.steps, history.steps[1:], strict=False)}
     assert len(gaps) == 1
     assert 4 <= len(history.steps) <= 8
-    history.drop(50)
+    history.drop_from(50)
     assert history.steps[-1] < 50
     assert len(history.by_block) == len(history.by_layer) == len(history.steps)
 
@@ -143,9 +143,9 @@ def test_many_steps_are_thinned_evenly_and_a_rollback_forgets(
 def test_a_map_has_a_value_for_each_row_and_step() -> None:
     history = ModuleHistory()
     for step in (10, 20, 40):
-        history.add(step, modules(step))
-    history.add(50, {"blocks.1.to_q": {"grad_norm": 2.0}})
-    maps = {(entry.grouping, entry.statistic): entry for entry in heat_maps(history)}
+        history.add_step(step, modules(step))
+    history.add_step(50, {"blocks.1.to_q": {"grad_norm": 2.0}})
+    maps = {(entry.grouping, entry.statistic): entry for entry in build_heat_maps(history)}
     assert len(maps) == 6
     norms = maps["by block", "gradient norm"]
     assert norms.steps == [10, 20, 40, 50]

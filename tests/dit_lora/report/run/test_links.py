@@ -12,15 +12,15 @@ import pytest
 
 from dit_lora.errors import DitLoraError
 from dit_lora.report.guard_page import write_guard_report
-from dit_lora.report.run.files import OBJECTS
+from dit_lora.report.run.files import OBJECT_FILES
 from dit_lora.report.run.page import write_report
-from dit_lora.report.run.samples import checkpoint_file
-from dit_lora.report.run.serve import Pages, ReportServer
+from dit_lora.report.run.samples import get_checkpoint_path
+from dit_lora.report.run.serve import ReportPages, ReportServer
 
 PRIVATE = "a-private-word"
 FILES = (
     *("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl", "run.lock"),
-    *(f"{name}.json" for name in OBJECTS),
+    *(f"{name}.json" for name in OBJECT_FILES),
     "samples/step_000010/prompt_00.mp4",
     "samples/step_000020/answers.json",
     "samples/references/prompt_0_0.jpg",
@@ -111,18 +111,18 @@ def test_samples_behind_a_link_are_not_served(run_dir: Path, private: Path) -> N
 def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    file = checkpoint_file(run_dir, 20)
+    file = get_checkpoint_path(run_dir, 20)
     file.parent.mkdir(parents=True)
     file.touch()
     written: list[Path] = []
-    pages = Pages(run_dir, lambda file, form, out: written.append(out))
+    pages = ReportPages(run_dir, lambda file, form, out: written.append(out))
     (run_dir / "exports").symlink_to(outside)
     with pytest.raises(DitLoraError, match="through which nothing is written"):
-        pages.take(20)
+        pages.export_step(20)
     (run_dir / "exports").unlink()
-    assert pages.take(20) == "exports/step_000020"
+    assert pages.export_step(20) == "exports/step_000020"
     file.unlink()
     file.symlink_to(outside)
     with pytest.raises(DitLoraError, match="no checkpoint of step 20"):
-        pages.take(20)
+        pages.export_step(20)
     assert written == [run_dir / "exports" / "step_000020"]

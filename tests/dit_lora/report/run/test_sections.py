@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from report_runs import HOSTILE, metrics_line, report, write_lines
 
-from dit_lora.config.catalog import stock_files
+from dit_lora.config.catalog import find_packaged_files
 from dit_lora.config.load import dump_recipe, load_recipe
 from dit_lora.report.run import files
 from dit_lora.report.run.files import RunReader
 from dit_lora.report.run.page import write_run_page
-from dit_lora.report.run.recipe_diff import against_stock
+from dit_lora.report.run.recipe_diff import compare_with_shipped
 
 
 def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path) -> None:
@@ -146,23 +146,24 @@ def test_statistics_of_modules_become_heat_maps(run_dir: Path) -> None:
 
 def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:
     recipe = load_recipe(
-        stock_files() / "recipes" / "cogvideox" / "2b_t2v.yaml", ["lora.rank=77", "data.path=mine"]
+        find_packaged_files() / "recipes" / "cogvideox" / "2b_t2v.yaml",
+        ["lora.rank=77", "data.path=mine"],
     )
     (run_dir / "config.yaml").write_text(dump_recipe(recipe))
     page = report(run_dir).section("Recipe")
     assert "Changed from the shipped recipe cogvideox/2b_t2v" in page
-    shipped = load_recipe(stock_files() / "recipes" / "cogvideox" / "2b_t2v.yaml").lora.rank
+    shipped = load_recipe(find_packaged_files() / "recipes" / "cogvideox" / "2b_t2v.yaml").lora.rank
     assert f"Key Shipped This run lora.rank {shipped} 77 All values" in page
 
 
 def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
-    config = load_recipe(stock_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(
+    config = load_recipe(find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(
         mode="json"
     )
     config["model"]["path"] = "elsewhere/mine"
-    assert against_stock(config, None) is None
+    assert compare_with_shipped(config, None) is None
     for file in ("cogvideox.yaml", "smoke_cogvideox.yaml"):
-        comparison = against_stock(config, file)
+        comparison = compare_with_shipped(config, file)
         assert comparison is not None
         assert comparison.name == "smoke/cogvideox"
         assert comparison.changed == []

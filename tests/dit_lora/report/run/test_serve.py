@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
 from dit_lora.report.local_server import HOST
-from dit_lora.report.run.serve import ReportServer, serve
+from dit_lora.report.run.serve import ReportServer, serve_report
 
 VIDEO = "/samples/step_000010/prompt_00.mp4"
 
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_with_a_line(run_dir: Path) -> None:
             main = threading.main_thread().ident
             threading.Timer(0.3, lambda: signal.pthread_kill(main or 0, signal.SIGINT)).start()
 
-    serve(run_dir, 0, tell)
+    serve_report(run_dir, 0, tell)
     assert "http://127.0.0.1:" in messages[0]
     assert messages[1:] == ["ended"]
     assert HOST == "127.0.0.1"
@@ -243,7 +243,7 @@ def test_a_run_that_cannot_be_read_any_more_is_an_error_in_words(
     def fail(self: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("dit_lora.report.run.serve.Pages.fingerprint", fail)
+    monkeypatch.setattr("dit_lora.report.run.serve.ReportPages.compute_fingerprint", fail)
     assert ask(server, "/state")[:2] == (500, b"[Errno 5] Input/output error\n")
 
 

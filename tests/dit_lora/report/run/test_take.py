@@ -14,7 +14,7 @@ from report_runs import write_run
 
 from dit_lora.data.media.video import write_sample
 from dit_lora.errors import DitLoraError
-from dit_lora.report.run.page import form_of, write_report
+from dit_lora.report.run.page import choose_export_format, write_report
 from dit_lora.report.run.serve import ReportServer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -124,7 +124,7 @@ def test_a_server_that_exports_nothing_takes_nothing(folder: Path) -> None:
     ],
 )
 def test_the_form_is_that_which_reads_the_adapter(config: dict[str, Any], form: str | None) -> None:
-    assert form_of(config) == form
+    assert choose_export_format(config) == form
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")

@@ -182,7 +182,7 @@ def test_what_cannot_be_merged_leaves_nothing(
         merged(trained_adapter)
     (base / "transformer" / "config.json").write_text(json.dumps(config))
     small = trained("cogvideox", base, tmp_path / "adapter", scale=0.05)
-    monkeypatch.setattr(merge_pipeline, "_merged", lambda _name, tensor, *_: tensor)
+    monkeypatch.setattr(merge_pipeline, "_merge_tensor", lambda _name, tensor, *_: tensor)
     with pytest.raises(CheckFailedError, match=r"are not base plus adapter.*\n  - .*to_k\.weight"):
         merged(small)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}

@@ -15,7 +15,7 @@ from tiny_steps import TinyStep, tiny_step
 from torch import nn
 from typer.testing import CliRunner
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
@@ -114,7 +114,7 @@ def test_a_merged_adapter_comes_back(
     torch.testing.assert_close(
         output(step, pipeline.transformer), expected_output, rtol=1e-4, atol=1e-4
     )
-    metadata = read_provenance(output_folder / ADAPTER_FILE)
+    metadata = read_run_metadata(output_folder / ADAPTER_FILE)
     assert (metadata["family"], metadata["base_model"], metadata["rank"], metadata["alpha"]) == (
         *(family, trained_adapter.base.name),
         *(4, 4),
@@ -202,8 +202,8 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
         energies = torch.linalg.svdvals(new[name].double() - old[name].double()).square()
         reached = energies.cumsum(0) / energies.sum()
         ranks[layer.name] = int((reached < 0.9).sum()) + 1
-        assert layer.stored.rank == ranks[layer.name]
-        assert 0.9 <= layer.energy < 1
+        assert layer.factors.rank == ranks[layer.name]
+        assert 0.9 <= layer.energy_share < 1
     assert len(set(ranks.values())) > 1
     step = tiny_step({"cogvideox-2b": base}, "cogvideox-2b")
     pipeline = step.checkpoint.pipeline(torch.float32, text=False)
@@ -212,7 +212,7 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
         u, s, v = torch.linalg.svd(new[f"{name}.weight"].double() - old[f"{name}.weight"].double())
         best = (u[:, : ranks[name]] * s[: ranks[name]]) @ v[: ranks[name]]
         assert (delta - best).norm() <= 1e-6 * best.norm()
-    report = next(iter(extraction.lines()))
+    report = next(iter(extraction.format_lines()))
     assert report.startswith(f"ranks {min(ranks.values())} to {max(ranks.values())} keep ")
 
 
@@ -249,7 +249,7 @@ def test_both_experts_come_back_in_a_file_each(
     # Of one expert alone, what is written is one adapter.
     only = tmp_path / "only"
     first_folder = str(trained_adapter.folder)
-    header_of = read_provenance(tmp_path / "out" / files[1])
+    header_of = read_run_metadata(tmp_path / "out" / files[1])
     assert header_of["part"] == "transformer_2"
     export(ExportRequest((Path(first_folder),), "merged", only, model=str(base)))
     (single,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", RankChoice(4)))
@@ -288,7 +288,7 @@ def test_single_files_and_folders_of_a_transformer(
         pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(output_folder)
         assert_near(deltas(pipeline.transformer), expected)
-        assert read_provenance(output_folder / ADAPTER_FILE)["base_model"] == base.name
+        assert read_run_metadata(output_folder / ADAPTER_FILE)["base_model"] == base.name
 
 
 def own_name(name: str) -> str:

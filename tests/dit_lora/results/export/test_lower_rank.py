@@ -11,11 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_provenance
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_run_metadata
 from dit_lora.adapters.lora_mixins import with_lora
 from dit_lora.cli.app import app
 from dit_lora.errors import DitLoraError
-from dit_lora.results.export.export import ExportRequest, export, export_and_report, hollow_of
+from dit_lora.results.export.export import (
+    ExportRequest,
+    build_empty_model,
+    export,
+    export_and_report,
+)
 from dit_lora.results.export.low_rank import RankChoice
 from dit_lora.results.export.low_rank_result import LowRankResult
 
@@ -60,14 +65,14 @@ def test_the_update_is_the_nearest_of_that_rank(
         u, s, v = torch.linalg.svd(delta.flatten(1), full_matrices=False)
         best = ((u[:, :2] * s[:2]) @ v[:2]).reshape(delta.shape)
         assert (loaded[layer.name] - best).norm() <= 1e-6 * best.norm()
-        assert layer.energy == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
-        assert layer.energy < 0.9
+        assert layer.energy_share == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
+        assert layer.energy_share < 0.9
         kept_energy, total_energy = (
             kept_energy + s[:2].square().sum().item(),
             total_energy + s.square().sum().item(),
         )
-    assert lowered_result.energy == pytest.approx(kept_energy / total_energy)
-    metadata = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    assert lowered_result.energy_share == pytest.approx(kept_energy / total_energy)
+    metadata = read_run_metadata(tmp_path / "out" / ADAPTER_FILE)
     assert (metadata["rank"], metadata["alpha"], metadata["steps"]) == (2, 2, 3)
     assert metadata["resized"] == {
         "rank": 6,
@@ -85,7 +90,7 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
     stored = load_file(tmp_path / "out" / ADAPTER_FILE)
     config = trained_adapter.model.peft_config["default"]
     assert isinstance(config, LoraConfig)
-    wrapped = PeftModel(hollow_of(trained_adapter.checkpoint), config, adapter_name="six")
+    wrapped = PeftModel(build_empty_model(trained_adapter.checkpoint), config, adapter_name="six")
     parameters = dict(trained_adapter.model.named_parameters())
     with torch.no_grad():
         for name, parameter in wrapped.base_model.model.named_parameters():
@@ -134,15 +139,15 @@ def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_p
     lowered_result = lowered(
         trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(energy=0.8)
     )
-    assert all(0.8 <= layer.energy < 1 for layer in lowered_result.layers)
-    less = {layer.name: layer.stored.rank - 1 for layer in lowered_result.layers}
+    assert all(0.8 <= layer.energy_share < 1 for layer in lowered_result.layers)
+    less = {layer.name: layer.factors.rank - 1 for layer in lowered_result.layers}
     for name, delta in deltas(trained_adapter.model).items():
         energies = torch.linalg.svdvals(delta).square()
         assert energies[: less[name]].sum() < 0.8 * energies.sum()
     assert len(set(less.values())) > 1
-    metadata = read_provenance(tmp_path / "out" / ADAPTER_FILE)
+    metadata = read_run_metadata(tmp_path / "out" / ADAPTER_FILE)
     ranks = {metadata["rank"], *metadata["rank_pattern"].values()}
-    assert ranks == {layer.stored.rank for layer in lowered_result.layers}
+    assert ranks == {layer.factors.rank for layer in lowered_result.layers}
 
 
 def test_a_sum_is_lowered_and_written_in_any_form(
@@ -165,10 +170,10 @@ def test_a_sum_is_lowered_and_written_in_any_form(
     for layer in result.layers:
         u, s, v = torch.linalg.svd(first_deltas[layer.name] - 0.5 * second[layer.name])
         best = (u[:, :2] * s[:2]) @ v[:2]
-        stored = layer.stored.b.double() @ layer.stored.a.double()
+        stored = layer.factors.b.double() @ layer.factors.a.double()
         assert (stored - best).norm() <= 1e-6 * best.norm()
     file = tmp_path / "out" / "out.safetensors"
-    assert read_provenance(file)["resized"]["rank"] == 7
+    assert read_run_metadata(file)["resized"]["rank"] == 7
     assert {len(t) for n, t in load_file(file).items() if ".lora_A." in n} == {2}
 
 
@@ -185,9 +190,9 @@ def test_a_layer_without_an_update_stays_without_one(
     name = next(name for name in tensors if ".lora_B." in name)
     save_file({**tensors, name: torch.zeros_like(tensors[name])}, file, metadata=metadata)
     result = lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
-    (layer,) = [layer for layer in result.layers if not layer.whole]
-    assert layer.energy == 1
-    assert f"  {layer.name}: 100%, rank 2" in list(result.lines())
+    (layer,) = [layer for layer in result.layers if not layer.total_energy]
+    assert layer.energy_share == 1
+    assert f"  {layer.name}: 100%, rank 2" in list(result.format_lines())
 
 
 def test_what_has_no_lower_rank_is_refused_in_one_line(

@@ -34,7 +34,7 @@ def saved_base(name: str, out: Path, dtype: torch.dtype = torch.float32) -> Any:
 def trained(model: Any, name: str, out: Path, scale: float = 0.3) -> Any:
     """An adapter with alpha != rank in the language model and its head, and a connector, saved."""
     lora = LoraConfig(rank=4, alpha=7, targets=("v_proj", "lm_head"))
-    attach_lora(model, lora, (), seed=0, within=WITHIN[name])
+    attach_lora(model, lora, (), seed=0, submodules=WITHIN[name])
     parameter_groups(
         model, adapter=1e-4, connector=1e-5, patterns={"connector": (CONNECTOR[name],)}
     )
@@ -182,7 +182,7 @@ def test_every_kind_of_adapter_is_merged_and_loaded_as_trained(kind: Any, tmp_pa
     kind_options: dict[str, Any] = {"block_size": 4} if kind == "oft" else {"rank": 3, "alpha": 5}
     lora = LoraConfig(kind=kind, targets=("v_proj", "o_proj"), **kind_options)
     before = logits(model, name)
-    attach_lora(model, lora, (), seed=0, within=WITHIN[name])
+    attach_lora(model, lora, (), seed=0, submodules=WITHIN[name])
     torch.testing.assert_close(logits(model, name), before)
     train_a_little(model, 0.3)
     save_chat_adapter(model, tmp_path / "adapter", {"steps": 3})

@@ -12,22 +12,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from dit_lora.config.lora import Kind
+from dit_lora.config.lora import AdapterKind
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.families import get_family
 from dit_lora.results.export.export import ExportRequest, export
 
-KINDS: tuple[Kind, ...] = ("dora", "lokr", "loha", "oft")
+KINDS: tuple[AdapterKind, ...] = ("dora", "lokr", "loha", "oft")
 FILES = {"dora": "pytorch_lora_weights.safetensors", "lokr": "pytorch_lora_weights.safetensors"}
 PEFT_FILE = "adapter_model.safetensors"
 
 
-def adapter_of(kind: Kind, checkpoints: dict[str, Path], folder: Path, **options: Any) -> Trained:
+def adapter_of(
+    kind: AdapterKind, checkpoints: dict[str, Path], folder: Path, **options: Any
+) -> Trained:
     return trained("flux2", checkpoints["flux2-klein"], folder, kind=kind, scale=0.05, **options)
 
 
-def written(kind: Kind, folder: Path) -> Path:
+def written(kind: AdapterKind, folder: Path) -> Path:
     return folder / FILES.get(kind, PEFT_FILE)
 
 
@@ -38,7 +40,7 @@ def layers(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_what_the_adapted_layers_compute(
-    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    kind: AdapterKind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     output_folder = export(
@@ -60,7 +62,7 @@ def test_merged_weights_are_what_the_adapted_layers_compute(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_to_peft_and_back_bit_for_bit(
-    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    kind: AdapterKind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     output_folder = export(
@@ -98,7 +100,7 @@ def comfyui_delta(own: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tens
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
 def test_comfyui_adds_the_same_update(
-    kind: Kind, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    kind: AdapterKind, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter", rank=2, alpha=5)
     output_folder = export(
@@ -130,7 +132,7 @@ def test_comfyui_adds_the_same_update(
     ],
 )
 def test_a_form_that_reads_no_such_kind_is_refused_by_name(
-    kind: Kind, form: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    kind: AdapterKind, form: Any, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     with pytest.raises(DitLoraError, match=words):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit_lora.adapters.update_norms import ModuleUpdate
-from dit_lora.results.verify.checks import effect, keys
+from dit_lora.results.verify.checks import check_effect, check_keys
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_an_update_that_rounding_takes_away_is_no_effect(
     shares: tuple[float, ...], passed: bool, words: str
 ) -> None:
     updates = [ModuleUpdate(f"to_{n}", 3 * x, x, x) for n, x in enumerate(shares)]
-    check = effect(updates, ())
+    check = check_effect(updates, ())
     assert check.passed is passed
-    assert words in check.words
+    assert words in check.message
 
 
 IDLE = "attn2.add_k_proj.lora_B.weight"
@@ -48,6 +48,6 @@ def test_zeros_that_a_loader_adds_are_none_of_the_files(
 ) -> None:
     """Wan's does for image keys of an adapter without them; layers that the header asks for have to be in the file."""
     stored = {"attn2.to_k.lora_B.weight": torch.ones(2, 3)}
-    check = keys("WanImageToVideoPipeline", stored, {**stored, IDLE: added}, header, [])
+    check = check_keys("WanImageToVideoPipeline", stored, {**stored, IDLE: added}, header, [])
     assert check.passed == passes
-    assert (f"{IDLE}: not in the file" in check.words) != passes
+    assert (f"{IDLE}: not in the file" in check.message) != passes

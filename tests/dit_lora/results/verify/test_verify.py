@@ -203,9 +203,9 @@ def test_what_is_wrong_with_a_diffusion_adapter_is_named(
     failed, expected_message = DIFFUSION[change]
     folder = changed(run / "adapter", tmp_path / "adapter", change)
     verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
-    assert failing(verification) == failed, verification.lines()
-    assert any(expected_message in check.words for check in verification.checks.values()), (
-        verification.lines()
+    assert failing(verification) == failed, verification.format_lines()
+    assert any(expected_message in check.message for check in verification.checks.values()), (
+        verification.format_lines()
     )
     assert not verification.passed
 
@@ -228,9 +228,10 @@ def test_another_base_is_named_and_not_the_adapter(run: Path, tmp_path: Path) ->
     verification = verify_adapter(run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}
     assert (
-        "the base differs: without the adapter its output is" in verification.checks["output"].words
+        "the base differs: without the adapter its output is"
+        in verification.checks["output"].message
     )
-    assert "cogvideox-2b, with --model" in verification.checks["output"].words
+    assert "cogvideox-2b, with --model" in verification.checks["output"].message
 
 
 def test_base_weights_are_checked_too(
@@ -247,13 +248,13 @@ def test_base_weights_are_checked_too(
     bad = changed(run / "adapter", tmp_path / "bad", not_finite, BASE_FILE)
     verification = verify_adapter(bad, base)
     assert failing(verification) == {"finite", "output"}
-    assert "proj_out.weight has 1 Inf" in verification.checks["finite"].words
+    assert "proj_out.weight has 1 Inf" in verification.checks["finite"].message
     changed_folder = changed(run / "adapter", tmp_path / "other", unknown, BASE_FILE)
     verification = verify_adapter(changed_folder, base)
-    assert "proj_in.weight" in verification.checks["keys"].words
+    assert "proj_in.weight" in verification.checks["keys"].message
     (tmp_path / "other" / BASE_FILE).unlink()  # the base as it was before
     verification = verify_adapter(changed_folder, base)
-    assert "the base differs" in verification.checks["output"].words
+    assert "the base differs" in verification.checks["output"].message
 
 
 def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
@@ -264,9 +265,9 @@ def test_an_adapter_of_others_passes_and_says_what_it_does_not_say(
 
     folder = changed(run / "adapter", tmp_path / "adapter", stranger)
     verification = verify_adapter(folder, str(tiny_checkpoints["cogvideox-2b"]))
-    assert verification.passed, verification.lines()
-    assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].words
-    assert verification.checks["output"].words.startswith("not recorded")
+    assert verification.passed, verification.format_lines()
+    assert "alpha 4, not recorded, so that alpha is rank" in verification.checks["scale"].message
+    assert verification.checks["output"].message.startswith("not recorded")
     with pytest.raises(DitLoraError, match="does not say where its base model is; give --model"):
         verify_adapter(folder)
 
@@ -332,9 +333,9 @@ def test_a_chat_run_and_the_command_agree(chat_run: Path) -> None:
     written = json.loads((chat_run / VERIFICATION_FILE).read_text())
     assert written["passed"], written
     verification = verify_adapter(chat_run)
-    assert verification.passed, verification.lines()
-    assert verification.record()["modules"] == written["modules"]
-    assert "takes all 30 tensors of 15 modules, and" in verification.checks["keys"].words
+    assert verification.passed, verification.format_lines()
+    assert verification.to_dict()["modules"] == written["modules"]
+    assert "takes all 30 tensors of 15 modules, and" in verification.checks["keys"].message
 
 
 def chat_nan(tensors: Tensors, _header: dict[str, str]) -> None:
@@ -363,9 +364,9 @@ def test_what_is_wrong_with_a_chat_adapter_is_named(
     failed, expected_message = CHAT[change]
     folder = changed(chat_run / "adapter", tmp_path / "adapter", change, CHAT_FILE)
     verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
-    assert failing(verification) == failed, verification.lines()
-    assert any(expected_message in check.words for check in verification.checks.values()), (
-        verification.lines()
+    assert failing(verification) == failed, verification.format_lines()
+    assert any(expected_message in check.message for check in verification.checks.values()), (
+        verification.format_lines()
     )
 
 
@@ -377,11 +378,11 @@ def test_the_scale_and_the_base_of_a_chat_adapter_are_checked(
     (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 32}))
     verification = verify_adapter(folder, str(tiny_checkpoints["videochat2-mistral"]))
     assert failing(verification) == {"scale", "output"}
-    assert "alpha 32 in the header, and 8 was trained" in verification.checks["scale"].words
+    assert "alpha 32 in the header, and 8 was trained" in verification.checks["scale"].message
     get_family("videochat2").build_tiny("videochat2-mistral", tmp_path / "other", 1)
     verification = verify_adapter(chat_run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}
-    assert "the base differs" in verification.checks["output"].words
+    assert "the base differs" in verification.checks["output"].message
 
 
 def test_a_whole_pipeline_is_verified(
@@ -405,4 +406,4 @@ def test_a_whole_pipeline_is_verified(
     save_file({n: t for n, t in tensors.items() if n != name}, file, metadata={"format": "pt"})
     verification = verify_adapter(run)
     assert failing(verification) == {"keys", "output"}
-    assert f"{name}: not in the files" in verification.checks["keys"].words
+    assert f"{name}: not in the files" in verification.checks["keys"].message

@@ -62,7 +62,7 @@ def test_every_diffusion_family_verifies_what_it_saves(
     get_family(family).build_tiny(variant, tmp_path / "other", 1)
     verification = verify_adapter(tmp_path / "run", str(tmp_path / "other"))
     assert failing(verification) == {"output"}
-    assert "the base differs" in verification.checks["output"].words
+    assert "the base differs" in verification.checks["output"].message
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,6 @@ def test_ranks_note_together_and_the_command_compares(
         assert record["checks"]["output"]["words"].startswith(expected_message)
         assert record["passed"]
         verification = verify_adapter(tmp_path / name)
-        assert verification.checks["output"].words.startswith("as trained")
+        assert verification.checks["output"].message.startswith("as trained")
         for overrides, theirs in zip(verification.modules, record["modules"], strict=True):
-            assert overrides.relative == pytest.approx(theirs["relative"], rel=1e-5)
+            assert overrides.relative_norm == pytest.approx(theirs["relative"], rel=1e-5)

@@ -13,11 +13,11 @@ from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.precision import Precision
 from dit_lora.training.checkpoints.compatibility import (
-    SAMPLES,
+    SAMPLES_PER_STEP_KEY,
+    advise_on_samples_per_step,
+    describe_launch_topology,
+    describe_topology_change,
     has_dropout,
-    moved,
-    place_of,
-    samples_remedy,
 )
 from dit_lora.training.checkpoints.files import SavedState, load_checkpoint, save_checkpoint
 from dit_lora.training.session.session import Session
@@ -34,8 +34,10 @@ PLACE = {
 
 
 def test_the_same_place_is_not_worth_a_word() -> None:
-    assert moved(PLACE, dict(PLACE), dropout=True) is None
-    assert moved({}, PLACE, dropout=True) is None  # a checkpoint that does not say
+    assert describe_topology_change(PLACE, dict(PLACE), uses_dropout=True) is None
+    assert (
+        describe_topology_change({}, PLACE, uses_dropout=True) is None
+    )  # a checkpoint that does not say
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_the_same_place_is_not_worth_a_word() -> None:
     ],
 )
 def test_what_differs_and_what_it_means(now: dict[str, Any], dropout: bool, words: str) -> None:
-    line = moved(PLACE, PLACE | now, dropout=dropout)
+    line = describe_topology_change(PLACE, PLACE | now, uses_dropout=dropout)
     assert line is not None
     assert words in line
     assert "\n" not in line
@@ -81,17 +83,21 @@ def test_the_value_that_restores_the_samples_of_a_step(
     samples: int, processes: int, batch: int, remedy: str
 ) -> None:
     topology = PLACE | {"data_ranks": processes, "train.batch_size": batch}
-    assert samples_remedy(SAMPLES, samples, topology) == f"; {remedy}"
-    assert samples_remedy("lora.rank", samples, topology) == ""
+    assert advise_on_samples_per_step(SAMPLES_PER_STEP_KEY, samples, topology) == f"; {remedy}"
+    assert advise_on_samples_per_step("lora.rank", samples, topology) == ""
 
 
 def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = save_checkpoint(
-        tmp_path, 1, SavedState({"w": nn.Linear(3, 2).weight.detach()}, {}), {SAMPLES: 8}, keep=1
+        tmp_path,
+        1,
+        SavedState({"w": nn.Linear(3, 2).weight.detach()}, {}),
+        {SAMPLES_PER_STEP_KEY: 8},
+        keep=1,
     )
     topology = PLACE | {"data_ranks": 1}
     with pytest.raises(DitLoraError) as error:
-        load_checkpoint(path, {SAMPLES: 2}, topology)
+        load_checkpoint(path, {SAMPLES_PER_STEP_KEY: 2}, topology)
     assert (
         "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it"
         in str(error.value)
@@ -102,7 +108,7 @@ def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:
     recipe_values["train"] |= {"batch_size": 3, "accumulate": 5}
     recipe = parse_recipe(recipe_values, "recipe")
     session = Session(recipe, Accelerator(cpu=True), Precision(torch.float32, ""))
-    topology = place_of(session)
+    topology = describe_launch_topology(session)
     assert topology.pop("torch") == torch.__version__
     assert topology == {
         "processes": 1,
@@ -112,7 +118,7 @@ def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:
         "sharding": "none",
         "device": "cpu",
     }
-    assert place_of(replace(session, zero=2))["sharding"] == "zero2"
+    assert describe_launch_topology(replace(session, zero_stage=2))["sharding"] == "zero2"
 
 
 def test_dropout_of_zero_draws_nothing() -> None:

@@ -16,20 +16,20 @@ from torch import nn
 from dit_lora.errors import DitLoraError
 from dit_lora.training.checkpoints import files
 from dit_lora.training.checkpoints.files import (
-    Loaded,
+    LoadedCheckpoint,
     SavedState,
-    checkpoint_steps,
     find_checkpoint,
-    is_whole,
+    find_newest_checkpoint,
+    is_complete_checkpoint,
+    list_checkpoints,
     load_checkpoint,
-    newest_checkpoint,
-    prune,
+    prune_checkpoints,
     remove_checkpoints_after,
     save_checkpoint,
 )
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.optim.state import drop_optimizer_state, optimizer_state
-from dit_lora.training.saved_state import restore
+from dit_lora.training.saved_state import restore_state
 
 IDENTITY = {"lora.rank": 4, "optim.betas": (0.9, 0.95), "lora.targets": None}
 
@@ -60,12 +60,12 @@ def save(
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
     engine = Engine(Accelerator(cpu=True), model, optimizer)
-    return SavedState(engine.weights(), engine.moments())
+    return SavedState(engine.trainable_state_dict(), engine.optimizer_state_dict())
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Loaded:
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint:
     loaded = load_checkpoint(path, IDENTITY)
-    restore(loaded, Engine(Accelerator(cpu=True), model, optimizer))
+    restore_state(loaded, Engine(Accelerator(cpu=True), model, optimizer))
     return loaded
 
 
@@ -76,7 +76,7 @@ def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     train(model, optimizer, 3, 6)
     rebuilt, resumed = build()
     loaded = load(path, rebuilt, resumed)
-    assert (loaded.step, loaded.guard, loaded.place) == (3, {}, {})
+    assert (loaded.step, loaded.guard_state, loaded.launch_topology) == (3, {}, {})
     train(rebuilt, resumed, 3, 6)
     assert torch.equal(model[1].weight, rebuilt[1].weight)
     ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)
@@ -111,9 +111,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
     else:
         (torn / file).write_bytes(data[:-4] + bytes([data[-4] ^ 1]) + data[-3:])
     if file == "manifest.json" and damage == "flip":
-        assert newest_checkpoint(tmp_path) in (good, torn)  # white space may differ without harm
+        assert find_newest_checkpoint(tmp_path) in (
+            good,
+            torn,
+        )  # white space may differ without harm
         return
-    assert newest_checkpoint(tmp_path) == good
+    assert find_newest_checkpoint(tmp_path) == good
     with pytest.raises(
         DitLoraError, match=r"is torn or altered; the newest whole one is .*step_000001"
     ):
@@ -133,8 +136,8 @@ def test_a_save_that_died_half_way_is_passed_over_and_does_not_block_the_next(
     ]
     for path in half:
         path.write_text("{")
-    assert newest_checkpoint(tmp_path) == good
-    assert newest_checkpoint(tmp_path) != save(tmp_path, 2, model, optimizer)
+    assert find_newest_checkpoint(tmp_path) == good
+    assert find_newest_checkpoint(tmp_path) != save(tmp_path, 2, model, optimizer)
     assert not leftover.exists()
     assert [path.exists() for path in half] == [False, True]  # its own it may be writing
 
@@ -193,7 +196,7 @@ def test_a_poisoned_state_is_never_saved(tmp_path: Path, where: str) -> None:
     ) as error:
         save(tmp_path, 2, model, optimizer)
     assert error.value.exit_code == 3
-    assert newest_checkpoint(tmp_path) == good
+    assert find_newest_checkpoint(tmp_path) == good
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -210,10 +213,10 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
     model, optimizer = build()
     for step in (2, 4, 6, 8, 10):
         state = state_of(model, optimizer)
-        save_checkpoint(tmp_path, step, state, IDENTITY, keep=2, best=[4, 8])
-    assert list(checkpoint_steps(tmp_path)) == [4, 8, 10]
-    prune(tmp_path, 10, keep=1, best=[8])
-    assert list(checkpoint_steps(tmp_path)) == [8, 10]
+        save_checkpoint(tmp_path, step, state, IDENTITY, keep=2, best_steps=[4, 8])
+    assert list(list_checkpoints(tmp_path)) == [4, 8, 10]
+    prune_checkpoints(tmp_path, 10, keep=1, best_steps=[8])
+    assert list(list_checkpoints(tmp_path)) == [8, 10]
 
 
 def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -221,8 +224,8 @@ def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for step in (999_998, 1_000_000):
         path = save(tmp_path, step, model, optimizer, keep=1)
     (tmp_path / "checkpoints" / "step_000003_mine").mkdir()  # a user's own
-    assert list(checkpoint_steps(tmp_path)) == [1_000_000]
-    assert newest_checkpoint(tmp_path) == path
+    assert list(list_checkpoints(tmp_path)) == [1_000_000]
+    assert find_newest_checkpoint(tmp_path) == path
 
 
 @pytest.mark.parametrize("at", ["rename", "rmtree"])
@@ -240,8 +243,8 @@ def test_a_removal_that_died_half_way_leaves_nothing_like_a_checkpoint(
         patched.setattr(module, at, die)
         with pytest.raises(KeyboardInterrupt):
             remove_checkpoints_after(tmp_path, 1)
-    steps = checkpoint_steps(tmp_path)
-    assert [is_whole(path) for path in steps.values()] == [True] * len(steps)
+    steps = list_checkpoints(tmp_path)
+    assert [is_complete_checkpoint(path) for path in steps.values()] == [True] * len(steps)
     assert list(steps) == ([1, 2] if at == "rename" else [1])
     save(tmp_path, 3, model, optimizer)
     assert all(path.name.startswith("step_") for path in paths[0].parent.iterdir())
@@ -255,13 +258,13 @@ def test_a_start_reads_each_file_of_the_newest_checkpoint_once(
     for step in (1, 2, 3):
         save(tmp_path, step, model, optimizer)
     (tmp_path / "checkpoints" / "step_000003" / "trainable.safetensors").write_bytes(b"torn")
-    read, digest = [], files._digest
+    read, digest = [], files._hash_file
 
     def note(path: Path) -> str:
         read.append(f"{path.parent.name}/{path.name}")
         return digest(path)
 
-    monkeypatch.setattr(files, "_digest", note)
+    monkeypatch.setattr(files, "_hash_file", note)
     checkpoint = find_checkpoint("auto", tmp_path)
     assert checkpoint is not None
     load(checkpoint, *build())
@@ -286,9 +289,9 @@ def test_a_torn_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Pa
     model, optimizer = build()
     path = save(tmp_path, 2, model, optimizer)
     (path / "state.json").unlink()
-    assert newest_checkpoint(tmp_path) is None
+    assert find_newest_checkpoint(tmp_path) is None
     save(tmp_path, 2, model, optimizer)
-    assert newest_checkpoint(tmp_path) == path
+    assert find_newest_checkpoint(tmp_path) == path
 
 
 def test_a_checkpoint_of_other_shapes_is_refused_not_broadcast(tmp_path: Path) -> None:
@@ -367,10 +370,16 @@ def test_what_recovery_changed_of_the_run_travels_with_the_checkpoint(tmp_path: 
     guard = {"state": {"lr_scale": 0.5, "switched_off": ["attention:flash"]}, "start_peak": 0.25}
     topology = {"processes": 4, "device": "cpu"}
     path = save_checkpoint(
-        tmp_path, 2, state_of(*build()), IDENTITY, keep=1, guard=guard, place=topology
+        tmp_path,
+        2,
+        state_of(*build()),
+        IDENTITY,
+        keep=1,
+        guard_state=guard,
+        launch_topology=topology,
     )
     loaded = load_checkpoint(path, IDENTITY)
-    assert (loaded.step, loaded.guard, loaded.place) == (2, guard, topology)
+    assert (loaded.step, loaded.guard_state, loaded.launch_topology) == (2, guard, topology)
 
 
 def test_dropped_state_starts_as_on_the_first_step(tmp_path: Path) -> None:
@@ -393,6 +402,6 @@ def test_checkpoints_of_another_trajectory_are_removed_and_named(tmp_path: Path)
     model, optimizer = build()
     paths = [save(tmp_path, step, model, optimizer) for step in (2, 4, 6, 10)]
     assert sorted(remove_checkpoints_after(tmp_path, 4)) == paths[2:]
-    assert newest_checkpoint(tmp_path) == paths[1]
+    assert find_newest_checkpoint(tmp_path) == paths[1]
     assert [path.exists() for path in paths] == [True, True, False, False]
     assert remove_checkpoints_after(tmp_path, 4) == []

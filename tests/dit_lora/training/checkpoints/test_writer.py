@@ -9,7 +9,7 @@ import torch
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training.checkpoints.files import SavedState, load_checkpoint, save_checkpoint
-from dit_lora.training.checkpoints.writer import Saver
+from dit_lora.training.checkpoints.writer import CheckpointWriter
 
 
 def state(value: float) -> SavedState:
@@ -46,10 +46,10 @@ def same(one: SavedState, other: SavedState) -> bool:
 
 
 def test_the_loop_goes_on_and_what_is_written_is_the_state_of_the_save() -> None:
-    saver, gate, live = Saver(), Gate(), state(1.0)
-    saver.start(1, live, gate)
+    saver, gate, live = CheckpointWriter(), Gate(), state(1.0)
+    saver.save_async(1, live, gate)
     assert gate.began.wait(100)
-    assert saver.stop_code() == 0
+    assert saver.poll_exit_code() == 0
     for part in parts(live):  # training goes on while the write waits
         for tensor in part.values():
             tensor.add_(1)
@@ -59,9 +59,9 @@ def test_the_loop_goes_on_and_what_is_written_is_the_state_of_the_save() -> None
 
 
 def test_a_second_save_waits_for_the_first_whose_copy_it_overwrites() -> None:
-    saver, first_gate, second = Saver(), Gate(), Gate()
-    saver.start(1, state(1.0), first_gate)
-    waiting = threading.Thread(target=saver.start, args=(2, state(2.0), second))
+    saver, first_gate, second = CheckpointWriter(), Gate(), Gate()
+    saver.save_async(1, state(1.0), first_gate)
+    waiting = threading.Thread(target=saver.save_async, args=(2, state(2.0), second))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
@@ -75,7 +75,7 @@ def test_a_second_save_waits_for_the_first_whose_copy_it_overwrites() -> None:
 
 
 def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
-    saver, failed = Saver(), threading.Event()
+    saver, failed = CheckpointWriter(), threading.Event()
 
     def fail(_copy: SavedState) -> None:
         failed.set()
@@ -83,14 +83,16 @@ def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
         error.exit_code = 3
         raise error
 
-    saver.start(1, state(1.0), fail)
+    saver.save_async(1, state(1.0), fail)
     failed.wait(100)
     deadline = time.monotonic() + 100
-    while saver.stop_code() == 0 and time.monotonic() < deadline:  # the result is set just after
+    while (
+        saver.poll_exit_code() == 0 and time.monotonic() < deadline
+    ):  # the result is set just after
         time.sleep(0.001)
-    assert saver.stop_code() == 3
+    assert saver.poll_exit_code() == 3
     gate = Gate()
-    saver.start(2, state(2.0), gate)
+    saver.save_async(2, state(2.0), gate)
     error = saver.wait()
     assert str(error) == "no space"
     assert not gate.began.is_set()
@@ -98,9 +100,9 @@ def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
 
 
 def test_jobs_run_in_their_order() -> None:
-    saver, gate, order = Saver(), Gate(), []
-    saver.start(1, state(1.0), gate)
-    saver.then(lambda: order.append(len(gate.written)))
+    saver, gate, order = CheckpointWriter(), Gate(), []
+    saver.save_async(1, state(1.0), gate)
+    saver.submit(lambda: order.append(len(gate.written)))
     gate.open.set()
     assert saver.wait() is None
     assert order == [1]
@@ -110,24 +112,24 @@ def test_a_defect_in_the_thread_ends_in_words_too_and_a_forgotten_error_lets_the
     None
 ):
     """The run still has its state: it is saved at the next step, and a traceback would have lost it."""
-    saver = Saver()
-    saver.then(lambda: 1 / 0)
+    saver = CheckpointWriter()
+    saver.submit(lambda: 1 / 0)
     error = saver.wait()
     assert isinstance(error, DitLoraError)
     assert str(error) == "cannot save a checkpoint: ZeroDivisionError: division by zero"
     assert isinstance(error.__cause__, ZeroDivisionError)
-    assert saver.stop_code() == 2
-    saver.forget()
-    assert saver.stop_code() == 0
-    with saver.noted():
+    assert saver.poll_exit_code() == 2
+    saver.clear_error()
+    assert saver.poll_exit_code() == 0
+    with saver.record_os_errors():
         raise OSError(28, "No space left on device", "quarantine.jsonl")
     message = saver.wait()
     assert str(message) == "cannot write quarantine.jsonl: No space left on device"
 
 
 def test_a_copy_is_written_and_read_back_bit_for_bit(tmp_path: Path) -> None:
-    saver = Saver()
-    saver.start(7, state(4.0), lambda copy: save_checkpoint(tmp_path, 7, copy, {}, keep=1))
+    saver = CheckpointWriter()
+    saver.save_async(7, state(4.0), lambda copy: save_checkpoint(tmp_path, 7, copy, {}, keep=1))
     assert saver.wait() is None
     loaded = load_checkpoint(tmp_path / "checkpoints" / "step_000007", {})
     assert same(loaded.state, state(4.0))
@@ -137,10 +139,10 @@ def test_a_copy_is_written_and_read_back_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_of_a_gpu_is_that_of_the_step_while_the_next_one_runs() -> None:
-    saver, gate = Saver(), Gate()
+    saver, gate = CheckpointWriter(), Gate()
     live = SavedState({"w": torch.randn(4096, 4096, device="cuda")}, {})
     before = live.weights["w"].cpu()
-    saver.start(1, live, gate)
+    saver.save_async(1, live, gate)
     for _ in range(20):
         live.weights["w"].mul_(1.01)
     gate.open.set()

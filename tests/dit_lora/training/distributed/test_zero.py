@@ -12,17 +12,17 @@ from accelerate import Accelerator
 from launching import on_ranks
 
 from dit_lora.adapters.attach import attach_lora
-from dit_lora.adapters.groups import recipe_groups
+from dit_lora.adapters.groups import build_recipe_groups
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.loading.batch import Batch
 from dit_lora.families import get_family
-from dit_lora.guard.gate import Trip
+from dit_lora.guard.gate import StepFailure
 from dit_lora.guard.replay import MicroBatch
-from dit_lora.guard.replay import run as replay
+from dit_lora.guard.replay import replay_micro_batch as replay
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.training.distributed.engine import Engine
 from dit_lora.training.distributed.zero import Zero2
 from dit_lora.training.guarding.watch import StepWatcher
@@ -70,13 +70,13 @@ class Recorder:
         self.replayed: list[str] = []
 
     def recover(
-        self, trip: Trip, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
+        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         self.trips.append((trip.step, trip.kind, trip.micro_batches))
-        self.found.append(copied(self.engine.own_state()))
+        self.found.append(copied(self.engine.local_state_dict()))
         for micro_batch in micro_batches:
             if (micro_batch.rank, micro_batch.micro_step) in trip.micro_batches:
-                replay(micro_batch, self.engine.bare)
+                replay(micro_batch, self.engine.unwrapped_model)
                 self.replayed += micro_batch.ids
         return trip.step - 1
 
@@ -94,7 +94,7 @@ class Training:
         self.checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
         model = self.checkpoint.load_transformer(torch.float32)
         attach_lora(model, LoraConfig(rank=3), family.lora_targets, seed=0)
-        groups = recipe_groups(model, OPTIM.groups, family.group_patterns)
+        groups = build_recipe_groups(model, OPTIM.groups, family.group_patterns)
         optimizer: Any = build_optimizer(groups, OPTIM)
         self.engine: Engine = (
             Zero2(accelerator, model, optimizer)
@@ -105,13 +105,13 @@ class Training:
         self.results: list[StepResult] = []
         self.states: dict[int, Tensors] = {}
 
-    def losses(self, module: Any, batch: Batch, streams: Streams) -> LossOutput:
+    def losses(self, module: Any, batch: Batch, streams: RandomStreams) -> LossOutput:
         return self.checkpoint.losses(module, batch.tensors, streams)
 
-    def spoiled(self, module: Any, batch: Batch, streams: Streams) -> LossOutput:
+    def spoiled(self, module: Any, batch: Batch, streams: RandomStreams) -> LossOutput:
         output = self.losses(module, batch, streams)
         is_first = not self.recorder.trips
-        if is_first and batch.draws == ((SPOILED - 1) * SAMPLES + 1,):  # of rank 1
+        if is_first and batch.sample_seeds == ((SPOILED - 1) * SAMPLES + 1,):  # of rank 1
             return output._replace(losses=output.losses * torch.nan)
         return output
 
@@ -126,23 +126,27 @@ class Training:
     def take(self, start: int, steps: int, *, spoiled: bool = False) -> "Training":
         def note(result: StepResult) -> None:
             self.results.append(result)
-            self.states[result.step] = copied(self.engine.own_state())
+            self.states[result.step] = copied(self.engine.local_state_dict())
 
         loop = Loop(
             engine=self.engine,
-            losses=self.spoiled if spoiled else self.losses,
+            loss_function=self.spoiled if spoiled else self.losses,
             schedule=build_schedule(OPTIM, STEPS),
             optim=OPTIM,
             accumulate=self.accelerator.gradient_accumulation_steps,
             seed=7,
             recovery=self.recorder,
-            watcher=StepWatcher(Snapshots(self.engine.own_state, every=10)),
+            watcher=StepWatcher(Snapshots(self.engine.local_state_dict, interval_steps=10)),
         )
-        train(loop, self.given, start_step=start, steps=steps, stop_asked=lambda: 0, on_step=note)
+        train(
+            loop, self.given, start_step=start, steps=steps, get_stop_code=lambda: 0, on_step=note
+        )
         return self
 
     def whole(self) -> Whole:
-        return copied(self.engine.weights()), copied(self.engine.moments())
+        return copied(self.engine.trainable_state_dict()), copied(
+            self.engine.optimizer_state_dict()
+        )
 
     def rows(self) -> list[list[float]]:
         return [
@@ -170,22 +174,24 @@ def on_two(path: Path) -> dict[str, Any]:
     spoiled = Training(path, accelerator, zero=True).take(0, STEPS, spoiled=True)
     before = spoiled.states[SPOILED - 1]
     resumed, from_ddp = (Training(path, accelerator, zero=True) for _ in range(2))
-    resumed.engine.load(*half)
-    from_ddp.engine.load(*ddp_half)
+    resumed.engine.load_state(*half)
+    from_ddp.engine.load_state(*ddp_half)
     moved = Training(path, accelerator, zero=False)
-    moved.engine.load(*half)
+    moved.engine.load_state(*half)
     last_state = zero.states[STEPS]
     undone = Training(path, accelerator, zero=True)
     engine = undone.engine
-    snapshots = Snapshots(engine.own_state, every=1, put=engine.put_numbers)
+    snapshots = Snapshots(
+        engine.local_state_dict, interval_steps=1, write_back=engine.load_scalar_state
+    )
     snapshots.take(0)
     undone.take(0, HALF)
     snapshots.take(HALF)
     undone.take(HALF, STEPS)
-    engine.forget(snapshots.restore(HALF))
-    rolled_back = equal(copied(engine.own_state()), undone.states[HALF])
+    engine.drop_optimizer_state(snapshots.restore(HALF))
+    rolled_back = equal(copied(engine.local_state_dict()), undone.states[HALF])
     rolled_back &= equal(undone.take(HALF, STEPS).states[STEPS], last_state)
-    engine.forget(snapshots.restore(0))  # its moments were born since
+    engine.drop_optimizer_state(snapshots.restore(0))  # its moments were born since
     rolled_back &= equal(undone.take(0, STEPS).states[STEPS], last_state)
     return {
         "held": {
@@ -217,7 +223,7 @@ def on_four(path: Path) -> tuple[list[list[float]], Whole]:
 
 def continued_on_two(path: Path, whole: Whole) -> list[list[float]]:
     training = Training(path, accelerated(2), zero=True)
-    training.engine.load(*whole)
+    training.engine.load_state(*whole)
     return training.take(HALF, STEPS).rows()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.training.session.launch import require_shared, take_zero
+from dit_lora.training.session.launch import pop_zero_stage, require_shardable
 
 ASKED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 
@@ -21,11 +21,11 @@ def test_it_is_taken_out_of_the_environment_so_that_accelerate_does_not_see_it(
     installed: None,
 ) -> None:
     environment = dict(ASKED)
-    assert take_zero(environment) == 2
+    assert pop_zero_stage(environment) == 2
     assert "ACCELERATE_USE_DEEPSPEED" not in environment
-    assert take_zero(environment) is None
-    assert take_zero({"ACCELERATE_USE_DEEPSPEED": "false"}) is None
-    assert take_zero({"ACCELERATE_USE_DEEPSPEED": "true"}) == 2  # Accelerate's default
+    assert pop_zero_stage(environment) is None
+    assert pop_zero_stage({"ACCELERATE_USE_DEEPSPEED": "false"}) is None
+    assert pop_zero_stage({"ACCELERATE_USE_DEEPSPEED": "true"}) == 2  # Accelerate's default
 
 
 def test_what_only_deepspeed_would_do_is_refused_all_at_once(installed: None) -> None:
@@ -38,7 +38,7 @@ def test_what_only_deepspeed_would_do_is_refused_all_at_once(installed: None) ->
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json",
     }
     with pytest.raises(DitLoraError) as error:
-        take_zero(environment)
+        pop_zero_stage(environment)
     assert str(error.value).splitlines()[1:] == [
         "  - ZeRO stage 3: set zero_stage: 2, or launch with accelerate_configs/fsdp2.yaml",
         "  - deepspeed_config_file zero.json: leave it out; the recipe says everything else",
@@ -50,16 +50,16 @@ def test_what_only_deepspeed_would_do_is_refused_all_at_once(installed: None) ->
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DitLoraError, match=r"pip install 'dit-lora\[deepspeed\]'"):
-        take_zero(dict(ASKED))
+        pop_zero_stage(dict(ASKED))
 
 
 def test_what_needs_whole_tensors_or_leaves_some_without_a_gradient_is_refused_by_name(
     recipe_values: dict[str, Any],
 ) -> None:
-    require_shared(parse_recipe(recipe_values, "test"), "zero2")
+    require_shardable(parse_recipe(recipe_values, "test"), "zero2")
     recipe_values["optim"]["name"] = "adamw_8bit"
     with pytest.raises(DitLoraError) as error:
-        require_shared(parse_recipe(recipe_values, "test"), "zero2", some_idle=True)
+        require_shardable(parse_recipe(recipe_values, "test"), "zero2", has_idle_parameters=True)
     assert [line.split(":")[0].strip(" -") for line in str(error.value).splitlines()[1:]] == [
         "optim.name=adamw_8bit",
         "optim.groups.connector or backbone",

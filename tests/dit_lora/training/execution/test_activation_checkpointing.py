@@ -15,17 +15,17 @@ from dit_lora.config.load import parse_recipe
 from dit_lora.config.optim import TrainConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.fuse.api import fuse
-from dit_lora.fuse.patches import fusion_of
+from dit_lora.fuse.patches import get_fusion
 from dit_lora.numerics import attention_calls
 from dit_lora.training.execution import activation_checkpointing
 from dit_lora.training.execution.activation_checkpointing import (
-    MODES,
-    Mode,
-    in_mode,
-    is_attention,
-    least_memory,
+    CHECKPOINTING_MODES,
+    CheckpointingMode,
+    choose_least_memory_mode,
+    is_attention_op,
     require_checkpointing,
     set_checkpointing,
+    use_checkpointing_mode,
 )
 from dit_lora_kernels import (
     ada_norm,
@@ -47,11 +47,11 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.ops["attention" if is_attention(func) else func.name().partition(".")[0]] += 1
+        self.ops["attention" if is_attention_op(func) else func.name().partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
 
-def calls(step: TinyStep, mode: Mode) -> Counter[str]:
+def calls(step: TinyStep, mode: CheckpointingMode) -> Counter[str]:
     """Of a forward and backward pass."""
     set_checkpointing(step.transformer, mode)
     with Calls() as op_calls:
@@ -68,7 +68,7 @@ def test_no_mode_changes_a_bit_and_dropout_draws_the_same(
     loss = step.loss()
     assert expected
     assert all(gradient.any() for gradient in expected.values())
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(step.transformer, mode)
         assert torch.equal(step.loss(), loss)
         grads = step.gradients()
@@ -80,7 +80,7 @@ def test_no_mode_changes_a_bit_and_dropout_draws_the_same(
 def test_no_mode_changes_a_bit_under_autocast(tiny_checkpoints: dict[str, Path]) -> None:
     step = tiny_step(tiny_checkpoints, "cogvideox-5b", mixed="bf16", dropout=0.3)
     expected = step.gradients()
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(step.transformer, mode)
         grads = step.gradients()
         assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items()), mode
@@ -99,7 +99,7 @@ def test_selective_computes_all_but_attention_again(
     tiny_checkpoints: dict[str, Path], variant: str, pointwise: str
 ) -> None:
     step = tiny_step(tiny_checkpoints, variant)
-    none, selective, full = (calls(step, mode) for mode in MODES)
+    none, selective, full = (calls(step, mode) for mode in CHECKPOINTING_MODES)
     assert none["attention"] > 0
     assert selective["attention"] == none["attention"]
     assert full["attention"] == 2 * none["attention"]
@@ -142,8 +142,8 @@ def test_attention_is_every_fused_forward_and_nothing_else() -> None:
         Named("dit_lora::relu_linear_attention_backward"),
         Named("dit_lora::ada_norm"),
     ]
-    assert [op.name() for op in attention if not is_attention(op)] == []
-    assert [op.name() for op in other_modes if is_attention(op)] == []
+    assert [op.name() for op in attention if not is_attention_op(op)] == []
+    assert [op.name() for op in other_modes if is_attention_op(op)] == []
 
 
 class Plain(nn.Module):
@@ -159,12 +159,12 @@ def test_a_model_without_checkpointing_is_refused_where_it_is_asked_for() -> Non
         )
     set_checkpointing(Plain(), "none")
     require_checkpointing(Plain(), "auto")
-    assert least_memory(Plain()) == "none"
+    assert choose_least_memory_mode(Plain()) == "none"
 
 
 def test_none_takes_back_what_was_set(tiny_checkpoints: dict[str, Path]) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
-    assert least_memory(step.transformer) == "full"
+    assert choose_least_memory_mode(step.transformer) == "full"
     before = calls(step, "none")
     set_checkpointing(step.transformer, "full")
     assert step.transformer.is_gradient_checkpointing
@@ -173,7 +173,7 @@ def test_none_takes_back_what_was_set(tiny_checkpoints: dict[str, Path]) -> None
 
 def test_a_recipe_names_a_mode(recipe_values: dict[str, Any]) -> None:
     assert TrainConfig(steps=1).checkpointing == "auto"
-    for mode in ("auto", *MODES):
+    for mode in ("auto", *CHECKPOINTING_MODES):
         recipe_values["train"]["checkpointing"] = mode
         assert parse_recipe(recipe_values, "test").train.checkpointing == mode
     recipe_values["train"]["checkpointing"] = "some"
@@ -181,14 +181,17 @@ def test_a_recipe_names_a_mode(recipe_values: dict[str, Any]) -> None:
         parse_recipe(recipe_values, "test")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
 def test_for_a_while_everything_is_computed_again_and_then_as_before(
-    tiny_checkpoints: dict[str, Path], mode: Mode
+    tiny_checkpoints: dict[str, Path], mode: CheckpointingMode
 ) -> None:
     step = tiny_step(tiny_checkpoints, "cogvideox-2b")
     full = calls(step, "full")
     before = calls(step, mode)
-    with in_mode(step.transformer, least_memory(step.transformer)), Calls() as op_calls:
+    with (
+        use_checkpointing_mode(step.transformer, choose_least_memory_mode(step.transformer)),
+        Calls() as op_calls,
+    ):
         step.gradients()
     assert op_calls.ops == full
     with Calls() as op_calls:
@@ -198,7 +201,7 @@ def test_for_a_while_everything_is_computed_again_and_then_as_before(
 
 def test_a_model_without_checkpointing_stays_as_it_is() -> None:
     model = nn.Linear(2, 2)
-    with in_mode(model, least_memory(model)):
+    with use_checkpointing_mode(model, choose_least_memory_mode(model)):
         assert not hasattr(model, "gradient_checkpointing")
 
 
@@ -212,7 +215,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 def block_ops(step: TinyStep) -> list[str]:
     """The ops that a step's dispatch modes of selective checkpointing were asked about."""
     requests: list[str] = []
-    real = activation_checkpointing._policy
+    real = activation_checkpointing._choose_policy
 
     def noted(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if not context.is_recompute:  # torch 2.11 asks then too
@@ -220,7 +223,7 @@ def block_ops(step: TinyStep) -> list[str]:
         return real(context, op, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_checkpointing, "_policy", noted)
+        patch.setattr(activation_checkpointing, "_choose_policy", noted)
         step.gradients()
     return requests
 
@@ -257,7 +260,7 @@ def test_fused_attention_alone_meets_the_dispatch_modes(
 
 
 def is_named_attention(name: str) -> bool:
-    return bool(activation_checkpointing._ATTENTION.fullmatch(name.partition(".")[0]))
+    return bool(activation_checkpointing._ATTENTION_OP_PATTERN.fullmatch(name.partition(".")[0]))
 
 
 @pytest.mark.usefixtures("references")
@@ -269,9 +272,9 @@ def test_stock_attention_is_still_kept_after_kernels_are_switched_off(
     attention = calls(step, "none")["attention"]
     for _ in range(2):
         assert calls(step, "selective")["attention"] == attention
-    fusion = fusion_of(step.transformer)
+    fusion = get_fusion(step.transformer)
     assert fusion is not None
-    with fusion.all_stock():
+    with fusion.use_stock_code():
         # At once it is computed twice, since nobody marks its calls; from the next step on it is kept.
         assert calls(step, "selective")["attention"] == 2 * attention
         assert calls(step, "selective")["attention"] == attention
@@ -288,7 +291,7 @@ def test_a_block_that_raises_leaves_nothing_behind(tiny_checkpoints: dict[str, P
         with pytest.raises(ArithmeticError):
             step.loss()
         handle.remove()
-        assert attention_calls._LOCAL.keeper is None
+        assert attention_calls._THREAD_STATE.provider is None
         step.gradients()
 
 

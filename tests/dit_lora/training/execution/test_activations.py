@@ -25,17 +25,27 @@ from dit_lora.families import get_family
 from dit_lora.families.base import Tensors
 from dit_lora.training import choose_checkpointing as choosing
 from dit_lora.training.choose_checkpointing import (
-    bytes_to_come,
     choose_checkpointing,
-    free_bytes,
-    most_saving,
+    count_free_bytes,
+    count_unallocated_bytes,
+    select_most_saving,
 )
-from dit_lora.training.execution.activation_checkpointing import MODES, Mode, set_checkpointing
-from dit_lora.training.execution.activations import SHARE, Advice, Needs, advise, measure
-from dit_lora.training.execution.fake_step import Live
+from dit_lora.training.execution.activation_checkpointing import (
+    CHECKPOINTING_MODES,
+    CheckpointingMode,
+    set_checkpointing,
+)
+from dit_lora.training.execution.activations import (
+    MAX_MEMORY_SHARE,
+    CheckpointingAdvice,
+    PeakBytes,
+    advise_checkpointing,
+    measure_activations,
+)
+from dit_lora.training.execution.fake_step import AllocationTracker
 
 GIB = 2**30
-NEEDS: Needs = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
+NEEDS: PeakBytes = {"none": 90 * GIB, "selective": 18 * GIB, "full": 9 * GIB}
 
 
 def saved_bytes(step: TinyStep) -> int:
@@ -62,12 +72,12 @@ def test_the_count_is_exactly_what_a_real_step_saves(
 ) -> None:
     """Counted from autograd's saved tensors, and from tensors alive after forward (these and the scalar loss)."""
     step = tiny_step(tiny_checkpoints, variant, mixed=mixed, dropout=0.3)
-    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
     assert needs["none"] == saved_bytes(step)
     model_tensors = [*step.transformer.parameters(), *step.transformer.buffers()]
-    with Live([*model_tensors, *step.batch.values()]) as live:
+    with AllocationTracker([*model_tensors, *step.batch.values()]) as live:
         loss = step.loss()
-        alive = live.now - loss.nbytes
+        alive = live.current_bytes - loss.nbytes
     batch = sum(tensor.nbytes for tensor in step.batch.values())  # of which some is saved too
     # Tables that are neither weights nor buffers, such as Qwen-Image's rotations, exist before the step and count.
     attributes = [
@@ -84,17 +94,17 @@ def test_real_peaks_are_in_the_order_of_the_count(
     tiny_checkpoints: dict[str, Path], variant: str
 ) -> None:
     step = tiny_step(tiny_checkpoints, variant)
-    needs = measure(step.transformer, step.losses, step.spec, CPU)
-    peaks = {mode: peak(step, mode) for mode in MODES}
+    needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
+    peaks = {mode: peak(step, mode) for mode in CHECKPOINTING_MODES}
     assert needs["none"] > needs["selective"] > needs["full"]
     assert peaks["none"] > peaks["selective"] >= peaks["full"]
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         assert needs[mode] <= peaks[mode] < 1.5 * needs[mode]  # of two blocks, gradients are much
 
 
-def peak(step: TinyStep, mode: Mode) -> int:
+def peak(step: TinyStep, mode: CheckpointingMode) -> int:
     set_checkpointing(step.transformer, mode)
-    with Live([*step.transformer.parameters(), *step.transformer.buffers()]) as live:
+    with AllocationTracker([*step.transformer.parameters(), *step.transformer.buffers()]) as live:
         step.gradients()
     return live.most
 
@@ -138,7 +148,7 @@ COUNTED = {"x": (torch.Size((1, 2, 8, 4)), torch.float32), "table": ((8, 4), tor
 def test_a_count_by_hand() -> None:
     """x is 256 bytes, a logsumexp 64 and the table 128; a buffer is nobody's."""
     model = Counted()
-    needs = measure(model, lambda m, batch: m(**batch), COUNTED, CPU)
+    needs = measure_activations(model, lambda m, batch: m(**batch), COUNTED, CPU)
     gradient_bytes = 256  # for the gradient of `scale`
     assert needs == {
         "none": gradient_bytes + 3 * (4 * 256 + 64),
@@ -151,16 +161,19 @@ def test_a_count_by_hand() -> None:
 def test_the_cpu_of_one_rank_among_several_is_the_cpu(tiny_checkpoints: dict[str, Path]) -> None:
     """Accelerate numbers it there."""
     step = tiny_step(tiny_checkpoints, "dit-tiny")
-    needs = measure(step.transformer, step.losses, step.spec, CPU)
-    assert measure(step.transformer, step.losses, step.spec, torch.device("cpu", 0)) == needs
+    needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
+    assert (
+        measure_activations(step.transformer, step.losses, step.spec, torch.device("cpu", 0))
+        == needs
+    )
 
 
 def test_a_model_without_checkpointing_needs_what_it_needs() -> None:
     model = Counted()
     model._supports_gradient_checkpointing = False
-    needs = measure(model, lambda m, batch: m(**batch), COUNTED, CPU)
+    needs = measure_activations(model, lambda m, batch: m(**batch), COUNTED, CPU)
     assert needs == {"none": 256 + 3 * (4 * 256 + 64)}
-    assert advise(needs, 0, "auto").mode == "none"
+    assert advise_checkpointing(needs, 0, "auto").mode == "none"
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-5b", "video-dit-class", "sana-video"])
@@ -169,7 +182,7 @@ def test_counting_leaves_no_trace(tiny_checkpoints: dict[str, Path], variant: st
     counted, reference_step = (tiny_step(tiny_checkpoints, variant, dropout=0.3) for _ in range(2))
     state = torch.get_rng_state()
     before = dict(counted.transformer.named_parameters())
-    measure(counted.transformer, counted.losses, counted.spec, CPU)
+    measure_activations(counted.transformer, counted.losses, counted.spec, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert not counted.transformer.is_gradient_checkpointing
     after = dict(counted.transformer.named_parameters())
@@ -206,7 +219,7 @@ def test_cogvideox_5b_is_counted_at_its_real_shape_without_its_weights() -> None
         return model(**states, timestep=step, image_rotary_emb=rotary, return_dict=False)[0]
 
     spec = {name: (torch.Size(shape), torch.bfloat16) for name, shape in shapes.items()}
-    needs = measure(model, forward, spec, CPU)
+    needs = measure_activations(model, forward, spec, CPU)
     tokens = (226 + 17550) * 3072 * 2
     assert needs["none"] / (42 * tokens) == pytest.approx(14.3, abs=0.15)
     assert needs["none"] / GIB == pytest.approx(61, abs=0.5)
@@ -218,63 +231,68 @@ def test_cogvideox_5b_is_counted_at_its_real_shape_without_its_weights() -> None
 @pytest.mark.parametrize(
     ("free", "mode"),
     [
-        (90 * GIB / SHARE, "none"),
-        (90 * GIB / SHARE - 9, "selective"),
-        (18 * GIB / SHARE, "selective"),
-        (18 * GIB / SHARE - 9, "full"),
-        (9 * GIB / SHARE, "full"),
+        (90 * GIB / MAX_MEMORY_SHARE, "none"),
+        (90 * GIB / MAX_MEMORY_SHARE - 9, "selective"),
+        (18 * GIB / MAX_MEMORY_SHARE, "selective"),
+        (18 * GIB / MAX_MEMORY_SHARE - 9, "full"),
+        (9 * GIB / MAX_MEMORY_SHARE, "full"),
         (0, "full"),
     ],
 )
-def test_the_least_recomputation_that_fits_is_taken(free: float, mode: Mode) -> None:
-    advice = advise(NEEDS, round(free), "auto")
+def test_the_least_recomputation_that_fits_is_taken(free: float, mode: CheckpointingMode) -> None:
+    advice = advise_checkpointing(NEEDS, round(free), "auto")
     assert advice.mode == mode
     assert advice.fits == (free > 0)
 
 
 def test_each_shape_gets_its_own() -> None:
-    small: Needs = {mode: need // 10 for mode, need in NEEDS.items()}
-    decisions = [advise(needs, 30 * GIB, "auto") for needs in (NEEDS, small)]
+    small: PeakBytes = {mode: need // 10 for mode, need in NEEDS.items()}
+    decisions = [advise_checkpointing(needs, 30 * GIB, "auto") for needs in (NEEDS, small)]
     assert [advice.mode for advice in decisions] == ["selective", "none"]
 
 
 def test_where_nothing_fits_the_smallest_is_taken() -> None:
     """A tiny model's blocks can have larger inputs than what they save."""
-    advice = advise({"none": 5, "selective": 7, "full": 6}, 1, "auto")
+    advice = advise_checkpointing({"none": 5, "selective": 7, "full": 6}, 1, "auto")
     assert (advice.mode, advice.fits) == ("none", False)
 
 
 def test_the_advice_says_what_every_mode_needs() -> None:
-    chosen = advise(NEEDS, 61 * GIB, "auto")
-    assert chosen.words == ("selective: activations 18 of 61 GiB free (none would need 90, full 9)")
-    advice = advise(NEEDS, 61 * GIB, "none")
-    assert advice.words == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
+    chosen = advise_checkpointing(NEEDS, 61 * GIB, "auto")
+    assert chosen.message == (
+        "selective: activations 18 of 61 GiB free (none would need 90, full 9)"
+    )
+    advice = advise_checkpointing(NEEDS, 61 * GIB, "none")
+    assert advice.message == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
     assert not advice.fits
-    wasteful = advise(NEEDS, 61 * GIB, "full")
+    wasteful = advise_checkpointing(NEEDS, 61 * GIB, "full")
     assert (wasteful.mode, wasteful.fits) == ("full", True)
-    single = advise({"none": 150 * GIB + 5}, 1234 * GIB, "auto")
-    assert single.words == "none: activations 150 of 1234 GiB free"
+    single = advise_checkpointing({"none": 150 * GIB + 5}, 1234 * GIB, "auto")
+    assert single.message == "none: activations 150 of 1234 GiB free"
 
 
 def test_all_ranks_follow_the_one_that_must_save_most() -> None:
-    none, selective = Advice("none", "a", True), Advice("selective", "b", True)
-    full, short = Advice("full", "c", True), Advice("full", "d", False)
-    assert most_saving([none, none]) is none
-    assert most_saving([none, selective, none]) is selective
-    assert most_saving([full, selective, short]) is short
-    assert most_saving([short, selective, full]) is short
+    none, selective = (
+        CheckpointingAdvice("none", "a", True),
+        CheckpointingAdvice("selective", "b", True),
+    )
+    full, short = CheckpointingAdvice("full", "c", True), CheckpointingAdvice("full", "d", False)
+    assert select_most_saving([none, none]) is none
+    assert select_most_saving([none, selective, none]) is selective
+    assert select_most_saving([full, selective, short]) is short
+    assert select_most_saving([short, selective, full]) is short
 
 
 def test_gradients_and_moments_are_counted_until_they_exist() -> None:
     weights = [nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(6))]
     optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
-    assert bytes_to_come(optimizer) == 16 * 4 * 3 + 2 * 4  # each weight's step count
+    assert count_unallocated_bytes(optimizer) == 16 * 4 * 3 + 2 * 4  # each weight's step count
     (weights[0] * 2).sum().backward()
-    assert bytes_to_come(optimizer) == 16 * 4 * 3 - 10 * 4 + 2 * 4
+    assert count_unallocated_bytes(optimizer) == 16 * 4 * 3 - 10 * 4 + 2 * 4
     optimizer.step()
-    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 4
+    assert count_unallocated_bytes(optimizer) == 6 * 4 * 3 + 4
     optimizer.zero_grad()
-    assert bytes_to_come(optimizer) == 6 * 4 * 3 + 10 * 4 + 4
+    assert count_unallocated_bytes(optimizer) == 6 * 4 * 3 + 10 * 4 + 4
 
 
 def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
@@ -305,15 +323,15 @@ def is_set(step: TinyStep) -> str:
     return "selective" if "_selectively" in str(blocks._gradient_checkpointing_func) else "full"
 
 
-@pytest.mark.parametrize("expected", MODES)
+@pytest.mark.parametrize("expected", CHECKPOINTING_MODES)
 def test_a_run_takes_what_its_free_memory_allows(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, expected: Mode
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, expected: CheckpointingMode
 ) -> None:
     step = tiny_step(tiny_checkpoints, "cogvideox-2b")
-    needs = measure(step.transformer, step.losses, step.spec, CPU)
+    needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
     run, messages = stand_in(step, "auto")
     step.transformer.eval()
-    free = int(needs[expected] / SHARE + 1)
+    free = int(needs[expected] / MAX_MEMORY_SHARE + 1)
     for _ in range(2):  # once more, from the mode that it set
         choose_checkpointing(run, lambda _setup: free)
         assert is_set(step) == expected
@@ -327,7 +345,7 @@ def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         run, messages = stand_in(step, mode)
         choose_checkpointing(run)
         assert is_set(step) == mode
@@ -344,7 +362,7 @@ def test_another_ranks_advice_is_followed(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
-    theirs = Advice("selective", "selective: theirs", True)
+    theirs = CheckpointingAdvice("selective", "selective: theirs", True)
     monkeypatch.setattr(choosing, "gather_object", lambda own: [*own, theirs])
     run, messages = stand_in(step, "auto")
     choose_checkpointing(run)
@@ -391,9 +409,9 @@ def test_free_memory_is_shared_by_the_processes_of_a_cpu(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=40 * GIB))
     run, _ = stand_in(step, "auto")
     run.session.accelerator.num_processes = 4
-    assert free_bytes(run) == 10 * GIB - bytes_to_come(run.optimizer)
+    assert count_free_bytes(run) == 10 * GIB - count_unallocated_bytes(run.optimizer)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8))
-    assert free_bytes(run) == 0
+    assert count_free_bytes(run) == 0
 
 
 def test_free_memory_of_a_gpu_is_the_drivers_and_the_allocators(
@@ -406,4 +424,4 @@ def test_free_memory_of_a_gpu_is_the_drivers_and_the_allocators(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 12 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 11 * GIB)
-    assert free_bytes(run) == 31 * GIB - bytes_to_come(run.optimizer)
+    assert count_free_bytes(run) == 31 * GIB - count_unallocated_bytes(run.optimizer)

@@ -15,19 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families import answer_losses
-from dit_lora.families.answer_losses import with_answer_losses
+from dit_lora.families.answer_losses import add_answer_losses
 from dit_lora.training.execution.activation_checkpointing import (
-    MODES,
-    Mode,
-    in_mode,
-    is_attention,
-    keeps_outputs,
-    least_memory,
+    CHECKPOINTING_MODES,
+    CheckpointingMode,
+    choose_least_memory_mode,
+    is_attention_op,
     set_checkpointing,
+    should_keep_outputs,
     supports_checkpointing,
+    use_checkpointing_mode,
 )
-from dit_lora.training.execution.activations import measure
-from dit_lora.training.execution.fake_step import Live
+from dit_lora.training.execution.activations import measure_activations
+from dit_lora.training.execution.fake_step import AllocationTracker
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class ChatStep:
     """A tiny chat model in training: a frozen base, LoRA with dropout, and, of VideoChat2, a connector that trains."""
 
     def __init__(self, name: str) -> None:
-        self.model: Any = with_answer_losses(tiny.MODELS[name]())
+        self.model: Any = add_answer_losses(tiny.MODELS[name]())
         self.model.requires_grad_(False)
         # Not `down_proj` of a vision tower: its inputs then need no gradient in any block.
         lora = LoraConfig(r=4, lora_dropout=0.3, target_modules=TARGETS, init_lora_weights=False)
@@ -66,10 +66,14 @@ class ChatStep:
         self.model.zero_grad()
         return grads
 
-    def needs(self) -> dict[Mode, int]:
+    def needs(self) -> dict[CheckpointingMode, int]:
         integer_inputs = {n: t for n, t in self.batch.items() if not t.is_floating_point()}
         spec: Spec = {n: (t.shape, t.dtype) for n, t in self.batch.items()}
-        return dict(measure(self.model, lambda m, b: m(**b), spec, CPU, known=integer_inputs))
+        return dict(
+            measure_activations(
+                self.model, lambda m, b: m(**b), spec, CPU, integer_inputs=integer_inputs
+            )
+        )
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -78,7 +82,7 @@ class ChatStep:
 
 @pytest.fixture
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ChatStep:
-    monkeypatch.setattr(answer_losses, "CHUNK", 4)
+    monkeypatch.setattr(answer_losses, "CHUNK_ROWS", 4)
     return ChatStep(request.param)
 
 
@@ -88,11 +92,11 @@ every_model = pytest.mark.parametrize("step", tiny.MODELS, indirect=True)
 @every_model
 def test_no_mode_changes_a_bit_and_dropout_draws_the_same(step: ChatStep) -> None:
     assert supports_checkpointing(step.model)
-    assert least_memory(step.model) == "full"
+    assert choose_least_memory_mode(step.model) == "full"
     expected, loss = step.gradients(), step.loss()
     assert all(expected[name].any() for name in expected if "lora" in name)
     assert sum("lora" in name for name in expected) >= 2 * 3 * LAYERS
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(step.model, mode)
         assert torch.equal(step.loss(), loss), mode
         grads = step.gradients()
@@ -109,7 +113,7 @@ class Calls(TorchDispatchMode):
         self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.ops["attention" if is_attention(func) else func.name().partition(".")[0]] += 1
+        self.ops["attention" if is_attention_op(func) else func.name().partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -125,12 +129,20 @@ LAYERS = tiny.TEXT["num_hidden_layers"]
 @pytest.mark.parametrize("step", ["mistral"], indirect=True)
 def test_each_mode_computes_again_what_it_says(step: ChatStep) -> None:
     counts = {}
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(step.model, mode)
         counts[mode] = calls(step)
-    assert [counts[mode]["attention"] for mode in MODES] == [LAYERS, LAYERS, 2 * LAYERS]
-    assert [counts[mode]["aten::silu"] for mode in MODES] == [LAYERS, 2 * LAYERS, 2 * LAYERS]
-    with in_mode(step.model, least_memory(step.model)):
+    assert [counts[mode]["attention"] for mode in CHECKPOINTING_MODES] == [
+        LAYERS,
+        LAYERS,
+        2 * LAYERS,
+    ]
+    assert [counts[mode]["aten::silu"] for mode in CHECKPOINTING_MODES] == [
+        LAYERS,
+        2 * LAYERS,
+        2 * LAYERS,
+    ]
+    with use_checkpointing_mode(step.model, choose_least_memory_mode(step.model)):
         assert calls(step) == counts["full"]
     assert calls(step) == counts["full"]  # the mode that was set last
     set_checkpointing(step.model, "none")
@@ -163,9 +175,9 @@ def test_transformers_switch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     assert is_checkpointed(step.model)
     set_checkpointing(step.model, "none")
     assert not is_checkpointed(step.model)
-    assert least_memory(nn.Linear(2, 2)) == "none"
+    assert choose_least_memory_mode(nn.Linear(2, 2)) == "none"
     monkeypatch.setattr(type(step.model), "supports_gradient_checkpointing", False)
-    assert least_memory(step.model) == "none"
+    assert choose_least_memory_mode(step.model) == "none"
 
 
 @torch.library.custom_op("dit_lora_test_flash_attn::some_forward", mutates_args=())
@@ -218,7 +230,7 @@ def test_dropout_after_attention_with_dropout_draws_the_same(rate: float) -> Non
     torch.manual_seed(0)
     model, x = Blocks(rate), torch.randn(5, 6, requires_grad=True)
     expected = model.gradient(x)
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(model, mode)
         with Calls() as op_calls:
             assert torch.equal(model.gradient(x), expected), mode
@@ -228,11 +240,11 @@ def test_dropout_after_attention_with_dropout_draws_the_same(rate: float) -> Non
 
 def test_attention_is_kept_unless_it_drops() -> None:
     op = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    assert keeps_outputs(op, (), {})
-    assert keeps_outputs(op, (0, 0, 0, None, True), {})
-    assert not keeps_outputs(op, (0, 0, 0, None, True, 0.1), {})
-    assert not keeps_outputs(op, (), {"dropout_p": 0.1})
-    assert not keeps_outputs(torch.ops.aten.mm.default, (), {})
+    assert should_keep_outputs(op, (), {})
+    assert should_keep_outputs(op, (0, 0, 0, None, True), {})
+    assert not should_keep_outputs(op, (0, 0, 0, None, True, 0.1), {})
+    assert not should_keep_outputs(op, (), {"dropout_p": 0.1})
+    assert not should_keep_outputs(torch.ops.aten.mm.default, (), {})
 
 
 @every_model
@@ -271,9 +283,9 @@ def test_real_peaks_are_in_the_order_of_the_count(step: ChatStep) -> None:
     needs = step.needs()
     assert needs["none"] > needs["selective"] >= needs["full"]
     peaks = {}
-    for mode in MODES:
+    for mode in CHECKPOINTING_MODES:
         set_checkpointing(step.model, mode)
-        with Live(step.own) as live:
+        with AllocationTracker(step.own) as live:
             step.gradients()
         peaks[mode] = live.most
     assert peaks["none"] > peaks["selective"] >= peaks["full"]
@@ -301,7 +313,7 @@ class HeldBlocks(Blocks):
 def test_what_blocks_are_given_by_name_is_kept() -> None:
     """x of 5 x 6 before each of two blocks, and x for the bias; a table of 6 for each."""
     spec: Spec = {"x": (torch.Size((5, 6)), torch.float32)}
-    needs = measure(HeldBlocks(), lambda m, b: m(**b), spec, CPU)
+    needs = measure_activations(HeldBlocks(), lambda m, b: m(**b), spec, CPU)
     assert needs["full"] == 4 * (3 * 30 + 2 * 6)
 
 
@@ -309,7 +321,7 @@ def test_logits_are_counted_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
     step = ChatStep("mistral")
     results = {}
     for rows in (2, 8):
-        monkeypatch.setattr(answer_losses, "CHUNK", rows)
+        monkeypatch.setattr(answer_losses, "CHUNK_ROWS", rows)
         results[rows] = step.needs()
     width = tiny.TEXT["vocab_size"] * 4
     assert results[8]["none"] - results[2]["none"] >= 6 * width

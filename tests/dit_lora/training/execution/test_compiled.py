@@ -20,14 +20,20 @@ from torch._inductor.exc import InvalidCxxCompiler
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.guard.probe import Probe
-from dit_lora.guard.switches import COMPILE, eager, find_switch, in_fp32, model_switches
-from dit_lora.numerics.opaque import called_modules
+from dit_lora.guard.switches import (
+    COMPILE,
+    convert_to_fp32,
+    disable_compile,
+    find_fallback,
+    list_model_fallbacks,
+)
+from dit_lora.numerics.opaque import iterate_called_modules
 from dit_lora.training.execution import compiled
 from dit_lora.training.execution.activation_checkpointing import set_checkpointing
 from dit_lora.training.execution.blocks import repeated_blocks
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import Offload
-from dit_lora.training.tasks.chat.answerer import Answerer, Seen
+from dit_lora.training.tasks.chat.answerer import Answerer, SampledFrames
 
 
 class Traced:
@@ -95,7 +101,7 @@ def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
     assert all(torch.equal(repeated_grads[name], grads[name]) for name in grads)
     assert (traced.graphs, traced.calls) == (2, 9)
 
-    parts = {name for name, _ in called_modules(step.transformer)}
+    parts = {name for name, _ in iterate_called_modules(step.transformer)}
     assert "transformer_blocks.1" in parts
     assert not any(name.startswith("transformer_blocks.1.") for name in parts)
     recorded: list[str] = []
@@ -105,20 +111,20 @@ def test_blocks_share_what_is_compiled_and_every_other_mode_uses_it_too(
     assert (recorded, traced.graphs, traced.calls) == (["block"], 2, 12)
     handle.remove()
 
-    with eager(step.transformer), Probe(step.transformer).watching() as trace:
+    with disable_compile(step.transformer), Probe(step.transformer).observe() as trace:
         assert same(step.gradients(), expected)
     assert trace.origins == []
-    with in_fp32(step.transformer):
+    with convert_to_fp32(step.transformer):
         step.loss()
     assert traced.calls == 12
 
-    switch = find_switch(model_switches(step.transformer), COMPILE)
-    with switch.off():
+    switch = find_fallback(list_model_fallbacks(step.transformer), COMPILE)
+    with switch.disable_temporarily():
         assert same(step.gradients(), expected)
     assert traced.calls == 12
     step.loss()
     assert traced.calls == 15
-    switch.turn_off()
+    switch.disable()
     step.loss()
     assert (traced.graphs, traced.calls) == (2, 15)
 
@@ -169,8 +175,10 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
         ),
     )
     traced.calls = 0
-    Answerer(asked_to, step.transformer, CPU, torch.float32).say(Seen("text"), ())
-    with find_switch(model_switches(step.transformer), COMPILE).off():
+    Answerer(asked_to, step.transformer, CPU, torch.float32).generate_answer(
+        SampledFrames("text"), ()
+    )
+    with find_fallback(list_model_fallbacks(step.transformer), COMPILE).disable_temporarily():
         off = step.gradients()
     assert all(torch.equal(off[name], expected[name]) for name in expected)
     assert (traced.graphs, traced.calls) == (graphs, 0)
@@ -277,15 +285,15 @@ def test_compilers_get_a_path_that_needs_no_quotes(
     """What they write comes to the folder that was asked for; places whose own names need quotes are passed over."""
     (tmp_path / "a b").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
-    assert compiled._plain_path(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
+    assert compiled._make_plain_path(tmp_path / "cache" / "compile") == f"{tmp_path}/cache/compile"
     for name in ("my cache", "it's", "Grüße", 'a"b', "$HOME"):
         folder = tmp_path / name / "compile"
-        plain = compiled._plain_path(folder)
+        plain = compiled._make_plain_path(folder)
         assert shlex.quote(plain) == plain
         Path(plain, "kernel.so").touch()
         assert (folder / "kernel.so").exists()
-    monkeypatch.setattr(compiled, "_PLACES", ())
+    monkeypatch.setattr(compiled, "_FALLBACK_FOLDERS", ())
     with pytest.raises(
         DitLoraError, match=r"compilers cannot take the path .*my cache.*data\.cache"
     ):
-        compiled._plain_path(tmp_path / "my cache")
+        compiled._make_plain_path(tmp_path / "my cache")

@@ -13,8 +13,8 @@ from dit_lora.training.execution.fake_step import FakeStep
 def _with_no_guard_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
     # It would hold this test's loss, which counts as alive.
     monkeypatch.setattr(EVENTS, "_listeners", [])
-    for listener in outermost_calls._present():
-        outermost_calls.leave(listener)
+    for listener in outermost_calls._list_listeners():
+        outermost_calls.remove_listener(listener)
 
 
 class Merged(nn.Module):
@@ -43,10 +43,10 @@ def test_a_mask_with_values_says_how_many_places_there_are(marked: tuple[int, ..
         {"features": ((6, 2), torch.float32), "ids": (tuple(ids.shape), ids.dtype)},
         {"ids": ids},
     )
-    with step.live() as live:
+    with step.track_allocations() as live:
         step.run(lambda model, batch: model(batch["ids"], batch["features"]).backward())
     gradients = {name: weight.grad for name, weight in step.weights.items()}
     assert {name: grad.shape for name, grad in gradients.items() if grad is not None} == {
         name: weight.shape for name, weight in step.weights.items()
     }
-    assert live.now == sum(weight.nbytes for weight in step.weights.values())
+    assert live.current_bytes == sum(weight.nbytes for weight in step.weights.values())

@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families import every_family
-from dit_lora.guard.switches import in_fp32
+from dit_lora.families import get_families
+from dit_lora.guard.switches import convert_to_fp32
 from dit_lora.training.execution import offload
 from dit_lora.training.execution.activation_checkpointing import (
-    call_blocks_by,
-    called_block,
+    find_called_block,
+    set_block_caller,
     set_checkpointing,
 )
 from dit_lora.training.execution.blocks import repeated_blocks
-from dit_lora.training.execution.offload import Offload, offload_base, placement
+from dit_lora.training.execution.offload import Offload, get_device_placement, offload_base
 
 LAYERS = 5
 Main = Callable[[list[str]], None]
@@ -51,7 +51,7 @@ class Elsewhere:
         def bring(group: Any, _device: torch.device) -> None:
             assert group not in self.there
             self.there.append(group)
-            self.early.append(group is not self.offload._trail[1])
+            self.early.append(group is not self.offload._last_two_groups[1])
             self.most = max(self.most, len(self.there))
             for parameter, home in zip(group.parameters, self.home[group], strict=True):
                 parameter.data = home.clone()
@@ -62,8 +62,8 @@ class Elsewhere:
                 parameter.data.fill_(torch.nan)  # autograd may hold it too
                 parameter.data = torch.full_like(parameter, torch.nan)
 
-        monkeypatch.setattr(offload._Group, "bring", bring)
-        monkeypatch.setattr(offload._Group, "send_away", send_away)
+        monkeypatch.setattr(offload._FrozenGroup, "load", bring)
+        monkeypatch.setattr(offload._FrozenGroup, "offload", send_away)
         self.offload = Offload(transformer, CPU, called_alone)
         self.home = {g: [p.data for p in g.parameters] for g in self.offload.groups.values()}
         for group in self.home:
@@ -100,16 +100,17 @@ def test_a_step_has_the_same_bits_and_reads_no_weight_that_is_away(
     first_parameter, called = next(step.transformer.parameters()), []
 
     def note(block: nn.Module, *args: Any) -> Any:
-        called.append(called_block(block))
+        called.append(find_called_block(block))
         return checkpoint(block, *args, use_reentrant=False)
 
-    call_blocks_by(step.transformer, note)
+    set_block_caller(step.transformer, note)
     expected, loss = step.gradients(), step.loss()
     assert set(called) == set(repeated_blocks(step.transformer))
     set_checkpointing(step.transformer, "full")
-    families = every_family().values()
+    families = get_families().values()
     called_directly = next(
-        (family.called_alone for family in families if variant in family.tiny_variants), ()
+        (family.directly_called_modules for family in families if variant in family.tiny_variants),
+        (),
     )
     device = Elsewhere(step.transformer, monkeypatch, called_directly)
     for _ in range(2):  # the order of blocks is known the second time
@@ -172,7 +173,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     hook = block.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="say"):
         step.loss()
-    assert offloader.resident == []
+    assert offloader.resident_groups == []
     hook.remove()
 
     loss = step.loss()
@@ -182,7 +183,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     hook.remove()
     step.transformer.zero_grad()
     grads = step.gradients()
-    assert offloader.resident == []
+    assert offloader.resident_groups == []
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
     assert {p: p.data_ptr() for p in home} == home
 
@@ -200,7 +201,7 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
                 {p.dtype for p in group.parameters}
             )
         )
-    with in_fp32(step.transformer):
+    with convert_to_fp32(step.transformer):
         step.loss().backward()
     assert recorded == 2 * LAYERS * [{torch.float32}]
     assert {p: p.data_ptr() for p in home} == home
@@ -216,12 +217,12 @@ def test_accelerate_leaves_an_offloaded_model_where_it_is(
 ) -> None:
     step, other_layer = deep(tiny_checkpoints), nn.Linear(2, 2)
     offload_base(parse_recipe(recipe_values, "test"), step.transformer, accelerator())
-    assert placement(step.transformer, other_layer) is None
+    assert get_device_placement(step.transformer, other_layer) is None
     recipe_values["train"] |= {"offload": "group", "checkpointing": "auto"}
     recipe = parse_recipe(recipe_values, "test")
-    assert recipe.train.asked_checkpointing == "full"
+    assert recipe.train.effective_checkpointing == "full"
     offload_base(recipe, step.transformer, accelerator())
-    assert placement(step.transformer, other_layer) == [False, True]
+    assert get_device_placement(step.transformer, other_layer) == [False, True]
     ignored: Any = step.transformer._ddp_params_and_buffers_to_ignore
     assert {n for n, p in step.transformer.named_parameters() if not p.requires_grad} > ignored
     assert {n for n in ignored if not n.startswith("transformer_blocks.")} == set()

@@ -11,38 +11,42 @@ from verified import SMOKES, quick
 
 from dit_lora.config.ladder import LadderConfig
 from dit_lora.guard.policy import Action, Policy
-from dit_lora.guard.verdict import Verdict
+from dit_lora.guard.verdict import Diagnosis
 from dit_lora.training.ema import AverageBounds
-from dit_lora.training.guarding.agreement import _contradicted, _furthest
+from dit_lora.training.guarding.agreement import _find_minority_ranks, _find_outlier_rank
 
 
 def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() -> None:
     digests = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 2}]
-    assert _contradicted(digests, ["b"]) == [1]
-    assert _contradicted(digests[:2], ["b"]) == []
-    assert _furthest([{"b": 0.001}, {"b": 0.5}], ["b"]) == [1]
-    assert _furthest([{"b": 0.001}, {"b": 0.0015}], ["b"]) == []
-    assert _furthest([{"b": 0.1, "a": 9.0}, {"b": 0.5, "a": 1.0}], ["a", "b"]) == []
+    assert _find_minority_ranks(digests, ["b"]) == [1]
+    assert _find_minority_ranks(digests[:2], ["b"]) == []
+    assert _find_outlier_rank([{"b": 0.001}, {"b": 0.5}], ["b"]) == [1]
+    assert _find_outlier_rank([{"b": 0.001}, {"b": 0.0015}], ["b"]) == []
+    assert _find_outlier_rank([{"b": 0.1, "a": 9.0}, {"b": 0.5, "a": 1.0}], ["a", "b"]) == []
 
 
 def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
     policy = Policy(LadderConfig())
-    verdict = Verdict("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
-    assert policy.choose(4, [verdict], []) == Action("rollback", lower_lr=False)
+    verdict = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
+    assert policy.choose(4, [verdict], []) == Action("rollback", should_lower_lr=False)
     second_choice = policy.choose(4, [verdict], [])
-    assert (second_choice.kind, "leave that machine out" in second_choice.why) == ("stop", True)
+    assert (second_choice.kind, "leave that machine out" in second_choice.reason) == ("stop", True)
 
 
 def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:
     """Wherever it is: no limit on values in general would show 5 where the weight stays below 0.1."""
     bounds, weight = AverageBounds(), {"w": torch.tensor([0.1, -0.05]), "zero": torch.zeros(3)}
-    bounds.note(weight, weight)
+    bounds.widen(weight, weight)
     now = {"w": torch.tensor([0.01, 0.0]), "zero": torch.zeros(3)}
-    assert bounds.beyond(now, weight) == {}
+    assert bounds.find_exceeding(now, weight) == {}
     for bad in (5.0, -5.0, 1e30):
-        exceeded = bounds.beyond(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
+        exceeded = bounds.find_exceeding(
+            now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)}
+        )
         assert exceeded == {"w": (pytest.approx(abs(bad)), pytest.approx(0.1))}
-    assert list(bounds.beyond(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == ["zero"]
+    assert list(bounds.find_exceeding(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == [
+        "zero"
+    ]
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from dit_lora.guard.verdict import Cause, Verdict
-from dit_lora.training.guarding.swap import _compared
+from dit_lora.guard.verdict import Cause, Diagnosis
+from dit_lora.training.guarding.swap import _conclude_from_outcomes
 
 OK, BAD, FULL = True, False, None
-DATA = Verdict("data", "it fails whatever is switched off", 4, 1, 0, sample_ids=("b.mp4",))
+DATA = Diagnosis("data", "it fails whatever is switched off", 4, 1, 0, sample_ids=("b.mp4",))
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_a_sample_is_at_fault_only_where_it_fails_on_every_rank(
     outcomes: Sequence[Sequence[bool | None]], cause: Cause, blamed: tuple[str, ...]
 ) -> None:
     """A rank that is out of memory has no evidence: `unknown`, which drops no sample permanently."""
-    verdict = _compared(DATA, outcomes)
+    verdict = _conclude_from_outcomes(DATA, outcomes)
     assert (verdict.cause, verdict.sample_ids) == (cause, blamed)
     assert ("does not fit into memory" in verdict.words) is (cause == "unknown")

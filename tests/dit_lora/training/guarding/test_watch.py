@@ -16,7 +16,7 @@ from dit_lora.guard.monitor import Monitor
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.spikes import SpikeDetector
 from dit_lora.numerics.objectives import LossOutput
-from dit_lora.numerics.streams import Streams
+from dit_lora.numerics.streams import RandomStreams
 from dit_lora.results.verify.output import SEED
 from dit_lora.training.distributed import engine as engine_module
 from dit_lora.training.guarding.watch import StepWatcher
@@ -36,36 +36,36 @@ def line(norm: float, loss: float = 1.0) -> dict[str, Any]:
 
 
 def watcher(**parts: Any) -> StepWatcher:
-    return StepWatcher(Snapshots(lambda: {}, every=10), **parts)
+    return StepWatcher(Snapshots(lambda: {}, interval_steps=10), **parts)
 
 
 def test_a_watcher_without_parts_does_nothing() -> None:
     bare = watcher()
-    with bare.forward(50):
+    with bare.watch_forward(50):
         pass
-    bare.gradients(50)
+    bare.collect_gradients(50)
     bare.before_update(50)
     bare.after_update(50)
-    assert bare.clip("adapter") is None
-    assert bare.statistics(50) is None
-    assert bare.hidden_infinities(50) == []
+    assert bare.get_clip_bound("adapter") is None
+    assert bare.collect_statistics(50) is None
+    assert bare.find_hidden_infinities(50) == []
     assert bare.observe(line(1.0)) == []
 
 
 def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    watched = watcher(monitor=Monitor(model, every=3))
+    watched = watcher(monitor=Monitor(model, interval_steps=3))
     for step in (1, 2, 3, 4):
-        with watched.forward(step):
+        with watched.watch_forward(step):
             output = model(torch.ones(1, 2))
         output.sum().backward()
-        watched.gradients(step)
+        watched.collect_gradients(step)
         watched.before_update(step)
         optimizer.step()
         watched.after_update(step)
         optimizer.zero_grad()
-        statistics = watched.statistics(step)
+        statistics = watched.collect_statistics(step)
         if step != 3:
             assert statistics is None
             continue
@@ -84,24 +84,24 @@ def test_the_watcher_waits_for_a_snapshot_before_the_weights_change(
 
 def test_spikes_are_told_of_losses_by_timestep_and_of_norms_by_group() -> None:
     watched = watcher(spikes=SpikeDetector(window=20, threshold=5))
-    watched.prime(line(1.0 + 0.01 * (k % 3), 2.0 + 0.01 * (k % 3)) for k in range(20))
+    watched.replace_history(line(1.0 + 0.01 * (k % 3), 2.0 + 0.01 * (k % 3)) for k in range(20))
     assert watched.observe(line(1.0, 2.0)) == []
     spikes = watched.observe(line(9.0, 8.0))
     assert [spike.name for spike in spikes] == ["loss 0-249", "grad_norm adapter"]
-    assert "grad_norm adapter 9 is" in spikes[1].words
+    assert "grad_norm adapter 9 is" in spikes[1].message
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_the_clip_is_the_detectors_limit_where_it_is_asked_for_and_known(adaptive: bool) -> None:
     detector = SpikeDetector(window=20, threshold=5)
     watched = watcher(spikes=detector, adaptive_clip=adaptive)
-    assert watched.clip("adapter") is None  # in the warm-up
-    watched.prime(line(1.0 + 0.01 * (k % 3)) for k in range(20))
-    limit = detector.limit("grad_norm adapter")
+    assert watched.get_clip_bound("adapter") is None  # in the warm-up
+    watched.replace_history(line(1.0 + 0.01 * (k % 3)) for k in range(20))
+    limit = detector.get_limit("grad_norm adapter")
     assert limit is not None
     assert 1.0 < limit < 1.2
-    assert watched.clip("adapter") == (limit if adaptive else None)
-    assert watched.clip("connector") is None
+    assert watched.get_clip_bound("adapter") == (limit if adaptive else None)
+    assert watched.get_clip_bound("connector") is None
 
 
 def test_statistics_of_modules_are_in_metrics_at_the_asked_steps(
@@ -129,7 +129,7 @@ def spiking(patch: pytest.MonkeyPatch, at: int, factor: float) -> None:
     """The loss of one call, counted from 1, multiplied; memory counting and base fingerprints are not calls."""
     losses, calls = CogVideoXCheckpoint.losses, []
 
-    def changed(self: Any, transformer: Any, batch: Any, streams: Streams) -> LossOutput:
+    def changed(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         output = losses(self, transformer, batch, streams)
         if isinstance(output.losses, FakeTensor) or streams.seed == SEED:
             return output
@@ -165,14 +165,14 @@ def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type:
     """At a spike in step 25, whose gradient is a hundred times the usual."""
     spiking(monkeypatch, at=25, factor=100.0)
     clipped: list[float] = []
-    step = engine_module.gated_step
+    step = engine_module.take_gated_step
 
     def spy(optimizer: Any, bad: torch.Tensor) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         clipped.append(torch.nn.utils.get_total_norm(gradients).item())
         step(optimizer, bad)
 
-    monkeypatch.setattr(engine_module, "gated_step", spy)
+    monkeypatch.setattr(engine_module, "take_gated_step", spy)
     run = tmp_path / "run"
     args = ["guard.spike_threshold=10", "guard.adaptive_clip=true", f"optim.clip={clip}"]
     lora_main([*smoke, *WATCHED, *args, "train.steps=25", f"run.dir={run}"])
@@ -180,7 +180,7 @@ def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type:
     detector = SpikeDetector(window=20, threshold=10)
     for norm in norms[:24]:
         detector.observe("adapter", norm)
-    limit = detector.limit("adapter")
+    limit = detector.get_limit("adapter")
     assert limit is not None
     assert norms[24] > 1.0 > limit
     assert clipped[24] == pytest.approx(limit if smaller == "limit" else 0.01, rel=1e-3)

@@ -12,22 +12,26 @@ from dit_lora.training.optim.build import (
     build_optimizer,
     build_schedule,
     clip_gradients,
-    gradient_norms,
-    schedule_factor,
+    compute_gradient_norms,
+    compute_schedule_factor,
 )
 
 
 def test_warm_up_rises_from_the_first_step_and_constant_stays() -> None:
-    factors = [schedule_factor("constant", step, warmup=4, steps=10) for step in range(1, 11)]
+    factors = [
+        compute_schedule_factor("constant", step, warmup=4, steps=10) for step in range(1, 11)
+    ]
     assert factors == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_linear_and_cosine_fall_from_the_peak_towards_zero() -> None:
-    linear = [schedule_factor("linear", step, warmup=2, steps=6) for step in range(1, 7)]
+    linear = [compute_schedule_factor("linear", step, warmup=2, steps=6) for step in range(1, 7)]
     assert linear == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    cosine = [schedule_factor("cosine", step, warmup=0, steps=4) for step in range(1, 5)]
+    cosine = [compute_schedule_factor("cosine", step, warmup=0, steps=4) for step in range(1, 5)]
     assert cosine == pytest.approx([1.0, 0.8535533906, 0.5, 0.1464466094])
-    assert schedule_factor("cosine", 9, warmup=0, steps=4) == 0.0  # past the end, never negative
+    assert (
+        compute_schedule_factor("cosine", 9, warmup=0, steps=4) == 0.0
+    )  # past the end, never negative
 
 
 def test_each_group_has_its_own_schedule() -> None:
@@ -64,7 +68,7 @@ def config(**clips: float | None) -> OptimConfig:
 def test_the_shared_clip_bounds_the_joint_norm() -> None:
     groups = groups_with([3.0, 0.0], [0.0, 4.0])
     norm = clip_gradients(
-        groups, gradient_norms(groups), config(adapter=None, connector=None, shared=1.0)
+        groups, compute_gradient_norms(groups), config(adapter=None, connector=None, shared=1.0)
     )
     assert norm.item() == 5.0
     assert groups[0]["params"][0].grad.tolist() == pytest.approx([0.6, 0.0], rel=1e-5)
@@ -80,7 +84,7 @@ def test_gradients_of_several_dtypes_are_scaled_as_each_alone() -> None:
         group["params"] = [nn.Parameter(torch.zeros(33, dtype=dtype)) for dtype in dtypes]
         for parameter in group["params"]:
             parameter.grad = values.to(parameter.dtype, copy=True)
-    norms = gradient_norms(groups)
+    norms = compute_gradient_norms(groups)
     norm = clip_gradients(groups, norms, config(adapter=None, connector=None, shared=0.7))
     factor = 0.7 / (norm.item() + 1e-6)
     for parameter in (parameter for group in groups for parameter in group["params"]):
@@ -97,7 +101,7 @@ def test_clipping_takes_few_launches_of_many_gradients() -> None:
     groups[0]["params"] = [nn.Parameter(torch.zeros(7, 5, device="cuda")) for _ in range(100)]
     for parameter in groups[0]["params"]:
         parameter.grad = torch.randn_like(parameter)
-    norms, optim = gradient_norms(groups), config(adapter=None, shared=1.0)
+    norms, optim = compute_gradient_norms(groups), config(adapter=None, shared=1.0)
     clip_gradients(groups, norms, optim)  # loads what is loaded once
     with torch.profiler.profile() as profiled:
         clip_gradients(groups, norms, optim)
@@ -109,7 +113,7 @@ def test_a_groups_own_clip_leaves_the_others_alone() -> None:
     """One exploding group must not scale the others to nothing (N25)."""
     groups = groups_with([300.0], [0.5], [0.25])
     optim = config(adapter=2.0, connector=None, backbone=None, shared=10.0)
-    norm = clip_gradients(groups, gradient_norms(groups), optim)
+    norm = clip_gradients(groups, compute_gradient_norms(groups), optim)
     assert norm.item() == pytest.approx((300**2 + 0.5**2 + 0.25**2) ** 0.5)
     grads = [group["params"][0].grad.item() for group in groups]
     assert grads == pytest.approx([2.0, 0.5, 0.25], rel=1e-5)
@@ -118,7 +122,7 @@ def test_a_groups_own_clip_leaves_the_others_alone() -> None:
 def test_the_shared_clip_still_holds_beside_a_groups_own() -> None:
     groups = groups_with([300.0], [3.0], [4.0])
     optim = config(adapter=2.0, connector=None, backbone=None, shared=1.0)
-    clip_gradients(groups, gradient_norms(groups), optim)
+    clip_gradients(groups, compute_gradient_norms(groups), optim)
     grads = [group["params"][0].grad.item() for group in groups]
     assert grads == pytest.approx([2.0, 0.6, 0.8], rel=1e-5)
 
@@ -134,14 +138,14 @@ def test_betas_and_eps_reach_adamw() -> None:
 
 def test_no_clip_scales_nothing() -> None:
     groups = groups_with([300.0])
-    clip_gradients(groups, gradient_norms(groups), config(adapter=None, shared=None))
+    clip_gradients(groups, compute_gradient_norms(groups), config(adapter=None, shared=None))
     assert groups[0]["params"][0].grad.item() == 300.0
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_one_bad_element_makes_its_groups_norm_bad_and_no_other(value: float) -> None:
     groups = groups_with([1.0, value, 2.0], [1.0])
-    norms = gradient_norms(groups)
+    norms = compute_gradient_norms(groups)
     assert not torch.isfinite(norms["adapter"])
     assert norms["connector"].item() == 1.0
 
@@ -171,7 +175,7 @@ def test_an_adaptive_bound_scales_its_group_alone_and_the_shared_clip_takes_what
     groups = groups_with([30.0], [4.0])
     optim = config(adapter=None, connector=None, shared=5.0)
     norm = clip_gradients(
-        groups, gradient_norms(groups), optim, bounds(adapter=3.0, connector=None)
+        groups, compute_gradient_norms(groups), optim, bounds(adapter=3.0, connector=None)
     )
     assert norm.item() == pytest.approx((30**2 + 4**2) ** 0.5)
     grads = [group["params"][0].grad.item() for group in groups]
@@ -185,7 +189,7 @@ def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(
     for has_own_lr in (True, False):
         groups = groups_with([300.0])
         optim = config(adapter=clip if has_own_lr else None, shared=None if has_own_lr else clip)
-        clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=limit))
+        clip_gradients(groups, compute_gradient_norms(groups), optim, bounds(adapter=limit))
         expected = min(limit, clip or limit)
         assert groups[0]["params"][0].grad.item() == pytest.approx(expected, rel=1e-5)
 
@@ -194,16 +198,17 @@ def test_a_limit_above_the_norm_changes_no_bit() -> None:
     groups = groups_with([0.3, 0.4])
     before = groups[0]["params"][0].grad.clone()
     optim = config(adapter=None, shared=None)
-    clip_gradients(groups, gradient_norms(groups), optim, bounds(adapter=0.6))
+    clip_gradients(groups, compute_gradient_norms(groups), optim, bounds(adapter=0.6))
     assert torch.equal(groups[0]["params"][0].grad, before)
 
 
 def test_a_schedule_falls_to_its_least_share() -> None:
     schedule_options: dict[str, int] = {"warmup": 2, "steps": 6}
     for kind in ("linear", "cosine"):
-        plain = [schedule_factor(kind, step, **schedule_options) for step in range(1, 9)]
+        plain = [compute_schedule_factor(kind, step, **schedule_options) for step in range(1, 9)]
         raised = [
-            schedule_factor(kind, step, **schedule_options, least=0.25) for step in range(1, 9)
+            compute_schedule_factor(kind, step, **schedule_options, min_factor=0.25)
+            for step in range(1, 9)
         ]
         assert raised[:2] == plain[:2]  # warm-up is as it was
         assert raised[2:] == pytest.approx([0.25 + 0.75 * factor for factor in plain[2:]])

@@ -6,7 +6,7 @@ from torch import nn
 
 from dit_lora.adapters.groups import parameter_groups
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
-from dit_lora.training.optim.build import build_optimizer, clip_gradients, gradient_norms
+from dit_lora.training.optim.build import build_optimizer, clip_gradients, compute_gradient_norms
 
 
 class ZeroQueries(nn.Module):
@@ -35,12 +35,12 @@ def gradients(clip: float | None) -> tuple[dict[str, float], dict[str, float], f
         backbone=GroupConfig(lr=1e-3, modules=("projection.*",)),
     )
     optim = OptimConfig(groups=groups, clip=1.0, weight_decay=0.0, eps=1e-4)
-    members = parameter_groups(model, **groups.given())
+    members = parameter_groups(model, **groups.get_configured_groups())
     optimizer = build_optimizer(members, optim)
     model().backward()
-    before = gradient_norms(optimizer.param_groups)
+    before = compute_gradient_norms(optimizer.param_groups)
     clip_gradients(optimizer.param_groups, before, optim)
-    after = gradient_norms(optimizer.param_groups)
+    after = compute_gradient_norms(optimizer.param_groups)
     start = model.projection.weight.detach().clone()
     optimizer.step()
     moved = (model.projection.weight - start).abs().max().item()

@@ -14,22 +14,22 @@ from torch import nn
 from dit_lora.config.optim import GroupConfig, GroupsConfig, OptimConfig
 from dit_lora.config.optimizers import OPTIMIZERS
 from dit_lora.guard.attach.training_state import LoopState
-from dit_lora.guard.gate import Gate, gated_step
+from dit_lora.guard.gate import Gate, take_gated_step
 from dit_lora.guard.snapshots import Snapshots
-from dit_lora.guard.state import bad_state
-from dit_lora.guard.suspects import Suspects
+from dit_lora.guard.state import find_bad_state
+from dit_lora.guard.suspects import DiagnosisContext
 from dit_lora.training.optim.build import (
     apply_schedule,
     build_optimizer,
     build_schedule,
     clip_gradients,
-    gradient_norms,
+    compute_gradient_norms,
 )
 from dit_lora.training.optim.state import (
     drop_optimizer_state,
     load_optimizer_state,
+    load_scalar_state,
     optimizer_state,
-    put_numbers,
 )
 
 pytest.importorskip("bitsandbytes")
@@ -77,7 +77,7 @@ class Training:
                 "lr": config.lr,
                 **({} if config.weight_decay is None else {"weight_decay": config.weight_decay}),
             }
-            for group, config in self.optim.groups.given().items()
+            for group, config in self.optim.groups.get_configured_groups().items()
             for names in [members[group]]
         ]
         self.optimizer = build_optimizer(groups, self.optim)
@@ -94,11 +94,11 @@ class Training:
         if spoiled is not None:
             self.model.get_parameter(spoiled).grad.view(-1)[7] = torch.nan  # type: ignore[union-attr]
         gate, groups = Gate(Accelerator(cpu=True)), self.optimizer.param_groups
-        norms = gradient_norms(groups)
-        gate.gradients(norms)
+        norms = compute_gradient_norms(groups)
+        gate.record_gradient_norms(norms)
         clip_gradients(groups, norms, self.optim)
         apply_schedule(groups, self.schedule, step)
-        gated_step(self.optimizer, gate.agreed())
+        take_gated_step(self.optimizer, gate.reduce_flags())
         self.optimizer.zero_grad(set_to_none=True)
 
     def train(self, first: int, last: int) -> None:
@@ -163,7 +163,10 @@ def test_going_back_to_a_snapshot_takes_the_same_steps_again(name: str) -> None:
     """To step 3, and to before the first step, where no moment was."""
     run = Training(name)
     snapshots = Snapshots(
-        run.tensors, every=1, keep=2, put=lambda restored: put_numbers(run.optimizer, restored)
+        run.tensors,
+        interval_steps=1,
+        max_snapshots=2,
+        write_back=lambda restored: load_scalar_state(run.optimizer, restored),
     )
     snapshots.take(0)
     run.train(1, 3)
@@ -185,7 +188,7 @@ def test_going_back_to_a_snapshot_takes_the_same_steps_again(name: str) -> None:
 def test_a_loop_that_is_not_ours_goes_back_as_well(name: str) -> None:
     run = Training(name)
     parameters = dict(run.model.named_parameters())
-    early, late = (LoopState(parameters, [run.optimizer], every=1) for _ in range(2))
+    early, late = (LoopState(parameters, [run.optimizer], interval_steps=1) for _ in range(2))
     early.take(0)
     run.train(1, 2)
     late.take(2)
@@ -235,7 +238,7 @@ def test_a_parameter_that_had_no_gradient_starts_after_a_resume() -> None:
         for run in (uninterrupted, resumed):
             run.gradients(1)
             run.model.narrow.grad = None
-            gated_step(run.optimizer, torch.tensor(0.0))
+            take_gated_step(run.optimizer, torch.tensor(0.0))
         state = optimizer_state(uninterrupted.optimizer)
         assert not any(key.startswith("connector/narrow/") for key in state)
         load_optimizer_state(resumed.optimizer, {n: t.clone() for n, t in state.items()})
@@ -261,7 +264,7 @@ def library_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
     ours, plain = Training(name), Training(name)
-    weights, (adapter, connector) = plain.model, plain.optim.groups.given().values()
+    weights, (adapter, connector) = plain.model, plain.optim.groups.get_configured_groups().values()
     groups: list[dict[str, Any]] = [
         {"params": [weights.wide, weights.zero], "lr": adapter.lr},
         {"params": [weights.narrow], "lr": connector.lr, "weight_decay": connector.weight_decay},
@@ -270,7 +273,7 @@ def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
     for step in range(1, 6):
         ours.gradients(step)
         plain.gradients(step)
-        gated_step(ours.optimizer, torch.tensor(0.0))
+        take_gated_step(ours.optimizer, torch.tensor(0.0))
         library.step()
     for (key, value), other_value in zip(
         ours.model.named_parameters(), plain.model.parameters(), strict=True
@@ -336,15 +339,15 @@ def test_bad_state_is_named_with_its_parameter(
 ) -> None:
     run = Training(name)
     run.train(1, 2)
-    suspects = Suspects(run.model, lambda: optimizer_state(run.optimizer).items())
+    suspects = DiagnosisContext(run.model, lambda: optimizer_state(run.optimizer).items())
     batch: Any = SimpleNamespace(step=3, rank=0, micro_step=0)
-    assert bad_state(batch, suspects) is None
+    assert find_bad_state(batch, suspects) is None
     if key == "d":
         run.optimizer.param_groups[0]["d"] = value
     else:
         parameter, _, state = key.partition("/")
         run.optimizer.state[run.model.get_parameter(parameter)][state].view(-1)[1] = value
-    verdict = bad_state(batch, suspects)
+    verdict = find_bad_state(batch, suspects)
     assert verdict is not None
     assert verdict.cause == "optimizer"
     assert named in verdict.words

@@ -9,8 +9,8 @@ import torch
 
 from dit_lora.errors import DitLoraError, InterruptedRunError
 from dit_lora.guard.gate import NonFiniteError
-from dit_lora.numerics.memory import is_out_of_memory, one_out_of_memory_error
-from dit_lora.training.session.optional_work import OptionalWork, as_failure
+from dit_lora.numerics.memory import is_out_of_memory, unify_out_of_memory_errors
+from dit_lora.training.session.optional_work import OptionalWork, to_dit_lora_error
 
 OF_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
 OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(OF_HOST)]
@@ -35,7 +35,7 @@ def optional(said: list[str]) -> OptionalWork:
 
 def test_what_succeeds_is_given_and_not_told(optional: OptionalWork, said: list[str]) -> None:
     assert optional.attempt("samples", 2, lambda: 7) == 7
-    assert said == optional.lines() == []
+    assert said == optional.format_lines() == []
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
@@ -48,7 +48,7 @@ def test_after_out_of_memory_the_part_is_not_tried_again(
     assert said == [
         "warning: step 2: samples are left out from here on: out of memory; training goes on"
     ]
-    assert optional.lines() == ["left out: samples of steps 2, 4: out of memory"]
+    assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
 
 
 def test_any_other_failure_is_tried_again_at_the_next_step(
@@ -62,7 +62,7 @@ def test_any_other_failure_is_tried_again_at_the_next_step(
         "OSError: [Errno 28] No space left on device; training goes on",
         "warning: step 6: samples are left out this time: KeyError: 'odd'; training goes on",
     ]
-    (line,) = optional.lines()
+    (line,) = optional.format_lines()
     assert line.startswith("left out: samples of steps 2, 6: OSError")
 
 
@@ -93,7 +93,7 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
     optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
     # No rank goes into the second exchange.
     assert shared == [None]
-    assert optional.lines() == ["left out: samples of steps 2, 4: out of memory"]
+    assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
 
 
 def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch
     optional = OptionalWork(
         lambda value: pytest.fail("the others are elsewhere"), lambda line: None
     )
-    monkeypatch.setattr(OptionalWork, "_is_shared", lambda self: True)
+    monkeypatch.setattr(OptionalWork, "_is_distributed", lambda self: True)
     with pytest.raises(MemoryError):
         optional.attempt("samples", 2, raising(MemoryError()), is_collective=True)
     agreed = DitLoraError("all ranks know")
@@ -130,12 +130,12 @@ def test_what_did_not_fit_is_let_go_before_training_goes_on(optional: OptionalWo
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_memory_of_the_host_is_told_as_that_of_a_device(error: Exception) -> None:
-    assert is_out_of_memory(as_failure(error))
-    with pytest.raises(torch.OutOfMemoryError), one_out_of_memory_error():
+    assert is_out_of_memory(to_dit_lora_error(error))
+    with pytest.raises(torch.OutOfMemoryError), unify_out_of_memory_errors():
         raise error
 
 
 def test_other_errors_are_no_lack_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes differ"))
-    with pytest.raises(RuntimeError, match="shapes differ"), one_out_of_memory_error():
+    with pytest.raises(RuntimeError, match="shapes differ"), unify_out_of_memory_errors():
         raise RuntimeError("shapes differ")

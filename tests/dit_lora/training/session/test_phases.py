@@ -22,19 +22,21 @@ def busy(seconds: float) -> None:
 def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
     phases = Phases()
     for _ in range(2):
-        with phases.timing("checks"), phases.timing("kernels"):
+        with phases.time_phase("checks"), phases.time_phase("kernels"):
             busy(0.06)
-    with phases.timing("waiting"):
+    with phases.time_phase("waiting"):
         time.sleep(0.1)
-    checks, waiting = (next(p for p in phases.all if p.name == n) for n in ("checks", "waiting"))
-    kernels = next(p for p in phases.all if p.name == "checks/kernels")
+    checks, waiting = (
+        next(p for p in phases.entries if p.name == n) for n in ("checks", "waiting")
+    )
+    kernels = next(p for p in phases.entries if p.name == "checks/kernels")
     assert (checks.count, kernels.count) == (2, 2)
     assert checks.seconds >= kernels.seconds
     assert kernels.seconds > kernels.cpu_seconds - 0.01  # two clocks, of different grain
     assert kernels.cpu_seconds >= 0.12
     assert waiting.seconds >= 0.1
     assert waiting.cpu_seconds < 0.05
-    line = phases.line("before")
+    line = phases.format_stage("before")
     assert "checks 0." in line
     assert "(kernels 0." in line
     assert line.index("checks") < line.index("waiting")
@@ -43,13 +45,13 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
 def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
     phases = Phases()
     time.sleep(0.12)
-    with phases.timing("named"):
+    with phases.time_phase("named"):
         time.sleep(0.06)
     phases.begin_steps()
-    assert phases.first_step_taken()
-    assert not phases.first_step_taken(), "there is one first step"
-    assert "other 0.1" in phases.line("before")
-    with phases.timing("saving"):
+    assert phases.end_first_step()
+    assert not phases.end_first_step(), "there is one first step"
+    assert "other 0.1" in phases.format_stage("before")
+    with phases.time_phase("saving"):
         pass
     phases.end_steps()
     phases.write(tmp_path)
@@ -62,24 +64,24 @@ def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
 
 def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> None:
     waits: list[str] = []
-    phases = Phases(wait=lambda: waits.append("waited"))
-    with phases.timing("loading"):
+    phases = Phases(synchronize=lambda: waits.append("waited"))
+    with phases.time_phase("loading"):
         pass
     assert len(waits) == 1
     phases.begin_steps()
-    phases.first_step_taken()
-    with phases.timing("saving"):
+    phases.end_first_step()
+    with phases.time_phase("saving"):
         pass
     assert len(waits) == 1
 
 
 def test_an_error_ends_its_phase() -> None:
     phases = Phases()
-    with pytest.raises(ValueError, match="torn"), phases.timing("encoding"):
+    with pytest.raises(ValueError, match="torn"), phases.time_phase("encoding"):
         raise ValueError("torn")
-    with phases.timing("loading"):
+    with phases.time_phase("loading"):
         pass
-    assert [phase.name for phase in phases.all] == ["encoding", "loading"]
+    assert [phase.name for phase in phases.entries] == ["encoding", "loading"]
 
 
 def test_imports_are_what_a_process_did_before() -> None:
@@ -89,8 +91,8 @@ def test_imports_are_what_a_process_did_before() -> None:
         "while time.process_time() - began < 0.3: pass\n"
         "time.sleep(0.4)\n"
         "from dit_lora.training.session.phases import Phases\n"
-        "import os; (one,) = Phases.of_process().all\n"
-        "launcher, imports = Phases.of_process(os.getppid()).all\n"
+        "import os; (one,) = Phases.from_process().all\n"
+        "launcher, imports = Phases.from_process(os.getppid()).all\n"
         "print(one.name, one.seconds, one.cpu_seconds, launcher.name, launcher.seconds)\n"
     )
     began = time.perf_counter()

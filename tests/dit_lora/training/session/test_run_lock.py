@@ -17,7 +17,7 @@ import pytest
 from dit_lora.errors import DitLoraError
 from dit_lora.report.run.files import RunReader
 from dit_lora.training.session import run_lock
-from dit_lora.training.session.run_lock import LOCK, Holder, RunLock, holder_of, is_live
+from dit_lora.training.session.run_lock import LOCK_FILE, Holder, RunLock, is_live, read_holder
 
 HOLD = """
 import os, sys, time
@@ -50,14 +50,16 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Holder:
     """The holder of a lock that a process of another host left in the folder."""
-    holder = replace(Holder.own(), host="node7", boot="another", pid=1, job="88", token="t")
-    (tmp_path / LOCK).write_text(json.dumps(asdict(holder)))
+    holder = replace(
+        Holder.from_this_process(), host="node7", boot="another", pid=1, job="88", token="t"
+    )
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(holder)))
     return holder
 
 
 def age(folder: Path, seconds: float) -> None:
     then = time.time() - seconds
-    os.utime(folder / LOCK, (then, then))
+    os.utime(folder / LOCK_FILE, (then, then))
 
 
 def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_nobody(
@@ -66,8 +68,8 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
     (tmp_path / "config.yaml").write_text("model: {}\n")
     (tmp_path / "status.json").write_text('{"state": "running"}')
     with held_elsewhere(tmp_path) as other_process:
-        before = (tmp_path / LOCK).read_bytes()
-        named = holder_of(tmp_path)
+        before = (tmp_path / LOCK_FILE).read_bytes()
+        named = read_holder(tmp_path)
         assert named is not None
         with pytest.raises(DitLoraError) as error:
             RunLock(tmp_path).acquire()
@@ -76,7 +78,7 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
         )
         assert "\n" not in str(error.value)
         assert error.value.exit_code == 2
-        assert (tmp_path / LOCK).read_bytes() == before
+        assert (tmp_path / LOCK_FILE).read_bytes() == before
         assert is_live(tmp_path) is True
         assert RunReader(tmp_path).read().state == "running"
         other_process.kill()
@@ -148,13 +150,13 @@ def test_a_dead_process_of_another_host_gives_way_once_it_is_silent(
     """At once if it was silent long enough; else after the rest of that time."""
     monkeypatch.setattr(run_lock, "STALE", 1.0)
     for seconds, at_least in ((2.0, 0.0), (0.5, 0.4)):
-        (tmp_path / LOCK).write_text(json.dumps(asdict(elsewhere)))
+        (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(elsewhere)))
         age(tmp_path, seconds)
         began = time.monotonic()
         lock = RunLock(tmp_path)
         lock.acquire()
         assert at_least <= time.monotonic() - began < at_least + 1.5
-        assert holder_of(tmp_path) != elsewhere
+        assert read_holder(tmp_path) != elsewhere
         lock.release()
 
 
@@ -185,15 +187,15 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
     age(tmp_path, 1000)
     lock = RunLock(tmp_path)
     lock.acquire()
-    begun = (tmp_path / LOCK).stat().st_mtime
+    begun = (tmp_path / LOCK_FILE).stat().st_mtime
     time.sleep(0.2)
-    assert (tmp_path / LOCK).stat().st_mtime > begun
-    assert lock.lost() is None
-    (tmp_path / LOCK).write_text(json.dumps(asdict(elsewhere)))
+    assert (tmp_path / LOCK_FILE).stat().st_mtime > begun
+    assert lock.get_takeover_error() is None
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(elsewhere)))
     deadline = time.monotonic() + 100
-    while lock.lost() is None and time.monotonic() < deadline:
+    while lock.get_takeover_error() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert "was taken by process 1 on node7" in str(lock.lost())
+    assert "was taken by process 1 on node7" in str(lock.get_takeover_error())
     lock.release()
 
 
@@ -201,12 +203,12 @@ def test_where_there_is_no_flock_a_process_id_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from a later process that has the id of a dead one."""
-    monkeypatch.setattr(run_lock, "_flock", lambda handle, kind: None)
-    holder = Holder.own()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(holder, token="t"))))
+    monkeypatch.setattr(run_lock, "_try_flock", lambda handle, kind: None)
+    holder = Holder.from_this_process()
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(holder, token="t"))))
     with pytest.raises(DitLoraError, match=f"process {holder.pid} on"):
         RunLock(tmp_path).acquire()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(replace(holder, born=holder.born - 100))))
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(holder, born=holder.born - 100))))
     lock = RunLock(tmp_path)
     lock.acquire()
     lock.release()

@@ -18,8 +18,12 @@ from launching import ROOT, launch_environment, on_ranks
 
 from dit_lora.errors import DitLoraError
 from dit_lora.training.session import session
-from dit_lora.training.session.launch import started_alone, waiting_launcher
-from dit_lora.training.session.session import agree, meet, stop_signals
+from dit_lora.training.session.launch import find_waiting_launcher, is_started_alone
+from dit_lora.training.session.session import (
+    handle_stop_signals,
+    raise_on_all_ranks,
+    wait_for_all_ranks,
+)
 
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.FSDP])
@@ -35,13 +39,13 @@ def test_the_first_signal_asks_and_the_second_acts(
 ) -> None:
     before = signal.getsignal(number)
     acts = KeyboardInterrupt if number == signal.SIGINT else SystemExit
-    with stop_signals() as is_requested:
+    with handle_stop_signals() as is_requested:
         assert is_requested() == 0
         os.kill(os.getpid(), number)
         assert is_requested() == code
         os.kill(os.getpid(), number)  # torchrun passes on what the ranks were sent too
         assert is_requested() == code
-        monkeypatch.setattr(session, "_PASSED_ON", 0.0)
+        monkeypatch.setattr(session, "_FORWARDED_SIGNAL_S", 0.0)
         with pytest.raises(acts) as raised:
             os.kill(os.getpid(), number)
         assert getattr(raised.value, "code", 130) == code
@@ -50,11 +54,11 @@ def test_the_first_signal_asks_and_the_second_acts(
 
 def test_the_end_of_the_launcher_is_a_request_to_stop() -> None:
     """`accelerate launch` dies of SIGTERM and leaves its script running."""
-    with stop_signals(launcher=os.getppid()) as is_requested:
+    with handle_stop_signals(launcher=os.getppid()) as is_requested:
         assert is_requested() == 0
-    with stop_signals(launcher=1 + os.getppid()) as is_requested:
+    with handle_stop_signals(launcher=1 + os.getppid()) as is_requested:
         assert is_requested() == 143
-    with stop_signals() as is_requested:
+    with handle_stop_signals() as is_requested:
         assert is_requested() == 0
 
 
@@ -62,9 +66,9 @@ def launched(*options: str, **variables: str) -> list[str]:
     """The address, the number of processes and the parent that a script sees below `accelerate launch`."""
     script = """import os, sys
 sys.path.insert(0, sys.argv[1])
-from dit_lora.training.session.launch import started_alone, waiting_launcher
-several_gpus = [started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
-print(*several_gpus, waiting_launcher(os.environ) == os.getppid())
+from dit_lora.training.session.launch import is_started_alone, find_waiting_launcher
+several_gpus = [is_started_alone(os.environ, gpus) for gpus in (0, 1, 8)]
+print(*several_gpus, find_waiting_launcher(os.environ) == os.getppid())
 """
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--no_python"]
     result = subprocess.run(
@@ -91,21 +95,21 @@ def test_a_launch_that_starts_one_of_several_processes_is_seen_in_the_environmen
 
 def test_what_accelerate_did_not_start_has_no_launcher_and_lacks_nothing() -> None:
     """A batch script exports an address too, and torchrun says how many meet there."""
-    assert not started_alone({"MASTER_ADDR": "127.0.0.1"}, 0)
-    assert waiting_launcher({"MASTER_ADDR": "127.0.0.1"}) is None
+    assert not is_started_alone({"MASTER_ADDR": "127.0.0.1"}, 0)
+    assert find_waiting_launcher({"MASTER_ADDR": "127.0.0.1"}) is None
     by_accelerate = {"ACCELERATE_DYNAMO_MODE": "default"}
-    assert not started_alone({**by_accelerate, "MASTER_ADDR": "node7"}, 0)
+    assert not is_started_alone({**by_accelerate, "MASTER_ADDR": "node7"}, 0)
     ranks = {**by_accelerate, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
-    assert not started_alone(ranks, 0)
+    assert not is_started_alone(ranks, 0)
 
 
 def test_ranks_agree_on_an_error_and_on_none() -> None:
     accelerator = Accelerator(cpu=True)
-    agree(accelerator, None)
+    raise_on_all_ranks(accelerator, None)
     error = DitLoraError("disk")
     error.exit_code = 7
     with pytest.raises(DitLoraError, match="disk") as raised:
-        agree(accelerator, error)
+        raise_on_all_ranks(accelerator, error)
     assert raised.value.exit_code == 7
 
 
@@ -114,10 +118,13 @@ def alone_for_a_while(how: str) -> float:
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=1))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[limit])
     assert accelerator.num_processes == 2
-    meet(accelerator)  # the room is there before anybody is late
+    wait_for_all_ranks(accelerator)  # the room is there before anybody is late
     if accelerator.is_main_process:
         time.sleep(2)
-    {"meet": meet, "agree": lambda accelerator: agree(accelerator, None)}[how](accelerator)
+    {
+        "meet": wait_for_all_ranks,
+        "agree": lambda accelerator: raise_on_all_ranks(accelerator, None),
+    }[how](accelerator)
     return float(accelerator.gather(torch.ones(1)).sum())
 
 

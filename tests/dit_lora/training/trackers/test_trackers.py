@@ -21,7 +21,12 @@ from wandb_files import history, wandb_starts
 
 from dit_lora.data.media.video import write_sample, write_video
 from dit_lora.errors import DitLoraError
-from dit_lora.training.trackers.trackers import Trackers, flattened, login_problem, require_trackers
+from dit_lora.training.trackers.trackers import (
+    Trackers,
+    find_login_problem,
+    flatten,
+    require_trackers,
+)
 
 ALL = ("tensorboard", "wandb", "trackio")
 TOKEN = "hf_" + "x" * 20
@@ -55,7 +60,7 @@ class World:
     def event(self, trackers: Trackers) -> None:
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps(EVENT) + "\n")
-        trackers.event(EVENT)
+        trackers.log_event(EVENT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,18 +85,18 @@ def world(tmp_path_factory: pytest.TempPathFactory, offline: Path) -> World:
     }
     first_run = new_world.started(**config)
     for step in (1, 2, 3, 4):
-        first_run.scalars({"loss": 1 / step, "lr/adapter": 1e-3}, step)
+        first_run.log_scalars({"loss": 1 / step, "lr/adapter": 1e-3}, step)
     samples = new_world.folder / "samples" / "step_000003"
     frames = torch.randint(0, 256, (5, 64, 480, 3), dtype=torch.uint8)
     write_video(samples / "prompt_00.mp4", frames, 8)
     write_sample(samples / "prompt_01", frames[:1, :32, :48], None)
     (samples / "answers.json").write_text(json.dumps(ANSWERS))
-    first_run.samples(3, PROMPTS)
+    first_run.log_samples(3, PROMPTS)
     new_world.event(first_run)
     first_run.finish(failed=True)
     second = new_world.started(step=2, **config)
     for step in (3, 4):
-        second.scalars({"loss": 10 / step, "lr/adapter": 1e-3}, step)
+        second.log_scalars({"loss": 10 / step, "lr/adapter": 1e-3}, step)
     second.finish(failed=False)
     assert new_world.said == []
     wandb.teardown()  # its service has written everything when it is gone
@@ -135,7 +140,7 @@ def test_tensorboards_animation_has_all_frames_in_a_small_size(tmp_path: Path) -
     write_video(samples / "prompt_00.mp4", frames, 8)
     write_sample(samples / "prompt_01", frames[:1, :32, :48], None)
     trackers = world.started(("tensorboard",))
-    trackers.samples(7, PROMPTS)
+    trackers.log_samples(7, PROMPTS)
     trackers.finish(failed=False)
     events = EventAccumulator(str(tmp_path / "dit-lora"))
     events.Reload()
@@ -271,7 +276,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
             child.kill()
             child.wait()
     for step in range(1, 1000):  # what the socket still takes is no error
-        trackers.scalars({"loss": 1.0}, step)
+        trackers.log_scalars({"loss": 1.0}, step)
     assert len(world.said) == 1
     assert "warning: run.trackers: wandb is left out from here: " in world.said[0]
 
@@ -280,9 +285,9 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(SummaryWriter, "add_scalar", full)
-        trackers.scalars({"loss": 1.0}, 2)
+        trackers.log_scalars({"loss": 1.0}, 2)
     assert "tensorboard is left out from here: OSError: [Errno 28]" in world.said[1]
-    trackers.scalars({"loss": 1.0}, 3)
+    trackers.log_scalars({"loss": 1.0}, 3)
     trackers.finish(failed=False)
     assert len(world.said) == 2
     with suppress(OSError):
@@ -306,7 +311,7 @@ def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(
         monkeypatch.setenv(f"WANDB_{name}", value)
     world = World(tmp_path)
     trackers = world.started(("wandb",))
-    trackers.scalars({"loss": 0.5}, 1)
+    trackers.log_scalars({"loss": 0.5}, 1)
     trackers.finish(failed=False)
     wandb.teardown()
     (message,) = world.said
@@ -320,16 +325,16 @@ def test_wandb_without_a_key_is_refused_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a terminal it would ask in the middle of the run; without one it raises."""
-    assert login_problem(ALL) is None  # offline, as these tests are
+    assert find_login_problem(ALL) is None  # offline, as these tests are
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    problem = login_problem(("wandb",))
+    problem = find_login_problem(("wandb",))
     wandb.teardown()
     assert isinstance(problem, DitLoraError)
     assert "run `wandb login`, or log to the run's folder with WANDB_MODE=offline" in str(problem)
-    assert login_problem(("tensorboard", "trackio")) is None
+    assert find_login_problem(("tensorboard", "trackio")) is None
 
 
 def test_a_folder_by_the_name_of_a_tracker_is_not_the_tracker(
@@ -381,4 +386,4 @@ def test_a_run_tells_its_trackers_its_steps_samples_and_losses(
 
 def test_nested_values_are_flattened_as_a_recipes_overrides_are() -> None:
     values = {"a": {"b": {"c": 1}, "d": None}, "e": [1, 2], "f": {}}
-    assert flattened(values) == {"a.b.c": 1, "a.d": None, "e": [1, 2], "f": {}}
+    assert flatten(values) == {"a.b.c": 1, "a.d": None, "e": [1, 2], "f": {}}

@@ -21,9 +21,9 @@ from dit_lora.config.recipe import LoraConfig, ModelConfig
 from dit_lora.data.chat.conversation import Turn
 from dit_lora.data.media.media import MediaFile
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat_base import VisionSettings
 from dit_lora.training.tasks.chat import answerer as answering
-from dit_lora.training.tasks.chat.answerer import converse, load_answerer, typed
+from dit_lora.training.tasks.chat.answerer import converse, load_answerer, read_prompts
 
 
 def test_turns_are_one_conversation_about_the_same_frames(shape_clips: Path) -> None:
@@ -63,7 +63,7 @@ def test_typing_ends_with_the_input() -> None:
             return line
         raise EOFError
 
-    assert list(typed(read)) == ["What?", "Why?"]
+    assert list(read_prompts(read)) == ["What?", "Why?"]
 
 
 @pytest.fixture
@@ -137,9 +137,14 @@ def test_the_fine_tune_is_loaded_bit_for_bit(trained: Trained) -> None:
 
 def test_an_adapter_says_how_it_was_trained(trained: Trained) -> None:
     loaded = load_answerer(trained.adapter, str(trained.base))
-    assert loaded.checkpoint.how == Viewing(6, 8, 10, timestamps=False)
+    assert loaded.checkpoint.vision_settings == VisionSettings(6, 8, 10, timestamps=False)
     assert loaded.system == "Be brief."
-    assert load_answerer(trained.adapter, str(trained.base), frames=3).checkpoint.how.frames == 3
+    assert (
+        load_answerer(
+            trained.adapter, str(trained.base), frames=3
+        ).checkpoint.vision_settings.frames
+        == 3
+    )
     with pytest.raises(
         DitLoraError, match=r"where its base model \(trained on base\) is; give --model"
     ):
@@ -163,7 +168,7 @@ def test_a_run_knows_its_base(trained: Trained, family: list[ModelConfig]) -> No
     for target in (run, trained.adapter):
         loaded = load_answerer(target)
         assert torch.equal(logits(loaded.model), trained.tuned)
-        assert loaded.checkpoint.how == Viewing(5, 8, 10, timestamps=False)
+        assert loaded.checkpoint.vision_settings == VisionSettings(5, 8, 10, timestamps=False)
         assert loaded.system == "Be brief."
         assert family[-1].path == str(trained.base)
     elsewhere = trained.base.rename(trained.base.with_name("elsewhere"))
@@ -189,7 +194,7 @@ def test_a_run_of_the_whole_model_is_opened_itself(
 
 def test_a_checkpoint_is_opened_by_the_family_that_can(trained: Trained, tmp_path: Path) -> None:
     loaded = load_answerer(trained.base)
-    assert loaded.checkpoint.how == Viewing(4, 8, 10)
+    assert loaded.checkpoint.vision_settings == VisionSettings(4, 8, 10)
     assert torch.equal(logits(loaded.model), trained.fresh)
     with pytest.raises(
         DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"

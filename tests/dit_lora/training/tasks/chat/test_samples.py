@@ -11,8 +11,8 @@ from family_cases.chat import FAMILY_OF, SIDES
 
 from dit_lora.config.load import parse_recipe
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.training.tasks.chat.samples import digest_of
-from dit_lora.training.tasks.chat.training_set import draws_of
+from dit_lora.training.tasks.chat.samples import compute_digest
+from dit_lora.training.tasks.chat.training_set import make_sample_generator
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_no_draw_is_longer_than_its_bucket_nor_has_other_answers(
     orders_by_id: dict[str, set[tuple[int, int]]] = {}
     for entry in clips.entries:
         for draw in range(12):
-            rendered, _ = clips.render(entry, draws_of(1, draw))
+            rendered, _ = clips.render(entry, make_sample_generator(1, draw))
             assert rendered.answers == entry.answers
             assert len(rendered) <= entry.shape.length
             assert len(rendered.instruction) <= entry.instruction
@@ -85,7 +85,7 @@ def test_questions_that_are_too_long_are_shortened_and_answers_are_not(
     path = write_records(media, [{"video": "clips/00_red_disc_right.mp4", **long}])
     clips = set_of(recipe_of(tiny, path, tmp_path, max_tokens=100))
     (entry,) = clips.entries
-    assert entry.shortened > 100
+    assert entry.num_dropped_tokens > 100
     rendered, _ = clips.render(entry, None)
     assert len(rendered) == 100
     text = clips.checkpoint.tokenizer.decode(rendered.ids)
@@ -149,9 +149,9 @@ def test_the_digest_changes_with_all_that_is_trained_on(
     raw_records = records()[:2]
     recipe = recipe_of(tiny, write_records(data, raw_records), tmp_path)
     entries = found_in(recipe)[1].entries
-    before = digest_of(entries)
-    assert digest_of(entries[1:]) != before  # one is left out
-    assert digest_of(found_in(recipe)[1].entries) == before
+    before = compute_digest(entries)
+    assert compute_digest(entries[1:]) != before  # one is left out
+    assert compute_digest(found_in(recipe)[1].entries) == before
     turn = raw_records[0]["QA"][0]
     if change in ("answer", "question", "instruction"):
         turn[{"answer": "a", "question": "q", "instruction": "i"}[change]] += " Yes."
@@ -171,7 +171,7 @@ def test_the_digest_changes_with_all_that_is_trained_on(
         recipe = parse_recipe(
             {**values, "data": {**values["data"], "path": None, "sources": [source]}}, "test"
         )
-    assert digest_of(found_in(recipe)[1].entries) != before
+    assert compute_digest(found_in(recipe)[1].entries) != before
 
 
 def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
@@ -190,7 +190,13 @@ def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
         skip = clips.checkpoint.config.media_token_id  # type: ignore[attr-defined]
         return [
             {
-                decode([i for i in clips.render(entry, draws_of(0, draw))[0].ids if i != skip])
+                decode(
+                    [
+                        i
+                        for i in clips.render(entry, make_sample_generator(0, draw))[0].ids
+                        if i != skip
+                    ]
+                )
                 for draw in range(20)
             }
             for entry in clips.entries

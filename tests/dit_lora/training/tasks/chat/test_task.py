@@ -14,8 +14,13 @@ from dit_lora.config.optim import GroupsConfig
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.data.cache.digests import Digests
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.training.optim.build import clip_gradients, gradient_norms
-from dit_lora.training.tasks.chat.task import ChatTask, _told, _without_effect, default_targets
+from dit_lora.training.optim.build import clip_gradients, compute_gradient_norms
+from dit_lora.training.tasks.chat.task import (
+    ChatTask,
+    _describe_conversations,
+    _find_untrainable,
+    select_default_targets,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +44,17 @@ def test_every_linear_layer_of_the_language_model_is_adapted(
     subject = open_chat(variant, tiny_checkpoints[variant])
     model = subject.model()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    inside = [name for name in linear if {*name.split(".")} & {*subject.family.lora_within}]
-    targets = default_targets(subject.family, model)
+    inside = [name for name in linear if {*name.split(".")} & {*subject.family.lora_parent_modules}]
+    targets = select_default_targets(subject.family, model)
     assert {name.rpartition(".")[2] for name in inside} == set(targets)
 
 
 def test_text_is_refused_where_nothing_that_it_goes_through_trains(recipe: Any) -> None:
     _, scan = found_in(recipe)
-    assert _without_effect(recipe, scan.entries) == {}
+    assert _find_untrainable(recipe, scan.entries) == {}
     groups = GroupsConfig(adapter=None, connector=recipe.optim.groups.adapter)
     optim = recipe.optim.model_copy(update={"groups": groups})
-    refused = _without_effect(recipe.model_copy(update={"optim": optim}), scan.entries)
+    refused = _find_untrainable(recipe.model_copy(update={"optim": optim}), scan.entries)
     assert set(refused) == {"mine.json#5", "mine.json#6"}
 
 
@@ -61,7 +66,7 @@ def test_a_group_without_a_gradient_has_the_norm_0_and_is_not_scaled(recipe: Any
         {"name": "adapter", "params": [seen_weight]},
         {"name": "backbone", "params": [unseen]},
     ]
-    norms = gradient_norms(groups)
+    norms = compute_gradient_norms(groups)
     assert norms["backbone"] == 0
     groups_config = GroupsConfig.model_validate(
         {"adapter": {"lr": 1.0, "clip": 1.0}, "backbone": {"lr": 1.0, "clip": 1.0}}
@@ -74,17 +79,18 @@ def test_a_group_without_a_gradient_has_the_norm_0_and_is_not_scaled(recipe: Any
 
 def test_the_lines_at_the_start_count_what_there_is(recipe: Any) -> None:
     clips = set_of(recipe)
-    message = _told(clips)
+    message = _describe_conversations(clips)
     assert message.startswith("conversations: 2 image, 2 video, 2 text, in ")
     tokens = sum(entry.answers for entry in clips.entries)
     assert (
-        f"{len(clips.rooms)} buckets, the largest {clips.largest[0]}; {tokens:,} answer" in message
+        f"{len(clips.padded_lengths)} buckets, the largest {clips.largest_shape[0]}; {tokens:,} answer"
+        in message
     )
     assert "shortened" not in message
 
 
 def test_what_a_resumed_run_must_share_is_the_chat_section(recipe: Any) -> None:
-    identity = ChatTask().identity(recipe)
+    identity = ChatTask().trajectory_config(recipe)
     assert identity["chat.max_tokens"] == 256
     assert identity["chat.length_step"] == 32
     assert all(name.startswith("chat.") for name in identity)

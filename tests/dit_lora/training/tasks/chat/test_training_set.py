@@ -10,12 +10,12 @@ import torch
 from chat_sets import WATCH, reading, recipe_of, records, set_of, turns, write_records
 
 from dit_lora.config.load import parse_recipe
-from dit_lora.data.chat.frames import frame_seconds, read_at
-from dit_lora.data.chat.rendered import IGNORE
-from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, draw_number
-from dit_lora.data.loading.quarantine import LeftOut
+from dit_lora.data.chat.frames import read_frames_at, sample_frame_times
+from dit_lora.data.chat.rendered import IGNORE_INDEX
+from dit_lora.data.loading.batch import LOSS_WEIGHT, Batch, make_sample_seed
+from dit_lora.data.loading.quarantine import QuarantineRecord
 from dit_lora.data.synthetic.conversations import write_conversations
-from dit_lora.training.tasks.chat.training_set import ChatSet, draws_of
+from dit_lora.training.tasks.chat.training_set import ChatSet, make_sample_generator
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def kind_of(sample: str) -> str:
 
 
 def steps(clips: ChatSet, tmp_path: Path, **how: int) -> list[Batch]:
-    return list(clips.loader(reading(tmp_path, **how)))
+    return list(clips.make_loader(reading(tmp_path, **how)))
 
 
 def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path
 
 def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
     for entry in clips.entries:
-        tensors = clips.sample(entry, 0).tensors
+        tensors = clips.read_sample(entry, 0).tensors
         assert tensors["input_ids"].shape == (1, entry.shape.length)
-        assert (tensors["labels"] != IGNORE).sum() == entry.answers
+        assert (tensors["labels"] != IGNORE_INDEX).sum() == entry.answers
         pixels = {"clips": (1, 4, 3, 32, 32), "images": (1, 1, 3, 32, 32), "text": None}
         expected = pixels[kind_of(entry.id)]
         assert ("pixels" in tensors) == (expected is not None)
@@ -78,10 +78,10 @@ def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
             assert tensors["pixels"].shape == expected
             assert tensors["pixels"].dtype is torch.uint8
         assert ("seconds" in tensors) == (kind_of(entry.id) == "clips")
-    shape, spec = clips.largest
+    shape, spec = clips.largest_shape
     assert shape.volume == max(entry.shape.volume for entry in clips.entries)
     largest = next(entry for entry in clips.entries if entry.shape == shape)
-    expected = clips.sample(largest, 0).tensors
+    expected = clips.read_sample(largest, 0).tensors
     assert {n: (t[0].shape, t.dtype) for n, t in expected.items()} == spec
 
 
@@ -93,11 +93,11 @@ def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
         {"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(answers)
     ]
     clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path, length_step=256))
-    assert len(clips.rooms) == 1
+    assert len(clips.padded_lengths) == 1
     for entry in clips.entries:
         labels = clips.sample(entry, 0).tensors["labels"]
         assert labels.shape == (1, clips.entries[1].answers)
-        assert (labels != IGNORE).sum() == entry.answers
+        assert (labels != IGNORE_INDEX).sum() == entry.answers
 
 
 def test_frames_are_of_the_part_that_is_asked_about(
@@ -131,7 +131,7 @@ def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
             for batch in rank[accumulate * step : accumulate * (step + 1)]:
                 labels = batch.tensors["labels"]
                 made_up = torch.sin(labels.double() + 1)
-                learned = labels != IGNORE
+                learned = labels != IGNORE_INDEX
                 means = (made_up * learned).sum(1) / learned.sum(1)
                 weighted.append((means * batch.tensors[LOSS_WEIGHT]).mean())
                 tokens.append(made_up[learned])
@@ -170,15 +170,15 @@ def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: Ch
     assert media is not None
     assert header.seconds is not None
     assert header.fps is not None
-    middle = frame_seconds(header.seconds, header.fps, 4)
-    full_sample = clips.sample(entry, 0)
-    expected = read_at(media, middle, height=32, width=32, fit="stretch")
+    middle = sample_frame_times(header.seconds, header.fps, 4)
+    full_sample = clips.read_sample(entry, 0)
+    expected = read_frames_at(media, middle, height=32, width=32, fit="stretch")
     assert torch.equal(full_sample.tensors["pixels"][0], expected)
     assert full_sample.tensors["seconds"][0].tolist() == pytest.approx(list(middle))
-    assert same(clips.sample(entry, 5), full_sample)
+    assert same(clips.read_sample(entry, 5), full_sample)
 
-    draws = [clips.drawn(entry, draw, 1) for draw in range(8)]
-    assert same(clips.drawn(entry, 3, 1), draws[3])
+    draws = [clips.read_augmented(entry, draw, 1) for draw in range(8)]
+    assert same(clips.read_augmented(entry, 3, 1), draws[3])
     assert len({tuple(sample.tensors["seconds"][0].tolist()) for sample in draws}) > 4
     for sample_draw in draws:  # the words are of the frames that are seen
         seconds = sample_draw.tensors["seconds"][0].tolist()
@@ -189,9 +189,9 @@ def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: Ch
             if i < len(clips.checkpoint.tokenizer)
         ]
         assert f"sampled at {listed} seconds" in clips.checkpoint.tokenizer.decode(ids)
-        frames = read_at(media, seconds, height=32, width=32, fit="stretch")
+        frames = read_frames_at(media, seconds, height=32, width=32, fit="stretch")
         assert torch.equal(sample_draw.tensors["pixels"][0], frames)
-    assert not same(clips.drawn(entry, 3, 2), draws[3])
+    assert not same(clips.read_augmented(entry, 3, 2), draws[3])
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -203,16 +203,16 @@ def same(one: Batch, other: Batch) -> bool:
 def test_middle_frames_are_trained_on_where_the_recipe_says_so(clips: ChatSet) -> None:
     entry = clips.entries[1]  # of one turn
     fixed = replace(clips, chat=clips.chat.model_copy(update={"frames": "middle"}))
-    assert same(fixed.drawn(entry, 1, 1), clips.sample(entry, 0))
+    assert same(fixed.read_augmented(entry, 1, 1), clips.read_sample(entry, 0))
 
 
 def test_crops_are_drawn_in_training_alone(clips: ChatSet) -> None:
     update = {"frames": "middle", "crop": 0.3}
     cropped = replace(clips, chat=clips.chat.model_copy(update=update))
     for entry in (clips.entries[1], clips.entries[2]):
-        full_sample = clips.sample(entry, 0).tensors["pixels"]
-        assert torch.equal(cropped.sample(entry, 0).tensors["pixels"], full_sample)
-        draws = [cropped.drawn(entry, draw, 1).tensors["pixels"] for draw in range(4)]
+        full_sample = clips.read_sample(entry, 0).tensors["pixels"]
+        assert torch.equal(cropped.read_sample(entry, 0).tensors["pixels"], full_sample)
+        draws = [cropped.read_augmented(entry, draw, 1).tensors["pixels"] for draw in range(4)]
         assert all(not torch.equal(pixels, full_sample) for pixels in draws)
         assert not torch.equal(draws[0], draws[1])
 
@@ -222,7 +222,7 @@ def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatSet) -> None:
     assert WATCH in entry.conversation.turns[1].instruction
     orders, learned = set(), set()
     for draw in range(20):
-        labels = clips.drawn(entry, draw, 1).tensors["labels"][0]
+        labels = clips.read_augmented(entry, draw, 1).tensors["labels"][0]
         orders.add(tuple(labels.tolist()))
         learned.add(tuple(sorted(labels.tolist())))
     assert len(orders) == 6  # of three turns
@@ -235,8 +235,8 @@ def test_a_draw_is_the_samples_and_the_epochs_not_its_places(
     (batch, *_) = steps(clips, tmp_path, size=1)
     (name,) = batch.ids
     entry = next(candidate for candidate in clips.entries if candidate.id == name)
-    assert batch.draws == (draw_number(name, 0),)
-    repeated = clips.drawn(entry, batch.draws[0], 3)
+    assert batch.sample_seeds == (make_sample_seed(name, 0),)
+    repeated = clips.read_augmented(entry, batch.sample_seeds[0], 3)
     assert all(torch.equal(batch.tensors[key], repeated.tensors[key]) for key in repeated.tensors)
 
 
@@ -280,18 +280,20 @@ def test_weights_are_of_the_samples_that_come_once_others_are_left_out(
     clips: ChatSet, tmp_path: Path
 ) -> None:
     read_options = reading(tmp_path)
-    before = list(clips.loader(read_options))
+    before = list(clips.make_loader(read_options))
     left_out = before[0].ids[0]
-    read_options.quarantine.add([LeftOut(left_out, 0, None, 0, "data", "broken")])
-    after = list(clips.loader(read_options))
+    read_options.quarantine.add([QuarantineRecord(left_out, 0, None, 0, "data", "broken")])
+    after = list(clips.make_loader(read_options))
     assert left_out not in {sample for batch in after for sample in batch.ids}
     assert [step_batch.ids for step_batch in before] != [step_batch.ids for step_batch in after]
     for batch in after:
-        answers = (batch.tensors["labels"] != IGNORE).sum(1)
+        answers = (batch.tensors["labels"] != IGNORE_INDEX).sum(1)
         torch.testing.assert_close(batch.tensors[LOSS_WEIGHT], 2 * answers / answers.sum())
 
 
 def test_seeds_draw_differently() -> None:
-    first_draw, other_draw = (torch.rand(3, generator=draws_of(seed, 7)) for seed in (1, 2))
+    first_draw, other_draw = (
+        torch.rand(3, generator=make_sample_generator(seed, 7)) for seed in (1, 2)
+    )
     assert not torch.equal(first_draw, other_draw)
-    assert torch.equal(first_draw, torch.rand(3, generator=draws_of(1, 7)))
+    assert torch.equal(first_draw, torch.rand(3, generator=make_sample_generator(1, 7)))

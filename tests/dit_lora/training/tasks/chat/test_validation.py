@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from chat_sets import recipe_of, records, set_of, write_records
 
 from dit_lora.config.validation import ValidationConfig
-from dit_lora.data.chat.rendered import IGNORE
+from dit_lora.data.chat.rendered import IGNORE_INDEX
 from dit_lora.data.synthetic.conversations import write_conversations
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat_base import Viewing
+from dit_lora.families.chat_base import VisionSettings
 from dit_lora.training.tasks.chat.answerer import load_answerer
 from dit_lora.training.tasks.chat.task import ChatTask
 from dit_lora.training.tasks.chat.validation import write_answers
@@ -68,26 +68,26 @@ def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
         with torch.no_grad():
             logits = run.model(**run.checkpoint.inputs(tensors)).logits[0].double()
         labels, positions = tensors["labels"][0], tensors["answer_positions"][0]
-        learned = labels != IGNORE
+        learned = labels != IGNORE_INDEX
         log_probs = torch.log_softmax(logits[positions[learned]], -1)
         total -= log_probs.gather(1, labels[learned][:, None]).sum().item()
         count += int(learned.sum())
-    loss = ChatTask().held_out_loss(validating(run, held_out_clips=99))
+    loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=99))
     assert loss == pytest.approx(total / count, rel=1e-5)
-    assert ChatTask().held_out_loss(run) == loss
+    assert ChatTask().compute_eval_loss(run) == loss
     (first_entry, *_) = run.clips.entries
-    few = ChatTask().held_out_loss(validating(run, held_out_clips=1))
+    few = ChatTask().compute_eval_loss(validating(run, held_out_clips=1))
     assert few is not None
     assert few != pytest.approx(loss)
     assert first_entry.answers < count
 
 
 def test_a_clip_that_broke_is_left_out_of_it_and_said(run: Any, media: Path) -> None:
-    expected_loss = ChatTask().held_out_loss(validating(run, held_out_clips=99))
+    expected_loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=99))
     clip = media / run.clips.entries[0].id
     data = clip.read_bytes()
     clip.write_bytes(data[: len(data) // 2])
-    actual_loss = ChatTask().held_out_loss(run)
+    actual_loss = ChatTask().compute_eval_loss(run)
     clip.write_bytes(data)
     assert actual_loss != expected_loss
     (message,) = run.session.said
@@ -101,7 +101,9 @@ def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> No
     written = json.loads((run.session.dir / "samples" / "step_000007" / "answers.json").read_text())
     answering = load_answerer(run.checkpoint.path)
     # The recipe says at which seconds the frames are; the checkpoint was trained without.
-    answering.checkpoint = answering.checkpoint.viewing(Viewing.of(run.recipe))
+    answering.checkpoint = answering.checkpoint.with_vision_settings(
+        VisionSettings.from_recipe(run.recipe)
+    )
     from dit_lora.data.media.media import MediaFile
 
     expected = [answering.ask(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]

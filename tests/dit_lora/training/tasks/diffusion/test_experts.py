@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dit_lora.config.experts import EXPERTS
-from dit_lora.training.tasks.diffusion.experts import both_experts
+from dit_lora.config.experts import EXPERT_NAMES
+from dit_lora.training.tasks.diffusion.experts import use_both_experts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -54,8 +54,8 @@ def test_one_expert_is_on_the_device_at_a_time(
     pipeline = SimpleNamespace(
         **{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)}
     )
-    checkpoint: Any = SimpleNamespace(parts=EXPERTS, part=part)
-    with both_experts(pipeline, checkpoint, trained, None):
+    checkpoint: Any = SimpleNamespace(parts=EXPERT_NAMES, part=part)
+    with use_both_experts(pipeline, checkpoint, trained, None):
         for model in (trained, trained, other_expert, other_expert, trained, other_expert):
             model()
     assert trained.on_gpu + other_expert.on_gpu == [1] * 6
@@ -72,8 +72,8 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
     pipeline = SimpleNamespace(
         transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU)
     )
-    checkpoint: Any = SimpleNamespace(parts=EXPERTS, part="transformer")
-    with both_experts(pipeline, checkpoint, trained, None):
+    checkpoint: Any = SimpleNamespace(parts=EXPERT_NAMES, part="transformer")
+    with use_both_experts(pipeline, checkpoint, trained, None):
         trained()
         other_expert()
     assert trained.place == GPU
@@ -81,7 +81,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
 
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
     trained, other_expert = pair
-    with both_experts(
+    with use_both_experts(
         SimpleNamespace(), SimpleNamespace(parts={}, part="transformer"), trained, None
     ):  # type: ignore[arg-type]
         trained()

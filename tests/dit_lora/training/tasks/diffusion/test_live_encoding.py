@@ -50,13 +50,15 @@ def videos() -> LiveVideos:
 
 
 def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: LiveVideos) -> None:
-    assert videos.first_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
+    assert videos.get_first_spec(["torn"]) == {"latent": (torch.Size([3]), torch.float32)}
     tensors, fault = videos.read("good", {})
     assert (tensors["latent"].tolist(), fault) == ([7, 7, 7], None)
 
 
 def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
-    videos.decoded["good"] = DecodedSample(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
+    videos.decoded_samples["good"] = DecodedSample(
+        torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None
+    )
     assert videos.read("good", {})[0]["latent"].tolist() == [5, 5, 5]
     assert videos.read("good", {})[0]["latent"].tolist() == [7, 7, 7]
 
@@ -64,7 +66,7 @@ def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
 def test_bad_values_and_torn_clips_are_faults(videos: LiveVideos) -> None:
     tensors, fault = videos.read("mirror", {})
     assert fault == "latent has 3 NaN among 3 values"
-    tensors, fault = videos.read("torn", videos.first_spec(["torn"]))
+    tensors, fault = videos.read("torn", videos.get_first_spec(["torn"]))
     assert fault == "torn cannot be decoded"
     assert tensors["latent"].isnan().all()
 
@@ -80,11 +82,11 @@ def test_captions_are_encoded_once_and_judged(
         value = torch.inf if captions == ["bad"] else 1.0
         return {"embeds": torch.full((1, 2), value)}
 
-    monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._CAPTIONS", 2)
+    monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._MAX_CACHED_CAPTIONS", 2)
     digests, facts = Digests(tmp_path / "digests.json"), dict[str, str]()
     encoding = Encoding(cast(Recipe, None), digests, facts, facts)
     texts = LiveTexts(
-        {key: encoding.text(caption) for key, caption in captions.items()}, encode_text
+        {key: encoding.make_text_job(caption) for key, caption in captions.items()}, encode_text
     )
     assert texts.read("1", {}) == texts.read("1", {})
     assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"

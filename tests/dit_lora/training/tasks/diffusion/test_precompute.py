@@ -23,17 +23,17 @@ from dit_lora.data.synthetic.clips import write_shapes
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.cache_plan import make_plan, transformer_digest
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_digest, make_plan
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
-Encode = Callable[..., Precomputed]
+Encode = Callable[..., DiffusionTrainingData]
 
 
 @pytest.fixture
 def encode(recipe_values: dict[str, Any], tmp_path: Path) -> Encode:
     """Fill one shared cache with `section.key=value` changed."""
 
-    def run(**changes: Any) -> Precomputed:
+    def run(**changes: Any) -> DiffusionTrainingData:
         values = json.loads(json.dumps(recipe_values))
         values["data"]["cache"] = str(tmp_path / "cache")
         for key, value in changes.items():
@@ -47,8 +47,8 @@ def encode(recipe_values: dict[str, Any], tmp_path: Path) -> Encode:
     return run
 
 
-def keys(encoded: Precomputed) -> list[tuple[str, str]]:
-    return [(entry.video_key, entry.text_key) for entry in encoded.clips.entries]
+def keys(encoded: DiffusionTrainingData) -> list[tuple[str, str]]:
+    return [(entry.video_key, entry.text_key) for entry in encoded.training_set.entries]
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,15 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
     first_key, second, third, fourth = (key for key, _ in encoded.prompt_keys)
     assert len({first_key, second, third}) == 3
     assert second == fourth
-    assert encoded.clips.empty_text_key not in {first_key, second, third}
-    assert {negative for _, negative in encoded.prompt_keys} == {encoded.clips.empty_text_key}
+    assert encoded.training_set.empty_text_key not in {first_key, second, third}
+    assert {negative for _, negative in encoded.prompt_keys} == {
+        encoded.training_set.empty_text_key
+    }
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
     expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
     for prompt, (key, _) in zip(prompts, encoded.prompt_keys, strict=True):
-        tensors, _ = encoded.clips.texts.read(key, {})
+        tensors, _ = encoded.training_set.texts.read(key, {})
         assert torch.equal(tensors["prompt_embeds"], expected([prompt])["prompt_embeds"][0])
 
 
@@ -105,8 +107,8 @@ def test_an_entry_is_the_encoding_of_the_frames_that_the_recipe_asks_for(
     encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path]
 ) -> None:
     encoded = encode(data__fps=16.0, data__frames=5)
-    entry = encoded.clips.entries[2]
-    tensors, fault = encoded.clips.videos.read(entry.video_key, {})
+    entry = encoded.training_set.entries[2]
+    tensors, fault = encoded.training_set.videos.read(entry.video_key, {})
     assert fault is None
     frames = read_frames(shape_clips / entry.id, frames=5, height=32, width=48, fps=16.0)
     path = str(tiny_checkpoints["cogvideox-2b"])
@@ -131,7 +133,10 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
 ) -> None:
     changes = {"validation__prompts": ["a cat"], "model__dtype": dtype}
     encoded = encode(**changes)
-    texts, shared = encoded.clips.texts, [encoded.clips.empty_text_key, encoded.prompt_keys[0][0]]
+    texts, shared = (
+        encoded.training_set.texts,
+        [encoded.training_set.empty_text_key, encoded.prompt_keys[0][0]],
+    )
     good = [texts.read(key, {})[0]["prompt_embeds"].clone() for key in shared]
     for entry in list(texts.entries()):
         if entry.key in shared:
@@ -139,7 +144,7 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
     encoded_again = encode(**changes)
     for key, embeds in zip(shared, good, strict=True):
         assert torch.equal(texts.read(key, {})[0]["prompt_embeds"], embeds)
-    assert encoded_again.clips.empty_text[1] is None
+    assert encoded_again.training_set.empty_text[1] is None
     printed = capsys.readouterr().err
     assert "caption '' is encoded anew" in printed
     assert "caption 'a cat' is encoded anew" in printed
@@ -150,11 +155,11 @@ def test_a_mirror_image_is_an_entry_of_its_own_beside_the_image(
 ) -> None:
     plain, flipped = encode(data__frames=1), encode(data__frames=1, data__flip=True)
     assert keys(plain) == keys(flipped)
-    assert all(entry.mirror_key is None for entry in plain.clips.entries)
+    assert all(entry.mirror_key is None for entry in plain.training_set.entries)
     assert plain.data_digest != flipped.data_digest
-    entry = flipped.clips.entries[3]
+    entry = flipped.training_set.entries[3]
     assert entry.mirror_key is not None
-    mirror, fault = flipped.clips.videos.read(entry.mirror_key, {})
+    mirror, fault = flipped.training_set.videos.read(entry.mirror_key, {})
     assert fault is None
     frames = read_frames(shape_clips / entry.id, frames=1, height=32, width=48, fps=8).flip(3)
     path = str(tiny_checkpoints["cogvideox-2b"])
@@ -180,7 +185,7 @@ def test_another_first_image_is_another_entry(
             data__height=64,
             data__width=96,
         )
-        return encoded.clips.entries[0].video_key
+        return encoded.training_set.entries[0].video_key
 
     assert key("navy") == key("navy") != key("olive")
 
@@ -200,7 +205,7 @@ def test_random_weights_are_told_apart_by_what_they_are_drawn_from(
         recipe_values.pop("lora", None)
         recipe = parse_recipe(recipe_values, "test")
         checkpoint: Any = NoFiles()
-        return transformer_digest(checkpoint, recipe, Digests(tmp_path / "digests.json"))
+        return compute_transformer_digest(checkpoint, recipe, Digests(tmp_path / "digests.json"))
 
     assert digest({}, 1) == digest({}, 1)
     assert len({digest({}, 1), digest({}, 2), digest({"num_layers": 1}, 1)}) == 3
@@ -232,12 +237,12 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
 
     def keys_now() -> tuple[set[str], set[str]]:
         checkpoint = get_family("cogvideox").open(recipe.model)
-        return make_plan(recipe, checkpoint, torch.float32, group=1, quiet=True).keys
+        return make_plan(recipe, checkpoint, torch.float32, samples_per_step=1, quiet=True).keys
 
     videos, texts = keys_now()
     if component == "code of decoding":
         monkeypatch.setattr(
-            "dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "another"
+            "dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "find_other_sample"
         )
     else:
         file = next(f for f in sorted((model / component).iterdir()) if f.suffix == ".json")
@@ -263,7 +268,7 @@ def test_each_window_of_a_clip_is_an_entry_of_its_own(
     encode: Encode, shape_clips: Path, tiny_checkpoints: dict[str, Path]
 ) -> None:
     encoded = encode(data__fps=16.0, data__windows="all")
-    entries = encoded.clips.entries
+    entries = encoded.training_set.entries
     assert len({entry.video_key for entry in entries}) == len(entries) == 10
     first_entry, second = entries[:2]
     assert second.id == f"{first_entry.id}@0.562s"  # to the millisecond
@@ -272,7 +277,7 @@ def test_each_window_of_a_clip_is_an_entry_of_its_own(
     encoder = vae.load_video_encoder(torch.float32, torch.device("cpu"))
     size = {"frames": 9, "height": 32, "width": 48, "fps": 16.0}
     for entry, start in ((first_entry, 0.0), (second, 0.5625)):
-        tensors, fault = encoded.clips.videos.read(entry.video_key, {})
+        tensors, fault = encoded.training_set.videos.read(entry.video_key, {})
         assert fault is None
         frames = read_frames(shape_clips / first_entry.id, start=start, **size)
         assert torch.equal(tensors["latent_mean"], encoder(frames)["latent_mean"])
@@ -296,7 +301,9 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
     recipe = parse_recipe(values, "test")
     checkpoint = get_family("cogvideox").open(recipe.model)
     audit = audit_recipe(recipe, checkpoint, progress=False)
-    assert {sample.file for sample in audit.judged if sample.verdict == "reject"} == bad_files
+    assert {
+        sample.file for sample in audit.audited_samples if sample.verdict == "reject"
+    } == bad_files
 
     for precomputed in (True, False):
         with pytest.raises(DitLoraError) as error:
@@ -326,8 +333,8 @@ def test_a_caption_beyond_the_text_limit_is_one_line(
     for library in libraries:
         library.addHandler(theirs)
     encoded = encode(data__path=str(clips), data__precompute=stored)
-    for entry in encoded.clips.entries:
-        encoded.clips.texts.read(entry.text_key, {})
+    for entry in encoded.training_set.entries:
+        encoded.training_set.texts.read(entry.text_key, {})
     for library in libraries:
         library.removeHandler(theirs)
     printed = capsys.readouterr()

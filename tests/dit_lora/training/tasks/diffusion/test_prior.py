@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_with_the_next_and_makes_the_same(
     assert contents(written_files(tmp_path)) == expected
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     with monkeypatch.context() as full:
-        full.setattr(prior, "_Sampler", lambda *_: None)
+        full.setattr(prior, "_PriorSampler", lambda *_: None)
         fill(3)
         fill(2)
     (tmp_path / "prior" / "prior_000000.png").rename(tmp_path / "prior" / "mine.png")

@@ -18,9 +18,9 @@ from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
 from dit_lora.families.loss_mask import LOSS_MASK
 from dit_lora.training.session.session import running
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
-Encode = Callable[..., Precomputed]
+Encode = Callable[..., DiffusionTrainingData]
 CPU = torch.device("cpu")
 
 
@@ -36,7 +36,9 @@ def encode(
 ) -> Encode:
     """Fill one shared cache with the pairs, by FLUX.2 or the family that is named."""
 
-    def run(family: str = "flux2", variant: str = "flux2-klein", **data: Any) -> Precomputed:
+    def run(
+        family: str = "flux2", variant: str = "flux2-klein", **data: Any
+    ) -> DiffusionTrainingData:
         values = json.loads(json.dumps(recipe_values))
         values["model"] = {"family": family, "path": str(tiny_checkpoints[variant])}
         values["data"] |= {"path": str(pairs), "frames": 1, "height": 64, "width": 64}
@@ -49,14 +51,14 @@ def encode(
     return run
 
 
-def sample(encoded: Precomputed, index: int, draw: int = 3) -> dict[str, torch.Tensor]:
-    batch = encoded.clips.sample(encoded.clips.entries[index], draw)
+def sample(encoded: DiffusionTrainingData, index: int, draw: int = 3) -> dict[str, torch.Tensor]:
+    batch = encoded.training_set.read_sample(encoded.training_set.entries[index], draw)
     assert not batch.faults
     return dict(batch.tensors)
 
 
-def keys(encoded: Precomputed) -> list[str]:
-    return [entry.video_key for entry in encoded.clips.entries]
+def keys(encoded: DiffusionTrainingData) -> list[str]:
+    return [entry.video_key for entry in encoded.training_set.entries]
 
 
 def test_a_reference_is_encoded_at_its_own_size(
@@ -68,7 +70,7 @@ def test_a_reference_is_encoded_at_its_own_size(
     frames = pixels.view(1, picture.height, picture.width, 3).permute(0, 3, 1, 2)
     model = ModelConfig(family="flux2", path=str(tiny_checkpoints["flux2-klein"]))
     encoder: Any = get_family("flux2").open(model).load_video_encoder(torch.float32, CPU)
-    entry = encoded.clips.entries[1]
+    entry = encoded.training_set.entries[1]
     assert entry.shape is not None
     expected = encoder.references([frames], entry.shape)["reference_0"]
     assert tuple(expected.shape[1:]) == (8, 10)
@@ -109,7 +111,7 @@ def test_without_a_cache_a_sample_is_the_same_bit_for_bit(encode: Encode) -> Non
         expected, got = sample(cached, index), sample(live, index)
         assert expected.keys() == got.keys() >= {"reference_0", LOSS_MASK}
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
-    spec = live.clips.video_specs[live.clips.entries[0].shape]
+    spec = live.training_set.video_specs[live.training_set.entries[0].shape]
     assert {name: entry[0] for name, entry in spec.items()} == {
         name: tensor.shape[1:] for name, tensor in expected.items() if name in spec
     }
@@ -117,10 +119,12 @@ def test_without_a_cache_a_sample_is_the_same_bit_for_bit(encode: Encode) -> Non
 
 def test_a_mirrored_sample_has_mirrored_references_and_mask(encode: Encode) -> None:
     encoded = encode(flip=True, mask_column="mask")
-    entry = encoded.clips.entries[0]
-    draws = {encoded.clips.entries[0].video_key_of(draw): draw for draw in range(40)}
+    entry = encoded.training_set.entries[0]
+    draws = {encoded.training_set.entries[0].choose_video_key(draw): draw for draw in range(40)}
     assert len(draws) == 2
-    plain, mirrored = (encoded.clips.sample(entry, draw).tensors for draw in draws.values())
+    plain, mirrored = (
+        encoded.training_set.read_sample(entry, draw).tensors for draw in draws.values()
+    )
     assert torch.equal(plain[LOSS_MASK], mirrored[LOSS_MASK].flip(-1))
     assert not torch.equal(plain[LOSS_MASK], mirrored[LOSS_MASK])
     assert not torch.equal(plain["reference_0"], mirrored["reference_0"])

@@ -9,12 +9,12 @@ from PIL import Image
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import read_frames, read_header, write_video
 from dit_lora.families.base import Sampling
-from dit_lora.families.references import References
-from dit_lora.training.tasks.diffusion.shown_references import keep_references
+from dit_lora.families.references import ReferenceSpec
+from dit_lora.training.tasks.diffusion.shown_references import copy_references
 
 
-def takes(*, clips: bool = False) -> References:
-    return References(0, None, lambda height, width, shape: VideoShape(1, 16, 16), clips=clips)
+def takes(*, clips: bool = False) -> ReferenceSpec:
+    return ReferenceSpec(0, None, lambda height, width, shape: VideoShape(1, 16, 16), is_clip=clips)
 
 
 def how(*files: Path, frames: int = 1) -> Sampling:
@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 def test_pictures_are_scaled_down_and_in_order(tmp_path: Path, files: list[Path]) -> None:
     red, lime, blue = files
-    keep_references(tmp_path, takes(), [how(red), how(), how(blue, lime)])
+    copy_references(tmp_path, takes(), [how(red), how(), how(blue, lime)])
     refs = {path.name: Image.open(path) for path in sorted((tmp_path / "references").iterdir())}
     assert {name: image.size for name, image in refs.items()} == {
         "prompt_00_1.jpg": (512, 256),
@@ -40,9 +40,9 @@ def test_pictures_are_scaled_down_and_in_order(tmp_path: Path, files: list[Path]
     }
     channels = [max(range(3), key=im.getpixel((9, 9)).__getitem__) for im in refs.values()]  # type: ignore[union-attr]
     assert channels == [0, 2, 1]
-    keep_references(tmp_path, takes(), [how(lime)])
+    copy_references(tmp_path, takes(), [how(lime)])
     assert [path.name for path in (tmp_path / "references").iterdir()] == ["prompt_00_1.jpg"]
-    keep_references(tmp_path, None, [how()])
+    copy_references(tmp_path, None, [how()])
     assert not (tmp_path / "references").exists()
 
 
@@ -50,7 +50,7 @@ def test_clips_are_kept_as_the_model_is_given_them(tmp_path: Path, files: list[P
     levels = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) * 30
     clip = tmp_path / "clip.mp4"
     write_video(clip, levels.expand(8, 64, 96, 3).contiguous(), 8)
-    keep_references(tmp_path, takes(clips=True), [how(clip, frames=5)])
+    copy_references(tmp_path, takes(clips=True), [how(clip, frames=5)])
     (reference_path,) = (tmp_path / "references").iterdir()
     assert reference_path.name == "prompt_00_1.mp4"
     header = read_header(reference_path)
@@ -59,6 +59,6 @@ def test_clips_are_kept_as_the_model_is_given_them(tmp_path: Path, files: list[P
     assert [round(frame.float().mean().item() / 30) for frame in frames_read] == [0, 1, 2, 3, 4]
     # Of a picture, and for models that take pictures, it is one.
     for clips, frames in ((True, 1), (False, 5)):
-        keep_references(tmp_path, takes(clips=clips), [how(clip, frames=frames)])
+        copy_references(tmp_path, takes(clips=clips), [how(clip, frames=frames)])
         (reference_path,) = (tmp_path / "references").iterdir()
         assert reference_path.name == "prompt_00_1.jpg"

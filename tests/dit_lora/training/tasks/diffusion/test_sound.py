@@ -19,10 +19,10 @@ from dit_lora.data.media.media import MediaFile
 from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.planning.subject import Subject
+from dit_lora.planning.subject import MemoryEstimator
 from dit_lora.training.session.session import running
 from dit_lora.training.tasks.diffusion.cache_plan import make_plan
-from dit_lora.training.tasks.diffusion.precompute import Precomputed, precompute
+from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
 
 Values = Callable[..., Recipe]
 
@@ -58,7 +58,7 @@ def recipe_of(tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path) ->
     return make
 
 
-def encoded(recipe: Recipe) -> Precomputed:
+def encoded(recipe: Recipe) -> DiffusionTrainingData:
     AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
     with running(recipe) as session:
         return precompute(session, get_family("ltx2").open(recipe.model, recipe))
@@ -66,8 +66,8 @@ def encoded(recipe: Recipe) -> Precomputed:
 
 def facts(recipe: Recipe) -> list[dict[str, Any]]:
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
-    plan = make_plan(recipe, checkpoint, torch.float32, group=1, quiet=True)
-    return [dict(entry.video.facts) for entry in plan.wanted]
+    plan = make_plan(recipe, checkpoint, torch.float32, samples_per_step=1, quiet=True)
+    return [dict(entry.video.facts) for entry in plan.planned_samples]
 
 
 def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
@@ -76,11 +76,11 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
     """Of both windows of a clip; what an encoder makes of the file's sound by itself is the same, bit for bit."""
     recipe = recipe_of(windows=2, window_stride=0.5)
     checkpoint: Any = get_family("ltx2").open(recipe.model, recipe)
-    actual = encoded(recipe).clips
+    actual = encoded(recipe).training_set
     assert len(actual.entries) == 6
     encode = checkpoint.load_audio_encoder(torch.float32, CPU)
     for number, entry in enumerate(actual.entries):
-        (spec,) = {actual.videos.first_spec([entry.video_key])["audio_latent_mean"]}
+        (spec,) = {actual.videos.get_first_spec([entry.video_key])["audio_latent_mean"]}
         assert spec == (torch.Size([28, 16]), torch.float32)
         tensors, fault = actual.videos.read(entry.video_key, {})
         assert fault is None
@@ -105,10 +105,13 @@ def test_sound_changes_the_key_and_its_absence_is_the_key_from_before(recipe_of:
 
 
 def test_what_is_encoded_live_is_what_a_cache_holds(recipe_of: Values) -> None:
-    cached, live = encoded(recipe_of()).clips, encoded(recipe_of(precompute=False)).clips
+    cached, live = (
+        encoded(recipe_of()).training_set,
+        encoded(recipe_of(precompute=False)).training_set,
+    )
     keys = [entry.video_key for entry in cached.entries]
     assert keys == [entry.video_key for entry in live.entries]
-    assert live.videos.first_spec(keys) == cached.videos.first_spec(keys)
+    assert live.videos.get_first_spec(keys) == cached.videos.get_first_spec(keys)
     for key in keys:
         ours, theirs = live.videos.read(key, {})[0], cached.videos.read(key, {})[0]
         assert ours.keys() == theirs.keys() == {"latent_mean", "audio_latent_mean"}
@@ -116,18 +119,20 @@ def test_what_is_encoded_live_is_what_a_cache_holds(recipe_of: Values) -> None:
 
 
 def test_a_plan_counts_the_sound(recipe_of: Values) -> None:
-    def subject(**data: Any) -> Subject:
+    def subject(**data: Any) -> MemoryEstimator:
         recipe = recipe_of(**data)
         family = get_family("ltx2")
-        return Subject(recipe, family, family.open(recipe.model, recipe), torch.float32, False)
+        return MemoryEstimator(
+            recipe, family, family.open(recipe.model, recipe), torch.float32, False
+        )
 
     heard, mute = subject(), subject(sound=False)
     (shape,) = heard.shapes
-    added = dict(heard.spec(shape))
+    added = dict(heard.get_spec(shape))
     assert added.pop("audio_latent_mean") == (torch.Size([28, 16]), torch.float32)
-    assert added == mute.spec(shape)
-    assert heard.video_encoder.weights > mute.video_encoder.weights
-    assert heard.sample_bytes(shape) == mute.sample_bytes(shape) + 4 * 28 * 16
+    assert added == mute.get_spec(shape)
+    assert heard.video_encoder.weight_bytes > mute.video_encoder.weight_bytes
+    assert heard.count_sample_bytes(shape) == mute.count_sample_bytes(shape) + 4 * 28 * 16
 
 
 def test_clips_without_their_sound_are_refused_in_one_list_before_anything_is_encoded(
@@ -143,8 +148,8 @@ def test_clips_without_their_sound_are_refused_in_one_list_before_anything_is_en
     assert "1.mov: sound_too_short: its sound ends at 0." in lines[2]
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     encoded_clips = encoded(recipe_of(rejects="skip"))
-    assert [entry.id for entry in encoded_clips.clips.entries] == ["2.mov"]
-    assert len(encoded(recipe_of(sound=False)).clips.entries) == 3
+    assert [entry.id for entry in encoded_clips.training_set.entries] == ["2.mov"]
+    assert len(encoded(recipe_of(sound=False)).training_set.entries) == 3
 
 
 def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
@@ -162,7 +167,8 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
     recipe = recipe_of()
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
     samples_by_file = {
-        sample.file: sample for sample in audit_recipe(recipe, checkpoint, progress=False).judged
+        sample.file: sample
+        for sample in audit_recipe(recipe, checkpoint, progress=False).audited_samples
     }
     codes = {
         name: {f.code for f in sample.findings if "sound" in f.code}
@@ -183,7 +189,7 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
     mute = recipe_of(sound=False)
     mute_samples = audit_recipe(
         mute, get_family("ltx2").open(mute.model, mute), progress=False
-    ).judged
+    ).audited_samples
     assert not [f.code for sample in mute_samples for f in sample.findings if "sound" in f.code]
     assert "sound: 5 of 6 clips have some" in audit_folder(str(clips), progress=False).notes
 
@@ -217,4 +223,4 @@ def test_headers_remembered_by_a_version_that_knew_of_no_sound_are_read_anew(
     memo.write_text(json.dumps({"version": 1, "headers": old}))
     for path in (tmp_path / "cache" / "videos").rglob("*.safetensors"):
         path.unlink()
-    assert len(encoded(recipe).clips.entries) == 3
+    assert len(encoded(recipe).training_set.entries) == 3

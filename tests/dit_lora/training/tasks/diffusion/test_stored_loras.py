@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dit_lora.training.tasks.diffusion.stored_loras import _of_pair
+from dit_lora.training.tasks.diffusion.stored_loras import _find_expert_file
 
 PARTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
 
@@ -23,9 +23,9 @@ def test_an_experts_own_file_is_found_by_header_or_by_name(tmp_path: Path, told:
         header = {"dit_lora": f'{{"part": "{part}"}}'} if told else None
         save_file({"x": torch.ones(1)}, tmp_path / f"mine_{name}.safetensors", metadata=header)
     for part, name in PARTS.items():
-        stored = _of_pair(checkpoint(part), str(tmp_path))
+        stored = _find_expert_file(checkpoint(part), str(tmp_path))
         assert stored == tmp_path / f"mine_{name}.safetensors"
-    assert _of_pair(checkpoint("transformer", {}), str(tmp_path)) is None
-    assert _of_pair(checkpoint("transformer"), str(stored)) is None  # a file is what it is
+    assert _find_expert_file(checkpoint("transformer", {}), str(tmp_path)) is None
+    assert _find_expert_file(checkpoint("transformer"), str(stored)) is None  # a file is what it is
     (tmp_path / "mine_low_noise.safetensors").unlink()
-    assert _of_pair(checkpoint("transformer_2"), str(tmp_path)) is None
+    assert _find_expert_file(checkpoint("transformer_2"), str(tmp_path)) is None
