@@ -286,7 +286,7 @@ def first_passes(count: int) -> Arm:
             spoiled = output.losses * torch.nan if passes[0] <= count else output.losses
             return LossOutput(spoiled, output.timesteps) if torch.is_grad_enabled() else output
 
-        stage.wrap(stage.run.watcher, "forward", forward)
+        stage.wrap(stage.run.watcher, "watch_forward", forward)
         stage.checkpoint.after.append(after)
 
     return arm

@@ -113,7 +113,7 @@ def _before_save(value: float, rank: int = ALL_RANKS) -> Arm:
                 if here(stage, rank):
                     _spoil_weight(stage, value)
 
-        stage.wrap(module, "require_not_lost", poisoned)
+        stage.wrap(module, "require_not_diverged", poisoned)
 
     return arm
 

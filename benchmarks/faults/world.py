@@ -138,7 +138,7 @@ class Stage:
 
     @cached_property
     def _mark(self) -> torch.Tensor:
-        clips = self.run.setup.data.clips
+        clips = self.run.setup.data.training_set
         entry = next(entry for entry in clips.entries if entry.id == self.target_clip)
         return clips.read_sample(entry, 0).tensors[self.targets.mark][0]
 
@@ -152,7 +152,7 @@ class Stage:
                 pending.pop()()
             return inner(number)
 
-        self.wrap(self.run.watcher, "forward", forward)
+        self.wrap(self.run.watcher, "watch_forward", forward)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Call `wrapper(original, ...)` in place of a function or method until the run is over."""

@@ -28,7 +28,9 @@ OptimizerName = Annotated[
     str,
     BeforeValidator(_check_optimizer_name),
     Field(
-        description="\n".join(f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items()),
+        description="\n".join(
+            f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items()
+        ),
         json_schema_extra={"enum": list(OPTIMIZERS)},
     ),
 ]

@@ -69,7 +69,7 @@ def finish(run: Run) -> WrittenFiles:
         weights = setup.engine.trainable_state_dict()
         # On the weights that are saved, averages included; before the file is written, because its header contains the
         # output.
-        with setup.session.phases.time_phase("output noted"):
+        with setup.session.phases.timing("output noted"):
             output = record_trained_output(setup, run.base_fingerprint)
         with share_errors(setup.session.accelerator):
             if setup.session.is_main:
@@ -77,7 +77,7 @@ def finish(run: Run) -> WrittenFiles:
     # After the adapter is safe: sampling takes the most memory and time of all.
     validate(run, step=steps)
     # The run may only end once its last checkpoint is on the disk.
-    with setup.session.phases.time_phase("saving"):
+    with setup.session.phases.timing("saving"):
         run.checkpoints.wait_for_writes()
     return written
 
@@ -86,9 +86,9 @@ def _write_result(
     setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> WrittenFiles:
     try:
-        with setup.session.phases.time_phase("saving"):
+        with setup.session.phases.timing("saving"):
             path = setup.task.save(setup, metadata, weights)
-        with setup.session.phases.time_phase("verification"):
+        with setup.session.phases.timing("verification"):
             return WrittenFiles(path, _try_verification(setup, path, metadata, weights))
     except (OSError, SafetensorError) as problem:
         raise DitLoraError(

@@ -46,17 +46,17 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     base_waits = _validate_start(run)
     # Before the first step: a run that cannot train ends here.
     if recipe.guard.preflight:
-        with phases.time_phase("preflight"):
+        with phases.timing("preflight"):
             _report_events(run, preflight(setup, run.recovery, run.parity))
     # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
     run.parity.start(was_compared=bool(recipe.guard.preflight))
-    with phases.time_phase("whole model's kernels"):
+    with phases.timing("whole model's kernels"):
         _report_events(
             run,
             switch_off_faulty_kernels(setup, run.base_fingerprint, run.recovery.state.switched_off),
         )
     record_sound_averages(run)
-    with phases.time_phase("snapshot"):
+    with phases.timing("snapshot"):
         run.recovery.snapshots.take(run.start_step)
     on_checkpoint()
     intervals = [recipe.train.save_every, recipe.validation.every]
@@ -192,7 +192,9 @@ def _load_batches(run: Run, start_step: int) -> Iterable[Batch]:
         pin_memory=session.accelerator.device.type == "cuda",
         get_draw_functions=run.setup.checkpoint.draw_functions,
     )
-    return run.parity.record_batches(run.setup.data.training_set.make_loader(loader_config), start_step)
+    return run.parity.record_batches(
+        run.setup.data.training_set.make_loader(loader_config), start_step
+    )
 
 
 def _check_and_save(run: Run, result: StepResult) -> None:
@@ -203,20 +205,20 @@ def _check_and_save(run: Run, result: StepResult) -> None:
         run.checkpoints.wait_for_writes()
     is_last, snapshots = step == train.steps, recovery.snapshots
     # Before anything is saved: if a kernel has gone wrong, these steps are taken again.
-    with phases.time_phase("kernels compared"):
+    with phases.timing("kernels compared"):
         run.parity.compare_if_due(step, is_last=is_last)
     # A saved state must be sound, but a check reads all state: so check only when a state is saved.
     to_save = step % train.save_every == 0 or is_last or bool(result.stop_code)
     if to_save or snapshots.is_due(step):
-        with phases.time_phase("state checked"):
+        with phases.timing("state checked"):
             _require_sound_state(run, step, check_frozen=to_save)
     if to_save:
-        with phases.time_phase("saving"):
+        with phases.timing("saving"):
             run.checkpoints.save(
                 step, recovery.state_dict(), wait=is_last or bool(result.stop_code)
             )
     if snapshots.is_due(step):
-        with phases.time_phase("snapshot"):
+        with phases.timing("snapshot"):
             snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(
@@ -310,7 +312,7 @@ def validate(run: Run, step: int) -> None:
             "validations", step, lambda: _enter_context(stack, weights_context)
         ):
             return
-        with phases.time_phase("held-out loss"):
+        with phases.timing("held-out loss"):
             loss = optional.attempt(
                 "held-out losses",
                 step,
@@ -325,7 +327,7 @@ def validate(run: Run, step: int) -> None:
             else:
                 message = "the held-out loss is not finite; it is not recorded, and nothing is trained on it"
                 _report_anomaly(run, step, "non_finite_validation", message)
-        with phases.time_phase("samples"):
+        with phases.timing("samples"):
             optional.attempt(
                 "samples",
                 step,

@@ -52,7 +52,7 @@ def prepare(
     """Place the model, build its optimizer and guard, restore `resume_from` if given, and open the run's folder."""
     recipe, phases = session.recipe, session.phases
     _initialize_adapter(session, checkpoint, data, transformer, resume_from)
-    with phases.time_phase("placing"):
+    with phases.timing("placing"):
         setup = _build_setup(session, task, checkpoint, data, transformer, groups)
     # After the engine has sharded the weights: the averages are over this rank's tensors.
     ema = TrainedEMA(setup.transformer, recipe.train.ema) if recipe.train.ema is not None else None
@@ -61,13 +61,13 @@ def prepare(
         # First: with another recipe the base would differ too, and its message would hide the cause.
         require_same_recipe(resume_from, identity, describe_launch_topology(session))
     # Before a checkpoint's weights are loaded: the base is the model as its files have it.
-    with phases.time_phase("base's output"):
+    with phases.timing("base's output"):
         base = record_base_fingerprint(setup, resume_from)
-    with phases.time_phase("checkpoint read"):
+    with phases.timing("checkpoint read"):
         start_step, record = resume(setup, ema, identity, resume_from)
     start = load_guard_start(setup, record)
     # Counts what is free once the model is placed.
-    with phases.time_phase("memory counted"):
+    with phases.timing("memory counted"):
         apply_checkpointing(setup)
     # Nothing is written before this line: a run that is refused above leaves no folder behind.
     open_run_folder(session)
@@ -85,7 +85,7 @@ def prepare(
     # After the journal has dropped the lines of steps that will be repeated.
     share_spike_history(watcher, journal)
     files = RecoveryFiles(checkpoints, journal, watcher, start)
-    with phases.time_phase("digests"):
+    with phases.timing("digests"):
         recovery = build_recovery(setup, ema, start, snapshots, files)
     _log_groups(session, groups)
     return Run(
@@ -112,7 +112,7 @@ def _initialize_adapter(
     recipe = session.recipe
     is_new = resume_from is None and recipe.optim.groups.adapter is not None
     if is_new and recipe.lora.init == DATA_INIT:
-        with session.phases.time_phase("start from data"):
+        with session.phases.timing("start from data"):
             session.say(initialize_lora_from_data(session, checkpoint, data, transformer))
 
 

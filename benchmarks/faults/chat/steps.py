@@ -32,7 +32,7 @@ def _no_labels(stage: Stage) -> None:
         labels = torch.full_like(batch.tensors["labels"], IGNORE_INDEX)
         return replace(batch, tensors={**batch.tensors, "labels": labels})
 
-    stage.wrap(ChatSet, "_read", cut)
+    stage.wrap(ChatSet, "_read_sample", cut)
 
 
 def _fp16_scores(stage: Stage) -> None:

@@ -65,7 +65,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     Raises `DitLoraError` on every rank, listing all problems, if the run would end in NaN or train nothing. Results
     that depend only on files and versions are cached in the data cache.
     """
-    began, timing = time.perf_counter(), setup.session.phases.time_phase
+    began, timing = time.perf_counter(), setup.session.phases.timing
     with timing("weights"):
         findings = _merge_findings(
             setup,

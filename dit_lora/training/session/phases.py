@@ -76,7 +76,7 @@ class Phases:
         phase.count += 1
 
     @contextmanager
-    def time_phase(self, name: str) -> Iterator[None]:
+    def timing(self, name: str) -> Iterator[None]:
         """Time the context, even if it ends with an error."""
         began, stage = (time.perf_counter(), time.process_time()), self.stage
         self._open_names.append(name)

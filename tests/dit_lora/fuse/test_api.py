@@ -208,7 +208,7 @@ def test_of_one_sample_each_block_is_given_a_second_one(
 def set_optional(model: nn.Module) -> None:
     """As if `auto` had chosen them: only a GPU makes it do so."""
     for switch in list_model_fallbacks(model):
-        object.__setattr__(switch, "insisted", False)
+        object.__setattr__(switch, "required", False)
 
 
 def test_a_wrong_kernel_that_was_asked_for_is_refused(

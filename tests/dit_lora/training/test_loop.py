@@ -245,7 +245,7 @@ def test_the_watcher_bounds_a_groups_gradients_before_the_recipes_clip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = build(clip=None)
-    monkeypatch.setattr(loop.watcher, "clip", lambda group: {"adapter": 0.25}[group])
+    monkeypatch.setattr(loop.watcher, "get_clip_bound", lambda group: {"adapter": 0.25}[group])
     inner = loop.engine.optimizer.optimizer
     step, recorded = inner.step, []
 

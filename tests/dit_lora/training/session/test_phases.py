@@ -22,9 +22,9 @@ def busy(seconds: float) -> None:
 def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
     phases = Phases()
     for _ in range(2):
-        with phases.time_phase("checks"), phases.time_phase("kernels"):
+        with phases.timing("checks"), phases.timing("kernels"):
             busy(0.06)
-    with phases.time_phase("waiting"):
+    with phases.timing("waiting"):
         time.sleep(0.1)
     checks, waiting = (
         next(p for p in phases.entries if p.name == n) for n in ("checks", "waiting")
@@ -45,13 +45,13 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
 def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
     phases = Phases()
     time.sleep(0.12)
-    with phases.time_phase("named"):
+    with phases.timing("named"):
         time.sleep(0.06)
     phases.begin_steps()
     assert phases.end_first_step()
     assert not phases.end_first_step(), "there is one first step"
     assert "other 0.1" in phases.format_stage("before")
-    with phases.time_phase("saving"):
+    with phases.timing("saving"):
         pass
     phases.end_steps()
     phases.write(tmp_path)
@@ -65,21 +65,21 @@ def test_what_no_phase_names_is_said_as_other(tmp_path: Path) -> None:
 def test_a_gpu_is_waited_for_before_the_first_step_and_never_in_training() -> None:
     waits: list[str] = []
     phases = Phases(synchronize=lambda: waits.append("waited"))
-    with phases.time_phase("loading"):
+    with phases.timing("loading"):
         pass
     assert len(waits) == 1
     phases.begin_steps()
     phases.end_first_step()
-    with phases.time_phase("saving"):
+    with phases.timing("saving"):
         pass
     assert len(waits) == 1
 
 
 def test_an_error_ends_its_phase() -> None:
     phases = Phases()
-    with pytest.raises(ValueError, match="torn"), phases.time_phase("encoding"):
+    with pytest.raises(ValueError, match="torn"), phases.timing("encoding"):
         raise ValueError("torn")
-    with phases.time_phase("loading"):
+    with phases.timing("loading"):
         pass
     assert [phase.name for phase in phases.entries] == ["encoding", "loading"]
 
