@@ -63,18 +63,18 @@ def eager(norm: str, x: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
     if norm == "layer":
         # As Wan does it: on CUDA torch's layer norm takes no rows of another dtype than its weight.
         like_weight = x if weight is None else x.type_as(weight)
-        out = F.layer_norm(like_weight, x.shape[-1:], weight, bias, EPS)
+        output = F.layer_norm(like_weight, x.shape[-1:], weight, bias, EPS)
     else:
-        out = F.rms_norm(x, x.shape[-1:], weight, EPS)
-        out = out if bias is None else out + bias
-    out = out * (1 + rows("scale")) if "scale" in others else out
-    return (out + rows("shift") if "shift" in others else out), x
+        output = F.rms_norm(x, x.shape[-1:], weight, EPS)
+        output = output if bias is None else output + bias
+    output = output * (1 + rows("scale")) if "scale" in others else output
+    return (output + rows("shift") if "shift" in others else output), x
 
 
 def ours(norm: str, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """`ada_norm`, with x itself where it returns no sum."""
-    made: Any = ada_norm(norm=norm, eps=EPS, **tensors)  # type: ignore[call-overload]
-    return made if "y" in tensors else (made, tensors["x"])
+    result: Any = ada_norm(norm=norm, eps=EPS, **tensors)  # type: ignore[call-overload]
+    return result if "y" in tensors else (result, tensors["x"])
 
 
 def cotangents(like: tuple[Tensor, ...]) -> list[Tensor]:
@@ -102,5 +102,5 @@ def joint(tensors: Tensors, text: Tensors, norm: str = "layer") -> tuple[Tensor,
     affine = tensors["weight"], tensors["bias"]
     fields = Stream._fields
     streams = [Stream(**{k: v[k] for k in fields if k in v}) for v in (text, tensors)]
-    out, residuals = joint_ada_norm(streams, *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
-    return (out, *residuals)
+    output, residuals = joint_ada_norm(streams, *affine, norm=norm, eps=EPS)  # type: ignore[arg-type]
+    return (output, *residuals)

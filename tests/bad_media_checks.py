@@ -45,7 +45,8 @@ class Seen:
                 context = stream.codec_context
                 facts |= {
                     "rate": stream.average_rate,
-                    "count": stream.frames - sum(one.is_discard for one in stream.index_entries),
+                    "count": stream.frames
+                    - sum(entry.is_discard for entry in stream.index_entries),
                     "seconds": (container.duration or 0) / av.time_base,
                     "square": (stream.sample_aspect_ratio or 1) == 1,
                     "colour": (context.color_primaries, context.color_trc),
@@ -78,8 +79,8 @@ class Seen:
                     "alpha": "A" in image.mode or "transparency" in image.info,
                     "moves": getattr(image, "n_frames", 1) > 1,
                 }
-                shown = ImageOps.exif_transpose(image).convert("RGB")
-                return facts, [np.asarray(shown)], [0.0], ""
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+                return facts, [np.asarray(upright)], [0.0], ""
         except (OSError, Image.DecompressionBombError) as error:
             return facts, [], [], str(error) or type(error).__name__
 

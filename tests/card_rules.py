@@ -39,13 +39,13 @@ def card_problems(card: str) -> list[str]:
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[str]:
-    known = {
+    allowed_values = {
         "license": LICENSES,
         "pipeline_tag": TASKS,
         "base_model_relation": RELATIONS,
         "library_name": ("diffusers", "peft", "transformers"),
     }
-    for key, allowed in known.items():
+    for key, allowed in allowed_values.items():
         if key in values and values[key] not in allowed:
             yield f"{key} {values[key]!r} is not in {allowed}"
     named = values.get("license_name") and values.get("license_link")
@@ -55,9 +55,9 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"base_model {values['base_model']!r} is no id"
     if not all(isinstance(tag, str) for tag in values.get("tags", [])):
         yield "tags are no texts"
-    for one in values.get("widget", []):
-        if not isinstance(one.get("text"), str) or not one.get("output", {}).get("url"):
-            yield f"widget {one!r}"
+    for widget in values.get("widget", []):
+        if not isinstance(widget.get("text"), str) or not widget.get("output", {}).get("url"):
+            yield f"widget {widget!r}"
     for model in values.get("model-index", []):
         for result in model["results"]:
             if {"task", "dataset", "metrics"} - set(result) or not result["dataset"].get("name"):

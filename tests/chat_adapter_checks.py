@@ -36,5 +36,5 @@ def logits(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def inputs(name: str) -> dict[str, torch.Tensor]:
-    found = batch(samples(name))
-    return {key: value for key, value in found.items() if not key.startswith("answer")}
+    model_batch = batch(samples(name))
+    return {key: value for key, value in model_batch.items() if not key.startswith("answer")}

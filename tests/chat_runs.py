@@ -42,8 +42,8 @@ _SHOWN = "What is shown?"
 
 def smokes() -> dict[str, Path]:
     """Smoke recipes of chat families, by name."""
-    found = sorted((ROOT / "recipes" / "smoke").glob("*.yaml"))
-    return {path.stem: path for path in found if load_recipe(path).model.family in CHAT_FAMILIES}
+    paths = sorted((ROOT / "recipes" / "smoke").glob("*.yaml"))
+    return {path.stem: path for path in paths if load_recipe(path).model.family in CHAT_FAMILIES}
 
 
 def common(name: str, base: Path, data: Path, tmp_path: Path) -> list[str]:
@@ -62,9 +62,9 @@ def write_data(folder: Path) -> Path:
     """Clips, images, and conversations about them and about nothing; some held out."""
     path = write_conversations(folder, clips=4, images=2, frames=6, height=48, width=64, fps=8)
     records = json.loads(path.read_text())
-    told = [{"messages": _messages(f"What is {n} and one?", f"{n + 1}.")} for n in range(4)]
-    (folder / "held_out.json").write_text(json.dumps([records[3], records[4], told[3]]))
-    path.write_text(json.dumps([*records, *told[:3]]))
+    held_out = [{"messages": _messages(f"What is {n} and one?", f"{n + 1}.")} for n in range(4)]
+    (folder / "held_out.json").write_text(json.dumps([records[3], records[4], held_out[3]]))
+    path.write_text(json.dumps([*records, *held_out[:3]]))
     return folder
 
 
@@ -97,12 +97,12 @@ def write_band_questions(folder: Path) -> None:
     """One question about eight clips, and eight answers: which colour a band has, and where it is."""
     colours = {**COLOURS, "white": (235, 235, 235)}
     records = []
-    for number, (place, colour) in enumerate(product(("top", "bottom"), colours)):
+    for number, (position, colour) in enumerate(product(("top", "bottom"), colours)):
         video = torch.full((6, 48, 64, 3), 30, dtype=torch.uint8)
-        rows = slice(0, 20) if place == "top" else slice(28, 48)
+        rows = slice(0, 20) if position == "top" else slice(28, 48)
         video[:, rows] = torch.tensor(colours[colour], dtype=torch.uint8)
         path = write_sample(folder / str(number), video, 4.0)
-        turn = {"q": _SHOWN, "a": f"A {colour} band at the {place}."}
+        turn = {"q": _SHOWN, "a": f"A {colour} band at the {position}."}
         records.append({"video": path.name, "QA": [turn]})
     _write_questions(folder, records)
 
@@ -118,8 +118,8 @@ def write_small_clips(clips: Path, folder: Path, answers: Mapping[str, str]) -> 
         frames = read_frames_at(media, seconds, height=64, width=64, fit="stretch")
         write_sample(folder / name, frames.permute(0, 2, 3, 1), 2.0)
     records = [{"video": f"{n}.mp4", "QA": [{"q": _SHOWN, "a": a}]} for n, a in answers.items()]
-    other = {"q": "Is it in colour?", "a": "No, black and white."}
-    _write_questions(folder, [*records, {"video": "horse.mp4", "QA": [other]}])
+    bad_question = {"q": "Is it in colour?", "a": "No, black and white."}
+    _write_questions(folder, [*records, {"video": "horse.mp4", "QA": [bad_question]}])
 
 
 def _write_questions(folder: Path, records: list[dict[str, Any]]) -> None:
@@ -129,9 +129,9 @@ def _write_questions(folder: Path, records: list[dict[str, Any]]) -> None:
 def answers_of(answerer: Answerer, folder: Path, records: list[dict[str, Any]]) -> list[str]:
     """What it says to each question of the records."""
     return [
-        answerer.ask(MediaFile(folder / record["video"]), one["q"], max_tokens=40)
+        answerer.ask(MediaFile(folder / record["video"]), turn["q"], max_tokens=40)
         for record in records
-        for one in record["QA"]
+        for turn in record["QA"]
     ]
 
 

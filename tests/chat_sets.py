@@ -20,7 +20,7 @@ WATCH = "Watch the video and answer the question, please."
 
 def records() -> list[dict[str, Any]]:
     """About two clips, two images and nothing: of one turn and several, with instructions and without."""
-    asked = [
+    questions = [
         {"i": "Look.", "q": "What colour is it?", "a": "Red."},
         {
             "i": WATCH,
@@ -30,10 +30,10 @@ def records() -> list[dict[str, Any]]:
         {"i": "", "q": "", "a": "A disc before a dark wall."},
     ]
     return [
-        {"video": "clips/00_red_disc_right.mp4", "QA": asked},
-        {"video": "clips/01_green_disc_left.mp4", "QA": asked[1:2]},
-        {"image": "images/00_red_disc_left.png", "QA": asked[:1]},
-        {"image": "images/01_green_disc_right.png", "QA": asked[2:]},
+        {"video": "clips/00_red_disc_right.mp4", "QA": questions},
+        {"video": "clips/01_green_disc_left.mp4", "QA": questions[1:2]},
+        {"image": "images/00_red_disc_left.png", "QA": questions[:1]},
+        {"image": "images/01_green_disc_right.png", "QA": questions[2:]},
         {"messages": turns("What is one and one?", "Two.", "And three?", "Four, I think.")},
         {"messages": turns("What is it?", "Nothing.")},
     ]
@@ -70,9 +70,9 @@ def found_in(recipe: Recipe) -> tuple[ChatCheckpoint, ChatSamples]:
 
 
 def set_of(recipe: Recipe) -> ChatSet:
-    checkpoint, found = found_in(recipe)
-    assert not found.rejected
-    return build_training_set(found.entries, checkpoint, recipe)
+    checkpoint, media = found_in(recipe)
+    assert not media.rejected
+    return build_training_set(media.entries, checkpoint, recipe)
 
 
 def reading(

@@ -54,13 +54,13 @@ def pytest_unconfigure() -> None:
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny random checkpoint of every variant of every family."""
     root = tmp_path_factory.mktemp("tiny")
-    found = {}
+    folders = {}
     for name in FAMILIES:
         family = get_family(name)
         for variant in family.tiny_variants:
             family.build_tiny(variant, root / variant, 0)
-            found[variant] = root / variant
-    return found
+            folders[variant] = root / variant
+    return folders
 
 
 @pytest.fixture(scope="session")

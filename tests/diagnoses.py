@@ -73,12 +73,12 @@ def batch(
 ) -> MicroBatch:
     """The model on the samples of these ids, of which `IDS` says the rows."""
     tensors = tensors or rows()
-    mine = [IDS.index(one) for one in ids]
-    own = {name: tensor[mine] for name, tensor in tensors.items()}
+    mine = [IDS.index(sample_id) for sample_id in ids]
+    own_rows = {name: tensor[mine] for name, tensor in tensors.items()}
 
     def forward() -> LossOutput:
-        output = model(own["latents"] + own["prompt_embeds"].mean(1) + noise)
-        losses = loss((output - own["latents"]).square().mean(1))
+        output = model(own_rows["latents"] + own_rows["prompt_embeds"].mean(1) + noise)
+        losses = loss((output - own_rows["latents"]).square().mean(1))
         return LossOutput(losses, torch.tensor(TIMESTEPS)[mine])
 
     def again(*_moved: object) -> MicroBatch:
@@ -88,7 +88,7 @@ def batch(
         return batch(model, tensors, (ids[index],), loss=loss, noise=noise, **facts)
 
     changes = {"redrawn": again, "at": again, **facts}
-    return MicroBatch(ids, 12, 1, 2, own, forward, single, **changes)
+    return MicroBatch(ids, 12, 1, 2, own_rows, forward, single, **changes)
 
 
 def diagnosed(

@@ -57,10 +57,10 @@ def _block(page: Path, line: int, heading: int, fence: Token, above: Token | Non
     assert language in LANGUAGES, f"{where}: language {language!r}; known: {', '.join(LANGUAGES)}"
     comment = None
     if above is not None and above.content.lstrip().startswith("<!--"):
-        found = _COMMENT.fullmatch(above.content.strip())
-        assert found, f"{where}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
-        assert found["what"] in COMMENTS, f"{where}: comment {found['what']!r}; known: {COMMENTS}"
-        comment = found["what"], found["value"]
+        match = _COMMENT.fullmatch(above.content.strip())
+        assert match, f"{where}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
+        assert match["what"] in COMMENTS, f"{where}: comment {match['what']!r}; known: {COMMENTS}"
+        comment = match["what"], match["value"]
     return Block(page, line, heading, language, fence.content, comment)
 
 
@@ -73,21 +73,21 @@ def missing(expected: str, output: str) -> str | None:
 
     White space is one blank, figures and digests match any other, and `...` matches anything.
     """
-    place, flat = 0, " ".join(output.split())
+    start, flat = 0, " ".join(output.split())
     for piece in re.split(r"\.{3,}", " ".join(expected.split())):
         if not piece.strip():
             continue
-        found = re.compile(_pattern(piece.strip())).search(flat, place)
-        if found is None:
+        match = re.compile(_pattern(piece.strip())).search(flat, start)
+        if match is None:
             return piece.strip()
-        place = found.end()
+        start = match.end()
     return None
 
 
 def _pattern(piece: str) -> str:
-    pattern, place = "", 0
-    for found in _SPACE_OR_FIGURE.finditer(piece):
-        pattern += re.escape(piece[place : found.start()])
-        pattern += r"\s*" if found[0].isspace() else _ANY_FIGURE
-        place = found.end()
-    return pattern + re.escape(piece[place:])
+    pattern, start = "", 0
+    for match in _SPACE_OR_FIGURE.finditer(piece):
+        pattern += re.escape(piece[start : match.start()])
+        pattern += r"\s*" if match[0].isspace() else _ANY_FIGURE
+        start = match.end()
+    return pattern + re.escape(piece[start:])

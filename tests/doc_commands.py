@@ -40,12 +40,12 @@ class Commands:
     def check(self, block: str, folder: Path) -> int:
         """Check every command that we know in a block that is not run; how many there were."""
         count = 0
-        for words in _simple_commands(block):
-            if words[0] == "cd":
-                folder /= words[1]
-                assert folder.is_dir(), f"no folder {words[1]}"
-            elif words[0] in COMMANDS:
-                self._read(words, folder, runs=False)
+        for command in _simple_commands(block):
+            if command[0] == "cd":
+                folder /= command[1]
+                assert folder.is_dir(), f"no folder {command[1]}"
+            elif command[0] in COMMANDS:
+                self._read(command, folder, runs=False)
                 count += 1
         return count
 
@@ -65,25 +65,25 @@ class Commands:
         return Started(())
 
     def _accelerate(self, args: list[str], folder: Path, *, runs: bool) -> Started:
-        found = launch_command_parser().parse_args(_plain(args))
-        ranks = found.num_processes or 1
-        if found.config_file:
-            config = load_config_from_file(str(folder / found.config_file))
-            ranks = found.num_processes or config.num_processes
+        options = launch_command_parser().parse_args(_plain(args))
+        ranks = options.num_processes or 1
+        if options.config_file:
+            config = load_config_from_file(str(folder / options.config_file))
+            ranks = options.num_processes or config.num_processes
         assert not runs or ranks == 1, (
             f"{ranks} processes: put <!-- not run: REASON --> above the block"
         )
-        words = [found.training_script, *found.training_script_args]
-        return self._script([*(["-m"] if found.module else []), *words], folder, runs=runs)
+        script = [options.training_script, *options.training_script_args]
+        return self._script([*(["-m"] if options.module else []), *script], folder, runs=runs)
 
     def _torchrun(self, args: list[str], folder: Path, *, runs: bool) -> Started:
-        found = get_args_parser().parse_args(_plain(args))
-        ranks = int(found.nproc_per_node)
+        options = get_args_parser().parse_args(_plain(args))
+        ranks = int(options.nproc_per_node)
         assert not runs or ranks <= 2, (
             f"{ranks} processes: put <!-- not run: REASON --> above the block"
         )
-        words = [found.training_script, *found.training_script_args]
-        started = self._script([*(["-m"] if found.module else []), *words], folder, runs=runs)
+        script = [options.training_script, *options.training_script_args]
+        started = self._script([*(["-m"] if options.module else []), *script], folder, runs=runs)
         return Started(started.words, ranks)
 
     def _script(self, words: list[str], folder: Path, *, runs: bool) -> Started:
@@ -126,13 +126,13 @@ def _plain(args: Sequence[str]) -> list[str]:
 def _check_verb(args: Sequence[str]) -> None:
     """A verb of dit-lora, with its options and arguments, as Typer reads them; nothing is run."""
     command: Any = typer.main.get_command(app)
-    left = list(args)
-    while hasattr(command, "commands") and left and not left[0].startswith("-"):
-        assert left[0] in command.commands, f"no verb {left[0]!r}"
-        command = command.commands[left.pop(0)]
+    remaining = list(args)
+    while hasattr(command, "commands") and remaining and not remaining[0].startswith("-"):
+        assert remaining[0] in command.commands, f"no verb {remaining[0]!r}"
+        command = command.commands[remaining.pop(0)]
     if not hasattr(command, "commands"):
         try:
-            command.make_context(str(command.name), left)
+            command.make_context(str(command.name), remaining)
         except typer.Exit:  # --help
             return
         except TyperException as error:
@@ -160,22 +160,22 @@ def _simple_commands(block: str) -> Iterator[list[str]]:
     text = re.sub(r"\\\n", " ", block)
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&()<>")
-        lexer.whitespace_split, words = True, []
+        lexer.whitespace_split, command = True, []
         for word in [*lexer, ";"]:
             if re.fullmatch(r"[;|&()<>]+", word):
-                if words:
-                    yield words
-                words = []
-            elif words or not re.fullmatch(r"\w+=.*", word):
-                words.append(word)
+                if command:
+                    yield command
+                command = []
+            elif command or not re.fullmatch(r"\w+=.*", word):
+                command.append(word)
 
 
 def _check_pip(args: Sequence[str], folder: Path) -> None:
     assert args[:1] == ["install"], args
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in args:
-        found = re.fullmatch(r"(?:\.|dit-lora)\[(.*)\]", word)
-        unknown = set(found[1].split(",")) - set(project["optional-dependencies"]) if found else ()
+        match = re.fullmatch(r"(?:\.|dit-lora)\[(.*)\]", word)
+        unknown = set(match[1].split(",")) - set(project["optional-dependencies"]) if match else ()
         assert not unknown, f"pyproject.toml has no extra {sorted(unknown)}"
         assert not word.endswith(".txt") or (folder / word).is_file(), f"no file {word}"
 

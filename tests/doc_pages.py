@@ -100,8 +100,8 @@ class Shared:
         run = self.runs / smoke
         if not run.exists():
             recipe = ROOT / "recipes" / "smoke" / f"{smoke}.yaml"
-            done = started([recipe, *overrides, f"run.dir={run}"]).wait()
-            assert done.returncode == 0, done.stderr
+            process = started([recipe, *overrides, f"run.dir={run}"]).wait()
+            assert process.returncode == 0, process.stderr
         return run
 
 
@@ -156,8 +156,8 @@ def _numerics(folder: Path, shared: Shared) -> dict[str, Any]:
     write_shapes(folder / "clips", clips=6, frames=17, height=64, width=96, fps=8)
     smoke = folder / "recipes" / "smoke" / "cogvideox.yaml"
     small = [f"{key}={folder / value}" for key, value in _SMOKE_PATHS.items()]
-    done = started([smoke, *small, "train.steps=1", "validation.prompts=[]"]).wait()
-    assert done.returncode == 0, done.stderr
+    process = started([smoke, *small, "train.steps=1", "validation.prompts=[]"]).wait()
+    assert process.returncode == 0, process.stderr
     poison(folder / "runs" / "cache", "03_red_square.mp4")
     return {}
 

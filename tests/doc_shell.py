@@ -72,16 +72,16 @@ class Shell:
     def __init__(self, folder: Path, prepare: Callable[[list[str], Path], Started]) -> None:
         self.folder, self.prepare = folder, prepare
         self._temporary = tempfile.TemporaryDirectory(prefix="shell_")
-        own = Path(self._temporary.name)
+        bin_folder = Path(self._temporary.name)
         self._environment = {
             **launch_environment(),
-            "PATH": f"{own}:/usr/bin:/bin",
+            "PATH": f"{bin_folder}:/usr/bin:/bin",
             "COLUMNS": "1000",  # tables are not cut
         }
-        address = str(own / "socket")
+        address = str(bin_folder / "socket")
         for name in COMMANDS:
-            (own / name).write_text(_CLIENT.format(python=sys.executable, address=address))
-            (own / name).chmod(0o755)
+            (bin_folder / name).write_text(_CLIENT.format(python=sys.executable, address=address))
+            (bin_folder / name).chmod(0o755)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen()
@@ -100,7 +100,7 @@ class Shell:
         """A block by bash, which stops at the first command that fails; `cd` is kept for the next block."""
         where = Path(self._temporary.name) / "where"
         script = f"set -eo pipefail\ntrap 'pwd > {where}' EXIT\n{block}"
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-c", script],
             cwd=self.folder,
             env=self._environment,
@@ -111,7 +111,7 @@ class Shell:
             timeout=timeout,
         )
         self.folder = Path(where.read_text().strip())
-        return done
+        return process
 
     def _serve(self) -> None:
         while True:
@@ -123,8 +123,8 @@ class Shell:
 
     def _answer(self, line: socket.socket) -> None:
         with line:
-            asked = json.loads(line.makefile().readline())
-            line.sendall(json.dumps(self._done(*asked)).encode())
+            request = json.loads(line.makefile().readline())
+            line.sendall(json.dumps(self._done(*request)).encode())
 
     def _done(
         self, words: Sequence[str], folder: str, environment: dict[str, Any], one_stream: bool
@@ -133,5 +133,5 @@ class Shell:
             start = self.prepare(list(words), Path(folder))
         except (AssertionError, SystemExit) as error:
             return [2, "", f"{' '.join(words)}\n{error}\n"]
-        done = Ranks(Here(start.words, folder, one_stream), start.ranks, environment).wait()
-        return [done.returncode, done.stdout, done.stderr]
+        process = Ranks(Here(start.words, folder, one_stream), start.ranks, environment).wait()
+        return [process.returncode, process.stdout, process.stderr]

@@ -43,20 +43,20 @@ def trained(
     scale: float = 0.1,
     digest: str = "d1",
 ) -> Trained:
-    found = get_family(family)
-    checkpoint = found.open(ModelConfig(family=family, path=str(base)))
+    model_family = get_family(family)
+    checkpoint = model_family.open(ModelConfig(family=family, path=str(base)))
     model = checkpoint.load_transformer(torch.float32)
-    how = {"block_size": rank} if kind == "oft" else {"rank": rank, "alpha": alpha}
-    lora = LoraConfig(kind=kind, targets=targets, **how)
-    attach_lora(model, lora, found.lora_targets, seed=0)
+    size = {"block_size": rank} if kind == "oft" else {"rank": rank, "alpha": alpha}
+    lora = LoraConfig(kind=kind, targets=targets, **size)
+    attach_lora(model, lora, model_family.lora_targets, seed=0)
     if connector:
-        parameter_groups(model, adapter=1e-4, connector=1e-5, patterns=found.group_patterns)
+        parameter_groups(model, adapter=1e-4, connector=1e-5, patterns=model_family.group_patterns)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += scale * torch.randn(parameter.shape, generator=generator)
-    made = {
+    metadata = {
         "family": family,
         "base_model": base.name,
         "transformer_digest": digest,
@@ -65,30 +65,30 @@ def trained(
         "alpha": alpha,
     }
     if kind in PEFT_ONLY_KINDS:
-        save_chat_adapter(model, folder, made)
+        save_chat_adapter(model, folder, metadata)
     else:
-        save_adapter(model, checkpoint.pipeline_class, folder, made)
+        save_adapter(model, checkpoint.pipeline_class, folder, metadata)
     return Trained(folder, model.eval(), base, checkpoint)
 
 
 def deltas(model: nn.Module) -> Deltas:
     """The update of every adapted layer by its name, of the one adapter that is in the model."""
-    found = {}
+    changes = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             ((adapter, a),) = layer.lora_A.items()
             b = layer.lora_B[adapter]
-            found[name.removeprefix("base_model.model.")] = product(
+            changes[name.removeprefix("base_model.model.")] = product(
                 a.weight, b.weight, layer.scaling[adapter]
             )
-    assert found
-    return found
+    assert changes
+    return changes
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """scale B A in fp64, in the shape of a linear layer's or a convolution's weight."""
-    whole = torch.einsum("or,r...->o...", b.detach().double().flatten(1), a.detach().double())
-    return scale * whole
+    delta = torch.einsum("or,r...->o...", b.detach().double().flatten(1), a.detach().double())
+    return scale * delta
 
 
 def assert_same(found: Deltas, expected: Deltas) -> None:

@@ -51,8 +51,8 @@ class Checkpoint:
         include_answer: bool = True,
     ) -> RenderedConversation:
         assert not include_answer
-        told = () if self.vision_settings.timestamps is False else tuple(seconds)
-        self.asked.append((conversation, told))
+        times = () if self.vision_settings.timestamps is False else tuple(seconds)
+        self.asked.append((conversation, times))
         return RenderedConversation((Piece((7, 9, 11), "fixed"),))
 
     def answer(

@@ -170,10 +170,10 @@ class FakeHub:
         return self.accounts[token]
 
     def repo(self, repo_id: str, account: Account | None) -> Repo:
-        found = self.repos.get(repo_id)
-        if found is None or (found.private and not (account and account.owns(repo_id))):
+        repository = self.repos.get(repo_id)
+        if repository is None or (repository.private and not (account and account.owns(repo_id))):
             raise RefusedError(404 if account else 401, "Repository not found", "RepoNotFound")
-        return found
+        return repository
 
     def writable(self, repo_id: str, account: Account | None) -> Repo:
         repo = self.repo(repo_id, account)
@@ -201,9 +201,11 @@ def create(hub: FakeHub, account: Account | None, body: Mapping[str, Any]) -> di
 
 
 def validate_card(content: str) -> dict[str, Any]:
-    wrong = card_problems(content)
-    if wrong:
-        raise RefusedError(400, "invalid metadata", errors=[{"message": one} for one in wrong])
+    problems = card_problems(content)
+    if problems:
+        raise RefusedError(
+            400, "invalid metadata", errors=[{"message": problem} for problem in problems]
+        )
     return {"errors": [], "warnings": []}
 
 
@@ -234,10 +236,10 @@ def commit(
 
 def preupload(repo: Repo, body: Mapping[str, Any]) -> dict[str, Any]:
     answers = []
-    for one in body["files"]:
-        path = one["path"]
+    for file in body["files"]:
+        path = file["path"]
         stored = repo.files.get(path)
-        mode = "lfs" if path.endswith(_LFS) or one["size"] > 10 * 2**20 else "regular"
+        mode = "lfs" if path.endswith(_LFS) or file["size"] > 10 * 2**20 else "regular"
         answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
         answers.append(answer | ({"oid": stored[0]} if stored else {}))
     return {"files": answers}
@@ -245,16 +247,16 @@ def preupload(repo: Repo, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def batch(hub: FakeHub, body: Mapping[str, Any]) -> dict[str, Any]:
     objects = []
-    for one in body["objects"]:
-        found: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
-        if not hub.has(one["oid"]):
-            found["actions"] = {"upload": {"href": f"{hub.url}/lfs/{one['oid']}?{SIGNATURE}"}}
-        objects.append(found)
+    for blob in body["objects"]:
+        reply: dict[str, Any] = {"oid": blob["oid"], "size": blob["size"]}
+        if not hub.has(blob["oid"]):
+            reply["actions"] = {"upload": {"href": f"{hub.url}/lfs/{blob['oid']}?{SIGNATURE}"}}
+        objects.append(reply)
     return {"transfer": "basic", "objects": objects}
 
 
 def tree(repo: Repo) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for path, (oid, size, lfs) in sorted(repo.files.items()):
         line: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": oid}
         if lfs:
@@ -262,14 +264,14 @@ def tree(repo: Repo) -> list[dict[str, Any]]:
                 "oid": oid[:40],
                 "lfs": {"oid": oid, "size": size, "pointerSize": 134},
             }
-        found.append(line)
-    return found
+        entries.append(line)
+    return entries
 
 
 def info(repo_id: str, repo: Repo) -> dict[str, Any]:
     siblings = [{"rfilename": path} for path in sorted(repo.files)]
-    known = {"id": repo_id, "modelId": repo_id, "sha": repo.sha, "private": repo.private}
-    return {**known, "siblings": siblings, "tags": []}
+    fields = {"id": repo_id, "modelId": repo_id, "sha": repo.sha, "private": repo.private}
+    return {**fields, "siblings": siblings, "tags": []}
 
 
 _MODEL = re.compile(
@@ -391,8 +393,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--root", type=Path)
-    given = parser.parse_args()
-    FakeHub(given.root, port=given.port).server.serve_forever()
+    options = parser.parse_args()
+    FakeHub(options.root, port=options.port).server.serve_forever()
 
 
 if __name__ == "__main__":

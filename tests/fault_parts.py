@@ -20,7 +20,7 @@ def judge_part(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = targets_for(DEFAULT)
     faults = catalog(targets)[part::PARTS]
     results = list(judge_all(faults, targets))
-    failed = {one.name: one.why for one in results if not one.passed}
+    failed = {result.name: result.why for result in results if not result.passed}
     assert not failed
     assert len(results) == len(faults) >= 40
     assert totals(results)["poisoned_files"] == 0

@@ -45,29 +45,31 @@ def values(model: nn.Module, call: Call, inputs: Mapping[str, torch.Tensor]) -> 
     generator = torch.Generator().manual_seed(1)
     outputs = [x for x in tree_leaves(call(model)) if isinstance(x, torch.Tensor)]
     weighed = sum(
-        (out.double() * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum()
-        for out in outputs
+        (
+            output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        ).sum()
+        for output in outputs
     )
     leaves = {n: p for n, p in model.named_parameters() if p.requires_grad}
     leaves |= {f"input {n}": x for n, x in inputs.items() if x.requires_grad}
     gradients = torch.autograd.grad(weighed, [*leaves.values()], allow_unused=True)
-    found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     pairs = zip(leaves, gradients, strict=True)
-    return found | {name: grad for name, grad in pairs if grad is not None}
+    return results | {name: grad for name, grad in pairs if grad is not None}
 
 
 def assert_equal(found: Values, expected: Values, tolerance: float = 2e-5) -> None:
     """Within the tolerance, relative to each tensor's largest value; the same names, shapes and dtypes."""
     assert found.keys() == expected.keys()
-    wrong = {}
+    too_far = {}
     for name, value in expected.items():
         assert found[name].shape == value.shape, name
         assert found[name].dtype == value.dtype, (name, found[name].dtype, value.dtype)
         scale = value.abs().max().clamp(min=1e-12)
         error = ((found[name].double() - value.double()).abs().max() / scale).item()
         if not error <= tolerance:
-            wrong[name] = error
-    assert not wrong, wrong
+            too_far[name] = error
+    assert not too_far, too_far
 
 
 def worst_error(found: Values, exact: Values) -> dict[str, float]:
@@ -84,8 +86,8 @@ def worst_error(found: Values, exact: Values) -> dict[str, float]:
 def assert_no_worse(fused: Values, stock: Values, exact: Values, unit: float = 2**-7) -> None:
     """No further from the exact values than 1.25 times the stock model, and one rounding."""
     ours, theirs = worst_error(fused, exact), worst_error(stock, exact)
-    wrong = {n: (ours[n], theirs[n]) for n in ours if not ours[n] <= 1.25 * theirs[n] + unit}
-    assert not wrong, wrong
+    worse = {n: (ours[n], theirs[n]) for n in ours if not ours[n] <= 1.25 * theirs[n] + unit}
+    assert not worse, worse
 
 
 def fuse_all(model: nn.Module, *left_out: str) -> nn.Module:
@@ -94,7 +96,7 @@ def fuse_all(model: nn.Module, *left_out: str) -> nn.Module:
 
     for op in OPS:
         try:
-            fuse(model, {other: "on" if other == op else "off" for other in OPS}, check=False)
+            fuse(model, {name: "on" if name == op else "off" for name in OPS}, check=False)
         except DitLoraError:
             left_out = (*left_out, op)
     fuse(model, {op: "off" if op in left_out else "on" for op in OPS}, check=False)

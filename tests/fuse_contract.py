@@ -113,13 +113,13 @@ class Contract:
     def test_values_and_gradients(self) -> None:
         model = self.build()
         for variant in self.variants:
-            given = self.inputs(variant)
-            expected = self.run(model, given)
-            drawn = torch.get_rng_state()
+            inputs = self.inputs(variant)
+            expected = self.run(model, inputs)
+            random_state = torch.get_rng_state()
             fuse_all(model)
             assert set(get_fusion(model).get_active_ops()) == set(self.ops)
-            assert_equal(self.run(model, given), expected)
-            assert torch.equal(torch.get_rng_state(), drawn)
+            assert_equal(self.run(model, inputs), expected)
+            assert torch.equal(torch.get_rng_state(), random_state)
             unfuse(model)
 
     @pytest.mark.parametrize(
@@ -148,28 +148,28 @@ class Contract:
         off in either.
         """
         for variant in self.variants:
-            given = self.inputs(variant)
+            inputs = self.inputs(variant)
             errors: list[tuple[dict[str, float], dict[str, float]]] = []
-            wrong: dict[str, list[float]] = {}
+            worse: dict[str, list[float]] = {}
             for seed in range(16):
                 model = self.build(seed=seed)
                 if weights == "bf16 base":
-                    exact = self.run(self.representable(model), given)
+                    exact = self.run(self.representable(model), inputs)
                     self.lowered(model)
                 else:
-                    exact = self.run(self.all_trained(model), given)
+                    exact = self.run(self.all_trained(model), inputs)
                 with torch.autocast("cpu", torch.bfloat16):
-                    stock = self.run(model, given)
-                    fused = self.run(fuse_all(model), given)
+                    stock = self.run(model, inputs)
+                    fused = self.run(fuse_all(model), inputs)
                 assert {n: x.dtype for n, x in fused.items()} == {
                     n: x.dtype for n, x in stock.items()
                 }
                 errors.append((worst_error(fused, exact), worst_error(stock, exact)))
                 if seed in (2, 15):
-                    wrong = self.worse_kinds(errors)
-                    if not wrong:
+                    worse = self.worse_kinds(errors)
+                    if not worse:
                         break
-            assert not wrong, wrong
+            assert not worse, worse
 
     def worse_kinds(
         self, errors: Sequence[tuple[dict[str, float], dict[str, float]]]
@@ -194,19 +194,21 @@ class Contract:
         assert [name for name, _ in model.named_parameters()] == names
         unfuse(model)
         assert_equal(self.run(model), expected, 0.0)
-        left = [set(vars(m)) ^ set(old) for m, old in zip(model.modules(), before, strict=True)]
-        assert not any(left), left
+        differences = [
+            set(vars(m)) ^ set(old) for m, old in zip(model.modules(), before, strict=True)
+        ]
+        assert not any(differences), differences
 
     def test_checkpointing_and_a_copy(self) -> None:
         model = fuse_all(self.build())
         expected = self.run(model)
-        other = copy.deepcopy(model)
-        other.enable_gradient_checkpointing()
-        assert_equal(self.run(other), expected, 0.0)
+        copied = copy.deepcopy(model)
+        copied.enable_gradient_checkpointing()
+        assert_equal(self.run(copied), expected, 0.0)
         unfuse(model)
-        assert set(get_fusion(other).get_active_ops()) == set(self.ops)
+        assert set(get_fusion(copied).get_active_ops()) == set(self.ops)
         with torch.no_grad():
-            next(p for p in other.parameters() if p.requires_grad).add_(1.0)
+            next(p for p in copied.parameters() if p.requires_grad).add_(1.0)
         assert_equal(self.run(model), expected)
 
     @pytest.mark.thorough  # CogVideoX and Sana do it every time
@@ -230,12 +232,12 @@ class Contract:
         model = self.lowered(self.build(["to_q", "to_k", "to_v", "to_out.0"]))
         stock = self.kept_units(model)
         fused = self.kept_units(fuse_all(model))
-        most, ratio = self.kept
-        assert fused <= most, (fused, stock)
+        max_bytes, ratio = self.kept
+        assert fused <= max_bytes, (fused, stock)
         assert fused <= ratio * stock, (fused, stock)
 
     def test_a_wrong_row_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, given = fuse_all(self.build()), self.inputs(self.variants[0])
+        model, inputs = fuse_all(self.build()), self.inputs(self.variants[0])
         joint = self.module.joint_ada_norm
 
         def wrong(streams: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +248,7 @@ class Contract:
             return joint(rolled, *args, **kwargs)
 
         def losses() -> torch.Tensor:
-            return self.samples(model(**given, return_dict=False)).flatten(1).square().mean(1)
+            return self.samples(model(**inputs, return_dict=False)).flatten(1).square().mean(1)
 
         switch = find_fallback(list_model_fallbacks(model), "ada_norm")
         assert find_first_difference(switch, losses, model) is None

@@ -38,14 +38,14 @@ def make_inputs(kind: str, dtype: torch.dtype = torch.float32, seed: int = 3) ->
     """Two different samples: images of 5 x 6 tokens, or 3 latent frames of 3 x 2; the captions differ in length."""
     generator = torch.Generator().manual_seed(seed)
     shape = (3, 6, 4) if kind == "sana-video" else (5, 6)
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "hidden_states": torch.randn(2, 4, *shape, generator=generator),
         "encoder_hidden_states": torch.randn(2, TEXT, 12, generator=generator),
     }
-    given = {name: tensor.to(dtype).requires_grad_() for name, tensor in given.items()}
-    given["timestep"] = torch.tensor([17, 803])
-    given["encoder_attention_mask"] = (torch.arange(TEXT) < torch.tensor([[4], [6]])).long()
-    return given
+    inputs = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    inputs["timestep"] = torch.tensor([17, 803])
+    inputs["encoder_attention_mask"] = (torch.arange(TEXT) < torch.tensor([[4], [6]])).long()
+    return inputs
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -35,16 +35,16 @@ class TwoStreams(Contract):
 
     def test_norms_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Once for each input of theirs: what saves it by another name or shape would keep it."""
-        model, found = fuse_all(self.build()), []
+        model, buffers = fuse_all(self.build()), []
         buffer = two_streams._recompute_buffer
 
         def counted(*args: Any) -> torch.Tensor:
-            found.append(buffer(*args))
-            return found[-1]
+            buffers.append(buffer(*args))
+            return buffers[-1]
 
         monkeypatch.setattr(two_streams, "_recompute_buffer", counted)
         self.run(model)
-        assert len(found) == self.recomputed
+        assert len(buffers) == self.recomputed
 
     def equal_when_fused(self, stock: nn.Module, given: Inputs) -> nn.Module:
         """The model, fused, after it was found equal to what it was, for adapters and for all weights."""

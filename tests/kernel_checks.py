@@ -60,16 +60,16 @@ def saved_bytes(
     run: Callable[[], torch.Tensor | Sequence[torch.Tensor]], besides: Sequence[torch.Tensor] = ()
 ) -> int:
     """Bytes that autograd keeps for the backward of `run()`, each storage once; not those of `besides`."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in besides}
-    kept: dict[int, torch.Tensor] = {}
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     pack._dit_lora_only_counts = True  # type: ignore[attr-defined]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()
     return sum(
-        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in known
+        tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in excluded
     )

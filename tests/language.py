@@ -131,22 +131,22 @@ class Measurement:
         self, path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef, num_uses: int
     ) -> None:
         self.num_functions += 1
-        place, name = (node.lineno, node.name), node.name
+        location, name = (node.lineno, node.name), node.name
         if name.strip("_") in GRAMMAR_WORDS:
-            self.places["grammar_functions_per_1000"][path].append(place)
+            self.places["grammar_functions_per_1000"][path].append(location)
         assert node.end_lineno is not None
         is_short = node.end_lineno - node.lineno + 1 <= MAX_HELPER_LINES
         is_private = name.startswith("_") and not name.startswith("__")
         if is_private and is_short and num_uses == 1:
-            self.places["one_caller_helpers_percent"][path].append(place)
+            self.places["one_caller_helpers_percent"][path].append(location)
         docstring = ast.get_docstring(node)
         if not docstring:
             return
         self.num_docstrings += 1
         if docstring.startswith("Return"):
-            self.places["docstrings_return_percent"][path].append(place)
+            self.places["docstrings_return_percent"][path].append(location)
         if any(mannerism in f" {docstring.lower()}" for mannerism in MANNERISMS):
-            self.places["docstrings_mannered_percent"][path].append(place)
+            self.places["docstrings_mannered_percent"][path].append(location)
 
     def _count(self, figure: str) -> int:
         return sum(map(len, self.places[figure].values()))
@@ -164,8 +164,8 @@ def packages() -> dict[str, list[Path]]:
     library = ROOT / "dit_lora"
     folders = [path.parent for path in sorted(library.glob("*/__init__.py"))]
     folders += [ROOT / name for name in ("kernels", "tests", "benchmarks")]
-    found = {"dit_lora/*.py": sorted(library.glob("*.py"))}
-    return found | {_shown(folder): sorted(folder.rglob("*.py")) for folder in folders}
+    files = {"dit_lora/*.py": sorted(library.glob("*.py"))}
+    return files | {_shown(folder): sorted(folder.rglob("*.py")) for folder in folders}
 
 
 def measure(files: Sequence[Path]) -> Measurement:
@@ -182,8 +182,8 @@ def failures(package: str, measurement: Measurement, ceilings: dict[str, float])
         is_floor = figure in FLOORS
         if value < limit if is_floor else value > limit:
             bound = "floor" if is_floor else "ceiling"
-            places = "\n  ".join(measurement.worst_places(figure))
-            yield f"{package}: {figure} is {value:g}, worse than its {bound} of {limit:g}\n  {places}"
+            locations = "\n  ".join(measurement.worst_places(figure))
+            yield f"{package}: {figure} is {value:g}, worse than its {bound} of {limit:g}\n  {locations}"
 
 
 def main() -> None:

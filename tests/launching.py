@@ -51,8 +51,10 @@ def launch_command(args: list[str], ranks: int = 1) -> list[str]:
 
 
 def launch_environment() -> dict[str, str]:
-    own = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # as users run it
-    return {**own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
+    }  # as users run it
+    return {**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Ranks:
@@ -73,10 +75,10 @@ class Ranks:
         _ensure_server()
         self.processes: list[BaseProcess] = []
         for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
             environment = {
                 **launch_environment(),
-                **(common | own if common else {}),
+                **(common | rank_variables if common else {}),
                 **(env or {}),
             }
             process = multiprocessing.get_context("forkserver").Process(
@@ -126,12 +128,12 @@ class Ranks:
         """Wait until all ended or one failed."""
         until = time.monotonic() + seconds
         while running := [p.sentinel for p in self.processes if p.exitcode is None]:
-            left = until - time.monotonic()
+            remaining_s = until - time.monotonic()
             if self.poll() and not all_of_them:
                 return True
-            if left < 0:
+            if remaining_s < 0:
                 return False
-            wait(running, left)
+            wait(running, remaining_s)
         return True
 
     def _said(self, stream: str) -> str:
@@ -167,16 +169,16 @@ def started(
 
 def forked(command: Sequence[str], **_options: Any) -> subprocess.CompletedProcess[str]:
     """In place of `subprocess.run`, of `python` or torchrun and a module: the same in forked processes."""
-    python, *words = command
+    python, *arguments = command
     assert python == sys.executable
     ranks = 1
-    if words[:2] == ["-m", "torch.distributed.run"]:
-        assert words[2:4] == ["--standalone", "--nproc_per_node"]
-        ranks, words = int(words[4]), words[5:]
-    assert words[0] == "-m", words
-    done = Ranks(Script(tuple(words)), ranks).wait()
-    sys.stderr.write(done.stderr)
-    return done
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        assert arguments[2:4] == ["--standalone", "--nproc_per_node"]
+        ranks, arguments = int(arguments[4]), arguments[5:]
+    assert arguments[0] == "-m", arguments
+    result = Ranks(Script(tuple(arguments)), ranks).wait()
+    sys.stderr.write(result.stderr)
+    return result
 
 
 def on_ranks(
@@ -191,12 +193,12 @@ def on_ranks(
     Arguments and results are pickled. The ranks are asserted to have been as many.
     """
     with tempfile.TemporaryDirectory(prefix="results_") as folder:
-        done = Ranks(_Call.of(function, args, Path(folder)), count, env).wait(timeout)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
-    processes = [number for number, _ in found]
+        completed = Ranks(_Call.of(function, args, Path(folder)), count, env).wait(timeout)
+        assert completed.returncode == 0, completed.stderr[-3000:]
+        results = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
+    processes = [number for number, _ in results]
     assert processes == [count] * count, f"{count} ranks were asked for; they saw {processes}"
-    return [result for _, result in found]
+    return [result for _, result in results]
 
 
 @dataclass(frozen=True)
@@ -256,14 +258,14 @@ def _ensure_server() -> None:
     """Start the fork server, once; its imports go on while nobody waits for them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    own, environment = dict(os.environ), launch_environment()
+    original, environment = dict(os.environ), launch_environment()
     os.environ.clear()
     os.environ.update(environment)
     try:
         forkserver.ensure_running()
     finally:
         os.environ.clear()
-        os.environ.update(own)
+        os.environ.update(original)
 
 
 def _rendezvous(count: int) -> tuple[Any, dict[str, str]]:

@@ -27,7 +27,7 @@ def bad_batch(number: int) -> torch.Tensor:
 
 
 def everything(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[torch.Tensor]:
-    states = [state for one in optimizers for state in one.state.values()]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
     return [t.detach().clone() for t in [*(p for m in models for p in m.parameters()), *moments]]
 

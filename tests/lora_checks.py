@@ -80,14 +80,14 @@ def compare(
     # Autograd's `grads` are rounded to the outputs' dtype: what fp64 gets must be those.
     outputs = [eager(exact_x, p) for p in exact]
     wrt = [exact_x, *(t for p in exact for t in p.adapter[:2])]
-    given = [randn(*y.shape, seed=7).to(y.dtype) for y in ours]
-    exact_grads = torch.autograd.grad(outputs, wrt, [g.double() for g in given])
+    output_grads = [randn(*y.shape, seed=7).to(y.dtype) for y in ours]
+    exact_grads = torch.autograd.grad(outputs, wrt, [g.double() for g in output_grads])
     for i, values in enumerate(zip(ours, theirs, outputs, strict=True)):
         assert values[0].dtype == values[1].dtype
         assert_as_good_as_eager(f"y{i}", *values)
     names = ["dx", *(f"{name}{i}" for i in range(len(projections)) for name in ("dA", "dB"))]
-    found = gradients(ours, x, projections), gradients(theirs, x, projections)
-    for name, mine, stock, true in zip(names, *found, exact_grads, strict=True):
+    all_gradients = gradients(ours, x, projections), gradients(theirs, x, projections)
+    for name, mine, stock, true in zip(names, *all_gradients, exact_grads, strict=True):
         assert mine.dtype == stock.dtype
         assert_as_good_as_eager(name, mine, stock, true)
 
@@ -101,6 +101,6 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            left, right = args[-2:]
-            self.shapes.append((*left.shape, right.shape[1]))
+            operand, right = args[-2:]
+            self.shapes.append((*operand.shape, right.shape[1]))
         return func(*args, **(kwargs or {}))

@@ -64,8 +64,8 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     torch.manual_seed(8)
     y = model(x)
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(y.float().square().sum(), [x, *trained], allow_unused=True)
-    return [y, *(g for g in found if g is not None)]
+    grads = torch.autograd.grad(y.float().square().sum(), [x, *trained], allow_unused=True)
+    return [y, *(g for g in grads if g is not None)]
 
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:

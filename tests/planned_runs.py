@@ -42,13 +42,13 @@ class RealRun:
         set_checkpointing(self.model, mode)
         self.optimizer = build_optimizer(groups, recipe.optim)
         self.size = recipe.train.batch_size
-        made = {
+        tensors = {
             name: torch.rand(self.size, *size).to(dtype)
             if dtype.is_floating_point
             else torch.ones((self.size, *size), dtype=dtype)
             for name, (size, dtype) in subject.get_spec(subject.shapes[0]).items()
         } | subject.get_integer_inputs(subject.shapes[0], self.size)
-        self.batch = {name: tensor.contiguous().to(device) for name, tensor in made.items()}
+        self.batch = {name: tensor.contiguous().to(device) for name, tensor in tensors.items()}
 
     def step(self) -> None:
         for _ in range(self.recipe.train.accumulate):
@@ -60,11 +60,13 @@ class RealRun:
     @property
     def held(self) -> int:
         """Bytes between two steps, with the loop's micro-batches; bitsandbytes' tables are shared by all states."""
-        state = (t for own in self.optimizer.state.values() for t in own.values())
+        state = (
+            t for parameter_state in self.optimizer.state.values() for t in parameter_state.values()
+        )
         tensors = (*self.model.parameters(), *self.batch.values(), *state)
-        own = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
+        sizes = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
         batch = sum(tensor.nbytes for tensor in self.batch.values())
-        return sum(own.values()) + batch * (
+        return sum(sizes.values()) + batch * (
             max_resident_micro_batches(self.recipe.train.accumulate) - 1
         )
 
@@ -75,9 +77,9 @@ class RealRun:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             self.step()
         events: Any = record.profiler
-        now = most = 0
-        found = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(found, key=lambda one: one.start_ns()):
+        now = peak_bytes = 0
+        memory_events = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(memory_events, key=lambda event: event.start_ns()):
             now += event.nbytes()
-            most = max(most, now)
-        return self.held + most
+            peak_bytes = max(peak_bytes, now)
+        return self.held + peak_bytes

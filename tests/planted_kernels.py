@@ -39,8 +39,8 @@ class Armed:
 def _first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(result, torch.Tensor):
         return change(result)
-    first = result[0] if result[0] is None else change(result[0])
-    return (first, *result[1:])
+    first_output = result[0] if result[0] is None else change(result[0])
+    return (first_output, *result[1:])
 
 
 def _values(op: Op) -> Op:
@@ -112,10 +112,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, fault: str, step: int) -> No
     in_backward, change = FAULTS[fault]
     name = backward if in_backward else forward
     right, armed = getattr(module, name), Armed(monkeypatch, step)
-    wrong = change(right)
+    changed = change(right)
 
     def planted(*args: Any, **kwargs: Any) -> Any:
-        return (wrong if armed.yes else right)(*args, **kwargs)
+        return (changed if armed.yes else right)(*args, **kwargs)
 
     monkeypatch.setattr(module, name, planted)
 
@@ -130,9 +130,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run_planted(cases: list[tuple[Case, str, int]]) -> list[Seen]:
     """On one of several ranks: each case with ada_norm wrong in a way, after a step."""
-    seen = []
+    results = []
     for case, fault, step in cases:
         with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
             plant(patch, "ada_norm", fault, step)
-            seen += run_all([case])
-    return seen
+            results += run_all([case])
+    return results

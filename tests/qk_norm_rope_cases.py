@@ -178,8 +178,8 @@ def _turned_once(layer: Layer, part: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     apart = 2 if layer.rotation == "half" else -1, -1 if layer.rotation == "half" else 2
     pairs = part.unflatten(-1, apart)
     dim = -2 if layer.rotation == "half" else -1
-    first, second = pairs.unbind(dim)
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    first_half, second = pairs.unbind(dim)
+    turned = [first_half * cos - second * sin, second * cos + first_half * sin]
     return torch.stack(turned, dim=dim).flatten(-2)
 
 
@@ -191,18 +191,18 @@ def ours(layer: Layer, *inputs: Tensor | None, from_output: bool = True) -> Tens
 
 def results(run: Callable[..., Tensor], given: Operands) -> dict[str, Tensor]:
     """The output and the gradient of everything that asks for one."""
-    out = run(*given.inputs())
+    output = run(*given.inputs())
     leaves = {"x": given.x, "weight": given.weight, "bias": given.bias}
-    wanted = {n: t for n, t in leaves.items() if t is not None and t.requires_grad}
-    found = torch.autograd.grad(out, list(wanted.values()), given.grad)
-    return {"out": out.detach()} | {f"d{n}": g for n, g in zip(wanted, found, strict=True)}
+    trained = {n: t for n, t in leaves.items() if t is not None and t.requires_grad}
+    grads = torch.autograd.grad(output, list(trained.values()), given.grad)
+    return {"out": output.detach()} | {f"d{n}": g for n, g in zip(trained, grads, strict=True)}
 
 
 def check(layer: Layer, dtype: torch.dtype, train: bool, from_output: bool = True) -> None:
-    given = operands(layer)
-    exact = results(lambda *t: stock(layer, *t), given.to(torch.float64, train))
-    eager = results(lambda *t: stock(layer, *t), given.to(dtype, train))
-    mine = results(lambda *t: ours(layer, *t, from_output=from_output), given.to(dtype, train))
+    inputs = operands(layer)
+    exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64, train))
+    eager = results(lambda *t: stock(layer, *t), inputs.to(dtype, train))
+    mine = results(lambda *t: ours(layer, *t, from_output=from_output), inputs.to(dtype, train))
     assert mine.keys() == exact.keys()
     for name, value in mine.items():
         assert value.dtype is dtype

@@ -47,7 +47,7 @@ class FakeFiles:
         self.calls.append(("rewind", step, other_trajectory))
 
     def quarantined(self, quarantine: Quarantine) -> None:
-        self.calls.append(("quarantined", [one.sample_id for one in quarantine.records]))
+        self.calls.append(("quarantined", [record.sample_id for record in quarantine.records]))
 
     def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
         self.calls.append(("set_aside_bad", list(samples)))
@@ -122,10 +122,12 @@ class Guarded:
     def trip(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
         """Let the step trip with these verdicts, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
-        found = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
-        where = tuple((0, micro) for micro in sorted(m for m in found if m is not None))
+        by_micro_step = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
+        where = tuple((0, micro) for micro in sorted(m for m in by_micro_step if m is not None))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recovery_module, "diagnose", lambda one, *_, **__: found[one.micro_step])
+            patch.setattr(
+                recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step]
+            )
             return self.recovery.recover(StepFailure(step, kind, where), micro_batches, None)
 
     def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
@@ -137,8 +139,8 @@ class Guarded:
 
 
 def verdict(cause: Any, *samples: str, micro_step: int | None = 0, **facts: Any) -> Diagnosis:
-    given = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
-    return Diagnosis(cause, f"it is {cause}", **given)
+    fields = {"step": 0, "rank": 0, "micro_step": micro_step, "sample_ids": samples, **facts}
+    return Diagnosis(cause, f"it is {cause}", **fields)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -22,8 +22,10 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
 
 
 def same_adapter(one: Path, other: Path) -> bool:
-    first, second = adapter(one), adapter(other)
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+    first_adapter, second = adapter(one), adapter(other)
+    return first_adapter.keys() == second.keys() and all(
+        torch.equal(first_adapter[n], second[n]) for n in first_adapter
+    )
 
 
 def trajectory(run: Path) -> list[tuple[float, ...]]:

@@ -124,11 +124,11 @@ def found_in(data: bytes) -> list[str]:
     takes versions for them.
     """
     text = data.decode("utf-8", errors="replace")
-    found = [one for one in DRAWN if len(one) >= 8 and one in text]
-    found += ["a path"] if "erika" in text.lower() else []
+    secrets = [secret for secret in DRAWN if len(secret) >= 8 and secret in text]
+    secrets += ["a path"] if "erika" in text.lower() else []
     # In the bytes of a tensor or video, and of one that is embedded, there may be anything.
     text = "" if "\0" in text else re.sub(r"data:\w+/\w+;base64,[\w+/=]+", "", text)
-    return found + list(_by_pattern(text))
+    return secrets + list(_by_pattern(text))
 
 
 def _by_pattern(text: str) -> Iterator[str]:

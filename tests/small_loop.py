@@ -57,7 +57,7 @@ class FakeRecovery:
         self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
     ) -> int:
         self.trips.append(trip)
-        self.ids.append([one.ids for one in micro_batches])
+        self.ids.append([batch.ids for batch in micro_batches])
         self.controls.append(control)
         if not self.answers:
             raise TrippedError
@@ -144,10 +144,10 @@ def failing_first(faults: Mapping[str, Any]) -> Callable:
 
     A fault is a factor, or an error that is raised.
     """
-    left = dict(faults)
+    remaining = dict(faults)
 
     def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
-        output, fault = losses_of(model, batch, streams), left.pop(batch.ids[0], 1.0)
+        output, fault = losses_of(model, batch, streams), remaining.pop(batch.ids[0], 1.0)
         if isinstance(fault, Exception):
             raise fault
         return output._replace(losses=output.losses * fault)

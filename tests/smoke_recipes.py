@@ -61,11 +61,11 @@ class Smoke:
 
     def sampled(self, images: dict[str, Path], references: tuple[Path, ...]) -> list[str]:
         """Return the overrides for one sample, in two steps."""
-        each = f"[[{', '.join(map(str, references))}]]" if references else "[]"
+        value = f"[[{', '.join(map(str, references))}]]" if references else "[]"
         return [
             f"validation.prompts=[{self.prompt}]",
             *(f"validation.{field}=[{image}]" for field, image in images.items()),
-            f"validation.references={each}",
+            f"validation.references={value}",
             "validation.inference_steps=2",
         ]
 
@@ -170,12 +170,12 @@ MASKED = ("data.mask_column=mask", "data.mask_floor=0.2")
 
 def _other(recipe: str, variant: str | None = None, *overrides: str, **changes: object) -> Smoke:
     """Return a smoke recipe's needs with another tiny checkpoint, and what else is changed."""
-    own = SMOKES[recipe]
+    smoke = SMOKES[recipe]
     return replace(
-        own,
+        smoke,
         recipe=recipe,
-        variant=variant or own.variant,
-        overrides=(*own.overrides, *overrides),
+        variant=variant or smoke.variant,
+        overrides=(*smoke.overrides, *overrides),
         **changes,  # type: ignore[arg-type]
     )
 

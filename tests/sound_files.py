@@ -32,7 +32,7 @@ class Tones:
     def values(self) -> np.ndarray:
         """Float32 (channels, N)."""
         time = np.arange(round(self.seconds * self.rate)) / self.rate
-        waves = [self.loud * np.sin(2 * np.pi * one * time) for one in self.hertz]
+        waves = [self.loud * np.sin(2 * np.pi * frequency * time) for frequency in self.hertz]
         return (np.stack(waves) * (time >= self.silent_until)).clip(-1, 1).astype(np.float32)
 
 
@@ -71,8 +71,8 @@ def _write_sound(
         frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout=tones.layout)
         frame.sample_rate, frame.time_base = rate, Fraction(1, rate)
         frame.pts = at + round(tones.offset * rate)
-        for one in resampler.resample(frame):
-            container.mux(stream.encode(one))
+        for resampled in resampler.resample(frame):
+            container.mux(stream.encode(resampled))
     container.mux(stream.encode(None))
 
 

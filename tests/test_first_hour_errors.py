@@ -120,9 +120,9 @@ def said(arguments: str) -> str:
     ],
 )
 def test_a_mistake_at_the_command(arguments: str, message: str) -> None:
-    words = said(arguments)
-    assert message in words
-    assert "Errno" not in words
+    error = said(arguments)
+    assert message in error
+    assert "Errno" not in error
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_a_checkpoint_that_the_hub_does_not_give(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    words = said(f"{verb} {RECIPE} model.path=me/it data.path=captioned")
-    assert words.startswith("model.path: no local folder me/it, and the Hub did not give it")
-    assert message.removeprefix("and the Hub did not give it: ") in words
-    assert "\n" not in words
+    error = said(f"{verb} {RECIPE} model.path=me/it data.path=captioned")
+    assert error.startswith("model.path: no local folder me/it, and the Hub did not give it")
+    assert message.removeprefix("and the Hub did not give it: ") in error
+    assert "\n" not in error
 
 
 def test_a_checkpoint_that_is_not_there_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    words = said(f"plan {RECIPE} model.path=me/it")
-    assert "HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download me/it" in words
+    error = said(f"plan {RECIPE} model.path=me/it")
+    assert "HF_HUB_OFFLINE is set; download it once: HF_HUB_OFFLINE=0 hf download me/it" in error
 
 
 @pytest.mark.parametrize(

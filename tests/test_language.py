@@ -17,8 +17,8 @@ def test_every_package_has_ceilings() -> None:
 
 @pytest.mark.parametrize("package", LIMITS)
 def test_no_figure_is_worse_than_its_ceiling(package: str) -> None:
-    wrong = list(failures(package, measure(PACKAGES[package]), LIMITS[package]))
-    assert not wrong, "\n".join(wrong)
+    problems = list(failures(package, measure(PACKAGES[package]), LIMITS[package]))
+    assert not problems, "\n".join(problems)
 
 
 PLANTED = '''

@@ -81,15 +81,15 @@ def test_the_server_has_one_thread_and_none_of_the_tests_settings() -> None:
 def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     path = script(tmp_path, "import json, os; print(json.dumps(dict(os.environ)))")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(path)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=launch_environment(), capture_output=True, text=True, check=True
     )
-    known = launch_environment().keys() | _OF_ONE_LAUNCH
-    real = {k: v for k, v in json.loads(done.stdout).items() if k not in known}
+    usual = launch_environment().keys() | _OF_ONE_LAUNCH
+    real = {k: v for k, v in json.loads(process.stdout).items() if k not in usual}
     forked = on_ranks(2, seen, torch.ones(1))[0]["environment"]
-    own = {k: v for k, v in forked.items() if k not in known}
-    assert own.keys() == real.keys() - _OF_ITS_AGENT
-    for name, value in own.items():
+    launch_variables = {k: v for k, v in forked.items() if k not in usual}
+    assert launch_variables.keys() == real.keys() - _OF_ITS_AGENT
+    for name, value in launch_variables.items():
         assert value == real[name] or name.endswith("WORLD_SIZE"), (
             name
         )  # one process there, two here
@@ -135,8 +135,8 @@ def test_a_script_has_its_arguments_streams_and_exit_code(tmp_path: Path) -> Non
         sys.exit(3)
         """,
     )
-    done = started(["a b", 7], script=path).wait()
-    assert (done.returncode, done.stdout, done.stderr) == (3, "out a b 7\n", "err\n")
+    process = started(["a b", 7], script=path).wait()
+    assert (process.returncode, process.stdout, process.stderr) == (3, "out a b 7\n", "err\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -137,13 +137,13 @@ def room_of(module: str) -> str:
 def edges_up(graph: Mapping[str, set[str]]) -> list[str]:
     """Return the imports that lead to a higher floor, or to another room of the same one."""
     floor_of = FLOOR_OF | {"dit_lora": 0}
-    wrong = []
+    upward = []
     for module, targets in graph.items():
         for target in targets:
-            here, there = room_of(module), room_of(target)
-            if here != there and floor_of[there] >= floor_of[here]:
-                wrong.append(f"{module} -> {target}")
-    return sorted(wrong)
+            source_room, target_room = room_of(module), room_of(target)
+            if source_room != target_room and floor_of[target_room] >= floor_of[source_room]:
+                upward.append(f"{module} -> {target}")
+    return sorted(upward)
 
 
 def library_graph() -> dict[str, set[str]]:
@@ -176,8 +176,8 @@ def test_an_import_that_points_up_is_found(source: str) -> None:
             target = target.rpartition(".")[0]
         planted.add(target)
     graph["dit_lora.guard.gate"] |= planted
-    (found,) = edges_up(graph)
-    assert found.startswith("dit_lora.guard.gate -> dit_lora.")
+    (edge,) = edges_up(graph)
+    assert edge.startswith("dit_lora.guard.gate -> dit_lora.")
 
 
 def test_rooms_are_few_and_none_is_crowded() -> None:
@@ -186,8 +186,8 @@ def test_rooms_are_few_and_none_is_crowded() -> None:
     assert len(rooms) <= MAX_ROOMS
     assert len(list(top.glob("*.py"))) <= MAX_AT_TOP
     folders = {path.parent for path in library_files()}
-    crowded = {str(one): len(list(one.glob("*.py"))) for one in folders}
-    assert {one: count for one, count in crowded.items() if count > MAX_IN_FOLDER} == {}
+    crowded = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in crowded.items() if count > MAX_IN_FOLDER} == {}
 
 
 def test_modules_found_by_a_made_up_name_are_of_registries_alone() -> None:
@@ -218,14 +218,16 @@ def test_no_two_classes_share_a_name() -> None:
         for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module_name(path))
-    assert {name: every for name, every in homes.items() if len(every) > 1} == {}
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
 def test_training_knows_no_family() -> None:
     for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
         targets = set(imports(tree_of(path)))
-        known = [t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")]
-        assert not known, path
+        family_targets = [
+            t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")
+        ]
+        assert not family_targets, path
 
 
 def test_the_library_imports_no_benchmark() -> None:
@@ -247,19 +249,19 @@ def test_only_fuse_imports_our_kernels_and_they_import_nothing_of_ours() -> None
 
 def test_whatever_a_checkpoint_holds_is_loaded_where_none_of_its_code_can_run() -> None:
     """`from_pretrained` and Auto classes ask on standard input unless they are told; PEFT's read no code."""
-    wrong = []
+    problems = []
     for path in [*library_files(), *(ROOT / "recipes").rglob("*.py")]:
         if module_name(path) == "dit_lora.environment.pretrained":
             continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config"):
-                of = ast.unparse(node.value)
-                loads = node.attr == "from_pretrained" and of.rpartition(".")[2] not in _NO_CODE
-                if loads or of.startswith("Auto"):
-                    wrong.append(f"{module_name(path)}:{node.lineno}: {of}.{node.attr}")
+                owner = ast.unparse(node.value)
+                loads = node.attr == "from_pretrained" and owner.rpartition(".")[2] not in _NO_CODE
+                if loads or owner.startswith("Auto"):
+                    problems.append(f"{module_name(path)}:{node.lineno}: {owner}.{node.attr}")
             elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-                wrong.append(f"{module_name(path)}:{node.value.lineno}: trust_remote_code")
-    assert not wrong
+                problems.append(f"{module_name(path)}:{node.value.lineno}: trust_remote_code")
+    assert not problems
 
 
 def test_only_functions_that_triton_compiles_have_arguments_without_types() -> None:
@@ -298,7 +300,7 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short_and_shallow() -> None:
-    wrong = []
+    problems = []
     for path in python_files():
         for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -306,10 +308,10 @@ def test_functions_are_short_and_shallow() -> None:
             assert node.end_lineno is not None
             lines, depth = node.end_lineno - node.lineno + 1, nesting(node)
             if lines > MAX_FUNCTION or depth > MAX_NESTING:
-                wrong.append(
+                problems.append(
                     f"{path.relative_to(ROOT)}::{node.name}: {lines} lines, nesting {depth}"
                 )
-    assert not wrong
+    assert not problems
 
 
 def nesting(node: ast.AST) -> int:
@@ -337,19 +339,19 @@ _MAY_CATCH_ALL = (
 
 
 def test_no_broad_except_and_every_docstring_is_there() -> None:
-    wrong = []
+    problems = []
     for path in library_files():
         tree = tree_of(path)
         if not ast.get_docstring(tree):
-            wrong.append(f"{path.name}: no module docstring")
+            problems.append(f"{path.name}: no module docstring")
         for node in ast.walk(tree):
             if module_name(path) in _MAY_CATCH_ALL:
                 continue
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             ):
-                wrong.append(f"{path.name}:{node.lineno}: broad except")
-    assert not wrong
+                problems.append(f"{path.name}:{node.lineno}: broad except")
+    assert not problems
 
 
 def recipe_files() -> list[Path]:

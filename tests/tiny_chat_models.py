@@ -146,13 +146,13 @@ _MEDIA = {
 def samples(name: str) -> list[Sample]:
     """One conversation of each length, about a video of its own."""
     random = torch.Generator().manual_seed(1)
-    found = []
+    conversations = []
     for length, answers in zip(LENGTHS, ANSWERS, strict=True):
         ids = torch.randint(3, 60, (1, length), generator=random)
         ids[:, 1 : 1 + _MEDIA[name]] = 64 if name == "videochat2" else VIDEO
         labels = ids.masked_fill(torch.arange(length) < length - answers, IGNORE_INDEX)
-        found.append(Sample({"input_ids": ids, **_video(name, ids, random)}, labels))
-    return found
+        conversations.append(Sample({"input_ids": ids, **_video(name, ids, random)}, labels))
+    return conversations
 
 
 def _video(name: str, ids: torch.Tensor, random: torch.Generator) -> dict[str, torch.Tensor]:
@@ -169,12 +169,12 @@ def _video(name: str, ids: torch.Tensor, random: torch.Generator) -> dict[str, t
             "mm_token_type_ids": types,
         }
     if name == "videochat2":
-        told = torch.randint(1, 30, (1, 5), generator=random)
-        seen = torch.arange(5)[None] < told[0, 0] % 4 + 2
+        instruction = torch.randint(1, 30, (1, 5), generator=random)
+        instruction_mask = torch.arange(5)[None] < instruction[0, 0] % 4 + 2
         return {
             "pixel_values": torch.randn(1, FRAMES, 3, SIDE, SIDE, generator=random),
-            "instruction_ids": told,
-            "instruction_mask": seen.long(),
+            "instruction_ids": instruction,
+            "instruction_mask": instruction_mask.long(),
         }
     return {}
 
@@ -184,10 +184,12 @@ def batch(found: list[Sample]) -> dict[str, torch.Tensor]:
     inputs = {
         name: _padded([sample.inputs[name] for sample in found], 0) for name in found[0].inputs
     }
-    most = max(ANSWERS)
-    places = [(sample.labels[0] != IGNORE_INDEX).nonzero()[:, 0] for sample in found]
-    labels = [sample.labels[:, at] for sample, at in zip(found, places, strict=True)]
-    positions = [nn.functional.pad(at - 1, (0, most - len(at)))[None] for at in places]
+    max_answer = max(ANSWERS)
+    answer_positions = [(sample.labels[0] != IGNORE_INDEX).nonzero()[:, 0] for sample in found]
+    labels = [sample.labels[:, at] for sample, at in zip(found, answer_positions, strict=True)]
+    positions = [
+        nn.functional.pad(at - 1, (0, max_answer - len(at)))[None] for at in answer_positions
+    ]
     return inputs | {
         "answer_positions": torch.cat(positions),
         "answer_labels": _padded(labels, IGNORE_INDEX),

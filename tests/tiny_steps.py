@@ -49,10 +49,10 @@ class TinyStep:
         """Of one step; the parameters' own are left empty."""
         self.loss().backward()
         trained = {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
-        found = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
         for parameter in trained.values():
             parameter.grad = None
-        return found
+        return grads
 
 
 @dataclass

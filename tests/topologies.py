@@ -93,26 +93,32 @@ def run_all(cases: list[Case]) -> list[Seen]:
 def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    given = {**ENVIRONMENT[case.engine], **case.env}
-    os.environ.update(given)
-    kept: list[Run] = []
+    variables = {**ENVIRONMENT[case.engine], **case.env}
+    os.environ.update(variables)
+    runs: list[Run] = []
     code, error = 0, ""
-    with _kept_run(kept), _fault(case.fault), pytest.MonkeyPatch.context() as patches:
+    with _kept_run(runs), _fault(case.fault), pytest.MonkeyPatch.context() as patches:
         case.prepare(patches)
         try:
             main(list(case.args))
         except DitLoraError as problem:
             code, error = problem.exit_code, str(problem)
-    for name in given:
+    for name in variables:
         os.environ.pop(name, None)
-    if not kept:
+    if not runs:
         return Seen(code, error, 0, 0, {})
-    engine = kept[0].setup.engine
+    engine = runs[0].setup.engine
     state = engine.local_state_dict()
-    whole = engine.trainable_state_dict()
-    parts = [name for name in whole if get_local_tensor(state[name]).numel() < whole[name].numel()]
-    own = {name: get_local_tensor(tensor.detach()).clone() for name, tensor in state.items()}
-    return Seen(code, error, len(whole), len(parts), own)
+    full_state = engine.trainable_state_dict()
+    parts = [
+        name
+        for name in full_state
+        if get_local_tensor(state[name]).numel() < full_state[name].numel()
+    ]
+    local_state = {
+        name: get_local_tensor(tensor.detach()).clone() for name, tensor in state.items()
+    }
+    return Seen(code, error, len(full_state), len(parts), local_state)
 
 
 @contextlib.contextmanager
@@ -180,9 +186,9 @@ def _spoil(run: Run, fault: Fault) -> None:
         ),
     }
     values = next(
-        one
-        for one in (get_local_tensor(t.detach()) for t in tensors[fault.where])
-        if one.numel() > 1
+        tensor
+        for tensor in (get_local_tensor(t.detach()) for t in tensors[fault.where])
+        if tensor.numel() > 1
     )
     values.view(-1)[values.numel() // 2] += fault.adds
 

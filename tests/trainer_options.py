@@ -146,7 +146,7 @@ _CLASSES = {
     "layersync_": "enabled student_block teacher_block lambda",
 }
 SIMPLETUNER_CLASSES = [
-    f"{start}{rest}" for start, names in _CLASSES.items() for rest in names.split()
+    f"{start}{suffix}" for start, names in _CLASSES.items() for suffix in names.split()
 ]
 SIMPLETUNER = [
     *SIMPLETUNER_CLASSES,

@@ -97,14 +97,14 @@ def tiny_batch(
 
 def rows(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Each sample alone, without its padding."""
-    found = []
+    row_batches = []
     for index, ids in enumerate(batch["input_ids"]):
         row = {"input_ids": ids[ids != PAD], "pixel_values": batch["pixel_values"][index]}
         if "instruction_ids" in batch:
-            kept = batch["instruction_mask"][index].bool()
-            row["instruction_ids"] = batch["instruction_ids"][index][kept]
-        found.append(row)
-    return found
+            is_kept = batch["instruction_mask"][index].bool()
+            row["instruction_ids"] = batch["instruction_ids"][index][is_kept]
+        row_batches.append(row)
+    return row_batches
 
 
 def double(model: VideoChat2ForConditionalGeneration) -> State:
@@ -186,9 +186,9 @@ def media_tokens(
     """Tiles row after row, then the whole picture; the tokens of each, one after the other."""
     height, width = pixels.shape[-2:]
     views = [
-        pixels[..., top : top + TILE, left : left + TILE]
+        pixels[..., top : top + TILE, column : column + TILE]
         for top in range(0, height, TILE)
-        for left in range(0, width, TILE)
+        for column in range(0, width, TILE)
     ]
     if len(views) > 1 and config.add_global:
         views.append(
@@ -198,11 +198,11 @@ def media_tokens(
     trunk = part(state, "model")
     outputs = []
     for view in views:
-        seen = vision(part(trunk, "vision_encoder.encoder"), config.vision_config, view)
-        seen = norm(trunk, "vision_layernorm", seen, eps)
+        features = vision(part(trunk, "vision_encoder.encoder"), config.vision_config, view)
+        features = norm(trunk, "vision_layernorm", features, eps)
         queries = torch.cat([trunk["query_tokens"][0], trunk["extra_query_tokens"][0]])
         sizes = config.qformer_config
-        read = qformer(part(trunk, "qformer"), sizes, queries, seen, instruction, eps)
+        read = qformer(part(trunk, "qformer"), sizes, queries, features, instruction, eps)
         outputs.append(linear(trunk, "projection", read))
     return torch.cat(outputs)
 
@@ -224,8 +224,10 @@ def positions(
     With `side`, the tables are of side x side patches, resized to `patches` of them before.
     """
     pretrained = 1 if frames == 1 else pretrained
-    first = side * side if side else patches
-    table = sinusoids(pretrained * first, width).view(pretrained, first, width)
+    pretrained_patches = side * side if side else patches
+    table = sinusoids(pretrained * pretrained_patches, width).view(
+        pretrained, pretrained_patches, width
+    )
     if side:
         pictures = table.mT.unflatten(2, (side, side))
         table = functional.interpolate(pictures, size=(int(patches**0.5),) * 2, mode="bicubic")
@@ -273,9 +275,9 @@ def qformer(
     """BERT, post-norm; queries look at `seen` in every second layer and have a feed-forward of their own."""
     heads, x, count = sizes["num_attention_heads"], queries, len(queries)
     if instruction is not None:
-        words = state["embeddings.word_embeddings.weight"][instruction]
-        places = state["embeddings.position_embeddings.weight"][: len(instruction)]
-        x = torch.cat([queries, words + places])
+        word_rows = state["embeddings.word_embeddings.weight"][instruction]
+        position_rows = state["embeddings.position_embeddings.weight"][: len(instruction)]
+        x = torch.cat([queries, word_rows + position_rows])
     x = norm(state, "embeddings.LayerNorm", x, eps)
 
     def attention(layer: State, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -294,11 +296,11 @@ def qformer(
     for index in range(sizes["num_hidden_layers"]):
         layer = part(state, f"encoder.layer.{index}")
         x = attention(layer, "attention", x, x)
-        query, words = x[:count], x[count:]
+        query, word_rows = x[:count], x[count:]
         if index % 2 == 0:
             query = attention(layer, "crossattention", query, seen)
         query = feed_forward(layer, "_query", query)
-        x = torch.cat([query, feed_forward(layer, "", words)]) if len(words) else query
+        x = torch.cat([query, feed_forward(layer, "", word_rows)]) if len(word_rows) else query
     return x[:count]
 
 
@@ -317,9 +319,9 @@ def mistral(state: State, config: VideoChat2Config, x: torch.Tensor) -> torch.Te
         half = x.shape[-1] // 2
         speed = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
         angle = (torch.arange(len(x))[:, None] * speed)[:, None]
-        first, second = x[..., :half], x[..., half:]
-        turned = first * angle.cos() - second * angle.sin()
-        return torch.cat([turned, second * angle.cos() + first * angle.sin()], -1).flatten(1)
+        first_half, second = x[..., :half], x[..., half:]
+        turned = first_half * angle.cos() - second * angle.sin()
+        return torch.cat([turned, second * angle.cos() + first_half * angle.sin()], -1).flatten(1)
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1).flatten(1)

@@ -12,10 +12,10 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
     data, at, part = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        left = 32768 - at % 32768
+        block_left = 32768 - at % 32768
         size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if left < 7 or kind == 0:
-            at += left
+        if block_left < 7 or kind == 0:
+            at += block_left
             continue
         part += data[at + 7 : at + 7 + size]
         at += 7 + size

@@ -115,8 +115,8 @@ def _bad_timestep(stage: Stage) -> None:
 
 CACHED: tuple[Fault, ...] = (
     *(
-        _cached(f"{kind} in a cached {tensor}", words, tensor, poisoned(tensor, value, count))
-        for kind, value, words, count in (
+        _cached(f"{kind} in a cached {tensor}", description, tensor, poisoned(tensor, value, count))
+        for kind, value, description, count in (
             ("NaN", _NAN, "1 NaN among", 1),
             ("Inf", _INF, "3 Inf among", 3),
             ("-Inf", -_INF, "1 Inf among", 1),

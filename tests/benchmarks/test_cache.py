@@ -23,9 +23,9 @@ def test_reading_is_compared_and_holding_is_measured(
     assert cells[:3] == ["small", "0.00", "7"]
     assert all(float(cell.split()[0]) > 0 for cell in cells[3:])
     cache.hold(tmp_path)
-    said = capsys.readouterr().out
-    assert "opening 100 entries" in said
-    assert said.count("\n| 1") == 3  # after 1, 10 and 100 reads
+    output = capsys.readouterr().out
+    assert "opening 100 entries" in output
+    assert output.count("\n| 1") == 3  # after 1, 10 and 100 reads
 
 
 def test_a_damaged_entry_is_no_figure(cache: Any, tmp_path: Path) -> None:

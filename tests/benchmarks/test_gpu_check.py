@@ -35,8 +35,10 @@ class Check:
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        given = {name: value for name, value in os.environ.items() if name not in ("OUT", "CODE")}
-        given |= {
+        variables = {
+            name: value for name, value in os.environ.items() if name not in ("OUT", "CODE")
+        }
+        variables |= {
             "PYTHON": str(self.python),
             "CALLS": str(self.calls),
             "MISSING": "",
@@ -45,7 +47,7 @@ class Check:
         self.calls.unlink(missing_ok=True)
         return subprocess.run(
             ["bash", str(SCRIPT), *arguments, "--out", str(self.out)],
-            env=given, cwd=self.folder, capture_output=True, text=True, timeout=600,
+            env=variables, cwd=self.folder, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
 
     @property
@@ -66,8 +68,8 @@ def check(tmp_path: Path) -> Check:
 
 def test_packages_that_the_caller_gives_are_found_by_every_part(check: Check) -> None:
     """A machine without the project's packages gets them in PYTHONPATH; if replaced, half of the check is skipped."""
-    done = check.run("first", PYTHONPATH="/given:/too")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = check.run("first", PYTHONPATH="/given:/too")
+    assert process.returncode == 0, process.stdout + process.stderr
     ours = f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"
     assert {path for path, _, _ in check.asked} == {f"{ours}:/given:/too"}
     check.run("first", PYTHONPATH="")
@@ -80,27 +82,27 @@ def test_make_calls_it_with_what_it_is_given(
     check: Check, goal: str, parts: tuple[str, ...]
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": "/given", "CALLS": str(check.calls), "MISSING": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         ["make", "--silent", goal, f"PYTHON={check.python}", f"OUT={check.out}"],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     assert all(path.endswith(f"{ROOT / 'tests'}:/given") for path, _, _ in check.asked)
     assert tuple(check.summary) == parts
 
 
 def test_each_call_has_its_parts_in_order_and_keeps_their_output(check: Check) -> None:
-    done = check.run("first")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = check.run("first")
+    assert process.returncode == 0, process.stdout + process.stderr
     assert tuple(check.summary) == FIRST
-    assert all(words.startswith("done in ") for words in check.summary.values())
+    assert all(state.startswith("done in ") for state in check.summary.values())
     assert (check.out / "kernel_times.log").read_text() == "a figure\n"
     assert check.run("second").returncode == 0
     assert tuple(check.summary) == (*FIRST, *SECOND), "the second call's parts are added"
-    steps = [asked for _, _, asked in check.asked if "benchmarks.step " in asked]
-    places = [one.split(" --out ")[1].split()[0] for one in steps]
-    assert places == [str(check.out / name) for name in ("steps_images", "steps_more")]
-    assert [one.split(" --models ")[1] for one in steps] == [
+    steps = [arguments for _, _, arguments in check.asked if "benchmarks.step " in arguments]
+    folders = [step.split(" --out ")[1].split()[0] for step in steps]
+    assert folders == [str(check.out / name) for name in ("steps_images", "steps_more")]
+    assert [step.split(" --models ")[1] for step in steps] == [
         "sana-1.6b-b8 dit-xl2-b32 sana-1.6b-b4 dit-xl2-b64",
         "cogvideox-2b wan-1.3b cogvideox-1.5",
     ]
@@ -120,8 +122,8 @@ def test_no_part_is_given_more_than_is_left_of_ten_minutes(check: Check) -> None
 
 
 def test_what_is_left_out_stopped_or_failed_says_so(check: Check) -> None:
-    done = check.run("first", MISSING="diffusers av", CODE="3")
-    assert done.returncode == 1
+    process = check.run("first", MISSING="diffusers av", CODE="3")
+    assert process.returncode == 1
     assert "has no diffusers av; docs/gpu.md lists" in check.summary["steps_video"]
     assert check.summary["kernel_times"].startswith("failed with 3 ")
     assert check.summary["kernel_tests"].startswith("done in ")
@@ -130,13 +132,13 @@ def test_what_is_left_out_stopped_or_failed_says_so(check: Check) -> None:
 
 
 def test_without_a_gpu_only_tiny_sizes_run(check: Check) -> None:
-    done = check.run("first", NO_GPU="1")
-    assert done.returncode == 1
-    assert "--tiny goes through it on a CPU" in done.stderr
+    process = check.run("first", NO_GPU="1")
+    assert process.returncode == 1
+    assert "--tiny goes through it on a CPU" in process.stderr
     assert check.run("first", "--tiny", NO_GPU="1").returncode == 0
-    asked = [arguments for _, _, arguments in check.asked if not arguments.startswith("-c")]
-    assert [one for one in asked if "--device cuda" in one] == []
-    assert any("--models tiny" in one for one in asked)
+    commands = [arguments for _, _, arguments in check.asked if not arguments.startswith("-c")]
+    assert [step for step in commands if "--device cuda" in step] == []
+    assert any("--models tiny" in step for step in commands)
 
 
 def test_kernel_tests_use_every_core_where_they_can(check: Check) -> None:
@@ -145,15 +147,15 @@ def test_kernel_tests_use_every_core_where_they_can(check: Check) -> None:
     assert " -n " in spread
     assert "not sm90 and not mutants" in spread
     check.run("first", MISSING="xdist")
-    (alone,) = [a for _, _, a in check.asked if "tests/dit_lora_kernels" in a]
-    assert " -n " not in alone
+    (arguments,) = [a for _, _, a in check.asked if "tests/dit_lora_kernels" in a]
+    assert " -n " not in arguments
 
 
 @pytest.mark.parametrize("arguments", [(), ("third",), ("first", "--fast")])
 def test_a_call_that_it_does_not_know_is_refused(check: Check, arguments: tuple[str, ...]) -> None:
-    done = check.run(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("usage: ")
+    process = check.run(*arguments)
+    assert process.returncode == 2
+    assert process.stderr.startswith("usage: ")
 
 
 def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +179,15 @@ def test_a_gpus_clocks_and_power_are_told(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks.gpu_state import gpu_state
 
-    told = "580.1, 1980 MHz, 1980 MHz, 3201 MHz, 402.11 W, 700.00 W, 41"
+    values = "580.1, 1980 MHz, 1980 MHz, 3201 MHz, 402.11 W, 700.00 W, 41"
     fake = tmp_path / "nvidia-smi"
-    fake.write_text(f"#!/usr/bin/env bash\necho '{told}'\n")
+    fake.write_text(f"#!/usr/bin/env bash\necho '{values}'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert gpu_state() == dict(
         zip(
             ("driver", "clock", "highest clock", "memory clock", "power", "power limit", "temperature"),
-            told.split(", "),
+            values.split(", "),
             strict=True,
         )
     )  # fmt: skip

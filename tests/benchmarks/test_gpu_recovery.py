@@ -12,14 +12,14 @@ from launching import ROOT, launch_environment
 
 @pytest.mark.thorough
 def test_a_bad_sample_and_a_kill_are_survived_on_a_cpu(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_recovery", "--device", "cpu", "--steps", "60", "--work", str(tmp_path)],
         env=launch_environment(), cwd=ROOT, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "non_finite_loss, quarantine: latent_mean has" in done.stdout
-    assert "killed after step" in done.stdout
-    assert "adapters are equal to the bit" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "non_finite_loss, quarantine: latent_mean has" in process.stdout
+    assert "killed after step" in process.stdout
+    assert "adapters are equal to the bit" in process.stdout
 
 
 @pytest.fixture

@@ -38,11 +38,11 @@ print(len(support._LAUNCHES), "kept")
 def test_a_launch_past_tritons_look_up_is_that_launch() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT], cwd=ROOT,
         env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    *ops, kept = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    *ops, num_launches = process.stdout.splitlines()
     assert len(ops) == 11  # five ops forward, and four of them both ways, ada_norm as two
-    assert int(kept.split()[0]) >= 10
+    assert int(num_launches.split()[0]) >= 10

@@ -40,12 +40,12 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
     """The Markdown and the JSON lines of one run over every op."""
-    out = tmp_path_factory.mktemp("bench")
-    done = run("--shapes", "tiny", "--out", str(out), "--seconds-per-case", "0.02")
-    assert done.returncode == 0, done.stderr
-    (markdown,), (lines,) = out.glob("*.md"), out.glob("*.jsonl")
-    assert markdown.read_text() == done.stdout
-    return done.stdout, [json.loads(line) for line in lines.read_text().splitlines()]
+    folder = tmp_path_factory.mktemp("bench")
+    process = run("--shapes", "tiny", "--out", str(folder), "--seconds-per-case", "0.02")
+    assert process.returncode == 0, process.stderr
+    (markdown,), (lines,) = folder.glob("*.md"), folder.glob("*.jsonl")
+    assert markdown.read_text() == process.stdout
+    return process.stdout, [json.loads(line) for line in lines.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def test_a_table_names_clocks_versions_and_the_commit_where_there_is_no_git(
     about = report.facts(torch.device("cuda"), ["bench.py", "--op", "lora qkv"], 4e12)
     text = report.markdown(about, [], [], [])
     assert text.startswith("# Kernels on NVIDIA H200, ")
-    told = ("commit: abc1234", "driver: 580.1", "clock: 1755 MHz", "highest clock: 1980 MHz",
+    facts = ("commit: abc1234", "driver: 580.1", "clock: 1755 MHz", "highest clock: 1980 MHz",
             "memory clock: 3201 MHz", "command: bench.py --op 'lora qkv'", f"torch: {metadata.version('torch')}",
             "copy: 4e+12 bytes a second, read and written")  # fmt: skip
-    for line in told:
+    for line in facts:
         assert f"- {line}\n" in text
     for name in ("python", "triton", "cudnn", "power"):
         assert f"- {name}: " in text
@@ -146,33 +146,35 @@ def test_bytes_are_those_of_the_tensors(op: str, scripts: Any) -> None:
 
 def counted(case: Any) -> tuple[int, int]:
     """Bytes read and written, from what goes in, comes out and is kept for the backward."""
-    given = dict(case.given)
-    trained = [given[name].requires_grad_() for name in case.trained]
-    kept: dict[int, torch.Tensor] = {}
+    inputs = dict(case.given)
+    trained = [inputs[name].requires_grad_() for name in case.trained]
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outs = case.ours(given)
+        outs = case.ours(inputs)
     if case.op == "finite_norms":
-        return sum(t.nbytes + 28 * math.ceil(t.numel() / 4096) for t in given.values()), 0
-    dx = given["x"].nbytes if case.op.startswith("lora") else 0
+        return sum(t.nbytes + 28 * math.ceil(t.numel() / 4096) for t in inputs.values()), 0
+    dx = inputs["x"].nbytes if case.op.startswith("lora") else 0
     if dx:
-        ys = sum(out.nbytes for out in outs)
+        ys = sum(output.nbytes for output in outs)
         return dx + 2 * ys, dx + 2 * ys + 2 * dx  # what the adapters add to the base layers
-    known = {t.untyped_storage().data_ptr() for t in given.values()}
-    made = [out for out in outs if out.untyped_storage().data_ptr() not in known]
-    known |= {out.untyped_storage().data_ptr() for out in outs}
-    statistics = sum(t.nbytes for at, t in kept.items() if at not in known)
-    forward = sum(t.nbytes for t in [*given.values(), *made]) + statistics
-    grads = torch.autograd.grad(outs, trained, [torch.ones_like(out) for out in outs])
-    moved = [*outs, *kept.values(), *grads]  # a gradient is as large as its output
+    input_storages = {t.untyped_storage().data_ptr() for t in inputs.values()}
+    new_outputs = [
+        output for output in outs if output.untyped_storage().data_ptr() not in input_storages
+    ]
+    input_storages |= {output.untyped_storage().data_ptr() for output in outs}
+    statistics = sum(t.nbytes for at, t in saved.items() if at not in input_storages)
+    forward = sum(t.nbytes for t in [*inputs.values(), *new_outputs]) + statistics
+    grads = torch.autograd.grad(outs, trained, [torch.ones_like(output) for output in outs])
+    moved = [*outs, *saved.values(), *grads]  # a gradient is as large as its output
     backward = sum(t.nbytes for t in moved)
     if case.op.startswith("ada_norm"):
-        backward -= given["bias"].nbytes  # kept, and read only where a scale is trained
+        backward -= inputs["bias"].nbytes  # kept, and read only where a scale is trained
     if case.op == "silu_dwconv_glu":
-        backward += 3 * given["h"].nbytes  # dc written and read, h read once more
+        backward += 3 * inputs["h"].nbytes  # dc written and read, h read once more
     return forward, backward
 
 

@@ -37,7 +37,7 @@ def everything(_name: str) -> bool:
 
 @pytest.mark.slow
 def test_a_third_of_the_corpus_has_no_failure(tmp_path: Path) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.loops", "run", "--third", "--json", "rows.json"],
         cwd=tmp_path,
         env={**launch_environment(), "PYTHONPATH": str(ROOT)},
@@ -47,7 +47,7 @@ def test_a_third_of_the_corpus_has_no_failure(tmp_path: Path) -> None:
     )
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert len({(row["loop"], row["fault"]) for row in rows if row["fault"]}) > 250
-    assert done.returncode == 0, done.stdout[-20_000:]
+    assert process.returncode == 0, process.stdout[-20_000:]
 
 
 def test_the_corpus_has_enough_loops_in_small_folders() -> None:
@@ -59,14 +59,14 @@ def test_the_corpus_has_enough_loops_in_small_folders() -> None:
 
 
 def test_every_loop_fault_and_way_of_guarding_is_in_the_third() -> None:
-    whole = select(find_loops(), everything, everything)
-    third = select_third(whole)
-    assert [item.loop for item in third] == [item.loop for item in whole]
+    full_corpus = select(find_loops(), everything, everything)
+    third = select_third(full_corpus)
+    assert [item.loop for item in third] == [item.loop for item in full_corpus]
     assert {fault for item in third for fault in item.faults} == set(FAULTS)
     assert {guard for item in third for guard in item.guards if item.faults} == {
         *("command", "watch", "attach", "callback")
     }
-    num_faults = [sum(len(item.faults) for item in items) for items in (third, whole)]
+    num_faults = [sum(len(item.faults) for item in items) for items in (third, full_corpus)]
     assert num_faults[0] == pytest.approx(num_faults[1] / 3, rel=0.05)
 
 
@@ -312,15 +312,15 @@ def check_fakes() -> dict[str, list[dict[str, Any]]]:
 def fake_rows() -> dict[str, list[dict[str, Any]]]:
     code = "import json, test_loops_corpus as t; print(json.dumps(t.check_fakes()))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**launch_environment(), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_a_planted_violation_is_found(
     fake_rows: dict[str, list[dict[str, Any]]], fake: str, failures: set[tuple[str, str]]
 ) -> None:
     rows = fake_rows[fake]
-    found = {(row["fault"], row["check"]) for row in rows if not row["is_ok"]}
-    assert found == failures, [row for row in rows if not row["is_ok"]]
+    failed_checks = {(row["fault"], row["check"]) for row in rows if not row["is_ok"]}
+    assert failed_checks == failures, [row for row in rows if not row["is_ok"]]
 
 
 def test_the_perfect_guard_names_the_sample(

@@ -37,35 +37,35 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 def test_every_setting_trains_tiny_models_with_the_same_losses(tmp_path: Path) -> None:
-    done = run(
+    process = run(
         "--models", "tiny", "--device", "cpu", "--steps", "2", "--out", str(tmp_path)
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     (written,) = tmp_path.glob("step_*.md")
-    assert written.read_text() == done.stdout
+    assert written.read_text() == process.stdout
     about, *results = map(json.loads, written.with_suffix(".jsonl").read_text().splitlines())
     assert set(about["about"]) >= {"torch", "commit", "device", "command"}
-    names = {one["setting"] for one in results}
+    names = {entry["setting"] for entry in results}
     assert len(results) == 2 * len(names) >= 20
     for result in results:
-        place = result["model"], result["setting"]
-        assert result["failed"] is None, place
+        label = result["model"], result["setting"]
+        assert result["failed"] is None, label
         if result["setting"] == "ours, none":  # the tiny models fit
-            assert (result["same_as"], result["seconds"]) == ("ours", []), place
+            assert (result["same_as"], result["seconds"]) == ("ours", []), label
             continue
-        assert len(result["seconds"]) == 2, place
-        assert len(result["losses"]) == 4, place
-        assert len(result["host"]) == (0 if "guard" in result["setting"] else 2), place
-        assert result["kernels"]["by_kind"]["products"] > 0, place
-        assert ("ours" in result["kernels"]["by_kind"]) == (result["setting"] not in UNFUSED), place
-        example = next(one for one in results if one["model"] == result["model"])
+        assert len(result["seconds"]) == 2, label
+        assert len(result["losses"]) == 4, label
+        assert len(result["host"]) == (0 if "guard" in result["setting"] else 2), label
+        assert result["kernels"]["by_kind"]["products"] > 0, label
+        assert ("ours" in result["kernels"]["by_kind"]) == (result["setting"] not in UNFUSED), label
+        example = next(entry for entry in results if entry["model"] == result["model"])
         difference = max(
             abs(a - b) / b for a, b in zip(result["losses"], example["losses"], strict=True)
         )
-        assert difference < 1e-3, place
-        assert (difference > 0) == (result["setting"] not in UNFUSED), place
+        assert difference < 1e-3, label
+        assert (difference > 0) == (result["setting"] not in UNFUSED), label
     guarded, ours = (
-        next(one["losses"] for one in results if one["setting"] == name)
+        next(entry["losses"] for entry in results if entry["setting"] == name)
         for name in ("ours, guard", "ours")
     )
     assert guarded == pytest.approx(ours, rel=1e-6), "the gate changed what is trained"
@@ -166,12 +166,12 @@ def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first
 ) -> None:
     from benchmarks import step_settings
 
-    seen: dict[str, tuple[bool, bool]] = {}
+    settings_seen: dict[str, tuple[bool, bool]] = {}
     real = step_settings.sample_losses
 
     def losses(model: Any, given: Any) -> torch.Tensor:
-        told = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-        seen[running[-1]] = torch.are_deterministic_algorithms_enabled(), told
+        is_configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        settings_seen[running[-1]] = torch.are_deterministic_algorithms_enabled(), is_configured
         return real(model, given)
 
     running: list[str] = []
@@ -187,14 +187,14 @@ def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first
     monkeypatch.setattr(step_settings, "fuse", lambda *_, **__: None)  # the interpreter takes long
     args = ["--models", "tiny-sana", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
     assert step.main([*args, "--settings", "ours, deterministic", "example, compiled"]) == 0
-    assert seen == {
+    assert settings_seen == {
         "example": (False, True),
         "ours, deterministic": (True, True),
         "example, compiled": (False, True),
     }
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
     assert step.main([*args, "--settings", "example"]) == 0
-    assert seen["example"] == (False, False)
+    assert settings_seen["example"] == (False, False)
 
 
 def test_ratios_are_of_the_example_and_of_the_best_compiled_stock_model(step: Any) -> None:
@@ -227,8 +227,8 @@ def test_captions_of_sana_do_not_fill_their_mask_and_differ(step: Any) -> None:
     """Ours drops a mask of ones, and the stock model does not: a full one would flatter us."""
     from benchmarks.step_models import MODELS, Draws
 
-    given = MODELS["sana-1.6b-b8"].inputs(Draws(0, torch.device("cpu")))
-    lengths = given["encoder_attention_mask"].sum(1)
+    inputs = MODELS["sana-1.6b-b8"].inputs(Draws(0, torch.device("cpu")))
+    lengths = inputs["encoder_attention_mask"].sum(1)
     assert lengths.min() >= 1
     assert lengths.max() < 300
     assert len(set(lengths.tolist())) > 1
@@ -275,8 +275,14 @@ def test_a_gpus_kernels_are_added_once_without_the_hosts_calls_and_annotations(s
         event("_forward_kernel", "CUDA", 60, 70),
     ]
     gpu = torch.device("cuda")
-    found = [kernel_time._milliseconds(one, gpu) for one in events]
-    assert found == [None, None, pytest.approx(0.03), pytest.approx(0.02), pytest.approx(0.01)]
+    milliseconds = [kernel_time._milliseconds(recorded_event, gpu) for recorded_event in events]
+    assert milliseconds == [
+        None,
+        None,
+        pytest.approx(0.03),
+        pytest.approx(0.02),
+        pytest.approx(0.01),
+    ]
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -301,8 +307,8 @@ def test_the_real_models_have_their_size_and_take_their_batch(
     with torch.device("meta"):
         transformer = model.kind.from_config(dict(model.config))
     assert sum(p.numel() for p in transformer.parameters()) == SIZES[name]
-    given = model.inputs(Shapes())
-    out = torch.nn.Module.to(transformer, torch.bfloat16)(**given, return_dict=False)[0]
-    assert out.shape[model.channels_at] == transformer.config.out_channels
-    assert out.shape[0] == given["hidden_states"].shape[0]
-    assert out.shape[-2:] == given["hidden_states"].shape[-2:]
+    inputs = model.inputs(Shapes())
+    output = torch.nn.Module.to(transformer, torch.bfloat16)(**inputs, return_dict=False)[0]
+    assert output.shape[model.channels_at] == transformer.config.out_channels
+    assert output.shape[0] == inputs["hidden_states"].shape[0]
+    assert output.shape[-2:] == inputs["hidden_states"].shape[-2:]

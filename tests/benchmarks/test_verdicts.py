@@ -31,19 +31,21 @@ def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_ki
     assert faults == drawn(5, 300, EVERY, (1, 2))
     assert faults[:40] == drawn(5, 40, EVERY, (1, 2))
     assert faults != drawn(6, 300, EVERY, (1, 2))
-    pairs = {(place, kind) for place, one in PLACES.items() for kind in one.kinds}
-    assert {(one.place, one.kind) for one in faults} == pairs
-    assert {one.variant for one in faults} == set(EVERY)
-    assert {one.ranks for one in faults} == {1, 2}
+    pairs = {
+        (place_name, kind) for place_name, of_place in PLACES.items() for kind in of_place.kinds
+    }
+    assert {(fault.place, fault.kind) for fault in faults} == pairs
+    assert {fault.variant for fault in faults} == set(EVERY)
+    assert {fault.ranks for fault in faults} == {1, 2}
 
 
 def test_every_place_makes_a_case_of_every_kind() -> None:
-    for name, place in PLACES.items():
-        for kind in place.kinds:
+    for name, fault_place in PLACES.items():
+        for kind in fault_place.kinds:
             for targets, ranks in [
-                (s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if place.fits(s, n)
+                (s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if fault_place.fits(s, n)
             ]:
-                case = place.make(Draw(random.Random(0), targets, ranks, "02.mp4", kind))
+                case = fault_place.make(Draw(random.Random(0), targets, ranks, "02.mp4", kind))
                 assert case.when, (name, kind)
                 assert case.right.causes or not case.right.told, (name, kind)
 
@@ -87,9 +89,9 @@ def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_right_cause_may_be_named(
     tmp_path: Path, allowed: Right, cause: str, wrong: str
 ) -> None:
-    said = judge._cause(allowed, seen(tmp_path, cause), came=True)
-    assert said.startswith(wrong)
-    assert bool(said) == bool(wrong)
+    complaint = judge._cause(allowed, seen(tmp_path, cause), came=True)
+    assert complaint.startswith(wrong)
+    assert bool(complaint) == bool(wrong)
 
 
 def test_what_must_be_told_is_missed(tmp_path: Path) -> None:
@@ -107,10 +109,10 @@ def test_another_end_is_told(tmp_path: Path) -> None:
 
 
 def test_the_table_counts_and_the_list_replays() -> None:
-    wrong = Judgement("007 latent: NaN (latte)", "latent", "NaN", "once", {"lost": "b.mp4"})
-    fine = replace(wrong, name="008 latent: NaN (dit-tiny)", failures={})
-    assert table([wrong, fine]).splitlines()[-1].split() == ["all", "2", "1", *"...."]
-    text = failures([wrong, fine], "python -m benchmarks.verdicts --seed 4")
+    failed = Judgement("007 latent: NaN (latte)", "latent", "NaN", "once", {"lost": "b.mp4"})
+    fine = replace(failed, name="008 latent: NaN (dit-tiny)", failures={})
+    assert table([failed, fine]).splitlines()[-1].split() == ["all", "2", "1", *"...."]
+    text = failures([failed, fine], "python -m benchmarks.verdicts --seed 4")
     assert "--seed 4 --only 007" in text
     assert "008" not in text
 
@@ -143,30 +145,30 @@ def test_a_sweep_finds_what_is_certified_though_it_is_not_the_clean_runs(
     faults = drawn(0, 4, ["dit-tiny"], (1,))
     sweep = Sweep(tmp_path, jobs=2)
     assert list(sweep.build(["dit-tiny"])) == ["dit-tiny"]
-    found = {one.place: one for one in sweep.run(faults)}
-    assert {name: set(one.failures) for name, one in found.items()} == {
+    judgements = {judgement.place: judgement for judgement in sweep.run(faults)}
+    assert {name: set(judgement.failures) for name, judgement in judgements.items()} == {
         "unseen": {"certified"}, "crash": {"ended"}, "nothing": set(), "sample": set(),
     }  # fmt: skip
-    assert "ZeroDivisionError: an arm that breaks" in found["crash"].failures["ended"]
-    assert found["sample"].certified
-    assert {one.split(" ", 1)[1] for one in found["sample"].told} == {"data quarantine"}
+    assert "ZeroDivisionError: an arm that breaks" in judgements["crash"].failures["ended"]
+    assert judgements["sample"].certified
+    assert {line.split(" ", 1)[1] for line in judgements["sample"].told} == {"data quarantine"}
 
 
 def test_the_command_describes_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--describe"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in [*PLACES, *judge.QUESTIONS])
-    for wrong in (["--families", "sona"], ["--only", "999"]):
+    output = capsys.readouterr().out
+    assert all(name in output for name in [*PLACES, *judge.QUESTIONS])
+    for arguments in (["--families", "sona"], ["--only", "999"]):
         with pytest.raises(SystemExit):
-            main(["--seed", "0", *wrong])
+            main(["--seed", "0", *arguments])
 
 
 def test_a_tensor_that_is_a_few_per_cent_wrong_is_another_adapter() -> None:
     right_one = {"a": torch.full((4,), 1e-3), "b": torch.zeros(2)}
     apart = judge._other_adapter
     assert apart(dict(right_one), right_one, exactly=True) == ""
-    wrong = {**right_one, "a": right_one["a"] * 1.05}
-    assert "a is 5.00% away" in apart(wrong, right_one, exactly=False)
+    scaled = {**right_one, "a": right_one["a"] * 1.05}
+    assert "a is 5.00% away" in apart(scaled, right_one, exactly=False)
     rounded = {**right_one, "a": right_one["a"] * 1.001}
     assert apart(rounded, right_one, exactly=False) == ""
     assert "a is 0.10% away" in apart(rounded, right_one, exactly=True)

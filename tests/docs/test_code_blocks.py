@@ -52,11 +52,11 @@ def test_every_block_runs(page: Path, reader: Callable[[Path], "Reader"]) -> Non
 @pytest.mark.parametrize("what", ["not run", "example"])
 def test_what_is_not_run_is_listed_with_its_reason(what: str) -> None:
     listed = {"not run": doc_pages.NOT_RUN, "example": doc_pages.EXAMPLES}[what]
-    found = {
+    unrun = {
         str(page.relative_to(ROOT)): Counter(r for b in blocks(page) if (r := b.says(what)))
         for page in PAGES
     }
-    assert {page: reasons for page, reasons in found.items() if reasons} == {
+    assert {page: reasons for page, reasons in unrun.items() if reasons} == {
         page: Counter(reasons) for page, reasons in listed.items()
     }
 
@@ -95,18 +95,20 @@ class Reader:
             compile(block.text, str(block), "exec")
         elif block.language in ("bash", "console"):
             script = _commands(block)
-            done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-            assert done.returncode == 0, f"{block}: {done.stderr}"
-            known = self.commands.check(script, self.shell.folder)
-            assert known, f"{block}: none of its commands is known to tests/doc_commands.py"
+            process = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+            assert process.returncode == 0, f"{block}: {process.stderr}"
+            commands = self.commands.check(script, self.shell.folder)
+            assert commands, f"{block}: none of its commands is known to tests/doc_commands.py"
         else:
             raise AssertionError(f"{block}: only commands and python are marked as not run")
 
     def _bash(self, block: Block) -> None:
-        done = self.shell.run(block.text)
-        output = done.stdout
+        process = self.shell.run(block.text)
+        output = process.stdout
         code = int(block.says("exit code") or 0)
-        assert done.returncode == code, f"{block}: ended with {done.returncode}\n{output[-3000:]}"
+        assert process.returncode == code, (
+            f"{block}: ended with {process.returncode}\n{output[-3000:]}"
+        )
         self.said = block.heading, output
 
     def _console(self, block: Block) -> None:
@@ -120,14 +122,14 @@ class Reader:
         text = block.text
         for word in sorted(self.words, key=len, reverse=True):
             text = text.replace(word, self.words[word])
-        said = io.StringIO()
+        output = io.StringIO()
         with (
             contextlib.chdir(self.shell.folder),
-            contextlib.redirect_stdout(said),
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
         ):
             exec(compile(text, str(block), "exec"), self.names)
-        self.said = block.heading, said.getvalue()
+        self.said = block.heading, output.getvalue()
 
     def _text(self, block: Block) -> None:
         self._compare(block, doc_pages.as_installed(block.text))

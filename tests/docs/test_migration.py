@@ -165,7 +165,11 @@ def named(page: str) -> list[str]:
 def whole(name: str, options: list[str]) -> list[str]:
     """The options that a name stands for: itself, or all with the beginning before its `*`."""
     beginning = name.removesuffix("*")
-    return [name] if name == beginning else [one for one in options if one.startswith(beginning)]
+    return (
+        [name]
+        if name == beginning
+        else [option for option in options if option.startswith(beginning)]
+    )
 
 
 def fields(config: Any) -> dict[str, Any]:
@@ -177,35 +181,39 @@ def fields(config: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_of_theirs_has_one_row(page: str) -> None:
-    found = [flag[2:] for flag in named(page) if flag[:2] == "--"]
-    assert sorted(found) == sorted(set(PAGES[page].split()))
+    flags = [flag[2:] for flag in named(page) if flag[:2] == "--"]
+    assert sorted(flags) == sorted(set(PAGES[page].split()))
 
 
 @pytest.mark.parametrize("page", OPTIONS)
 def test_every_option_of_theirs_has_one_row_and_is_counted(page: str) -> None:
     options, counts = OPTIONS[page]
-    found = [one for name in named(page) for one in whole(name.removeprefix("--"), options)]
-    assert sorted(found) == sorted(options)
+    option_names = [
+        option for name in named(page) for option in whole(name.removeprefix("--"), options)
+    ]
+    assert sorted(option_names) == sorted(options)
     text = " ".join((DOCS / page).read_text().split())
-    assert [said for said, count in counts.items() if said.format(count) not in text] == []
+    assert [
+        sentence for sentence, count in counts.items() if sentence.format(count) not in text
+    ] == []
 
 
 def test_every_key_of_sat_has_one_row() -> None:
-    found = named("migrate_cogvideo.md")
-    assert sorted(key for key in found if not key.startswith(("--", "model."))) == sorted(
+    keys = named("migrate_cogvideo.md")
+    assert sorted(key for key in keys if not key.startswith(("--", "model."))) == sorted(
         SAT.split()
     )
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE)
 def test_every_row_has_an_answer(page: str) -> None:
-    without = [
+    unanswered = [
         cells
         for cells in rows(page)
         if not re.match(r"not (needed|offered)$", cells[1])
         and not all(_KEY.fullmatch(word) for word in _CODE.findall(cells[1]) or [""])
     ]
-    assert not without
+    assert not unanswered
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE)
@@ -219,11 +227,11 @@ def test_every_key_of_ours_exists(page: str) -> None:
     for key in sorted(keys - COMING):
         config: Any = Recipe
         for name in key.replace("[]", "").split("."):
-            known = fields(config)
-            if name not in known:
+            known_fields = fields(config)
+            if name not in known_fields:
                 unknown.append(key)
                 break
-            config = known[name]
+            config = known_fields[name]
     assert not unknown
 
 
@@ -265,13 +273,13 @@ def test_an_adapter_without_alpha_is_corrected_by_a_weight(
 
     with torch.no_grad():
         trained = pipe.transformer(**inputs, return_dict=False)[0]
-    out = tmp_path / "corrected"
-    args = ["--to", "diffusers", "--weight", "0.5", "--model", str(base), "--out", str(out)]
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "theirs"), *args])
-    assert done.exit_code == 0, done.output
+    folder = tmp_path / "corrected"
+    args = ["--to", "diffusers", "--weight", "0.5", "--model", str(base), "--out", str(folder)]
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "theirs"), *args])
+    assert result.exit_code == 0, result.output
     off = (output(tmp_path / "theirs") - trained).norm() / trained.norm()
     assert off > 0.01
-    torch.testing.assert_close(output(out), trained, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output(folder), trained, rtol=1e-4, atol=1e-5)
 
 
 _QKV = tuple(f"transformer_blocks.0.attn.to_{which}" for which in "qkv")
@@ -337,5 +345,5 @@ def test_each_layout_that_a_page_shows_is_read_at_its_strength(
         tmp_path / "theirs.safetensors", model, family.comfyui, checkpoint.pipeline_class
     ).layers
     assert set(read) == set(layers)
-    found = torch.cat([read[name].alpha / 3 * read[name].b @ read[name].a for name in layers])
-    torch.testing.assert_close(found, (alpha or 3.0) / 3 * up @ down)
+    change = torch.cat([read[name].alpha / 3 * read[name].b @ read[name].a for name in layers])
+    torch.testing.assert_close(change, (alpha or 3.0) / 3 * up @ down)

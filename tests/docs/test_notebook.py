@@ -20,11 +20,11 @@ NOTEBOOK = ROOT / "notebooks" / "first_lora.ipynb"
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
-    found = [
+    sources = [
         cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind
     ]
-    assert len(found) > 8
-    return found
+    assert len(sources) > 8
+    return sources
 
 
 @pytest.fixture
@@ -36,31 +36,31 @@ def fresh_state() -> Iterator[None]:
 
 def shell(command: str) -> str:
     """What a cell of `!` lines prints; run where the notebook is."""
-    with Shell(Path.cwd(), Commands({}, doc_pages.SMALL, doc_pages.CHEAP).started) as here:
-        done = here.run(re.sub(r"^!", "", command, flags=re.MULTILINE))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with Shell(Path.cwd(), Commands({}, doc_pages.SMALL, doc_pages.CHEAP).started) as runner:
+        process = runner.run(re.sub(r"^!", "", command, flags=re.MULTILINE))
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.usefixtures("fresh_state")
 def test_every_cell_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    said = io.StringIO()
+    output = io.StringIO()
     with (
         contextlib.chdir(tmp_path),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(output),
         caplog.at_level(logging.INFO),
     ):
         for number, cell in enumerate(cells("code")):
             source = "".join(cell["source"])
             if source.startswith("!"):
-                said.write(shell(source))
+                output.write(shell(source))
             else:
                 exec(compile(source, f"cell {number}", "exec"), names)
-    assert re.findall(r"(\d+) of 16 adapter tensors are finite", said.getvalue()) == ["0", "16"]
+    assert re.findall(r"(\d+) of 16 adapter tensors are finite", output.getvalue()) == ["0", "16"]
     assert [event["sample_ids"] for event in names["guard"].events] == [["03_red_square.mp4"]] * 3
     assert names["event"]["verdict"]["cause"] == "data"
-    assert "held-out loss" in said.getvalue()
+    assert "held-out loss" in output.getvalue()
     assert names["pipe"].get_list_adapters() == {"transformer": ["default_0"]}
 
 

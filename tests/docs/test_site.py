@@ -43,18 +43,18 @@ class Built(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         self._article = self._article or tag == "article"
         if self._article and tag in self.counts:
             self.counts[tag] += 1
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        self.classes |= set(given.get("class", "").split())
-        if tag in _FETCHED and _FETCHED[tag] in given:
-            self.fetched.append(given[_FETCHED[tag]])
-        elif tag == "link" and given.get("rel") != "canonical" and "href" in given:
-            self.fetched.append(given["href"])
-        elif tag == "a" and "href" in given:
-            self.links.append(given["href"])
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        self.classes |= set(attributes.get("class", "").split())
+        if tag in _FETCHED and _FETCHED[tag] in attributes:
+            self.fetched.append(attributes[_FETCHED[tag]])
+        elif tag == "link" and attributes.get("rel") != "canonical" and "href" in attributes:
+            self.fetched.append(attributes["href"])
+        elif tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
 
     def handle_endtag(self, tag: str) -> None:
         self._article = self._article and tag != "article"
@@ -63,23 +63,23 @@ class Built(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as `make docs` does it: a warning of MkDocs is an error."""
-    out, said = tmp_path_factory.mktemp("site"), io.StringIO()
-    handler = logging.StreamHandler(said)
+    folder, log = tmp_path_factory.mktemp("site"), io.StringIO()
+    handler = logging.StreamHandler(log)
     handler.setLevel(logging.WARNING)
     logging.getLogger("mkdocs").addHandler(handler)
     os.environ["NO_MKDOCS_2_WARNING"] = "1"
     with contextlib.suppress(Abort):
-        build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(out)))
+        build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))
     logging.getLogger("mkdocs").removeHandler(handler)
-    assert said.getvalue() == ""
-    return out
+    assert log.getvalue() == ""
+    return folder
 
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Built]:
-    found = {path: Built(path) for path in site.rglob("*.html") if path.name != "404.html"}
-    assert len(found) >= len(list(DOCS.rglob("*.md")))
-    return found
+    built = {path: Built(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(built) >= len(list(DOCS.rglob("*.md")))
+    return built
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:
@@ -101,21 +101,21 @@ def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Built])
 
 
 def test_every_link_and_anchor_of_the_site_resolves(pages: dict[Path, Built]) -> None:
-    seen, broken = 0, []
+    num_links, broken = 0, []
     for path, page in pages.items():
         for link in {*page.links, *page.fetched}:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            seen += 1
-            known = target in pages and (
+            num_links += 1
+            is_page = target in pages and (
                 not parts.fragment or parts.fragment in pages[target].anchors
             )
-            if not (known or (target.is_file() and not parts.fragment)):
+            if not (is_page or (target.is_file() and not parts.fragment)):
                 broken.append(f"{path.name}: {link}")
     assert not broken
-    assert seen > 1000
+    assert num_links > 1000
 
 
 def test_every_link_and_anchor_resolves_in_the_repository_too() -> None:
@@ -144,8 +144,8 @@ def _slugs(page: Path) -> set[str]:
     """Anchors of headings, by GitHub's rule."""
     tokens = MarkdownIt("commonmark").parse(page.read_text())
     titles = [
-        "".join(child.content for child in tokens[place + 1].children or ())
-        for place, token in enumerate(tokens)
+        "".join(child.content for child in tokens[position + 1].children or ())
+        for position, token in enumerate(tokens)
         if token.type == "heading_open"
     ]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -175,10 +175,10 @@ def test_the_references_have_every_key_verb_option_and_name(site: Path) -> None:
     assert {key for key in keys if f"<code>{key}</code>" not in recipe} == set()
 
     commands = (site / "reference" / "commands.html").read_text()
-    words = set(_verbs_and_options(typer.main.get_command(app), ""))
-    assert len(words) > 80
+    names = set(_verbs_and_options(typer.main.get_command(app), ""))
+    assert len(names) > 80
     assert {
-        word for word in words if not re.search(rf"<code>{re.escape(word)}[ <,]", commands)
+        word for word in names if not re.search(rf"<code>{re.escape(word)}[ <,]", commands)
     } == set()
 
     python = Built(site / "reference" / "python.html").anchors

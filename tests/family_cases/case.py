@@ -89,8 +89,8 @@ class Case:
     @property
     def name(self) -> str:
         # A checkpoint that may have references has a case without them too.
-        given = [f"{len(self.references)}-references"] if len(self.references) > 1 else []
-        return "-".join([self.variant, *self.model.values(), *given])
+        references = [f"{len(self.references)}-references"] if len(self.references) > 1 else []
+        return "-".join([self.variant, *self.model.values(), *references])
 
     @property
     def part(self) -> str:

@@ -58,7 +58,7 @@ class ChatSubject(NamedTuple):
 
     def samples(self, kind: ConversationKind = "video", *, answered: bool = True) -> list[Sample]:
         """Three that differ in text, pixels and length."""
-        generator, found = torch.Generator().manual_seed(3), []
+        generator, rendered_samples = torch.Generator().manual_seed(3), []
         shape = self.checkpoint.shape(kind, 90, 151)
         for number, turns in enumerate(TURNS):
             media: dict[str, torch.Tensor] = {}
@@ -74,8 +74,8 @@ class ChatSubject(NamedTuple):
                 media["seconds"] = torch.tensor(seconds)
             about = Conversation(str(number), kind, None, turns)
             rendered = self.checkpoint.render(about, shape, seconds, include_answer=answered)
-            found.append(Sample(rendered, media))
-        return found
+            rendered_samples.append(Sample(rendered, media))
+        return rendered_samples
 
 
 def open_chat(variant: str, path: Path) -> ChatSubject:
@@ -90,23 +90,23 @@ def padded(
     samples: Sequence[Sample], *, extra: int = 0, pad: int = 0, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """One batch, padded on the right to the longest and `extra` more."""
-    length, answers, told = (
-        max(count(one.rendered) for one in samples) + extra
-        for count in (len, lambda one: one.answers, lambda one: len(one.instruction))
+    length, answers, instruction_length = (
+        max(count(sample.rendered) for sample in samples) + extra
+        for count in (len, lambda sample: sample.answers, lambda sample: len(sample.instruction))
     )
-    reads = any(one.rendered.instruction for one in samples)
+    reads = any(sample.rendered.instruction for sample in samples)
     rows = [
         {
             **to_tensors(
-                one.rendered,
+                sample.rendered,
                 length=length,
                 num_answers=answers,
-                instruction_length=told if reads else None,
+                instruction_length=instruction_length if reads else None,
                 pad_token_id=pad,
             ),
-            **one.media,
+            **sample.media,
         }
-        for one in samples
+        for sample in samples
     ]
     return {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
 

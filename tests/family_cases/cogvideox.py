@@ -32,8 +32,8 @@ def noisy_half(call: Call) -> torch.Tensor:
 def as_sampled(batch: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """The pipeline draws the image's latent from its posterior, before the noise and by the same generator."""
     mean, logvar = batch["image_latent_mean"], batch["image_latent_logvar"]
-    drawn = torch.randn(mean[:, 0].shape, generator=torch.Generator().manual_seed(seed))
-    latent = mean[:, 0] + torch.exp(0.5 * logvar[:, 0]) * drawn
+    noise = torch.randn(mean[:, 0].shape, generator=torch.Generator().manual_seed(seed))
+    latent = mean[:, 0] + torch.exp(0.5 * logvar[:, 0]) * noise
     return {**batch, "image_latent_mean": torch.cat([latent[:, None], mean[:, 1:]], dim=1)}
 
 

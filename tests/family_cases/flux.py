@@ -48,8 +48,8 @@ def case(variant: str, **other: Any) -> Case:
 
 def noisy(call: Call) -> torch.Tensor:
     """The tokens in front of the references', whose first position is not 0."""
-    places = call["img_ids"] if call["img_ids"].ndim == 2 else call["img_ids"][0]
-    tokens: torch.Tensor = call["hidden_states"][:, places[:, 0] == 0]
+    image_ids = call["img_ids"] if call["img_ids"].ndim == 2 else call["img_ids"][0]
+    tokens: torch.Tensor = call["hidden_states"][:, image_ids[:, 0] == 0]
     return tokens
 
 

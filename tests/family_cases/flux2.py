@@ -26,9 +26,9 @@ def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
     latents = mean.clone()
     for row in (0, 1):
         for column in (0, 1):
-            place = slice(2 * row + column, None, 4)
+            channels = slice(2 * row + column, None, 4)
             at = (..., slice(row, None, 2), slice(column, None, 2))
-            latents[at] = mean[at] * std[place].view(-1, 1, 1) + shift[place].view(-1, 1, 1)
+            latents[at] = mean[at] * std[channels].view(-1, 1, 1) + shift[channels].view(-1, 1, 1)
     return pipeline.vae.decode(latents).sample
 
 

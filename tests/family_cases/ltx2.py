@@ -31,7 +31,8 @@ def decode(pipeline: Any, clean: torch.Tensor, shape: VideoShape = NATIVE) -> to
 def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
     """The cache holds what is normalised by the VAE's own statistics."""
     mean_of, std = (
-        one.view(1, -1, 1, 1, 1) for one in (pipeline.vae.latents_mean, pipeline.vae.latents_std)
+        statistic.view(1, -1, 1, 1, 1)
+        for statistic in (pipeline.vae.latents_mean, pipeline.vae.latents_std)
     )
     return pipeline.vae.decode(mean * std + mean_of).sample
 

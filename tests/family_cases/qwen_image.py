@@ -28,9 +28,9 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
 def small_references(patches: pytest.MonkeyPatch) -> None:
     """Scale references to 1/64 of the area: pipelines scale each to a megapixel, which takes a tiny VAE seconds."""
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-        own = module.calculate_dimensions
+        original = module.calculate_dimensions
 
-        def smaller(area: float, ratio: float, own: Callable[..., Any] = own) -> Any:
+        def smaller(area: float, ratio: float, own: Callable[..., Any] = original) -> Any:
             return own(area / 64, ratio)
 
         patches.setattr(module, "calculate_dimensions", smaller)

@@ -42,8 +42,8 @@ def open_subject(case: Case, path: Path) -> Subject:
 
 def stock_pipeline(subject: Subject) -> Any:
     """The checkpoint in its pipeline, as Diffusers loads it."""
-    without = dict.fromkeys(subject.case.without)
-    return subject.checkpoint.pipeline_class.from_pretrained(subject.path, **without)
+    components = dict.fromkeys(subject.case.without)
+    return subject.checkpoint.pipeline_class.from_pretrained(subject.path, **components)
 
 
 def changed(tiny: Path, out: Path, file: str, **values: Any) -> Path:
@@ -69,10 +69,10 @@ def encoded_text(
     takes = subject.checkpoint.references
     if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
-        made = encode.with_references(caption, references, shape)
+        embeddings = encode.with_references(caption, references, shape)
     else:
-        made = encode([caption])
-    return {name: tensor[0] for name, tensor in made.items()}
+        embeddings = encode([caption])
+    return {name: tensor[0] for name, tensor in embeddings.items()}
 
 
 _ENCODED: dict[tuple[str, Path, VideoShape, int], dict[str, torch.Tensor]] = {}
@@ -95,13 +95,15 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     if takes is not None:
-        encoded = tuple(takes.encoded_shape(one.height, one.width, shape) for one in sizes)
+        encoded = tuple(
+            takes.encoded_shape(image_size.height, image_size.width, shape) for image_size in sizes
+        )
         shape = replace(shape, references=encoded)
     rows = []
     for caption in subject.case.captions[:size]:
         sample = DecodedSample(
             pixels_of(shape, generator),
-            references=tuple(pixels_of(one, generator) for one in sizes),
+            references=tuple(pixels_of(image_size, generator) for image_size in sizes),
         )
         text = encoded_text(subject, encode_text, caption, sample.references, shape)
         rows.append({**sample.encode(encode_video, shape), **text})
@@ -111,19 +113,19 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
 def two_samples(checkpoint: Any, shape: VideoShape) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """The samples of a prompt as text and as cached tensors with those of "", and the batch sizes of the calls."""
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
-    how = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
-    whole = checkpoint.pipeline(torch.float32)
-    cached = checkpoint.pipeline(torch.float32, whole.transformer, text=False)
+    sampling = Sampling(shape, inference_steps=2, guidance_scale=4.5, seed=3)
+    full = checkpoint.pipeline(torch.float32)
+    cached = checkpoint.pipeline(torch.float32, full.transformer, text=False)
     batches: list[int] = []
-    for pipeline in (whole, cached):
+    for pipeline in (full, cached):
         pipeline.set_progress_bar_config(disable=True)
-    whole.transformer.register_forward_pre_hook(
+    full.transformer.register_forward_pre_hook(
         lambda _m, _args, kwargs: batches.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
-    words = checkpoint.generate(whole, checkpoint.prompt_kwargs("a cat"), how)
-    seen = list(batches)
+    from_text = checkpoint.generate(full, checkpoint.prompt_kwargs("a cat"), sampling)
+    seen_batches = list(batches)
     conditions = checkpoint.prompt_kwargs(encode(["a cat"]), encode([""]))
-    return words, checkpoint.generate(cached, conditions, how), seen
+    return from_text, checkpoint.generate(cached, conditions, sampling), seen_batches
 
 
 def adapted(subject: Subject, *, alpha: int = 7, trained: bool = True) -> torch.nn.Module:

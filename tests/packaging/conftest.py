@@ -34,6 +34,6 @@ def dist(checkout: Path) -> Path:
     """As `make build` makes it: the sdist, and the wheel out of it."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
     environment = launch_environment()
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     return checkout / "dist"

@@ -57,21 +57,21 @@ def needed(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]
 def test_a_loop_is_guarded_where_torch_alone_is_installed(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for one in needed("torch", {}).values():
-        root = Path(str(one.locate_file("")))
-        for top in {file.parts[0] for file in one.files or () if file.parts[0] != ".."}:
+    for package_files in needed("torch", {}).values():
+        root = Path(str(package_files.locate_file("")))
+        for top in {file.parts[0] for file in package_files.files or () if file.parts[0] != ".."}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(root / top)
     (packages / "here.pth").write_text(f"{ROOT}\n")
     python = tmp_path / "venv" / "bin" / "python"
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", LOOP], cwd=tmp_path, capture_output=True, text=True, env={}, check=False
     )
-    assert done.returncode == 0, done.stderr
-    told, finite, *put_back, last = done.stdout.splitlines()
-    assert told == "3 row 3 of micro-batch 0 inputs"
-    assert (finite, put_back, last) == ("True", [], "True"), done.stdout
+    assert process.returncode == 0, process.stderr
+    skipped_line, finite, *put_back, is_finite_line = process.stdout.splitlines()
+    assert skipped_line == "3 row 3 of micro-batch 0 inputs"
+    assert (finite, put_back, is_finite_line) == ("True", [], "True"), process.stdout
     assert (tmp_path / "guard" / "events.jsonl").exists()
     assert (tmp_path / "guard" / "guard.json").exists()
     assert not (tmp_path / "guard" / "bundles").exists()
-    assert done.stderr.count("no bundles are written, for which safetensors has to be") == 1
+    assert process.stderr.count("no bundles are written, for which safetensors has to be") == 1

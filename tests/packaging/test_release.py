@@ -30,12 +30,12 @@ def test_the_sdists_wheel_has_every_file_of_the_checkout_as_it_is(
     """What `test_wheel.py` asks of the checkout's own wheel."""
     expected = {}
     for root, top in ((checkout, "dit_lora"), (checkout / "kernels", "dit_lora_kernels")):
-        found = [path for path in (root / top).rglob("*") if path.is_file()]
-        expected |= {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+        paths = [path for path in (root / top).rglob("*") if path.is_file()]
+        expected |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
     for folder in ("recipes", "accelerate_configs"):
-        found = [path for path in (checkout / folder).rglob("*") if path.is_file()]
+        paths = [path for path in (checkout / folder).rglob("*") if path.is_file()]
         stock = "dit_lora/stock_files/"
-        expected |= {stock + str(path.relative_to(checkout)): path.read_bytes() for path in found}
+        expected |= {stock + str(path.relative_to(checkout)): path.read_bytes() for path in paths}
     with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
         inside = {name: wheel.read(name) for name in wheel.namelist()}
     packaged = {name: data for name, data in inside.items() if ".dist-info/" not in name}
@@ -71,10 +71,10 @@ def test_a_package_index_takes_both(dist: Path) -> None:
     files = sorted(dist.iterdir())
     assert [path.suffix for path in files] == [".whl", ".gz"]
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
-    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True)
-    said = done.stdout
-    assert done.returncode == 0, said + done.stderr
-    assert said.count("PASSED") == 2
+    process = subprocess.run(command, env=launch_environment(), capture_output=True, text=True)
+    output = process.stdout
+    assert process.returncode == 0, output + process.stderr
+    assert output.count("PASSED") == 2
 
 
 def test_the_metadata_says_what_the_project_is(dist: Path) -> None:
@@ -99,11 +99,11 @@ def test_everything_that_setup_installs_is_pinned() -> None:
     """By name; what those need in turn, `pip install` in a clean environment shows."""
     project = pyproject()["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]  # type: ignore[assignment]
-    own = re.search(r"dit-lora\[(.*)\]", " ".join(extras["dev"]))
-    assert own is not None
-    wanted = [*project["dependencies"], *extras["dev"]]
-    wanted += [need for name in own[1].split(",") for need in extras[name]]
-    names = {normal(need) for need in wanted} - {"dit-lora", "setuptools"}
+    extra = re.search(r"dit-lora\[(.*)\]", " ".join(extras["dev"]))
+    assert extra is not None
+    requirements = [*project["dependencies"], *extras["dev"]]
+    requirements += [need for name in extra[1].split(",") for need in extras[name]]
+    names = {normal(need) for need in requirements} - {"dit-lora", "setuptools"}
     pins = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     assert names - {normal(pin) for pin in pins} == set()
     assert pins == sorted(pins, key=normal)
@@ -136,5 +136,7 @@ def test_issue_forms_are_what_github_takes(name: str) -> None:
     ids = [field["id"] for field in fields]
     assert len(ids) == len(set(ids))
     if name == "bug_report":
-        asked = yaml.safe_dump(form)
-        assert all(what in asked for what in ("doctor --json", "bundle", "recipe", "events.jsonl"))
+        form_text = yaml.safe_dump(form)
+        assert all(
+            item in form_text for item in ("doctor --json", "bundle", "recipe", "events.jsonl")
+        )

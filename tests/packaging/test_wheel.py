@@ -103,15 +103,15 @@ def test_every_module_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) 
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     script = f"import sys; sys.path.insert(0, sys.argv[1])\n{IMPORT_ALL}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", "-c", script, str(site)],
         cwd=tmp_path,
         env=launch_environment(),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) > 25
+    assert process.returncode == 0, process.stderr
+    assert len(process.stdout.split()) > 25
 
 
 @pytest.fixture(scope="module")
@@ -137,22 +137,22 @@ def test_a_first_hour_with_the_wheel_alone(environment: dict[str, str], tmp_path
     """What `init` says to type is typed as it stands, in an empty folder; then a run is looked at."""
 
     def typed(*lines: str, where: Path = tmp_path) -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-e", "-c", "\n".join(lines)],
             cwd=where,
             env=environment,
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, f"{lines}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
-        return done.stdout
+        assert process.returncode == 0, f"{lines}\n{process.stdout}\n{process.stderr}"
+        assert "Traceback" not in process.stderr
+        return process.stdout
 
     assert str(ROOT) not in typed("python -c 'import dit_lora; print(dit_lora.__file__)'")
     assert "ready to train" in typed("dit-lora doctor")
-    said = typed("dit-lora init smoke/cogvideox my-run").splitlines()
+    output_lines = typed("dit-lora init smoke/cogvideox my-run").splitlines()
     enter, *prepare, launch = [
-        line.strip() for line in said[said.index("Next, as it stands:") + 1 :]
+        line.strip() for line in output_lines[output_lines.index("Next, as it stands:") + 1 :]
     ]
     assert enter == "cd my-run"
     typed(enter, *prepare, *(f"dit-lora {verb} smoke_cogvideox.yaml" for verb in ("audit", "plan")))

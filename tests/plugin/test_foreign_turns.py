@@ -78,13 +78,13 @@ def test_optimizers_whose_closures_do_nothing_share_one_step_and_its_schedules(
         for optimizer in pair.optimizers:
             guard.before_clipping()
             optimizer.step(lambda: None)
-        same = all(map(torch.equal, before, pair.leave.parameters()))
-        assert same is (step == 2)
+        is_unchanged = all(map(torch.equal, before, pair.leave.parameters()))
+        assert is_unchanged is (step == 2)
         for schedule in pair.schedules:
             schedule.step()
     # Both optimizers leave out the second step of the loop, for one reason.
-    found = [(event["step"], event["sample_ids"]) for event in guard.events]
-    assert found == [(2, ["row 2 of micro-batch 0"])]
+    skipped = [(event["step"], event["sample_ids"]) for event in guard.events]
+    assert skipped == [(2, ["row 2 of micro-batch 0"])]
     assert guard.step == 5
     assert guard.format_summary() == "1 of 4 optimizer steps were not taken"
     assert pair.rates() == pytest.approx([0.1 * 0.5**3] * 2)

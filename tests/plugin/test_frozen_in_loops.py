@@ -229,8 +229,10 @@ def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample
     assert causes(guard.events) == [("unknown", "skip")]
     (event,) = guard.events
     assert (event["step"], event["sample_ids"]) == (4, [])
-    words = event["verdict"]["words"]
-    assert words.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
+    message = event["verdict"]["words"]
+    assert message.startswith(
+        "the buffer calls has 3 NaN among 3 values; the model itself writes to"
+    )
     assert (
         "step 4: non finite gradient; the step was not taken; not finite and put back: calls"
         in (caplog.text)

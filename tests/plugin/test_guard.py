@@ -180,7 +180,9 @@ def test_a_trainer_with_the_callback_saves_its_checkpoints_and_trains_alike(
         trainer.train()
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
         assert len(list((tmp_path / str(guarded)).glob("checkpoint-*/scheduler.pt"))) >= 2
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert all(
+        torch.equal(weight, other_weight) for weight, other_weight in zip(*weights, strict=True)
+    )
 
 
 def test_a_schedules_state_can_be_saved_while_it_is_gated_and_after(tmp_path: Path) -> None:
@@ -245,15 +247,15 @@ def test_a_callback_of_lightning_without_it_is_one_clear_line() -> None:
         "from dit_lora.errors import DitLoraError\n"
         "try:\n    from dit_lora import LightningGuard\nexcept DitLoraError as error:\n    print(error)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env=launch_environment(),
         check=False,
     )
-    assert not done.stderr
-    assert done.stdout.strip() == (
+    assert not process.stderr
+    assert process.stdout.strip() == (
         "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
         "installed; pip install lightning"
     )

@@ -29,7 +29,7 @@ class Pictures(Dataset[torch.Tensor]):
 
 def guarded_loop(folder: Path, bad: int, *, cached: bool) -> Events:
     """Train three epochs under the command's overseer; `cached` encodes all before the first step."""
-    overseer = ScriptGuard(LadderConfig(max_skips=50), folder, lambda words: None)
+    overseer = ScriptGuard(LadderConfig(max_skips=50), folder, lambda message: None)
     with overseer.watch_script():
         accelerator = fresh_accelerator()
         torch.manual_seed(bad)

@@ -115,7 +115,7 @@ def script(tmp_path: Path) -> Path:
 
 def run(script: Path, *options: str, command: bool = False) -> str:
     guard = ("-m", "dit_lora.guard", "--folder", "guarded") if command else ()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *guard, script.name, *options],
         cwd=script.parent,
         capture_output=True,
@@ -124,8 +124,8 @@ def run(script: Path, *options: str, command: bool = False) -> str:
         check=False,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    assert process.returncode == 0, process.stderr
+    return process.stderr
 
 
 def saved(folder: Path) -> list[dict[str, Any]]:
@@ -178,13 +178,13 @@ def test_no_poisoned_checkpoint_is_saved(
     command: bool,
 ) -> None:
     folder = script.parent
-    how = () if command else ("--callback",)
-    said = run(script, "--fault", fault, *options, *how, command=command)
-    found = events(folder)
-    assert {event["verdict"]["cause"] for event in found} == {cause}, said
-    assert all(event["sample_ids"] == samples for event in found)
+    extra = () if command else ("--callback",)
+    output = run(script, "--fault", fault, *options, *extra, command=command)
+    reported = events(folder)
+    assert {event["verdict"]["cause"] for event in reported} == {cause}, output
+    assert all(event["sample_ids"] == samples for event in reported)
     if fault == "gradient":
-        assert "the gradient of body.0.weight was not finite" in said or command
+        assert "the gradient of body.0.weight was not finite" in output or command
     checkpoints = saved(folder)
     assert checkpoints
     assert all(map(is_finite, checkpoints))
@@ -201,8 +201,8 @@ def test_without_the_guard_the_last_checkpoint_is_poisoned(script: Path, fault: 
 @pytest.mark.thorough
 def test_healthy_training_is_the_same_bit_for_bit(script: Path, options: tuple[str, ...]) -> None:
     results = []
-    for how, command in (((), False), (("--callback",), False), ((), True)):
-        run(script, *options, *how, command=command)
+    for extra, command in (((), False), (("--callback",), False), ((), True)):
+        run(script, *options, *extra, command=command)
         results.append(torch.load(script.parent / "out.pt", weights_only=True))
     assert not events(script.parent)
     assert all(map(torch.equal, results[0], results[1]))
@@ -213,11 +213,11 @@ def test_healthy_training_is_the_same_bit_for_bit(script: Path, options: tuple[s
 def test_it_is_a_callback_of_the_package_that_the_script_has_imported() -> None:
     code = "import {0}; from dit_lora import LightningGuard; print(isinstance(LightningGuard(), {0}.Callback))"
     for package in ("lightning.pytorch", "pytorch_lightning"):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code.format(package)],
             capture_output=True,
             text=True,
             env=launch_environment(),
             check=True,
         )
-        assert done.stdout.strip() == "True"
+        assert process.stdout.strip() == "True"

@@ -51,51 +51,55 @@ def trained(config: LoopConfig | None, folder: Path, steps: int = 5) -> tuple[nn
         torch.optim.AdamW(model[2].parameters(), lr=0.01),
     ]
     guard = Guard.watch(model, optimizers, folder=folder, config=config) if config else None
-    kept: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for step in range(1, steps + 1):
         x = batch(step)
         hidden = model[0](x)
         loss = 3 * (model(x) - x).square().mean()
         loss.backward()
         if step == 4:
-            kept = {"hidden": hidden.detach(), "weight": model[2].weight.detach().clone()}
-            kept["grads"] = [p.grad.clone() for p in model[0].parameters() if p.grad is not None]
+            recorded = {"hidden": hidden.detach(), "weight": model[2].weight.detach().clone()}
+            recorded["grads"] = [
+                p.grad.clone() for p in model[0].parameters() if p.grad is not None
+            ]
         if guard:
             guard.before_clipping()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if step == 4:
-            kept["changed"] = model[2].weight.detach() - kept["weight"]
-            kept["after"] = model[2].weight.detach().clone(), model[2].bias.detach().clone()
-            kept["bias"] = None
+            recorded["changed"] = model[2].weight.detach() - recorded["weight"]
+            recorded["after"] = model[2].weight.detach().clone(), model[2].bias.detach().clone()
+            recorded["bias"] = None
     if guard:
         guard.detach()
-    return model, kept
+    return model, recorded
 
 
 def test_statistics_are_those_of_the_whole_step(tmp_path: Path) -> None:
-    _, kept = trained(LoopConfig(monitor_every=2), tmp_path)
+    _, recorded = trained(LoopConfig(monitor_every=2), tmp_path)
     second, fourth = lines(tmp_path / monitoring.STATISTICS_FILE)
     assert (second["step"], fourth["step"]) == (2, 4)
     first_layer, last_layer = fourth["modules"]["0"], fourth["modules"]["2"]
-    norm = math.sqrt(sum(float(g.double().square().sum()) for g in kept["grads"]))
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in recorded["grads"]))
     assert first_layer["grad_norm"] == pytest.approx(norm, rel=1e-3)  # before the clip
-    assert first_layer["abs_max"] == pytest.approx(float(kept["hidden"].abs().max()), rel=1e-3)
+    assert first_layer["abs_max"] == pytest.approx(float(recorded["hidden"].abs().max()), rel=1e-3)
     # The second optimizer's layer too, which steps after the first has ended the step.
-    change = float(kept["changed"].double().norm())
-    assert last_layer["update_ratio"] * float(kept["after"][0].double().norm()) == pytest.approx(
-        change, rel=0.2
-    )
+    change = float(recorded["changed"].double().norm())
+    assert last_layer["update_ratio"] * float(
+        recorded["after"][0].double().norm()
+    ) == pytest.approx(change, rel=0.2)
 
 
 def test_a_loop_that_is_looked_at_trains_bit_for_bit_the_same(tmp_path: Path) -> None:
     config = LoopConfig(monitor_every=1, spike_threshold=8, preflight=True)
     looked, _ = trained(config, tmp_path)
-    alone, _ = trained(None, tmp_path)
-    for one, other in zip(looked.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(one, other)
+    unguarded, _ = trained(None, tmp_path)
+    for looked_weight, unguarded_weight in zip(
+        looked.parameters(), unguarded.parameters(), strict=True
+    ):
+        assert torch.equal(looked_weight, unguarded_weight)
     assert len(lines(tmp_path / monitoring.STATISTICS_FILE)) == 5
     assert not lines(tmp_path / "events.jsonl")
 
@@ -117,11 +121,11 @@ def test_a_spike_is_reported_and_a_step_that_trips_is_none(tmp_path: Path) -> No
         optimizer.zero_grad()
     guard.detach()
     events = lines(tmp_path / "events.jsonl")
-    told = [(one["step"], one["kind"], one["action"]) for one in events]
-    assert told == [(24, "non_finite_loss", "skip"), *[(27, "spike", "report")] * 2]
-    words = [one["verdict"]["words"].split(" ")[0] for one in events[1:]]
-    assert words == ["loss", "grad_norm"]
-    assert {one["guard"] for one in events} == {guard._file.id}
+    reported = [(event["step"], event["kind"], event["action"]) for event in events]
+    assert reported == [(24, "non_finite_loss", "skip"), *[(27, "spike", "report")] * 2]
+    metrics = [event["verdict"]["words"].split(" ")[0] for event in events[1:]]
+    assert metrics == ["loss", "grad_norm"]
+    assert {event["guard"] for event in events} == {guard._file.id}
 
 
 def test_an_output_that_the_loop_hides_is_named(tmp_path: Path) -> None:
@@ -167,12 +171,12 @@ def test_the_preflight_switches_off_a_wrong_backend_and_names_what_never_learns(
             optimizer.step()
         assert not torch.backends.cuda.flash_sdp_enabled()
         guard.detach()
-    told = [(e["step"], e["kind"], e["action"], e["verdict"]) for e in guard.events]
-    assert [one[:3] for one in told] == [
+    reported = [(e["step"], e["kind"], e["action"], e["verdict"]) for e in guard.events]
+    assert [entry[:3] for entry in reported] == [
         *[(1, "preflight", "report")] * 3,
         (1, "preflight", "fallback"),
     ]
-    base, unreached, attention, off = (one[3]["words"] for one in told)
+    base, unreached, attention, off = (entry[3]["words"] for entry in reported)
     assert "stale has 4 NaN" in base
     assert "unused.weight: no gradient" in unreached
     assert "enter" not in unreached

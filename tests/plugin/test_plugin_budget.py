@@ -96,11 +96,11 @@ def test_a_bad_sample_is_named_by_its_index_told_once_and_costs_the_budget_once(
     assert [event.get("known", False) for event in loop.guard.events] == [
         number > 0 for number in range(epochs)
     ]
-    first, last = [record.message for record in caplog.records]
+    named_message, summary = [record.message for record in caplog.records]
     # The loop has added noise: the item is named because it was bad as it was loaded.
-    assert first.endswith("\n  - dataset index 3: x has 1 NaN among 4 values")
-    assert f"{epochs} of {4 * epochs} optimizer steps were not taken" in last
-    assert f"dataset index 3 ({epochs}x)" in last
+    assert named_message.endswith("\n  - dataset index 3: x has 1 NaN among 4 values")
+    assert f"{epochs} of {4 * epochs} optimizer steps were not taken" in summary
+    assert f"dataset index 3 ({epochs}x)" in summary
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
@@ -171,12 +171,12 @@ def test_snapshots_are_one_copy_and_can_be_turned_off() -> None:
     loop.run(3)
     trained = sum(p.nbytes for p in loop.model.parameters())
     assert loop.guard._state.snapshots.nbytes <= 3 * trained + 16  # and AdamW's two step counts
-    without = Loop(Clips(8, bad=()), snapshot_every=0)
-    without.run(3)
-    assert without.guard._state.snapshots.nbytes == 0
-    without.model.weight.data[0, 0] = torch.nan
+    without_snapshots = Loop(Clips(8, bad=()), snapshot_every=0)
+    without_snapshots.run(3)
+    assert without_snapshots.guard._state.snapshots.nbytes == 0
+    without_snapshots.model.weight.data[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"not to be used; stopped: .*snapshot_every is 0"):
-        without.run(1)
+        without_snapshots.run(1)
 
 
 def test_a_stop_for_bad_weights_puts_the_last_good_ones_back_and_on_the_disk(
@@ -202,12 +202,12 @@ def trained_in_pairs(
 
 
 def test_batches_that_are_taken_ahead_are_named_by_what_they_are_or_not_at_all() -> None:
-    for alike, names in ((True, ["dataset index 3"] * 3), (False, [])):
+    for is_unchanged, names in ((True, ["dataset index 3"] * 3), (False, [])):
         loop = Loop(Clips(6, bad=(3,)), batch_size=1)
         for _ in range(3):
-            trained_in_pairs(loop, iter(loop.loader), alike=alike)
+            trained_in_pairs(loop, iter(loop.loader), alike=is_unchanged)
         assert blamed(loop.guard) == names
-        assert causes(loop.guard.events) == [("data" if alike else "inputs", "skip")] * 3
+        assert causes(loop.guard.events) == [("data" if is_unchanged else "inputs", "skip")] * 3
 
 
 def test_batches_that_are_taken_ahead_and_changed_are_not_named_by_their_order() -> None:
@@ -230,7 +230,7 @@ def test_skipped_batches_and_a_loader_of_plain_pytorch_are_named_too() -> None:
     assert blamed(loop.guard) == ["dataset index 3"]
 
     loader = DataLoader(Clips(6, bad=(4,)), batch_size=3, shuffle=True)
-    own = type(loader.batch_sampler), type(loader)
+    original_types = type(loader.batch_sampler), type(loader)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     guard = Guard.attach(None, model, optimizer, loader=loader)
@@ -240,7 +240,7 @@ def test_skipped_batches_and_a_loader_of_plain_pytorch_are_named_too() -> None:
         optimizer.step()
     assert blamed(guard) == ["dataset index 4"]
     guard.detach()
-    assert (type(loader.batch_sampler), type(loader)) == own
+    assert (type(loader.batch_sampler), type(loader)) == original_types
 
 
 def test_a_trainer_says_at_its_end_how_many_steps_were_not_taken(
@@ -275,19 +275,21 @@ def test_a_trainer_says_at_its_end_how_many_steps_were_not_taken(
     trainer.add_callback(dit_lora.GuardCallback(trainer))
     with caplog.at_level(logging.WARNING, logger="dit_lora"):
         trainer.train()
-    told = [record.message for record in caplog.records if record.message.startswith("guard:")]
+    messages = [record.message for record in caplog.records if record.message.startswith("guard:")]
     without_labels = "dataset index 2: all of its 8 labels are -100, which the loss ignores"
-    for message in (told[0], told[2]):
+    for message in (messages[0], messages[2]):
         head, sample = message.split("\n  - ")
         assert head.endswith("the loss is not finite, but every gradient is; the step was taken")
         assert sample == without_labels
-    assert told[1].endswith("\n  - dataset index 4: inputs_embeds has 1 NaN among 128 values")
-    assert told[3].startswith("guard: 2 of 12 optimizer steps were not taken")
-    assert told[3].endswith(": dataset index 4 (2x)")
-    assert len(told) == 4
+    assert messages[1].endswith("\n  - dataset index 4: inputs_embeds has 1 NaN among 128 values")
+    assert messages[3].startswith("guard: 2 of 12 optimizer steps were not taken")
+    assert messages[3].endswith(": dataset index 4 (2x)")
+    assert len(messages) == 4
 
 
 def test_the_guard_is_imported_without_diffusers() -> None:
     code = "import sys; from dit_lora import Guard; print('diffusers' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "False\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "False\n"

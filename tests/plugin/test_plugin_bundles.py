@@ -105,10 +105,10 @@ def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(
     w = mended.weights
     torch.set_rng_state(mended.samples[facts["call"]["random_state"]["tensor"]])
     hidden = nn.functional.dropout(samples[number] @ w["enter.weight"].T + w["enter.bias"], 0.5)
-    out = hidden @ w["leave.weight"].T + w["leave.bias"]
+    output = hidden @ w["leave.weight"].T + w["leave.bias"]
     (packed,) = facts["call"]["output_gradients"]
     gradient = samples[packed["tensor"]]
-    expected = (out * gradient).sum(1)[[0, 2, 3]]
+    expected = (output * gradient).sum(1)[[0, 2, 3]]
     losses = torch.tensor(replayed.outcome.losses)[[0, 2, 3]]
     assert expected.isfinite().all()
     torch.testing.assert_close(losses, expected)
@@ -220,10 +220,10 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
     )
     call.kwargs["draws"] = call.generator[0]  # type: ignore[index]
     back = unpack_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
-    (same, (strided, again), size), nothing = back.args
-    assert torch.equal(same, x)
+    (restored, (strided, restored_again), size), nothing = back.args
+    assert torch.equal(restored, x)
     assert torch.equal(strided, x[:, ::2])
-    assert again is same or torch.equal(again, x)
+    assert restored_again is restored or torch.equal(restored_again, x)
     assert (type(back.args[0]), type(back.args[0][1])) == (list, tuple)
     assert (size, nothing) == ((2, 3), None)
     assert back.kwargs["flags"] == call.kwargs["flags"]
@@ -251,8 +251,8 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
     ids=["object", "sparse", "complex", "keys"],
 )
 def test_what_is_neither_is_left_out_and_said(value: Any, words: str, tmp_path: Path) -> None:
-    told = f"states\\[0\\]: {words} is neither a tensor nor a plain value"
-    with pytest.raises(DitLoraError, match=f"cannot be replayed: it lacks {told}"):
+    reason = f"states\\[0\\]: {words} is neither a tensor nor a plain value"
+    with pytest.raises(DitLoraError, match=f"cannot be replayed: it lacks {reason}"):
         in_a_bundle(call_of(torch.zeros(2), states=[value]), tmp_path)
 
 
@@ -317,15 +317,19 @@ def test_a_disk_that_takes_no_bundle_costs_no_step(caplog: pytest.LogCaptureFixt
 
 def test_guard_json_says_what_is_watched_and_what_was_lost() -> None:
     guards = [guarded(LadderConfig(max_skips=7), bad) for bad in ((2, 4), ())]
-    first, second = json.loads(Path("guard/guard.json").read_text())["starts"]
-    assert (first["taken"], first["lost"], first["ended"]) == (4, 2, True)
+    first_start, second = json.loads(Path("guard/guard.json").read_text())["starts"]
+    assert (first_start["taken"], first_start["lost"], first_start["ended"]) == (4, 2, True)
     assert (second["taken"], second["lost"]) == (6, 0)
     model = {"name": "Sequential", "class": "Sequential", "parameters": 23, "trained": 23}
-    assert first["models"] == [{**model, "dtypes": ["float32"]}]
-    assert (first["optimizers"], first["loop"], first["ranks"]) == (["SGD"], "plain PyTorch", 1)
-    assert first["settings"]["max_skips"] == 7
-    assert "torch" in first["versions"]
-    assert {event["guard"] for event in guards[0].events} == {first["id"]}
+    assert first_start["models"] == [{**model, "dtypes": ["float32"]}]
+    assert (first_start["optimizers"], first_start["loop"], first_start["ranks"]) == (
+        ["SGD"],
+        "plain PyTorch",
+        1,
+    )
+    assert first_start["settings"]["max_skips"] == 7
+    assert "torch" in first_start["versions"]
+    assert {event["guard"] for event in guards[0].events} == {first_start["id"]}
 
 
 @pytest.mark.parametrize(

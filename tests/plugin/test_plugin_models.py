@@ -61,9 +61,9 @@ def test_a_bad_gradient_that_no_optimizer_clears_does_not_outlive_its_step() -> 
     accelerator = fresh_accelerator()
     torch.manual_seed(0)
     encoder, denoiser = TextEncoder(4, 4), Denoiser(4, 2)
-    held = [encoder.bias, *denoiser.parameters()]
+    parameters = [encoder.bias, *denoiser.parameters()]
     encoder, denoiser, optimizer = accelerator.prepare(
-        encoder, denoiser, torch.optim.AdamW(held, lr=0.1)
+        encoder, denoiser, torch.optim.AdamW(parameters, lr=0.1)
     )
     guard = Guard.attach(accelerator, denoiser, optimizer)
     for x in (batch(1), bad_batch(2), batch(3), batch(4)):
@@ -125,12 +125,12 @@ def test_what_a_sample_or_a_target_spoils_is_blamed_on_the_call_that_was_given_i
     loop.step(batch(1))
     loop.step(bad_batch(2))
     loop.step(batch(3), target=torch.nan)
-    first, second = (event["verdict"] for event in loop.guard.events)
-    assert first["words"] == "TextEncoder: argument 0 has 1 NaN among 4 values"
-    assert first["sample_ids"] == ["row 1 of micro-batch 0"]
+    first_diagnosis, second = (event["verdict"] for event in loop.guard.events)
+    assert first_diagnosis["words"] == "TextEncoder: argument 0 has 1 NaN among 4 values"
+    assert first_diagnosis["sample_ids"] == ["row 1 of micro-batch 0"]
     # What comes back from outside is no fact about a sample; it came to the denoiser first.
-    words = "Denoiser: the model's output is finite, but the gradient that came back to it is not: a target"
-    assert second["words"].startswith(words)
+    message = "Denoiser: the model's output is finite, but the gradient that came back to it is not: a target"
+    assert second["words"].startswith(message)
     assert (second["cause"], second["sample_ids"]) == ("unknown", [])
 
 
@@ -195,12 +195,12 @@ class Resumable:
     "how", ["accelerator.load_state", "load_state_dict", "the weights alone", "the moments alone"]
 )
 def test_a_rollback_after_a_resume_goes_back_to_what_was_loaded(how: str, tmp_path: Path) -> None:
-    first = Resumable()
+    first_run = Resumable()
     for number in range(10):
-        first.step(number)
-    first.accelerator.save_state(str(tmp_path), safe_serialization=False)
-    weights = {n: t.clone() for n, t in first.model.state_dict().items()}
-    moments = first.optimizer.state_dict()
+        first_run.step(number)
+    first_run.accelerator.save_state(str(tmp_path), safe_serialization=False)
+    weights = {n: t.clone() for n, t in first_run.model.state_dict().items()}
+    moments = first_run.optimizer.state_dict()
     second = Resumable()
     second.resume(how, tmp_path, weights, moments)
     loaded = second.state()

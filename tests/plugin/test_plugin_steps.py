@@ -79,7 +79,9 @@ def test_a_closure_is_judged_after_it_ran_and_a_healthy_run_is_bit_for_bit_as_wi
     bare, _ = plain_loop(OPTIMIZERS[name], 5, guarded=False)
     guarded, guard = plain_loop(OPTIMIZERS[name], 5, guarded=True)
     assert guard.events == []
-    assert all(same(one, other) for one, other in zip(bare, guarded, strict=True))
+    assert all(
+        same(weight, other_weight) for weight, other_weight in zip(bare, guarded, strict=True)
+    )
     states, guard = plain_loop(OPTIMIZERS[name], 5, guarded=True, bad=(2,))
     assert causes(guard.events) == [("inputs", "skip")]
     weights = [[t for t in state if t.dtype is torch.float32][:4] for state in states]
@@ -219,10 +221,10 @@ def test_gradients_that_are_lost_are_reported_and_end_a_run_only_if_the_ladder_h
 
 
 def test_each_check_can_be_turned_off() -> None:
-    without = {name: [one for one in CHECKS if one != name] for name in CHECKS}
-    assert cut_loop(20, lambda _: True, checks=without["zero_gradient"]).events == []
+    checks_without = {name: [check for check in CHECKS if check != name] for name in CHECKS}
+    assert cut_loop(20, lambda _: True, checks=checks_without["zero_gradient"]).events == []
     kinds = []
-    for checks in (CHECKS, without["loss"], ["zero_gradient", "weights"], []):
+    for checks in (CHECKS, checks_without["loss"], ["zero_gradient", "weights"], []):
         accelerator, model = fresh_accelerator(), nn.Linear(4, 2)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
         guard = Guard.attach(accelerator, model, optimizer, checks=checks)
@@ -275,8 +277,10 @@ def test_a_gradient_is_bad_if_the_optimizer_squares_it_to_infinity(
     assert same(everything([model], []), before) is is_skipped
     assert causes(guard.events) == ([("unknown", "skip")] if is_skipped else [])
     if is_skipped:
-        words = guard.events[0]["verdict"]["words"]
-        assert words.startswith("the gradient that came back from the loss reaches 1.67e+24, whose")
+        message = guard.events[0]["verdict"]["words"]
+        assert message.startswith(
+            "the gradient that came back from the loss reaches 1.67e+24, whose"
+        )
 
 
 class Timed(nn.Linear):

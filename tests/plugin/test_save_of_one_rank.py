@@ -72,13 +72,13 @@ def is_finite(path: Path) -> bool:
 def test_it_goes_back_by_itself_and_the_others_with_their_next_step(tmp_path: Path) -> None:
     assert run(tmp_path, "ddp").returncode == 0
     assert not is_finite(tmp_path / "step_3.pt")
-    done = run(tmp_path, "ddp", *GUARD)
-    assert done.returncode == 0, done.stderr
-    assert "finite True equal True" in done.stdout
+    process = run(tmp_path, "ddp", *GUARD)
+    assert process.returncode == 0, process.stderr
+    assert "finite True equal True" in process.stdout
     assert is_finite(tmp_path / "step_3.pt")
     assert is_finite(tmp_path / "step_6.pt")
-    assert "rank 0 was about to save weights that are not finite: the optimizer's" in done.stderr
-    events = [json.loads(one) for one in (tmp_path / "guarded" / "events.jsonl").open()]
+    assert "rank 0 was about to save weights that are not finite: the optimizer's" in process.stderr
+    events = [json.loads(line) for line in (tmp_path / "guarded" / "events.jsonl").open()]
     assert {(e["verdict"]["cause"], e["action"]) for e in events} == {("optimizer", "rollback")}
     # Both are back at the start: the moments have the age of the steps since.
     assert [e["weights_of_step"] for e in events] == [0, 0]
@@ -90,16 +90,16 @@ def test_what_was_gathered_of_another_ranks_bad_part_is_written_and_said(tmp_pat
     assert run(tmp_path, "sharded").returncode == 0
     assert not is_finite(tmp_path / "step_3.pt")
     (tmp_path / "step_3.pt").unlink()
-    done = run(tmp_path, "sharded", *GUARD)
-    assert done.returncode == 0, done.stderr
-    assert "finite True equal True" in done.stdout
+    process = run(tmp_path, "sharded", *GUARD)
+    assert process.returncode == 0, process.stderr
+    assert "finite True equal True" in process.stdout
     assert not is_finite(tmp_path / "step_3.pt")
     assert is_finite(tmp_path / "step_6.pt")
-    (said,) = [line for line in done.stderr.splitlines() if "step_3.pt" in line]
-    assert "step_3.pt is saved with values that are not finite: 0.weight has 1 NaN among" in said
+    (warning,) = [line for line in process.stderr.splitlines() if "step_3.pt" in line]
+    assert "step_3.pt is saved with values that are not finite: 0.weight has 1 NaN among" in warning
     events = [json.loads(line) for line in (tmp_path / "guarded" / "events.jsonl").open()]
-    found = [(event["kind"], event["verdict"]["cause"], event["action"]) for event in events]
-    assert found == [
+    reported = [(event["kind"], event["verdict"]["cause"], event["action"]) for event in events]
+    assert reported == [
         ("non_finite_save", "unknown", "report"),
         ("non_finite_weights", "optimizer", "rollback"),
     ]

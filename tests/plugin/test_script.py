@@ -73,7 +73,7 @@ def script(tmp_path: Path) -> Path:
 
 def python(folder: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=folder,
         capture_output=True,
@@ -81,8 +81,8 @@ def python(folder: Path, *arguments: object, code: int = 0) -> subprocess.Comple
         env=launch_environment(),
         check=False,
     )
-    assert done.returncode == code, done.stderr
-    return done
+    assert process.returncode == code, process.stderr
+    return process
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -119,37 +119,37 @@ def test_a_plain_loop_of_two_optimizers_survives_without_a_line(
 ) -> None:
     folder = script.parent
     python(folder, script.name, *options)
-    assert not all(bool(one.isfinite().all()) for one in weights(folder))
-    done = python(folder, *GUARD, script.name, *options)
-    assert all(bool(one.isfinite().all()) for one in weights(folder))
+    assert not all(bool(weight.isfinite().all()) for weight in weights(folder))
+    process = python(folder, *GUARD, script.name, *options)
+    assert all(bool(weight.isfinite().all()) for weight in weights(folder))
     assert {event["verdict"]["cause"] for event in events(folder)} == {cause}  # type: ignore[index]
-    assert named in done.stderr
-    assert "watching SGD, AdamW with 49 trained numbers in a plain PyTorch loop" in done.stderr
-    assert "__main__" in done.stdout
+    assert named in process.stderr
+    assert "watching SGD, AdamW with 49 trained numbers in a plain PyTorch loop" in process.stderr
+    assert "__main__" in process.stdout
 
 
 def test_a_skipped_step_moves_no_schedule(script: Path) -> None:
-    done = python(script.parent, *GUARD, script.name, "--nan", "5")
-    rate = float(done.stdout.split()[3])
+    process = python(script.parent, *GUARD, script.name, "--nan", "5")
+    rate = float(process.stdout.split()[3])
     assert rate == pytest.approx(0.1 * 0.9**6)  # 8 steps, 2 of them skipped
 
 
 def test_healthy_training_is_the_same_bit_for_bit(script: Path) -> None:
     folder = script.parent
     bare = python(folder, script.name)
-    alone = weights(folder)
+    unguarded_weights = weights(folder)
     guarded = python(folder, *GUARD, script.name)
     assert guarded.stdout == bare.stdout
-    assert all(torch.equal(a, b) for a, b in zip(alone, weights(folder), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unguarded_weights, weights(folder), strict=True))
     assert not events(folder)
 
 
 def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> None:
     folder = script.parent
     options = ["--max-skips", "0", "--folder", "guarded", script.name, "--nan", "5"]
-    done = python(folder, "-m", "dit_lora", "guard", *options, code=3)
-    assert "error: guard: step" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = python(folder, "-m", "dit_lora", "guard", *options, code=3)
+    assert "error: guard: step" in process.stderr
+    assert "Traceback" not in process.stderr
     assert list((folder / "guarded").glob("last_good_step_*.safetensors"))
     assert not (folder / "out.pt").exists()
 
@@ -167,8 +167,8 @@ def test_the_command_ends_with_what_the_guard_stops_it_with(script: Path) -> Non
 def test_what_is_not_guarded_is_said(tmp_path: Path, code: str, said: str) -> None:
     (tmp_path / "other.py").write_text(code)
     lines = python(tmp_path, *GUARD, "other.py").stderr.splitlines()
-    (told,) = [line for line in lines if "guarded" in line]  # one reason, and no other
-    assert said in told
+    (reason,) = [line for line in lines if "guarded" in line]  # one reason, and no other
+    assert said in reason
 
 
 def test_a_script_that_trains_in_fp16_is_guarded_and_warned(tmp_path: Path) -> None:
@@ -182,12 +182,12 @@ def test_a_script_that_trains_in_fp16_is_guarded_and_warned(tmp_path: Path) -> N
 @pytest.mark.thorough
 def test_a_module_runs_by_its_name_and_errors_are_the_scripts_own(script: Path) -> None:
     folder = script.parent
-    done = python(folder, *GUARD, "-m", "train", "--epochs", "1")
-    assert "steps 4" in done.stdout
-    done = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
-    assert "train.py: error: argument --epochs" in done.stderr
-    done = python(folder, *GUARD, "nowhere.py", code=2)
-    assert done.stderr == "error: no such script: nowhere.py\n"
+    process = python(folder, *GUARD, "-m", "train", "--epochs", "1")
+    assert "steps 4" in process.stdout
+    process = python(folder, *GUARD, script.name, "--epochs", "x", code=2)
+    assert "train.py: error: argument --epochs" in process.stderr
+    process = python(folder, *GUARD, "nowhere.py", code=2)
+    assert process.stderr == "error: no such script: nowhere.py\n"
 
 
 RANKS = """
@@ -297,9 +297,9 @@ def test_ranks_that_share_weights_diagnose_together(
     """A rank alone cannot run a model of `fully_shard`: all run the micro-batch of the one that failed."""
     (tmp_path / "sharded.py").write_text(SHARDED)
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    done = python(tmp_path, *torchrun, *GUARD, "sharded.py", fault)
-    assert "finite True" in done.stdout
-    assert all(words in done.stderr for words in told), done.stderr
+    process = python(tmp_path, *torchrun, *GUARD, "sharded.py", fault)
+    assert "finite True" in process.stdout
+    assert all(message in process.stderr for message in told), process.stderr
     if fault != "overflow":
         return  # there is no call to run again
     # All ranks write one bundle, whose weights are whole; a single process replays it.
@@ -308,20 +308,20 @@ def test_ranks_that_share_weights_diagnose_together(
     assert sorted(bundle.parent.iterdir()) == sorted(bundles)
     assert load_file(bundle / "trained.safetensors")["0.weight"].shape == (8, 4)
     replay = ("-m", "dit_lora", "replay", bundle, "--script", "sharded.py", "--", "none")
-    done = python(tmp_path, *torchrun[:-1], "1", *replay, code=1)
-    assert "replayed: inputs: it fails whatever" in done.stdout, done.stdout
+    process = python(tmp_path, *torchrun[:-1], "1", *replay, code=1)
+    assert "replayed: inputs: it fails whatever" in process.stdout, process.stdout
 
 
 @pytest.mark.thorough
 def test_two_ranks_of_ddp_agree(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(RANKS)
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    done = python(tmp_path, *torchrun, *GUARD, "ddp.py", "5")
-    assert "finite True equal True" in done.stdout
-    (first, second) = events(tmp_path)
-    for event in (first, second):
+    process = python(tmp_path, *torchrun, *GUARD, "ddp.py", "5")
+    assert "finite True equal True" in process.stdout
+    (first_event, second) = events(tmp_path)
+    for event in (first_event, second):
         assert event["sample_ids"] == ["dataset index 5"]
     assert "bundle" not in second, "a sample that is known needs no second one"
-    bundle = tmp_path / "guarded" / str(first["bundle"])
-    assert json.loads((bundle / "bundle.json").read_text())["replay"]["rank"] == first["rank"]
-    assert done.stderr.count("2 of 4 optimizer steps were not taken") == 1
+    bundle = tmp_path / "guarded" / str(first_event["bundle"])
+    assert json.loads((bundle / "bundle.json").read_text())["replay"]["rank"] == first_event["rank"]
+    assert process.stderr.count("2 of 4 optimizer steps were not taken") == 1

@@ -47,8 +47,8 @@ def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     events = [json.loads(line) for line in lines]
     assert {event["verdict"]["cause"] for event in events} == {"data"}
     # The item as it was loaded; the model was given it with noise.
-    words = {event["verdict"]["words"] for event in events}
-    assert words == {"latents has 1 NaN among 288 values"}
+    messages = {event["verdict"]["words"] for event in events}
+    assert messages == {"latents has 1 NaN among 288 values"}
     assert all(event["sample_ids"] == ["dataset index 3"] for event in events)
     assert all(event["action"] == "skip" for event in events)
     assert all(
@@ -63,8 +63,8 @@ def test_a_healthy_loop_trains_bit_for_bit_the_same_with_the_guard(
     options = ["--steps", "5", "--accumulate", str(accumulate)]
     checkpoint = tiny_checkpoints["cogvideox-5b"]
     for name, extra in (("bare", []), ("guarded", ["--guard"])):
-        done = run(checkpoint, tmp_path / name, *options, *extra)
-        assert done.returncode == 0, done.stderr
+        process = run(checkpoint, tmp_path / name, *options, *extra)
+        assert process.returncode == 0, process.stderr
     bare, guarded = adapter(tmp_path / "bare"), adapter(tmp_path / "guarded")
     assert all(torch.equal(bare[name], guarded[name]) for name in bare)
     assert not (tmp_path / "guarded" / "events.jsonl").exists()

@@ -46,7 +46,7 @@ print("finite", finite, "sum", sum(p.double().sum().item() for p in model.parame
 def run(folder: Path, fault: str, *, guarded: bool) -> str:
     (folder / "train.py").write_text(SCRIPT)
     guard = ("-m", "dit_lora.guard", "--folder", "guarded") if guarded else ()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *guard, "train.py", fault],
         cwd=folder,
         capture_output=True,
@@ -54,8 +54,8 @@ def run(folder: Path, fault: str, *, guarded: bool) -> str:
         env=launch_environment(),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("inputs", "inputs"), ("moment", "optimizer")])

@@ -77,7 +77,7 @@ def run(folder: Path, kind: str, fault: str, *, guarded: bool) -> str:
     (folder / "train.py").write_text(SCRIPT)
     guard = ("-m", "dit_lora.guard", "--folder", "guarded") if guarded else ()
     shutil.copy(ROOT / "tests" / "chat_tokenizers.py", folder)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *guard, "train.py", kind, fault],
         cwd=folder,
         capture_output=True,
@@ -85,8 +85,8 @@ def run(folder: Path, kind: str, fault: str, *, guarded: bool) -> str:
         env=launch_environment(),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -125,7 +125,7 @@ def test_healthy_training_is_the_same_bit_for_bit(kind: str, tmp_path: Path) -> 
     for guarded in (False, True):
         run(tmp_path, kind, "", guarded=guarded)
         saved.append(torch.load(tmp_path / "out.pt", weights_only=True))
-    alone, watched = saved
-    assert alone.keys() == watched.keys()
-    assert all(torch.equal(alone[name], watched[name]) for name in alone)
+    unguarded, watched = saved
+    assert unguarded.keys() == watched.keys()
+    assert all(torch.equal(unguarded[name], watched[name]) for name in unguarded)
     assert not (tmp_path / "guarded" / "events.jsonl").exists()

@@ -54,8 +54,8 @@ class Pair:
         self.optimizer.zero_grad()
         for at in range(0, len(batch["x"]), rows):
             x, tokens = batch["x"][at : at + rows], batch["tokens"][at : at + rows]
-            given = self.denoiser(self.encoder(x), text=self.text(tokens))
-            (self.critic(given).square().mean() + (given - x).square().mean()).backward()
+            hidden = self.denoiser(self.encoder(x), text=self.text(tokens))
+            (self.critic(hidden).square().mean() + (hidden - x).square().mean()).backward()
         self.optimizer.step()
 
     def modules(self) -> nn.ModuleDict:
@@ -76,9 +76,9 @@ def guarded(
     config = LadderConfig(snapshot_every=1)
     guard = Guard.watch(model, pair.optimizer, folder=folder, config=config)
     for step in range(1, steps + 1):
-        given = batch(step)
-        at(step, given)
-        pair.step(given)
+        inputs = batch(step)
+        at(step, inputs)
+        pair.step(inputs)
     guard.require_finite()
     return guard
 
@@ -132,7 +132,7 @@ def test_a_bad_weight_of_any_model_is_named_though_one_alone_is_given(
 
 def test_an_encoder_whose_output_has_no_gradient_is_not_watched(tmp_path: Path) -> None:
     pair = Pair()
-    guard = guarded(pair, None, tmp_path, 2, lambda step, given: None)
+    guard = guarded(pair, None, tmp_path, 2, lambda step, inputs: None)
     watched = {type(suspects.model).__name__ for suspects in guard._watched.contexts.values()}
     assert watched == {"Text", "Denoiser", "Sequential"}
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
@@ -143,28 +143,28 @@ def test_a_model_of_which_the_loop_calls_parts_alone_is_watched_by_its_parts(
     tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
-    whole = nn.ModuleDict({"enter": nn.Linear(3, 4), "leave": nn.Linear(4, 2)})
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    guard = Guard.watch(whole, optimizer, folder=tmp_path)
+    parts = nn.ModuleDict({"enter": nn.Linear(3, 4), "leave": nn.Linear(4, 2)})
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
+    guard = Guard.watch(parts, optimizer, folder=tmp_path)
     for step in range(1, 4):
         x = torch.randn(3, 3)
         if step == 2:
             x[2, 0] = torch.inf
         optimizer.zero_grad(set_to_none=False)
-        whole["leave"](whole["enter"](x).tanh()).square().mean().backward()
+        parts["leave"](parts["enter"](x).tanh()).square().mean().backward()
         optimizer.step()
     (event,) = guard.events
     assert (event["step"], event["sample_ids"]) == (2, ["row 2 of micro-batch 0"])
 
 
 def test_healthy_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    alone, watched = Pair(), Pair()
+    unguarded, watched = Pair(), Pair()
     for step in range(1, 5):
-        alone.step(batch(step))
-    guard = guarded(watched, None, tmp_path, 4, lambda step, given: None)
+        unguarded.step(batch(step))
+    guard = guarded(watched, None, tmp_path, 4, lambda step, inputs: None)
     assert not guard.events
-    pairs = zip(alone.modules().parameters(), watched.modules().parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(unguarded.modules().parameters(), watched.modules().parameters(), strict=True)
+    assert all(torch.equal(weight, other_weight) for weight, other_weight in pairs)
 
 
 def test_a_gradient_scaler_keeps_its_own_check(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_a_gradient_scaler_keeps_its_own_check(tmp_path: Path) -> None:
     guard = Guard.watch(None, pair.optimizer, folder=tmp_path)
     for step in range(1, 9):
         pair.optimizer.zero_grad()
-        given = batch(step)
-        loss = pair.denoiser(given["x"], text=pair.text(given["tokens"])).square().mean()
+        inputs = batch(step)
+        loss = pair.denoiser(inputs["x"], text=pair.text(inputs["tokens"])).square().mean()
         scaler.scale(64 * loss).backward()
         scaler.step(pair.optimizer)
         scaler.update()
@@ -305,7 +305,7 @@ def test_a_part_that_is_asked_while_a_batch_is_made_is_no_model_of_the_step(tmp_
         optimizer.zero_grad()
         model(rows).square().mean().backward()
         optimizer.step()
-        assert [type(each.model) for each in guard._watched.contexts.values()] == [Embedded]
+        assert [type(context.model) for context in guard._watched.contexts.values()] == [Embedded]
     assert not guard.events
 
 
@@ -334,8 +334,8 @@ def test_a_step_that_has_no_gradient_at_all_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(NonFiniteError, match="no gradient reached a trained weight in 3 steps"):
         train()
-    told = [(event["step"], event["kind"], event["action"]) for event in guard.events]
-    assert told == [(1, "zero_gradient", "report"), (3, "zero_gradient", "stop")]
+    reported = [(event["step"], event["kind"], event["action"]) for event in guard.events]
+    assert reported == [(1, "zero_gradient", "report"), (3, "zero_gradient", "stop")]
 
 
 def test_a_moment_that_vanishes_is_not_altered_memory(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def scramble(entry: StoredEntry) -> None:
 
 DAMAGES: tuple[Damage, ...] = (
     *(
-        Damage(f"{words} in a cached {tensor}", poisoned(tensor, value), f"{part}_{kind}")
-        for words, value, kind in (
+        Damage(f"{description} in a cached {tensor}", poisoned(tensor, value), f"{part}_{kind}")
+        for description, value, kind in (
             ("NaN", torch.nan, "non_finite"),
             ("Inf", torch.inf, "non_finite"),
             ("-Inf", -torch.inf, "non_finite"),

@@ -30,7 +30,7 @@ def test_bad_samples_are_named_and_left_out(variant: str, count: int) -> None:
     targets = FAULT_TARGETS[variant]
     faults = [fault for fault in catalog(targets) if fault in FAULTS and fault.place == "data"]
     results = list(judge_all(faults, targets))
-    assert not {one.name: one.why for one in results if not one.passed}
+    assert not {result.name: result.why for result in results if not result.passed}
     assert len(results) == count
 
 
@@ -41,9 +41,9 @@ def test_every_variant_has_a_data_fault() -> None:
 
 def a_fault(name: str, kind: type[DataFault] = DataFault) -> Any:
     """The one of this name."""
-    (found,) = [fault for fault in FAULTS if fault.name == f"data: {name}"]
-    assert isinstance(found, kind)
-    return found
+    (data_fault,) = [fault for fault in FAULTS if fault.name == f"data: {name}"]
+    assert isinstance(data_fault, kind)
+    return data_fault
 
 
 def write_fine(folder: Path) -> None:
@@ -59,15 +59,15 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     world.reference("clean", ())
 
     fine = replace(a_fault("no bytes"), name="fine", file="fine.mp4", put=write_fine)
-    judged = fine.judge(world)
-    assert (judged.named, judged.recovered) == (False, False)
-    assert {"not said: fine.mp4", "training had begun"} <= set(judged.why)
-    assert "the adapter is not that of a run that never had the sample" in judged.why
+    judgment = fine.judge(world)
+    assert (judgment.named, judgment.recovered) == (False, False)
+    assert {"not said: fine.mp4", "training had begun"} <= set(judgment.why)
+    assert "the adapter is not that of a run that never had the sample" in judgment.why
 
     vague = replace(a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",)))
     world.shared[vague.peers(world.targets)] = world.shared[fine.peers(world.targets)]
-    judged = vague.judge(world)
-    assert (judged.named, judged.why[0]) == (False, "not said: too dark")
+    judgment = vague.judge(world)
+    assert (judgment.named, judgment.why[0]) == (False, "not said: too dark")
 
     turned = a_fault("a rotation flag", SoundOddity)
     lost = replace(turned, name="lost", files=("lost.mp4",)).judge(world)

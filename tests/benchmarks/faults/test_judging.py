@@ -31,24 +31,24 @@ def why(expected: Expected, seen: Observation) -> tuple[str, ...]:
 
 
 def test_a_sample_that_is_left_out_for_good_is_seen(tmp_path: Path) -> None:
-    seen = observed(tmp_path, ("step", "skip", None))
+    observation = observed(tmp_path, ("step", "skip", None))
     expected = Expected("step", "skip", nobody_lost=True)
     lines = [
         asdict(QuarantineRecord("a.mp4", 0, to_epoch, 3, "step", "words")) for to_epoch in (0, None)
     ]
     path = tmp_path / "quarantine.jsonl"
     path.write_text(json.dumps(lines[0]) + "\n", encoding="utf-8")
-    assert not why(expected, seen)
+    assert not why(expected, observation)
     path.write_text(json.dumps(lines[1]) + "\n", encoding="utf-8")
-    assert why(expected, seen) == ("left out for good: ['a.mp4']",)
+    assert why(expected, observation) == ("left out for good: ['a.mp4']",)
 
 
 def test_a_switch_that_is_off_and_right_is_seen(tmp_path: Path) -> None:
     both = [("transient", "retry", None), ("kernel", "fallback", "kernel:op")]
-    seen = observed(tmp_path, *both)
-    assert "kernel:op" in why(Expected("transient", "retry"), seen)[0]
-    assert not why(Expected("transient", "retry", may_be_off=("kernel:op",)), seen)
-    assert not why(Expected("kernel", "fallback"), seen)
+    observation = observed(tmp_path, *both)
+    assert "kernel:op" in why(Expected("transient", "retry"), observation)[0]
+    assert not why(Expected("transient", "retry", may_be_off=("kernel:op",)), observation)
+    assert not why(Expected("kernel", "fallback"), observation)
 
 
 def test_words_about_nothing_are_seen(tmp_path: Path) -> None:
@@ -58,14 +58,14 @@ def test_words_about_nothing_are_seen(tmp_path: Path) -> None:
 
 
 def test_a_fault_is_known_where_it_can_be() -> None:
-    names = {one.name: one for one in catalog(TARGETS, 2)}
-    shared = {one.name for one in catalog(TARGETS, 2, "fsdp2")}
-    alone = {one.name for one in catalog(TARGETS)}
+    names = {fault.name: fault for fault in catalog(TARGETS, 2)}
+    shared = {fault.name for fault in catalog(TARGETS, 2, "fsdp2")}
+    single_rank = {fault.name for fault in catalog(TARGETS)}
     of_a_copy = "an adapter weight of one rank that is not the others'"
     of_a_row = "NaN for the second sample of a batch, whoever it is"
     assert of_a_copy in names
-    assert of_a_copy not in shared | alone
-    assert of_a_row in alone - names.keys()
+    assert of_a_copy not in shared | single_rank
+    assert of_a_row in single_rank - names.keys()
 
 
 def test_an_unknown_engine_is_refused() -> None:

@@ -48,7 +48,7 @@ def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
     monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=forked))
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_suite(None, ranks, variant)
-    failed = {one.name: one.why for one in results if not one.passed}
+    failed = {result.name: result.why for result in results if not result.passed}
     assert not failed
     assert len(results) == len(catalog(targets_for(variant), ranks)) >= 60
     assert totals(results)["poisoned_files"] == 0
@@ -80,8 +80,8 @@ CORE = (
     [
         "sana-600m",
         *(
-            pytest.param(one, marks=pytest.mark.thorough)
-            for one in (
+            pytest.param(fault, marks=pytest.mark.thorough)
+            for fault in (
                 *("cogvideox-1.5-i2v", "dit-tiny", "flux-dev", "flux2-klein", "krea2-raw"),
                 *(
                     "latte",
@@ -183,7 +183,7 @@ def test_faults_are_named_and_recovered_on_two_ranks(
     monkeypatch.setattr(suite, "subprocess", SimpleNamespace(run=launcher))
     AcceleratorState._reset_state(reset_partial_state=True)
     results = run_suite(pattern, 2, variant)
-    assert not {one.name: one.why for one in results if not one.passed}
+    assert not {result.name: result.why for result in results if not result.passed}
     assert len(results) >= faults
 
 
@@ -204,16 +204,16 @@ def test_faults_are_named_and_recovered_with_every_kind_of_adapter(variant: str,
 def judge_those(names: Sequence[str], variant: str, kind: str = "lora") -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     targets = targets_for(variant, kind)
-    known = {fault.name: fault for fault in catalog(targets)}
-    results = list(judge_all([known[name] for name in names], targets))
-    assert not {one.name: one.why for one in results if not one.passed}
+    faults_by_name = {fault.name: fault for fault in catalog(targets)}
+    results = list(judge_all([faults_by_name[name] for name in names], targets))
+    assert not {result.name: result.why for result in results if not result.passed}
     assert len(results) == len(names)
 
 
 def test_every_tiny_variant_has_fault_targets() -> None:
     expected = [(name, variant) for name in FAMILIES for variant in get_family(name).tiny_variants]
-    found = [(targets.family, targets.variant) for targets in FAULT_TARGETS.values()]
-    assert found == expected
+    variants = [(targets.family, targets.variant) for targets in FAULT_TARGETS.values()]
+    assert variants == expected
 
 
 def test_the_suite_reaches_every_place_and_every_action() -> None:
@@ -308,11 +308,11 @@ def test_a_fault_that_is_not_injected_is_not_named(tmp_path: Path) -> None:
 
 def test_the_command_prints_json_and_refuses_unknown_names() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    done = CliRunner().invoke(app, ["--only", "NaN in a cached latent_mean", "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    (line,) = found["faults"]
+    result = CliRunner().invoke(app, ["--only", "NaN in a cached latent_mean", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    (line,) = report["faults"]
     assert {"name", "named", "recovered", "poisoned_files"} <= set(line)
-    assert found["totals"] == {"faults": 1, "named": 1, "recovered": 1, "poisoned_files": 0}
+    assert report["totals"] == {"faults": 1, "named": 1, "recovered": 1, "poisoned_files": 0}
     with pytest.raises(DitLoraError, match="no fault is called 'x'; there are: NaN in a cached"):
         chosen("x", TARGETS)
