@@ -68,7 +68,7 @@ def filled(work: Path, name: str, count: int) -> int:
 
 
 def text_spec(path: Path, name: str) -> TensorSpec:
-    """Return the tensors of one caption, of a checkpoint with its published configs and without weights."""
+    """Tensor spec of one caption's embeddings, from a checkpoint with its published configs and no weights."""
     shutil.copytree(CONFIGS / name, path)
     for config in path.glob("*/config.json"):
         save_file({"none": torch.zeros(1)}, config.with_name("model.safetensors"))
@@ -79,7 +79,7 @@ def text_spec(path: Path, name: str) -> TensorSpec:
 
 
 def encoder_of(spec: TensorSpec) -> Callable[[], Tensors]:
-    """Return what makes other values at each call, which no disk can compress."""
+    """Build an encoder that gives different random values at each call, which no disk can compress."""
     generator = torch.Generator().manual_seed(0)
 
     def encode() -> Tensors:

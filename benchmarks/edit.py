@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def shuffled(rows: list[Row], column: str) -> list[Row]:
-    """Return the rows with the values of a column in another order."""
+    """The rows, with the values of one column shuffled (seed 0)."""
     values = [row[column] for row in rows]
     random.Random(0).shuffle(values)
     return [{**row, column: value} for row, value in zip(rows, values, strict=True)]

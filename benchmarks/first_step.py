@@ -162,7 +162,7 @@ def timed(arguments: Sequence[str], tree: Path, out: Path) -> Times:
 
 
 def _beside_steps(out: Path) -> float:
-    """Return the CPU seconds of a run's phases between its first step and its last line of metrics."""
+    """CPU seconds of held-out losses and samples between a run's first step and its last line of metrics."""
     try:
         phases = json.loads((out / "phases.json").read_text())["phases"]
     except OSError:

@@ -68,7 +68,7 @@ class Runs:
         write_shapes(self.work / "clips", clips=6, frames=9, height=64, width=96, fps=8)
 
     def poisoned(self) -> list[str]:
-        """Return what is wrong with a run that met a bad sample."""
+        """Run with a bad sample and list the problems."""
         name = "poisoned"
         problems = self._failed(self._start(name, poisoned=True))
         left_out = _lines(self.work / name / "quarantine.jsonl")
@@ -82,7 +82,7 @@ class Runs:
         return [*problems, *self._unfinished(name)]
 
     def killed(self) -> list[str]:
-        """Return what is wrong with a run that was killed and resumed, against one that was not."""
+        """Kill a run, resume it, compare it with an uninterrupted run and list the problems."""
         problems = self._failed(self._start("undisturbed"))
         process = self._start("resumed")
         num_done = self._until("resumed", self.steps // 2, process)
@@ -97,7 +97,7 @@ class Runs:
         return problems or self._differences()
 
     def _differences(self) -> list[str]:
-        """Return in what losses and adapters of the two runs differ more than they may."""
+        """List the losses and adapters that differ between the two runs by more than is allowed."""
         losses, resumed_losses = (_losses(self.work / name) for name in ("undisturbed", "resumed"))
         if losses.keys() != resumed_losses.keys():
             return [f"steps {len(losses)} and {len(resumed_losses)}"]
@@ -173,7 +173,7 @@ def _adapter(run: Path) -> Path:
 
 
 def _losses(run: Path) -> dict[int, float]:
-    """Return each step's loss (the last try of a step that was repeated); skips a line that is being written."""
+    """The loss of each step; of a repeated step, the last attempt. Skips a line that is still being written."""
     lines = _lines(run / "metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 

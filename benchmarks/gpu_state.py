@@ -14,7 +14,7 @@ _FIELDS = {
 
 
 def gpu_state(index: int = 0) -> dict[str, str]:
-    """Return driver, clocks, power and temperature of one GPU, with units; empty where nvidia-smi tells nothing."""
+    """Driver, clocks, power and temperature of one GPU, with units; empty if nvidia-smi gives no answer."""
     query = f"--query-gpu={','.join(_FIELDS.values())}"
     command = ["nvidia-smi", f"--id={index}", query, "--format=csv,noheader"]
     try:

@@ -125,7 +125,7 @@ def op_calls() -> Iterator[Timed]:
 
 
 def _forward(case: Any, compute: Any) -> Callable[[], object]:
-    """Return a forward pass as in training: with a graph, where there is one."""
+    """A forward pass as in training: it builds an autograd graph if there are trained inputs."""
     inputs = {k: v.requires_grad_(k in case.trained) for k, v in case.given.items()}
 
     def run() -> object:
@@ -136,7 +136,7 @@ def _forward(case: Any, compute: Any) -> Callable[[], object]:
 
 
 def _both(case: Any, compute: Any) -> Callable[[], object]:
-    """Return a forward and a backward pass."""
+    """A forward and backward pass."""
     forward = _forward(case, compute)
     inputs = [case.given[k] for k in case.trained]
     with torch.no_grad():
@@ -160,7 +160,7 @@ def model_calls(name: str, entry: Model) -> Iterator[Timed]:
 
 
 def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
-    """Return a forward and backward pass that leaves no gradients."""
+    """A forward and backward pass that clears the gradients afterwards."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> float:
@@ -182,7 +182,7 @@ def _step(model: Any, given: Any, mode: Any) -> Callable[[], object]:
 
 
 def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str], float]:
-    """Return milliseconds of CPU time per call: the mean of the quickest fifth of the rounds, with calls in turn."""
+    """Milliseconds of CPU time per call: mean of the fastest fifth of the rounds, with the calls in turn."""
     samples: dict[tuple[str, str], list[float]] = {(c.name, c.column): [] for c in calls}
     for call in calls:  # compiles, and makes what is kept
         for _ in range(3):
@@ -211,7 +211,7 @@ def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str]
 
 
 def _table(found: dict[tuple[str, str], float], columns: list[str], unit: float) -> list[str]:
-    """Return Markdown lines: a row a name, and what ours takes of stock."""
+    """Markdown lines with one row per name; the last column is our time divided by stock's."""
     lines = [f"| | {' | '.join(columns)} | ours / stock |", "|---|" + "---:|" * (len(columns) + 1)]
     for name in dict.fromkeys(name for name, _ in found):
         values = [found.get((name, column)) for column in columns]

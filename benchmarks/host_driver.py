@@ -61,12 +61,12 @@ class NoDriver:
 
 @functools.cache
 def _wide_operands(rows: int, inner: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two matrices in fp32."""
+    """Two fp32 matrices of zeros."""
     return torch.zeros(rows, inner), torch.zeros(inner, columns)
 
 
 def _wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the place of `torch.mm(left, right, out_dtype=torch.float32)`."""
+    """Stand-in for `torch.mm(left, right, out_dtype=torch.float32)` that gives zeros."""
     return torch.mm(*_wide_operands(*left.shape, right.shape[1]))
 
 

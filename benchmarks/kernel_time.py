@@ -64,7 +64,7 @@ def kernel_times(device: torch.device, step: Callable[[], object]) -> KernelTime
 
 
 def _milliseconds(event: FunctionEvent, device: torch.device) -> float | None:
-    """Return what the event itself took on the device; None if it is none of the device's work."""
+    """Milliseconds that the event itself took on the device; None if it is no work of that device."""
     # An optimizer's annotation is an event on the GPU too, and spans kernels that are counted by themselves.
     if event.is_user_annotation or event.device_type.name != device.type.upper():
         return None
@@ -74,7 +74,7 @@ def _milliseconds(event: FunctionEvent, device: torch.device) -> float | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel by its name."""
+    """Classify a kernel by its name."""
     if name in _our_kernels():
         return OURS
     return next((kind for kind, part in _KINDS if re.search(part, name.lower())), OTHER)
@@ -82,7 +82,7 @@ def kind_of(name: str) -> str:
 
 @cache
 def _our_kernels() -> frozenset[str]:
-    """Return the names of the functions in our package that Triton compiles (the kernels' names), and of our ops."""
+    """Names of our package's Triton functions, which are the kernels' names, and of our ops."""
     text = "\n".join(path.read_text() for path in KERNELS.rglob("*.py"))
     compiled = re.findall(r"^@triton\.jit[^\n]*\ndef (\w+)\(", text, flags=re.MULTILINE)
     ops = re.findall(r"^@op\(\"(\w+)\"", text, flags=re.MULTILINE)

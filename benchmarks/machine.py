@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "peft
 
 
 def facts(device: torch.device, command: list[str]) -> dict[str, str]:
-    """Return names and values; the GPU's clocks are those of this moment."""
+    """Versions, device and command by name. The GPU's clocks are those at the time of the call."""
     machine = {
         "device": device_name(device),
         "date": datetime.date.today().isoformat(),
@@ -45,25 +45,25 @@ def facts(device: torch.device, command: list[str]) -> dict[str, str]:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """Return facts as a line of a table's head, without device and date, which are its title."""
+    """Format the facts as a line above a table. Device and date are left to its title."""
     parts = {name: value for name, value in found.items() if name not in ("device", "date")}
     command = parts.pop("command")
     return f"`{command}`: {', '.join(f'{name} {value}' for name, value in parts.items())}."
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's name, of a CPU its architecture."""
+    """The GPU's name, or the CPU's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def file_stem(kind: str, found: Mapping[str, str]) -> str:
-    """Return `<kind>_<device>_<date>`, of letters, digits and hyphens."""
+    """The file name `<kind>_<device>_<date>`, with letters, digits, hyphens and underscores."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-").lower()
     return f"{kind}_{device}_{found['date']}"
 
 
 def commit() -> str:
-    """Return the commit of this tree, `unknown` where nothing tells it."""
+    """The commit of this tree; `unknown` if it cannot be determined."""
     # Of this folder's own repository alone: one that a copy of the tree happens to lie in has other commits.
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]

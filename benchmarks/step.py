@@ -61,7 +61,7 @@ class Timing:
             torch.cuda.synchronize(self.device)
 
     def lacks(self, setting: Setting) -> bool:
-        """Return whether there is no time for this setting."""
+        """True if there is not enough time left for this setting."""
         compiling = _COMPILING if setting.compiled and self.device.type == "cuda" else 0.0
         return time.monotonic() + compiling > self.ends
 
@@ -124,7 +124,10 @@ def _chosen(names: Sequence[str]) -> dict[str, Model] | None:
 
 
 def _settings(names: Sequence[str]) -> list[Setting] | None:
-    """Return the settings in their own order; the example, which all are compared with, among them."""
+    """The settings with these names in their defined order, plus the example, which all are compared with.
+
+    None if a name is unknown.
+    """
     all_names = [setting.name for setting in SETTINGS]
     if unknown := [name for name in names if name not in all_names]:
         sys.stderr.write(
@@ -135,7 +138,7 @@ def _settings(names: Sequence[str]) -> list[Setting] | None:
 
 
 def _has_fp8(device: torch.device) -> bool:
-    """Return whether PyTorch's fp8 products run on this device: from Ada and Hopper on."""
+    """True if PyTorch's fp8 matrix products run on this device (Ada, Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -166,7 +169,7 @@ def _run_model(
 
 
 def _batch(model: Any, entry: Model, number: int, timing: Timing) -> Inputs:
-    """Return a step's inputs, and the noise that its output is compared with."""
+    """Inputs of one step, and the noise that the output is compared with."""
     inputs = entry.inputs(Draws(number, timing.device))
     size = list(inputs["hidden_states"].shape)
     # Of class-conditional DiT the output has the variance too.
@@ -176,7 +179,10 @@ def _batch(model: Any, entry: Model, number: int, timing: Timing) -> Inputs:
 
 
 def _done_before(setting: Setting, results: Sequence[Result]) -> str | None:
-    """Return the setting that took the same steps already: the advisor's, where it chose what this one names."""
+    """Name of the setting that already measured the same steps: `ours`, if the advisor chose this checkpointing.
+
+    Else None.
+    """
     fused_setting = Setting(setting.name, setting.checkpointing, fused=True)
     earlier = [r for r in results if r.setting == "ours" and r.mode == setting.checkpointing]
     return "ours" if setting == fused_setting and earlier else None

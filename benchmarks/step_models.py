@@ -132,7 +132,7 @@ def _sana(config: Mapping[str, Any], batch: int, text: int) -> Callable[[Draws],
 
 
 def _captions(draws: Draws, batch: int, text: int) -> torch.Tensor:
-    """Return the mask (B, T) of captions with 1/15 to 2/3 of the tokens; a mask of ones may be dropped."""
+    """Mask (B, T) of captions that fill 1/15 to 2/3 of the tokens. A mask of ones may be dropped."""
     lengths = text // 15 + 1 + draws.whole(text * 3 // 5, batch, 1)
     return (torch.arange(text, device=draws.device) < lengths).float()
 

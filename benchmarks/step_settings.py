@@ -136,7 +136,7 @@ def _steps(
 
 
 def ops_used(model: Any) -> str:
-    """Return the kernels that replaced something in a fused model, as words."""
+    """Comma-separated names of the ops that replaced something in a fused model."""
     fusion = get_fusion(model)
     return ", ".join(fusion.get_active_ops()) if fusion else ""
 
@@ -159,7 +159,7 @@ def _blocks(model: Any) -> Sequence[torch.nn.Module]:
 def _mode(
     model: Any, setting: Setting, given: Inputs, optimizer: torch.optim.Optimizer
 ) -> tuple[CheckpointingMode, str]:
-    """Return the setting's checkpointing, of `auto` the advisor's, and why."""
+    """The setting's checkpointing mode and its explanation; for `auto`, the advisor's."""
     if setting.checkpointing != "auto":
         return setting.checkpointing, setting.checkpointing
     device = next(model.parameters()).device
@@ -176,20 +176,20 @@ def _mode(
 
 
 def _taken_apart(given: Inputs) -> tuple[dict[str, torch.Tensor], Inputs]:
-    """Return the tensors of a step, which a batch holds, and the rest."""
+    """Split a step's inputs into tensors, which a batch holds, and other values."""
     tensors = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
     return tensors, {n: value for n, value in given.items() if n not in tensors}
 
 
 def _output(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the output in fp32, under autocast as Accelerate's."""
+    """The model's output in fp32, computed under bf16 autocast as in Accelerate."""
     with torch.autocast(given["hidden_states"].device.type, torch.bfloat16):
         output: torch.Tensor = model(**given, return_dict=False)[0]
     return output.float()
 
 
 def sample_losses(model: Any, given: Mapping[str, Any]) -> torch.Tensor:
-    """Return each sample's mean squared error against the step's noise, (B,) in fp32."""
+    """Mean squared error of each sample against the step's noise, (B,) in fp32."""
     given = dict(given)
     target = given.pop(TARGET)
     return (_output(model, given) - target).square().flatten(1).mean(1)

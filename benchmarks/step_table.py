@@ -45,7 +45,7 @@ class Result:
     same_as: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return it for a line of JSON."""
+        """The result as a dictionary, for a line of JSON."""
         return asdict(self)
 
     @property
@@ -56,7 +56,7 @@ class Result:
         return statistics.fmean(self.seconds) if self.read_late else statistics.median(self.seconds)
 
     def difference(self, example: "Result") -> float | None:
-        """Return the largest relative difference of a step's loss from that of the example."""
+        """Largest relative difference between this result's step losses and the example's."""
         pairs = list(zip(self.losses, example.losses, strict=False))
         return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
 
@@ -64,7 +64,7 @@ class Result:
 def markdown(
     about: Mapping[str, str], results: Sequence[Result], chosen: Mapping[str, Model], steps: int
 ) -> str:
-    """Return a table of times, one of where they go, and what was left out."""
+    """Markdown with a table of step times, a table of kernel times, and the settings that were left out."""
     sizes = "; ".join(f"{name} {entry.shape}, rank {entry.rank}" for name, entry in chosen.items())
     lines = [
         f"# LoRA training steps on {about['device']}, {about['date']}", "", in_words(about), "",
@@ -125,7 +125,7 @@ def _time_cell(result: Result, steps: int) -> str:
 
 
 def _kernel_table(results: Sequence[Result]) -> list[str]:
-    """Return the device's milliseconds by kind of kernel; nothing where none were taken."""
+    """Markdown table of device milliseconds by kind of kernel; empty if nothing was measured."""
     measured = [(r, r.kernels) for r in results if r.kernels is not None]
     if not measured:
         return []

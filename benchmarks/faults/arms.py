@@ -47,7 +47,7 @@ def every_row(stage: Stage, output: LossOutput, batch: Tensors) -> list[bool]:
 
 
 def place_in_batch(index: int) -> Rows:
-    """Return the row at an index, whatever sample is there; no row, in a smaller batch."""
+    """Select the row at an index, whichever sample it holds. Selects no row of a smaller batch."""
     return lambda stage, output, batch: [n == index for n in range(len(output.losses))]
 
 
@@ -107,23 +107,24 @@ def sample_tensor(name: str, change: Change, when: When) -> Arm:
 
 
 def parameter(name: str) -> Find:
-    """Return a finder of a weight by its name."""
+    """Find a weight by its name."""
     return lambda stage: [stage.transformer.get_parameter(stage.targets.named(name))]
 
 
 def adapter(name: str | None = ADAPTED) -> Find:
-    """Return a finder of a trained weight, or of all, wherever the rank holds it."""
+    """Find one trained weight, or all of them, in every tensor where the rank holds it."""
     return lambda stage: stage.held(name and stage.targets.named(name))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is not all zero; of a sharded one, which no rank knows alone, if it has elements."""
+    """True if the tensor is not all zero. A rank cannot tell that of a sharded one, which only needs elements."""
     return bool(tensor.numel() if isinstance(tensor, DTensor) else tensor.any())
 
 
 def frozen(number: int, dimensions: int = 1) -> Find:
-    """Return a finder of a frozen weight by its number, of at least so many dimensions and not all zero, which no
-    factor changes.
+    """Find a frozen weight by its number.
+
+    It has at least `dimensions` dimensions and is not all zero, since a factor does not change zeros.
     """
 
     def is_one(weight: torch.Tensor) -> bool:
@@ -139,17 +140,17 @@ def buffer(number: int) -> Find:
 
 
 def trained(number: int) -> Find:
-    """Return a finder of a trained weight by its number."""
+    """Find a trained weight by its number."""
     return lambda stage: _numbered(stage.trained().values(), number)
 
 
 def moment(number: int, key: str) -> Find:
-    """Return a finder of a moment of AdamW; where ranks share them out, of one of this rank's."""
+    """Find an AdamW moment by its number. With sharded optimizer state it is one of this rank's."""
     return lambda stage: _numbered(_moments(stage, f"/{key}"), number)
 
 
 def moment_of(name: str, key: str) -> Find:
-    """Return a finder of a trained weight's moment; it finds none where that is another rank's."""
+    """Find the AdamW moment of a trained weight. Finds nothing if another rank holds it."""
     return lambda stage: _moments(stage, f"{stage.targets.named(name)}/{key}")
 
 
@@ -159,7 +160,7 @@ def _moments(stage: Stage, end: str) -> list[torch.Tensor]:
 
 
 def average(number: int) -> Find:
-    """Return a finder of a moving average of a trained weight."""
+    """Find the moving average of a trained weight by its number."""
     return lambda stage: _numbered(averages(stage).values(), number)
 
 
@@ -169,7 +170,7 @@ def averages(stage: Stage) -> dict[str, torch.Tensor]:
 
 
 def _numbered(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Return the tensor of that number, taken modulo how many there are."""
+    """The tensor at that index, modulo the number of tensors."""
     names = list(tensors)
     return [names[number % len(names)]]
 
@@ -318,6 +319,6 @@ def out_of_memory(when_recovering: Fires) -> Arm:
 
 
 def passes_from(first: int) -> Fires:
-    """Return a trigger that fires from the pass of that number on, counted from 1."""
+    """A trigger that fires in every pass from number `first` on, counted from 1."""
     passes = count(1)
     return lambda: next(passes) >= first

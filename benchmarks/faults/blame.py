@@ -41,7 +41,7 @@ _SKIPPED = Expected("unknown", "skip", ("memory",), nobody_lost=True)
 
 
 def _base(name: str, find: Find, change: Change, *words: str, **options: Any) -> Fault:
-    """Return a fault of the base in memory, which nothing but a stop can follow."""
+    """A fault of the base weights in memory, after which the run can only stop."""
     expected = Expected("weights", "stop", words, exit_code=3, nobody_lost=True)
     return between_steps(name, "base", expected, find, change, **options)
 
@@ -51,7 +51,7 @@ def _frozen(name: str, change: Change, weight: str = _FF, **options: Any) -> Fau
 
 
 def _in_step(name: str, step: int, strike: Callable[[When], Arm], **options: Any) -> Fault:
-    """Return a fault that comes back in replays of its step, and in no other."""
+    """A fault that recurs whenever its step is replayed, and in no other step."""
     when = f"step {step}, in replays too"
     return Fault(name, "step", when, _STEP, strike(When("at", step)), **options)
 
@@ -65,7 +65,7 @@ def _at_random(p: float) -> Arm:
 
 
 def _no_memory(name: str, expected: Expected, first: int, **options: Any) -> Fault:
-    """Return the fault of a target's loss where the guard's passes from that number on do not fit into memory."""
+    """The target's loss is NaN, and the guard's passes from number `first` on run out of memory."""
     loss, memory = losses(_NAN, target_rows, When("from", 3)), out_of_memory(passes_from(first))
     return Fault(name, "memory", "from step 3", expected, at_once(loss, memory), **options)
 

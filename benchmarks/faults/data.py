@@ -76,7 +76,7 @@ class DataFault(Fault):
         return world.observe(name, arm, overrides)
 
     def folder(self, world: World, name: str, *changes: Change) -> Path:
-        """Return the good data, changed; written by one rank."""
+        """Copy the good data and apply the changes. One rank writes it."""
 
         def put(folder: Path) -> None:
             with tone_beside(world.targets.sound):
@@ -95,7 +95,7 @@ class DataFault(Fault):
         return tuple(dict.fromkeys([*like, self]))
 
     def left_out(self, world: World) -> Observation:
-        """Return the run that goes on without them; one for all."""
+        """Run once without the rejected samples. All faults of `peers` share this run."""
         peers = self.peers(world.targets)
         if peers not in world.shared:
             name = f"all left out {len(world.shared)}"
@@ -105,7 +105,7 @@ class DataFault(Fault):
         return world.shared[peers]
 
     def lacks(self, world: World, left_out: Observation) -> list[str]:
-        """Return what is missing in the run that should have gone on without the sample."""
+        """List what the run that continues without the sample did wrong."""
         if left_out.error is not None:
             return [f"it failed without the sample: {left_out.error}"]
         events = [event for event in left_out.events if event.get("kind") == "data_rejected"]
@@ -165,7 +165,7 @@ class SoundOddity(DataFault):
 
 
 def _put(kind: Kind) -> Change:
-    """Return what writes a kind's sample among the good data, and its lines where they have a list."""
+    """Make a change that adds this kind's sample to the good data, and to its metadata.jsonl if there is one."""
 
     def put(folder: Path) -> None:
         before = {*folder.rglob("*.*")}
@@ -260,7 +260,7 @@ def _unknown(what: str, samples: str, suffix: str) -> DataFault:
 
 
 def _damaged(what: str, do: Callable[[StoredEntry], None]) -> Fault:
-    """Return the fault of a shard of the cache that has to be encoded anew."""
+    """A damaged shard of the cache, which has to be encoded again."""
 
     def before_start(cache: Path) -> None:
         do(next(TensorCache(cache / "videos").iter_entries()))

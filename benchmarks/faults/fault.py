@@ -116,7 +116,7 @@ def between_steps(
     rank: int = ALL_RANKS,
     **options: Any,
 ) -> Fault:
-    """Return the fault of something that the run holds and that is changed once, before a step."""
+    """A fault in the run's state, which is changed once, before a step."""
     when = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
     return Fault(name, place, when, expected, before(step, find, change, rank), **options)
 
@@ -130,7 +130,7 @@ def from_step(
     rank: int = ALL_RANKS,
     **options: Any,
 ) -> Fault:
-    """Return the fault of something that goes wrong in every pass from a step on."""
+    """A fault that occurs in every pass from a step on."""
     when = When("from", step, rank)
     return Fault(name, place, when.words, expected, strike(when), **options)
 
@@ -142,7 +142,7 @@ def judged(
     target_clip: str,
     targets: FaultTargets,
 ) -> FaultResult:
-    """Return the judgment: whether what was seen is what was expected."""
+    """Compare what was observed with what the fault expects."""
     expected = fault.expected
     named, problems = _named(expected, seen, target_clip, targets)
     recovered = _recovered(expected, seen, reference)
@@ -163,7 +163,7 @@ def judged(
 def _named(
     expected: Expected, seen: Observation, target_clip: str, targets: FaultTargets
 ) -> tuple[str, list[str]]:
-    """Return the verdict in words, and what is missing in it."""
+    """The diagnosis's message, and a list of what is wrong with the diagnosis."""
     if expected.cause == "none":
         causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
         problems = [f"{causes} is named, and nothing is to be told"] if causes else []
@@ -210,13 +210,13 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
 
 
 def left_out(seen: Observation) -> list[str]:
-    """Return the samples that a run leaves out for good."""
+    """IDs of the samples that a run quarantined without an end."""
     records = Quarantine.load(seen.folder / "quarantine.jsonl").records
     return [record.sample_id for record in records if record.to_epoch is None]
 
 
 def equal(one: Tensors | None, other: Tensors, exactly: bool = True) -> bool:
-    """Return True if these are the same adapter, bit for bit or up to what other kernels round."""
+    """True if both adapters are bitwise equal or, unless `exactly`, within the rounding of other kernels."""
     if one is None or one.keys() != other.keys():
         return False
     if exactly:

@@ -72,7 +72,7 @@ class ToyLoop:
         self.guard = self.guarded(self.config, self.folder)
 
     def sample(self, step: int, row: int) -> str:
-        """Return the name of a sample."""
+        """Name of a sample."""
         return f"step {step} row {row}"
 
     def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:

@@ -18,7 +18,7 @@ _PATIENT = LadderConfig(max_skips=20)
 
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
-    """Return a complaint if a sample is named for what none of them did."""
+    """A complaint if a diagnosis names a sample, since none caused the fault; else None."""
     named = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING]
     return f"named, though no sample is at fault: {named}" if named else None
 

@@ -32,7 +32,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError
 
 
 def _two_skipped(loop: ToyLoop) -> str | None:
-    """Return a complaint unless one step of six was not taken, by anybody."""
+    """A complaint unless optimizer, schedule and EMA skipped exactly one of the six steps; else None."""
     num_steps = STEPS - 1
     counts = {int(state["step"]) for state in loop.optimizer.state.values()}
     rate = loop.schedule.get_last_lr()[0]
@@ -47,7 +47,7 @@ def _two_skipped(loop: ToyLoop) -> str | None:
 
 
 def _named(step: int, row: int) -> Check:
-    """Return a check that one step of six was not taken, and nobody but one sample is blamed."""
+    """A check that exactly one step of six was skipped, and that only this sample is named."""
 
     def check(loop: ToyLoop) -> str | None:
         blamed = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] == "data"]

@@ -38,7 +38,7 @@ def _restless(when: When) -> Arm:
 
 
 def _masked_row(output: torch.Tensor) -> torch.Tensor:
-    """Return what softmax makes of a row in which every key is masked: exp(-inf - -inf)."""
+    """The output of a softmax over a row whose keys are all masked: exp(-inf - -inf)."""
     masked = torch.zeros_like(output)
     masked[..., -1, :] = -torch.inf
     return output + (masked - masked)

@@ -44,7 +44,7 @@ class _BadEncoder:
 
 
 def _from_vae(name: str, value: float, words: str) -> Fault:
-    """Return the fault of a VAE that gives a bad value for one clip, on whichever rank encodes it."""
+    """A VAE that gives a bad value for one clip, on whichever rank encodes it."""
 
     def play(fault: Fault, world: World) -> Observation:
         def load(inner: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -35,7 +35,7 @@ _LATE_DRAW = Expected("inputs", "skip", ("with this noise and timestep",), modul
 
 
 def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], None]) -> Fault:
-    """Return the fault of an entry on the disk whose header is right."""
+    """A damaged cache entry whose header is still correct."""
     # The target's file is 02_blue_disc; its caption names its colour and shape.
     folder, aim = ("texts", "blue disc") if tensor == "prompt_embeds" else ("videos", "02_")
     needs = dict.fromkeys(("encoded", *_PLACES[tensor][1]))
@@ -58,7 +58,7 @@ def _of_target(
 
 
 def _read(name: str, tensor: str, value: float, *, once: bool = False) -> Fault:
-    """Return the fault of a tensor that is bad after it was read: a broken transform, or memory."""
+    """A tensor that is bad after it was read, as from a broken transform or bad memory."""
     target, needs = _PLACES[tensor]
     strike = partial(sample_tensor, tensor, Element(value, 3))
     return _of_target(name, target, strike, once, needs)
@@ -69,12 +69,12 @@ def _loss(name: str, value: float, *, once: bool = False) -> Fault:
 
 
 def _micro_step(name: str, when: str, moment: When) -> Fault:
-    """Return the fault of one micro-step of the third step."""
+    """A NaN loss in one micro-step of the third step."""
     return Fault(name, "loss", when, _TRANSIENT, losses(times(_NAN), every_row, moment))
 
 
 def _draw(name: str, value: float, stream: str, need: str) -> Fault:
-    """Return the fault of what is drawn for the target in its second epoch, and only there."""
+    """A bad value in the target's random noise, only in its second epoch."""
 
     def arm(stage: Stage) -> None:
         # A sample's generator is seeded from its draw number: a draw is known by its seed, in replays too.

@@ -50,7 +50,7 @@ _LOOPS = (*loops.FAULTS, *loop_kinds.FAULTS, *loop_damage.FAULTS)
 
 
 def catalog(targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
-    """Return every fault that a tiny checkpoint can have on so many ranks, in the order of the table."""
+    """All faults that apply to a tiny checkpoint on this number of ranks, in the table's order."""
     all_faults = [
         *samples.FAULTS,
         *data.FAULTS,
@@ -107,7 +107,7 @@ def run_suite(
 
 
 def totals(judged: Sequence[FaultResult]) -> dict[str, int]:
-    """Return what the last line of the table says."""
+    """Totals for the last line of the table."""
     return {
         "faults": len(judged),
         "named": sum(judgment.named for judgment in judged),

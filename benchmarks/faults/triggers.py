@@ -23,7 +23,7 @@ Find = Callable[[Stage], Sequence[torch.Tensor]]
 
 
 def here(stage: Stage, rank: int) -> bool:
-    """Return True if a fault of that rank is on this one; a fault of a rank that is not there is on all."""
+    """True if this rank has the fault. A fault of a rank that does not exist applies to all ranks."""
     return rank in (ALL_RANKS, stage.rank) or rank >= stage.ranks
 
 
@@ -51,7 +51,10 @@ class When:
         return f"{lead} step {self.step}{where}"
 
     def fires(self, stage: Stage) -> Fires:
-        """Return what tells, at each pass, whether the fault acts in it; the stage counts how often it did."""
+        """A function that is called at each pass and says if the fault acts in it.
+
+        `stage.acted` counts how often it did.
+        """
         acts = self._acts(stage)
         stage.acted = stage.acted or 0
 
@@ -83,8 +86,9 @@ class When:
 
 
 def step_seeds(stage: Stage, step: int) -> set[int]:
-    """Return the seeds of torch's own generator in a step's micro-steps, on any rank: they tell a pass of that step
-    wherever it is run again.
+    """Seeds of torch's default generator in the step's micro-steps, on all ranks.
+
+    They identify a pass of that step in replays too.
     """
     recipe = stage.run.setup.recipe
     return {
@@ -136,7 +140,7 @@ def before(step: int, find: Find, change: Change, rank: int = ALL_RANKS) -> Arm:
 
 
 def times(factor: float) -> Change:
-    """Return a change that multiplies all of it."""
+    """A change that multiplies the tensor by a factor."""
     return lambda tensor: tensor * factor
 
 
@@ -152,7 +156,7 @@ def in_turn(share: float) -> Change:
 
 
 def row(value: float) -> Change:
-    """Return a change that sets the first row, such as the embedding of a class."""
+    """A change that fills the first row, such as the embedding of a class, with one value."""
     return lambda tensor: tensor.index_fill(0, torch.tensor([0], device=tensor.device), value)
 
 
@@ -170,7 +174,7 @@ class _Backward(torch.autograd.Function):
 
 
 def backward_of(change: Change) -> Change:
-    """Return a change of the gradient in place of the value."""
+    """A change of the gradient instead of the value."""
     return lambda tensor: _Backward.apply(tensor, change) if tensor.requires_grad else tensor
 
 

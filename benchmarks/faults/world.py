@@ -49,7 +49,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine of that name; raises `DitLoraError` for another."""
+    """Look up an engine by its name; raises `DitLoraError` if it is unknown."""
     for engine in ENGINES:
         if engine == name:
             return engine
@@ -123,9 +123,7 @@ class Stage:
         return {n: p for n, p in self.transformer.named_parameters() if p.requires_grad}
 
     def held(self, name: str | None = None) -> list[torch.Tensor]:
-        """Return where this rank holds a trained weight, or all: the parameter, and what ZeRO-2 takes its steps
-        with.
-        """
+        """This rank's tensors of one trained weight, or of all: parameters, and the parts that ZeRO-2 optimizes."""
         tensors = [p.data for n, p in self.trained().items() if name in (None, n)]
         for key, tensor in self.run.setup.engine.local_state_dict().items():
             if key.endswith("/part" if name is None else f"/{name}/part"):
@@ -246,7 +244,7 @@ class World:
         return parse_recipe(values, source=name)
 
     def reference(self, kind: str, overrides: Overrides) -> Tensors:
-        """Return the adapter of the run without a fault: on all clips, or where the target never was."""
+        """Adapter of a run without a fault: on all clips if `kind` is `clean`, else without the target clip."""
         # The guard's settings change nothing of a run without a fault, which may so serve many.
         run_overrides = tuple(pair for pair in overrides if not pair[0].startswith("guard."))
         key = (kind, run_overrides)
@@ -303,7 +301,7 @@ class World:
             stage.patches.undo()
 
     def copy_data(self, folder: Path, change: Callable[[Path], None] = lambda folder: None) -> Path:
-        """Return a copy of the good data, changed; written by one rank, once."""
+        """Copy the good data to `folder` and apply `change`, unless it exists. One rank writes it."""
         if self.accelerator.is_main_process and not folder.exists():
             shutil.copytree(self.clips, folder)
             change(folder)
@@ -311,7 +309,7 @@ class World:
         return folder
 
     def cache(self, name: str) -> Path:
-        """Return a cache of its own, begun with everything that was encoded in the first run."""
+        """A cache for one run, which starts as a copy of the first run's cache."""
         cache, first_cache = self.root / "caches" / name, self.root / "caches" / "reference_0"
         if self.accelerator.is_main_process and first_cache.exists() and not cache.exists():
             shutil.copytree(first_cache, cache)
@@ -350,7 +348,7 @@ def prepared_run(
 
 
 def poisoned_files(seen: Observation) -> list[Path]:
-    """Return files that a run left as good though a value in them is not finite; bundles hold evidence."""
+    """Files that a run left as valid although they hold a non-finite value. Bundles are evidence and do not count."""
     written = [*seen.folder.rglob("*.safetensors"), *seen.cache.rglob("*.safetensors")]
     return [
         path
@@ -373,7 +371,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _adapter(folder: Path) -> Tensors | None:
-    """Return the adapter, and base weights that were trained with it."""
+    """The saved adapter, with any base weights that were trained; None if there is none."""
     files = sorted((folder / "adapter").glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return tensors or None

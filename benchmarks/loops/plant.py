@@ -59,7 +59,7 @@ def _is_due(location: str, *faults: str, late: str | None = None) -> bool:
 
 
 def choose(fault: str, kind: str, **facts: Any) -> bool:
-    """Return True if this fault is planted; for loops that have the fault in their own arithmetic."""
+    """True if this fault is planted. For loops that compute the fault in their own arithmetic."""
     is_chosen = _config().get("fault") == fault
     if is_chosen:
         _note({"planted": kind, **facts})

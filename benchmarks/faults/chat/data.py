@@ -44,7 +44,7 @@ def _bad(
     clip: bool = True,
     **times: float,
 ) -> ChatDataFault:
-    """Return a record about a copy of a good clip, or about `content`, or about a file that is not there."""
+    """A bad record about a copy of a good clip, about `content`, or about a file that does not exist."""
     file = f"{name.replace(' ', '_')}.mp4"
 
     def put(folder: Path) -> None:

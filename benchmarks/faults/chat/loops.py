@@ -172,13 +172,13 @@ def _zero_in_our_run(fault: Fault, world: World) -> Observation:
 
 
 def _connector_norm(folder: Path) -> float:
-    """Return the connector's gradient norm before clipping, at the first step."""
+    """The connector's gradient norm before clipping, at the first step."""
     line = (folder / "metrics.jsonl").read_text("utf-8").splitlines()[0]
     return json.loads(line)["grad_norm_groups"]["connector"]
 
 
 def _constant_queries(world: World) -> int:
-    """Return how many queries of a model that is made anew have one value throughout."""
+    """Number of queries of a newly created model whose values are all equal."""
     checkpoint: Any = world.family.open(world.recipe("new", world.clips, world.root, ()).model)
     queries = checkpoint.model_class(checkpoint.config).get_parameter(world.targets.queries)
     return int((queries.amax(-1) == queries.amin(-1)).sum())

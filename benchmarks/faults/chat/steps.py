@@ -123,7 +123,7 @@ def _rotten(fault: Fault, world: World) -> Observation:
 
 
 def _expert(what: str, key: str, need: str = "experts") -> Fault:
-    """Return the fault of a part of the model that gives NaN for one sample: named, though only the loss shows it."""
+    """A part of the model gives NaN for one sample. The sample is named, though only the loss shows the NaN."""
     name, module = f"chat:NaN from the {what} for one sample", f"{{experts[{key}]}}"
     message_parts = ("first nan in the forward",)
     expected = Expected("data", "quarantine", message_parts, True, module, "without")
@@ -131,7 +131,7 @@ def _expert(what: str, key: str, need: str = "experts") -> Fault:
 
 
 def _refused(name: str, place: str, arm: Arm, *words: str, need: str = "experts") -> Fault:
-    """Return a fault that the checks before the run must refuse."""
+    """A fault that the checks before the run must refuse."""
     expected = Expected("refused", "refused", words, exit_code=2)
     preflight = (("guard.preflight", "anew"),)
     return Fault(f"chat:{name}", place, "before the run", expected, arm, preflight, needs=(need,))

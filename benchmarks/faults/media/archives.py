@@ -12,7 +12,7 @@ _TAR = "shard-000000.tar"
 
 
 def member(name: str, data: bytes) -> tuple[tarfile.TarInfo, bytes]:
-    """Return a file for `write_tar`."""
+    """A tar member for `write_tar`."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     return info, data
@@ -34,7 +34,7 @@ def write_tar(path: Path, members: Members, mode: str = "w") -> None:
 
 
 def _pair(folder: Path, name: str, stem: str) -> Members:
-    """Return a clip of some picture and its caption, below a stem."""
+    """The tar members of a generated clip and its caption, both named after `stem`."""
     path = folder / f"{name}.mp4"
     write_good(path)
     text = path.with_suffix(".txt")
@@ -57,7 +57,7 @@ def _with(
     code: str | None,
     change: Callable[[Members], Members] = lambda members: members,
 ) -> Kind:
-    """Return a kind: a tar with the sound sample and another one."""
+    """A tar that holds the good sample and a second one."""
 
     def make(folder: Path) -> None:
         write_tar(

@@ -35,7 +35,10 @@ def overwrite(entry: StoredEntry, name: str, first: int, values: torch.Tensor) -
 
 
 def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[StoredEntry], None]:
-    """Return what writes bad values into a tensor; families name the caption's, here `prompt_embeds`, differently."""
+    """A change that writes bad values into a tensor.
+
+    If the family names its caption tensors differently than `prompt_embeds`, it takes the first float tensor.
+    """
 
     def change(entry: StoredEntry) -> None:
         spec = entry.layout.spec
@@ -47,7 +50,7 @@ def poisoned(tensor: str, value: float, count: int = 1) -> Callable[[StoredEntry
 
 
 def damaged(folder: str, aim: str, do: Callable[[StoredEntry], None]) -> Callable[[Path], None]:
-    """Return what damages a cache's entries of samples whose id or caption has `aim` in it."""
+    """Apply `do` to each cache entry whose sample ID or caption contains `aim`."""
 
     def change(cache: Path) -> None:
         for entry in TensorCache(cache / folder).iter_entries():

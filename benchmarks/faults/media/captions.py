@@ -15,7 +15,7 @@ _LISTING = "metadata.jsonl"
 def _caption(
     name: str, text: bytes | None, verdict: Verdict = "ok", code: str | None = None
 ) -> Kind:
-    """Return a kind: a sound clip with these bytes as its caption, or none."""
+    """A good clip with these bytes as its caption, or without a caption."""
 
     def make(folder: Path) -> None:
         write_good(folder / "clip.mp4")
@@ -44,7 +44,7 @@ def _colliding(folder: Path) -> None:
 
 
 def _classes(name: str, files: Sequence[str], code: str, verdict: Verdict) -> Kind:
-    """Return a kind with one folder a class; the first of the files is the bad one."""
+    """A class-folder dataset. The first of the files is the bad one."""
 
     def make(folder: Path) -> None:
         for file in files:
@@ -59,7 +59,7 @@ Line = Mapping[str, str] | str
 
 
 def _listed(name: str, lines: Sequence[Line], file: str, code: str | None) -> Kind:
-    """Return a kind: a metadata.jsonl that has a line of the sound clip, then these."""
+    """A metadata.jsonl with a line for the good clip, followed by these lines."""
 
     def make(folder: Path) -> None:
         write_good(folder / "clip.mp4")

@@ -21,12 +21,12 @@ _STEADY = 1000 // FPS  # milliseconds a frame
 
 
 def _as(codec: str = "libx264", *, of: str = "", **how: Any) -> Callable[[Path], None]:
-    """Return a writer of a moving picture, encoded in some way."""
+    """A writer of a moving picture with this codec and these encoder options."""
     return lambda path: encode(path, moving(of or path.stem), codec, **how)
 
 
 def _of(picture: Callable[[str], Video], codec: str = "libx264") -> Callable[[Path], None]:
-    """Return a writer of some picture, encoded in the usual way."""
+    """A writer of the given picture, with default encoder options."""
     return lambda path: encode(path, picture(path.stem), codec)
 
 
@@ -35,7 +35,7 @@ def _sized(height: int, width: int, **how: Any) -> Callable[[Path], None]:
 
 
 def _with_alpha(name: str) -> Video:
-    """Return a moving picture of which a part is see-through."""
+    """A moving picture with an alpha channel, so that parts of it are transparent."""
     video = moving(name)
     alpha = moving(f"alpha of {name}")[..., :1]
     return np.concatenate([video, alpha], axis=-1)

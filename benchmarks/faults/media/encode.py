@@ -28,7 +28,7 @@ Video = np.ndarray
 
 
 def moving(name: str, frames: int = FRAMES, height: int = HEIGHT, width: int = WIDTH) -> Video:
-    """Return coloured clouds that drift, from 0 to 255; other names give other pictures."""
+    """Coloured clouds that drift, with values from 0 to 255. The name seeds the picture."""
     random = np.random.default_rng(crc32(name.encode()))
     t, y, x = np.arange(frames) / FPS, np.arange(height) / HEIGHT, np.arange(width) / WIDTH
     channels = []
@@ -47,7 +47,7 @@ def moving(name: str, frames: int = FRAMES, height: int = HEIGHT, width: int = W
 
 
 def flat(level: int, frames: int = FRAMES) -> Video:
-    """Return one grey in every pixel."""
+    """The same grey level in every pixel."""
     return np.full((frames, HEIGHT, WIDTH, 3), level, np.uint8)
 
 

@@ -25,7 +25,7 @@ _SHARP = {"crf": "10"}
 
 
 def content(path: Path) -> tuple[bytearray, int, int]:
-    """Return an mp4's bytes, and where its coded frames (`mdat`) begin and end."""
+    """An mp4's bytes, and the offsets where its coded frames (`mdat`) begin and end."""
     data = bytearray(path.read_bytes())
     at = 0
     while at < len(data):

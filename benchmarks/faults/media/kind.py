@@ -67,7 +67,7 @@ def media_kind(
     code: str | None = None,
     data: Mapping[str, Any] = CLIPS,
 ) -> Kind:
-    """Return a kind that is one file, with a caption that is as it should be."""
+    """A kind that consists of one file with a good caption."""
 
     def make(folder: Path) -> None:
         write(folder / file)

@@ -28,7 +28,7 @@ def _half_black(name: str) -> Video:
 
 
 def _faint_noise(name: str) -> Video:
-    """Return grey levels of 126 to 130."""
+    """Noise with grey levels from 126 to 130."""
     return np.random.default_rng(0).integers(126, 131, flat(0).shape, np.uint8)
 
 
@@ -39,7 +39,7 @@ def _two_scenes(name: str) -> Video:
 
 
 def _greyish(name: str) -> Video:
-    """Return a picture that moves well between 100 and 163."""
+    """A moving picture with values from 100 to 163."""
     return moving(name) // 4 + 100
 
 
