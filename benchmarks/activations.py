@@ -269,8 +269,8 @@ def measure(make: Callable[[], tuple[nn.Module, Arguments]], rank: int) -> tuple
             with torch.autocast("cpu", torch.bfloat16):
                 bytes_kept = kept(partial(block, *inputs), [*model.parameters(), *tables])
             sizes.append((bytes_kept, elements))
-        (few, small), (many, large) = sizes
-        return (many - few) / (2 * (large - small))
+        (few_units, small), (many_units, large) = sizes
+        return (many_units - few_units) / (2 * (large - small))
 
     stock = units()
     fused(model)

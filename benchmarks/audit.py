@@ -97,16 +97,16 @@ def measured() -> Iterator[Spent]:
         parent, children = (getrusage(process) for process in (RUSAGE_SELF, RUSAGE_CHILDREN))
         return parent.ru_utime + parent.ru_stime + children.ru_utime + children.ru_stime
 
-    spent, clock, before = Spent(), time.perf_counter(), cores()
-    yield spent
-    spent.clock, spent.cores = time.perf_counter() - clock, cores() - before
+    usage, clock, before = Spent(), time.perf_counter(), cores()
+    yield usage
+    usage.clock, usage.cores = time.perf_counter() - clock, cores() - before
 
 
 def plain(clips: Sequence[Path], workers: int) -> Spent:
-    with measured() as spent, ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with measured() as usage, ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         frames = sum(pool.map(decode, clips))
     assert frames > len(clips)
-    return spent
+    return usage
 
 
 def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
@@ -118,9 +118,9 @@ def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
 
     samples = [Clip(path.name, MediaFile(path), "") for path in clips]
     data = DataConfig(path="clips", frames=49, height=HEIGHT, width=720, fps=8)
-    with measured() as spent:
+    with measured() as usage:
         samples_audited = audit_media(samples, data, workers=workers, show_progress=True)
-    return spent, sum(sample.verdict == "reject" for sample in samples_audited)
+    return usage, sum(sample.verdict == "reject" for sample in samples_audited)
 
 
 def main() -> None:
@@ -137,10 +137,10 @@ def main() -> None:
         decoding = plain(clips, args.workers)
     count, kilo = args.clips, 1000 / args.clips
     print(f"{count} clips of {SECONDS} s, {mebibytes:.0f} MiB, {args.workers} processes")
-    for name, spent in (("audit", audit), ("plain decoding", decoding)):
+    for name, usage in (("audit", audit), ("plain decoding", decoding)):
         print(
-            f"{name}: {spent.clock:.1f} s, {count / spent.clock:.2f} clips a second, "
-            f"{spent.cores / count:.2f} core-seconds a clip"
+            f"{name}: {usage.clock:.1f} s, {count / usage.clock:.2f} clips a second, "
+            f"{usage.cores / count:.2f} core-seconds a clip"
         )
     print(
         f"the audit takes {audit.cores / decoding.cores:.2f} times as much; {rejected} clips are rejected"

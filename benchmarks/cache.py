@@ -110,12 +110,12 @@ def measure(what: str, root: Path, keys: list[str], nbytes: int, rounds: int) ->
     draw = random.Random(0)
     for turn in range(rounds + 2):
         orders = {name: draw.sample(keys, len(keys)) for name in kinds}  # never the same in a row
-        took: dict[str, list[float]] = {name: [] for name in kinds}
+        durations: dict[str, list[float]] = {name: [] for name in kinds}
         for number in range(len(keys)):
             for name in draw.sample(sorted(kinds), len(kinds)):
-                took[name].append(seconds(kinds[name], orders[name][number]))
+                durations[name].append(seconds(kinds[name], orders[name][number]))
         for name in kinds if turn > 1 else ():  # the first two warm up
-            medians[name].append(statistics.median(took[name]))
+            medians[name].append(statistics.median(durations[name]))
     cells = [what, f"{nbytes / 1e6:.2f}", str(len(list(list_shards(root))))]
     cells += [f"{1e-9 * nbytes / statistics.median(medians[name]):.3g}" for name in kinds]
     for name in ("ours", "cloned"):

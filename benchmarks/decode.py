@@ -162,11 +162,11 @@ def report(medians: dict[str, dict[str, float]], names: Sequence[str], threads: 
     print(f"\n{threads} thread(s): clips a second, and read_frames' as a multiple of each other's")
     print(f"| | read_frames | {' | '.join(other_names)} |\n|---|{'---:|' * len(names)}")
     for task, row in medians.items():
-        mine = row["read_frames"]
+        our_seconds = row["read_frames"]
         ratios = " | ".join(
-            f"{1 / row[name]:.1f} (x {row[name] / mine:.2f})" for name in other_names
+            f"{1 / row[name]:.1f} (x {row[name] / our_seconds:.2f})" for name in other_names
         )
-        print(f"| {task} | {1 / mine:.1f} | {ratios} |", flush=True)
+        print(f"| {task} | {1 / our_seconds:.1f} | {ratios} |", flush=True)
 
 
 def made(folder: Path) -> Iterator[Task]:

@@ -75,8 +75,8 @@ def run(work: Path, before: Path | None, rounds: int) -> None:
             for path in (work / f"cache_{name}").glob("*.json"):
                 path.unlink()
             for start_kind, options in (("first", ()), ("again", ()), ("unchecked", UNCHECKED)):
-                took = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
-                times.setdefault(f"{name}, {start_kind}", []).append(took)
+                run_times = ours(tree, work, name, model, clips, (f"train.steps={STEPS}", *options))
+                times.setdefault(f"{name}, {start_kind}", []).append(run_times)
     print(table(times))
 
 
@@ -99,9 +99,11 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
         ]
         first_step, cpu, own_step, overlapping, after, cpu_after = values
         target = 1.3 * bare + 3 * step
-        met = f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
+        is_met_text = (
+            f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
+        )
         cells = (
-            name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", met, f"{own_step:.2f}",
+            name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", is_met_text, f"{own_step:.2f}",
             f"{overlapping:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
             f"{cpu + (STEPS - 1) * own_step + overlapping + cpu_after:.1f}",
         )  # fmt: skip

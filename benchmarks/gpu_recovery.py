@@ -187,7 +187,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _poison() -> None:
     """Make the latents of one sample NaN on the device, from the fourth step on, whenever a step takes it."""
-    moved, micro_step = Batch.to, training_loop._run_micro_step
+    move_batch, micro_step = Batch.to, training_loop._run_micro_step
     victims: list[str] = []
     poisons = False
 
@@ -201,7 +201,7 @@ def _poison() -> None:
             poisons = False
 
     def to(self: Batch, device: torch.device) -> Batch:
-        batch = moved(self, device)
+        batch = move_batch(self, device)
         if poisons and not victims:
             victims.append(batch.ids[0])
         if not poisons or victims[0] not in batch.ids:

@@ -31,14 +31,14 @@ def stock_step(accelerator: Accelerator, *, guarded: bool) -> Callable[[Batch], 
     model, _ = build_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    prepared_model, optimizer = accelerator.prepare(model, optimizer)
     if guarded:
-        Guard.attach(accelerator, prepared, optimizer)
+        Guard.attach(accelerator, prepared_model, optimizer)
 
     def step(batch: Batch) -> float:
         began = time.perf_counter()
         noise = torch.randn_like(batch.tensors["latent_mean"]).transpose(1, 2)
-        output = prepared(
+        output = prepared_model(
             hidden_states=noise,
             encoder_hidden_states=batch.tensors["prompt_embeds"],
             timestep=torch.randint(0, 1000, (len(batch.ids),)),
@@ -63,8 +63,8 @@ def healthy(pairs: int, size: int) -> tuple[list[float], list[float]]:
     for number in tqdm(range(pairs + 3), desc="pairs of steps"):
         batch = next(batches)
         order = [(0, bare), (1, guarded)]
-        for which, step in order if number % 2 else order[::-1]:
-            times[which].append(step(batch))
+        for loop_name, step in order if number % 2 else order[::-1]:
+            times[loop_name].append(step(batch))
     return times[0][3:], times[1][3:]
 
 

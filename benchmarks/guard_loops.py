@@ -163,16 +163,16 @@ def accelerated(tensors: int, *, guarded: bool) -> tuple[Step, nn.Module]:
     bare = model_of(tensors)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, foreach=True)
     accelerator = Accelerator(cpu=True)
-    model, prepared = accelerator.prepare(bare, optimizer)
+    model, prepared_optimizer = accelerator.prepare(bare, optimizer)
     if guarded:
-        Guard.attach(accelerator, model, prepared)
+        Guard.attach(accelerator, model, prepared_optimizer)
     x = torch.randn(4, WIDTH)
 
     def step() -> None:
-        prepared.zero_grad()
+        prepared_optimizer.zero_grad()
         accelerator.backward(model(x).square().mean())
         accelerator.clip_grad_norm_(bare.parameters(), 1.0)
-        prepared.step()
+        prepared_optimizer.step()
 
     return step, bare
 

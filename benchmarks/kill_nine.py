@@ -66,9 +66,9 @@ class Writes:
         self._was = is_writing(run)  # a leftover
 
     def begun(self) -> bool:
-        now = is_writing(self._run)
-        self._left -= now and not self._was
-        self._was = now
+        is_writing_now = is_writing(self._run)
+        self._left -= is_writing_now and not self._was
+        self._was = is_writing_now
         return self._left <= 0
 
 
@@ -121,9 +121,13 @@ class Trial:
             self._kill(pids)
             self._look()
         self._check_start(log.read_bytes()[log_start:].decode(errors="replace"), before, torn)
-        now = whole_checkpoints(self.folder)
-        if ended is None and before and (not now or now[-1] < before[-1]):
-            self._wrong(f"had checkpoint {before[-1]}, and after a kill {now}")
+        checkpoints_after = whole_checkpoints(self.folder)
+        if (
+            ended is None
+            and before
+            and (not checkpoints_after or checkpoints_after[-1] < before[-1])
+        ):
+            self._wrong(f"had checkpoint {before[-1]}, and after a kill {checkpoints_after}")
         if ended is not None:
             self.number += 1
 
@@ -151,12 +155,12 @@ class Trial:
 
     def _await(self, kind: str, pids: Sequence[int]) -> dict[int, int] | None:
         """Wait for the moment; the exit codes so far if a process ended before it."""
-        is_here, reached = self._moment(kind), None
+        is_here, reached_at = self._moment(kind), None
         delay, deadline = self.chance.uniform(0, MOMENTS[kind]), time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
-            if reached is None and is_here():
-                reached = time.monotonic()
-            if reached is not None and time.monotonic() >= reached + delay:
+            if reached_at is None and is_here():
+                reached_at = time.monotonic()
+            if reached_at is not None and time.monotonic() >= reached_at + delay:
                 return None
             codes = ended(pids)
             if codes:
@@ -218,8 +222,8 @@ class Trial:
     def _check_start(self, said: str, before: list[int], torn: Path | None) -> None:
         """It goes on from the newest whole checkpoint; from step 0 only if there is none."""
         match = re.search(r"resumed at step (\d+)", said)
-        afresh = "yet: starting at step 0" in said
-        if not match and not afresh:
+        starts_afresh = "yet: starting at step 0" in said
+        if not match and not starts_afresh:
             return  # killed before it said so
         self.tally.restarts += 1
         at = int(match[1]) if match else 0
@@ -260,10 +264,10 @@ def differences(run: Path, reference: Path, steps: int) -> list[str]:
         problems.append(
             f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}"
         )
-    mine, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
-    if [line[0] for line in mine] != list(range(1, steps + 1)):
+    run_values, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
+    if [line[0] for line in run_values] != list(range(1, steps + 1)):
         problems.append("metrics.jsonl has not each step once")
-    elif mine != theirs:
+    elif run_values != theirs:
         problems.append("metrics.jsonl has other values")
     return problems
 

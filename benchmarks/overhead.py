@@ -136,7 +136,7 @@ def our_loop(
     checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder: Path, *, guarded: bool
 ) -> Step:
     model, optimizer = build_model()
-    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+    prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     snapshots = Snapshots(
         lambda: {**get_trainable_parameters(model), **optimizer_state(optimizer)},
         interval_steps=GUARD.snapshot_every,
@@ -159,7 +159,7 @@ def our_loop(
             snapshots.take(result.step)
 
     loop = Loop(
-        engine=Engine(accelerator, prepared, prepared_optimizer),
+        engine=Engine(accelerator, prepared_model, prepared_optimizer),
         loss_function=lambda m, batch, streams: checkpoint.losses(m, batch.tensors, streams),
         schedule=build_schedule(OPTIM, 1_000_000),
         optim=OPTIM,
@@ -210,7 +210,7 @@ class OpenGate:
 def without_gate() -> Iterator[None]:
     """Inside, the loop neither checks anything nor keeps what a replay needs."""
     healthy = torch.zeros((), dtype=torch.bool)
-    instead: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         "Gate": lambda accelerator: OpenGate(),
         "replayable": lambda losses, model, batch, position: None,
     }
@@ -219,7 +219,7 @@ def without_gate() -> Iterator[None]:
         "weights_are_bad": lambda optimizer: healthy,
     }
     with ExitStack() as stack:
-        for name, function in instead.items():
+        for name, function in replacements.items():
             stack.enter_context(mock.patch.object(training_loop, name, function))
         for name, function in in_engine.items():
             stack.enter_context(mock.patch.object(training_engine, name, function))

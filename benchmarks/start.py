@@ -69,7 +69,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
     """Seconds of what a restarted run does before its first batch, but for the model."""
     began = time.perf_counter()
     checkpoint = get_family("dit").open(recipe.model, recipe)
-    opened = time.perf_counter()
+    opened_at = time.perf_counter()
     AcceleratorState._reset_state(reset_partial_state=True)
     with running(recipe) as session:
         clips = precompute(session, checkpoint).training_set
@@ -90,7 +90,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
         end = time.perf_counter()
     assert len(batch.ids) == 4
     assert not batch.faults
-    return opened - began, planned - opened, end - planned
+    return opened_at - began, planned - opened_at, end - planned
 
 
 def write_images(folder: Path, samples: int) -> None:

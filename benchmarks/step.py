@@ -79,17 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(candidate.deterministic for candidate in settings):
         set_workspace()
     timing = Timing(device, args.steps, time.monotonic() + args.budget)
-    about = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
+    machine_facts = facts(device, ["python", "-m", "benchmarks.step", *(argv or sys.argv[1:])])
     results = [Result(name, setting.name) for name in chosen for setting in settings]
-    path = args.out / file_stem("step", about)
+    path = args.out / file_stem("step", machine_facts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _append(path, {"about": about}, anew=True)
-    text = markdown(about, results, chosen, args.steps)
+    _append(path, {"about": machine_facts}, anew=True)
+    text = markdown(machine_facts, results, chosen, args.steps)
     for name, entry in chosen.items():
         model_results = [result for result in results if result.model == name]
         for result in _run_model(entry, settings, model_results, timing):
             _append(path, result.record())
-            text = markdown(about, results, chosen, args.steps)
+            text = markdown(machine_facts, results, chosen, args.steps)
             path.with_suffix(".md").write_text(text)
     print(text, end="")
     failures = [f"{r.model}, {r.setting}: {r.failed}" for r in results if r.failed]

@@ -169,9 +169,9 @@ def _mode(
         return _output(transformer, {**batch, **constants}).square().mean()
 
     spec = {n: (t.shape, t.dtype) for n, t in tensors.items() if n != TARGET}
-    needs = measure_activations(model, losses, spec, device)
+    activation_needs = measure_activations(model, losses, spec, device)
     free = get_available_bytes(device, 1) - count_unallocated_bytes(optimizer)
-    advice = advise_checkpointing(needs, max(0, free), "auto")
+    advice = advise_checkpointing(activation_needs, max(0, free), "auto")
     return advice.mode, advice.message
 
 

@@ -119,8 +119,8 @@ def _time_cell(result: Result, steps: int) -> str:
     if not result.seconds:
         return "left out, the time was up"
     low, high = min(result.seconds), max(result.seconds)
-    within = "mean" if result.read_late else f"{low:.4f} to {high:.4f}"
-    cell = f"{result.typical:.4f} ({within})"
+    spread_text = "mean" if result.read_late else f"{low:.4f} to {high:.4f}"
+    cell = f"{result.typical:.4f} ({spread_text})"
     return cell if len(result.seconds) == steps else f"{cell}, {len(result.seconds)} steps"
 
 

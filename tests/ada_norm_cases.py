@@ -87,8 +87,8 @@ def results(run: Callable[..., tuple[Tensor, Tensor]], norm: str, tensors: Tenso
     outputs = run(norm, **tensors)
     leaves = {k: v for k, v in tensors.items() if v.requires_grad}
     grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents(outputs))
-    named = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {"out": outputs[0].detach(), "residual": outputs[1].detach(), **named}
+    input_grads = {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": outputs[0].detach(), "residual": outputs[1].detach(), **input_grads}
 
 
 def assert_same(one: Tensors, two: Tensors) -> None:

@@ -48,8 +48,8 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
     for key, allowed in allowed_values.items():
         if key in values and values[key] not in allowed:
             yield f"{key} {values[key]!r} is not in {allowed}"
-    named = values.get("license_name") and values.get("license_link")
-    if values.get("license") == "other" and not named:
+    has_license_name = values.get("license_name") and values.get("license_link")
+    if values.get("license") == "other" and not has_license_name:
         yield "license other needs license_name and license_link"
     if "base_model" in values and not _ID.fullmatch(str(values["base_model"])):
         yield f"base_model {values['base_model']!r} is no id"

@@ -73,13 +73,13 @@ def batch(
 ) -> MicroBatch:
     """The model on the samples of these ids, of which `IDS` says the rows."""
     tensors = tensors or rows()
-    mine = [IDS.index(sample_id) for sample_id in ids]
-    own_rows = {name: tensor[mine] for name, tensor in tensors.items()}
+    indices = [IDS.index(sample_id) for sample_id in ids]
+    own_rows = {name: tensor[indices] for name, tensor in tensors.items()}
 
     def forward() -> LossOutput:
         output = model(own_rows["latents"] + own_rows["prompt_embeds"].mean(1) + noise)
         losses = loss((output - own_rows["latents"]).square().mean(1))
-        return LossOutput(losses, torch.tensor(TIMESTEPS)[mine])
+        return LossOutput(losses, torch.tensor(TIMESTEPS)[indices])
 
     def again(*_moved: object) -> MicroBatch:
         return batch(model, tensors, ids, loss=loss, noise=noise, **facts)

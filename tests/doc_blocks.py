@@ -38,7 +38,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def _blocks(page: Path) -> Iterator[Block]:
-    heading, above = 0, None
+    heading, last_comment = 0, None
     for token in MarkdownIt("commonmark").parse(page.read_text(encoding="utf-8")):
         line = token.map[0] + 1 if token.map else 0
         if token.type == "heading_open":
@@ -47,19 +47,25 @@ def _blocks(page: Path) -> Iterator[Block]:
             f"{page}, line {line}: indented code; use ``` and a language"
         )
         if token.type == "fence":
-            yield _block(page, line, heading, token, above)
-        above = token if token.type == "html_block" else None
+            yield _block(page, line, heading, token, last_comment)
+        last_comment = token if token.type == "html_block" else None
 
 
 def _block(page: Path, line: int, heading: int, fence: Token, above: Token | None) -> Block:
-    where = f"{page}, line {line}"
+    location = f"{page}, line {line}"
     language = fence.info.strip()
-    assert language in LANGUAGES, f"{where}: language {language!r}; known: {', '.join(LANGUAGES)}"
+    assert language in LANGUAGES, (
+        f"{location}: language {language!r}; known: {', '.join(LANGUAGES)}"
+    )
     comment = None
     if above is not None and above.content.lstrip().startswith("<!--"):
         match = _COMMENT.fullmatch(above.content.strip())
-        assert match, f"{where}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
-        assert match["what"] in COMMENTS, f"{where}: comment {match['what']!r}; known: {COMMENTS}"
+        assert match, (
+            f"{location}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
+        )
+        assert match["what"] in COMMENTS, (
+            f"{location}: comment {match['what']!r}; known: {COMMENTS}"
+        )
         comment = match["what"], match["value"]
     return Block(page, line, heading, language, fence.content, comment)
 

@@ -98,8 +98,8 @@ class Shell:
 
     def run(self, block: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """A block by bash, which stops at the first command that fails; `cd` is kept for the next block."""
-        where = Path(self._temporary.name) / "where"
-        script = f"set -eo pipefail\ntrap 'pwd > {where}' EXIT\n{block}"
+        folder_file = Path(self._temporary.name) / "where"
+        script = f"set -eo pipefail\ntrap 'pwd > {folder_file}' EXIT\n{block}"
         process = subprocess.run(
             ["bash", "-c", script],
             cwd=self.folder,
@@ -110,7 +110,7 @@ class Shell:
             text=True,
             timeout=timeout,
         )
-        self.folder = Path(where.read_text().strip())
+        self.folder = Path(folder_file.read_text().strip())
         return process
 
     def _serve(self) -> None:

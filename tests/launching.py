@@ -126,9 +126,9 @@ class Ranks:
 
     def _ended(self, seconds: float, *, all_of_them: bool = False) -> bool:
         """Wait until all ended or one failed."""
-        until = time.monotonic() + seconds
+        deadline_s = time.monotonic() + seconds
         while running := [p.sentinel for p in self.processes if p.exitcode is None]:
-            remaining_s = until - time.monotonic()
+            remaining_s = deadline_s - time.monotonic()
             if self.poll() and not all_of_them:
                 return True
             if remaining_s < 0:

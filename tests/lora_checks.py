@@ -87,9 +87,9 @@ def compare(
         assert_as_good_as_eager(f"y{i}", *values)
     names = ["dx", *(f"{name}{i}" for i in range(len(projections)) for name in ("dA", "dB"))]
     all_gradients = gradients(ours, x, projections), gradients(theirs, x, projections)
-    for name, mine, stock, true in zip(names, *all_gradients, exact_grads, strict=True):
-        assert mine.dtype == stock.dtype
-        assert_as_good_as_eager(name, mine, stock, true)
+    for name, our_grad, stock, true in zip(names, *all_gradients, exact_grads, strict=True):
+        assert our_grad.dtype == stock.dtype
+        assert_as_good_as_eager(name, our_grad, stock, true)
 
 
 class Products(TorchDispatchMode):

@@ -70,8 +70,8 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert len(ours) == len(theirs) > 1
-    for mine, stock in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, stock, rtol=1e-5, atol=1e-4)
+    for our_tensor, stock in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our_tensor, stock, rtol=1e-5, atol=1e-4)
 
 
 @contextmanager

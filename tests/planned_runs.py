@@ -77,9 +77,9 @@ class RealRun:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             self.step()
         events: Any = record.profiler
-        now = peak_bytes = 0
+        current_bytes = peak_bytes = 0
         memory_events = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
         for event in sorted(memory_events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            peak_bytes = max(peak_bytes, now)
+            current_bytes += event.nbytes()
+            peak_bytes = max(peak_bytes, current_bytes)
         return self.held + peak_bytes

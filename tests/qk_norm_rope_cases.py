@@ -89,14 +89,16 @@ class Operands:
 
     def to(self, dtype: torch.dtype, train: bool = False) -> "Operands":
         """Leaves of another dtype; tables stay fp32, except for fp64."""
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        rotary_dtype = torch.float64 if dtype is torch.float64 else torch.float32
 
         def cast(tensor: Tensor | None, kind: torch.dtype, train: bool = False) -> Tensor | None:
             return None if tensor is None else tensor.detach().to(kind).requires_grad_(train)
 
         x, grad = self.x.detach().to(dtype).requires_grad_(), self.grad.to(dtype)
         weight, bias = (cast(t, dtype, train) for t in (self.weight, self.bias))
-        return Operands(x, weight, bias, cast(self.cos, wide), cast(self.sin, wide), grad)
+        return Operands(
+            x, weight, bias, cast(self.cos, rotary_dtype), cast(self.sin, rotary_dtype), grad
+        )
 
 
 def angles(layer: Layer, generator: torch.Generator) -> Tensor:
@@ -160,27 +162,27 @@ def stock(
     stop = layer.first + layer.rows
     part = y[:, layer.first : stop]
     if layer.once:
-        turned = _turned_once(layer, part.to(cos.dtype), cos, sin).to(x.dtype)
-        return torch.cat([y[:, : layer.first], turned, y[:, stop:]], dim=1)
+        rotated_part = _turned_once(layer, part.to(cos.dtype), cos, sin).to(x.dtype)
+        return torch.cat([y[:, : layer.first], rotated_part, y[:, stop:]], dim=1)
     if layer.rotation == "interleaved":
         real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+        rotated_part = torch.stack([-imaginary, real], dim=-1).flatten(-2)
     else:
         real, imaginary = part.unflatten(-1, (2, -1)).unbind(-2)
-        turned = torch.cat([-imaginary, real], dim=-1)
+        rotated_part = torch.cat([-imaginary, real], dim=-1)
     cos, sin = (t.unflatten(-1, (-1, layer.width)) for t in (cos, sin))
-    part = (part.to(cos.dtype) * cos + turned.to(cos.dtype) * sin).to(x.dtype)
+    part = (part.to(cos.dtype) * cos + rotated_part.to(cos.dtype) * sin).to(x.dtype)
     return torch.cat([y[:, : layer.first], part, y[:, stop:]], dim=1)
 
 
 def _turned_once(layer: Layer, part: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The lines of transformer_ltx2.py, apply_split_rotary_emb, and the same of neighbours."""
-    apart = 2 if layer.rotation == "half" else -1, -1 if layer.rotation == "half" else 2
-    pairs = part.unflatten(-1, apart)
+    pair_shape = 2 if layer.rotation == "half" else -1, -1 if layer.rotation == "half" else 2
+    pairs = part.unflatten(-1, pair_shape)
     dim = -2 if layer.rotation == "half" else -1
     first_half, second = pairs.unbind(dim)
-    turned = [first_half * cos - second * sin, second * cos + first_half * sin]
-    return torch.stack(turned, dim=dim).flatten(-2)
+    rotated_pair = [first_half * cos - second * sin, second * cos + first_half * sin]
+    return torch.stack(rotated_pair, dim=dim).flatten(-2)
 
 
 def ours(layer: Layer, *inputs: Tensor | None, from_output: bool = True) -> Tensor:
@@ -202,9 +204,11 @@ def check(layer: Layer, dtype: torch.dtype, train: bool, from_output: bool = Tru
     inputs = operands(layer)
     exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64, train))
     eager = results(lambda *t: stock(layer, *t), inputs.to(dtype, train))
-    mine = results(lambda *t: ours(layer, *t, from_output=from_output), inputs.to(dtype, train))
-    assert mine.keys() == exact.keys()
-    for name, value in mine.items():
+    our_results = results(
+        lambda *t: ours(layer, *t, from_output=from_output), inputs.to(dtype, train)
+    )
+    assert our_results.keys() == exact.keys()
+    for name, value in our_results.items():
         assert value.dtype is dtype
         assert_as_good_as_eager(name, value, eager[name], exact[name])
 

@@ -40,8 +40,8 @@ def _counted_once(
     """Return what `memory.measure_activations` does, a third of a tiny run, but count once for equal weights and
     batches.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named]
+    named_tensors = [*model.named_parameters(), *model.named_buffers()]
+    weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named_tensors]
     values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]
     key = str((type(model), model.training, weights, batch, device, values))
     if key not in _COUNTED:

@@ -123,12 +123,16 @@ class Guarded:
         """Let the step trip with these verdicts, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
         by_micro_step = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
-        where = tuple((0, micro) for micro in sorted(m for m in by_micro_step if m is not None))
+        failed_positions = tuple(
+            (0, micro) for micro in sorted(m for m in by_micro_step if m is not None)
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step]
             )
-            return self.recovery.recover(StepFailure(step, kind, where), micro_batches, None)
+            return self.recovery.recover(
+                StepFailure(step, kind, failed_positions), micro_batches, None
+            )
 
     def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
         def never(*arguments: Any) -> Any:

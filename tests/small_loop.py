@@ -90,9 +90,9 @@ def build(
     ]
     rates = GroupsConfig(**dict.fromkeys(groups, GroupConfig(lr=0.1)))
     optim = OptimConfig(groups=rates, clip=clip, weight_decay=0)
-    prepared, optimizer = accelerator.prepare(model, build_optimizer(parameters, optim))
+    prepared_model, optimizer = accelerator.prepare(model, build_optimizer(parameters, optim))
     return Loop(
-        engine=Engine(accelerator, prepared, optimizer),
+        engine=Engine(accelerator, prepared_model, optimizer),
         loss_function=losses,
         schedule=build_schedule(optim, 10),
         optim=optim,

@@ -106,8 +106,8 @@ def edit_clips_with_sound(folder: Path) -> None:
     (folder / "before" / "metadata.jsonl").unlink()
     before = sorted((folder / "before").glob("*.mp4"))
     clips_with_sound(folder)
-    behind = iter([*before[1:], before[0]])
-    _change_rows(folder, lambda row: row.update(references=[f"before/{next(behind).name}"]))
+    shifted_rows = iter([*before[1:], before[0]])
+    _change_rows(folder, lambda row: row.update(references=[f"before/{next(shifted_rows).name}"]))
 
 
 def _change_rows(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -85,5 +85,5 @@ def test_a_worse_figure_is_reported_with_its_three_worst_places(tmp_path: Path) 
     ]
     (message,) = failures("package", measurement, {**limits, "comment_percent": 0.1})
     assert message.startswith("package: comment_percent is 0, worse than its floor of 0.1")
-    better = {name: value + 1 for name, value in limits.items()} | {"comment_percent": 0}
-    assert list(failures("package", measurement, better)) == []
+    better_limits = {name: value + 1 for name, value in limits.items()} | {"comment_percent": 0}
+    assert list(failures("package", measurement, better_limits)) == []

@@ -276,8 +276,10 @@ def test_only_functions_that_triton_compiles_have_arguments_without_types() -> N
             ):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            named = [a for a in arguments if a.arg not in ("self", "ctx") and not a.annotation]
-            if named or node.returns is None:
+            untyped_arguments = [
+                a for a in arguments if a.arg not in ("self", "ctx") and not a.annotation
+            ]
+            if untyped_arguments or node.returns is None:
                 untyped.append(f"{path.name}::{node.name}")
     assert not untyped
 

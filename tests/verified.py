@@ -37,8 +37,8 @@ def quick(clips: Path, out: Path, *more: str) -> list[str]:
 def changed(adapter: Path, out: Path, change: Change, file: str = ADAPTER_FILE) -> Path:
     """A copy of an adapter's folder with one file's tensors and header changed in place, or the tensors returned."""
     shutil.copytree(adapter, out)
-    with safe_open(out / file, framework="pt") as opened:
-        header = dict(opened.metadata())
+    with safe_open(out / file, framework="pt") as opened_file:
+        header = dict(opened_file.metadata())
     tensors = load_file(out / file)
     tensors = change(tensors, header) or tensors
     save_file(tensors, out / file, metadata=header)

@@ -171,8 +171,8 @@ def attend(
     for q, k, v in zip(*parts, strict=True):
         scores = q @ k.T / math.sqrt(q.shape[-1])
         if causal:
-            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
+            is_later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(is_later, -math.inf)
         outputs.append(scores.softmax(-1) @ v)
     return torch.cat(outputs, -1)
 
@@ -234,11 +234,13 @@ def positions(
         table = table.flatten(2).mT
     stretched = []
     for frame in range(frames):
-        where = (frame + 0.5) * pretrained / frames - 0.5
-        where = min(max(where, 0.0), pretrained - 1.0)
-        low = int(where)
+        table_position = (frame + 0.5) * pretrained / frames - 0.5
+        table_position = min(max(table_position, 0.0), pretrained - 1.0)
+        low = int(table_position)
         high = min(low + 1, pretrained - 1)
-        stretched.append(table[low] * (1 - (where - low)) + table[high] * (where - low))
+        stretched.append(
+            table[low] * (1 - (table_position - low)) + table[high] * (table_position - low)
+        )
     return torch.stack(stretched)
 
 
@@ -320,8 +322,10 @@ def mistral(state: State, config: VideoChat2Config, x: torch.Tensor) -> torch.Te
         speed = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
         angle = (torch.arange(len(x))[:, None] * speed)[:, None]
         first_half, second = x[..., :half], x[..., half:]
-        turned = first_half * angle.cos() - second * angle.sin()
-        return torch.cat([turned, second * angle.cos() + first_half * angle.sin()], -1).flatten(1)
+        rotated_halves = first_half * angle.cos() - second * angle.sin()
+        return torch.cat(
+            [rotated_halves, second * angle.cos() + first_half * angle.sin()], -1
+        ).flatten(1)
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1).flatten(1)

@@ -50,13 +50,13 @@ _GROUPS = "optim.groups"
 FAULTS: tuple[Fault, ...] = (
     *(
         Fault(
-            f"{change.value:g} in one element of an adapter weight{where}",
+            f"{change.value:g} in one element of an adapter weight{rank_note}",
             "weights",
-            f"before step {step}{where}",
+            f"before step {step}{rank_note}",
             _WEIGHT,
             before(step, adapter(), change),
         )
-        for change, step, where in (
+        for change, step, rank_note in (
             (_HUGE, 4, ""),
             (_LARGE, 4, ""),
             (_HUGE, 1, " at the first step"),
@@ -65,9 +65,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *(
         between_steps(
-            f"1e30 in one element of a {which} moment", "optimizer", _MOMENT, moment(1, key), _HUGE
+            f"1e30 in one element of a {order} moment", "optimizer", _MOMENT, moment(1, key), _HUGE
         )
-        for which, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
+        for order, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
     ),
     *(
         between_steps(name, "EMA", _AVERAGE, average(1), change, step, overrides=_EMA)

@@ -69,10 +69,10 @@ def losses(change: Change, rows: Rows, when: When) -> Arm:
         def after(output: LossOutput, batch: Tensors, streams: RandomStreams) -> LossOutput:
             if not torch.is_grad_enabled():
                 return output
-            at_fault = rows(stage, output, batch)
-            if not any(at_fault) or not fires():
+            is_at_fault = rows(stage, output, batch)
+            if not any(is_at_fault) or not fires():
                 return output
-            pairs = zip(output.losses, at_fault, strict=True)
+            pairs = zip(output.losses, is_at_fault, strict=True)
             changed = [change(loss) if bad else loss for loss, bad in pairs]
             return LossOutput(torch.stack(changed), output.timesteps)
 

@@ -52,8 +52,8 @@ def _frozen(name: str, change: Change, weight: str = _FF, **options: Any) -> Fau
 
 def _in_step(name: str, step: int, strike: Callable[[When], Arm], **options: Any) -> Fault:
     """A fault that recurs whenever its step is replayed, and in no other step."""
-    when = f"step {step}, in replays too"
-    return Fault(name, "step", when, _STEP, strike(When("at", step)), **options)
+    when_text = f"step {step}, in replays too"
+    return Fault(name, "step", when_text, _STEP, strike(When("at", step)), **options)
 
 
 def _of_rank(name: str, step: int, strike: Callable[[When], Arm], **options: Any) -> Fault:

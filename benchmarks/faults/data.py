@@ -52,12 +52,12 @@ class DataFault(Fault):
         collective.
         """
         data = self.folder(world, self.name, self.layout, self.put)
-        reached: list[Stage] = []
-        refused = self.run(world, f"{self.name}, refuse", self.given(data), reached)
+        stages_reached: list[Stage] = []
+        refused = self.run(world, f"{self.name}, refuse", self.given(data), stages_reached)
         error = str(refused.error or "")
         message = " ".join(line for line in error.split("\n") if self.file in line)
         unnamed = [f"not said: {w}" for w in (self.file, *self.expected.words) if w not in message]
-        if reached:
+        if stages_reached:
             unnamed.append("training had begun")
         left_out = self.left_out(world)
         # One run for all peers: one for each would double the time that the suite takes.
@@ -87,12 +87,12 @@ class DataFault(Fault):
 
     def peers(self, targets: FaultTargets) -> tuple["DataFault", ...]:
         """The faults, this one included, whose samples one run leaves out together."""
-        like = [
+        similar_faults = [
             fault
             for fault in _SAMPLES
             if fault.file and fault.layout == self.layout and fault.fits(targets)
         ]
-        return tuple(dict.fromkeys([*like, self]))
+        return tuple(dict.fromkeys([*similar_faults, self]))
 
     def left_out(self, world: World) -> Observation:
         """Run once without the rejected samples. All faults of `peers` share this run."""
@@ -115,10 +115,10 @@ class DataFault(Fault):
             lacks.append(f"events name {ids}")
         if self.file not in left_out.said:
             lacks.append(f"not said: {self.file} is left out")
-        never = self.overrides
+        run_overrides = self.overrides
         if self.layout is not _leave:
-            never = self.given(self.folder(world, f"{self.name}, never", self.layout))
-        if not equal(left_out.adapter, world.reference("clean", never)):
+            run_overrides = self.given(self.folder(world, f"{self.name}, never", self.layout))
+        if not equal(left_out.adapter, world.reference("clean", run_overrides)):
             lacks.append("the adapter is not that of a run that never had the sample")
         return lacks
 
@@ -148,20 +148,20 @@ class SoundOddity(DataFault):
     def judge(self, world: World) -> FaultResult:
         """Judge one run that may refuse; collective."""
         data = self.folder(world, self.name, self.layout, self.put)
-        reached: list[Stage] = []
-        observation = self.run(world, self.name, self.given(data), reached)
+        stages_reached: list[Stage] = []
+        observation = self.run(world, self.name, self.given(data), stages_reached)
         unnamed = [f"an event: {event}" for event in observation.events]
         if observation.error is not None:
             unnamed.append(f"refused: {observation.error}")
-        encoded: list[Any] = [stage.run.setup.data for stage in reached]
+        encoded: list[Any] = [stage.run.setup.data for stage in stages_reached]
         entries = [entry for run_data in encoded for entry in run_data.training_set.entries]
         keys = {entry.id: entry.video_key for entry in entries if entry.id in self.files}
-        lost = [f"{file} is not trained on" for file in self.files if file not in keys]
+        problems = [f"{file} is not trained on" for file in self.files if file not in keys]
         if len(set(keys.values())) < len(keys):
-            lost.append(f"{', '.join(keys)} share one cache entry")
+            problems.append(f"{', '.join(keys)} share one cache entry")
         if observation.adapter is None:
-            lost.append("no adapter was saved")
-        return self.told((observation,), "nothing to tell: it is trained on", unnamed, lost)
+            problems.append("no adapter was saved")
+        return self.told((observation,), "nothing to tell: it is trained on", unnamed, problems)
 
 
 def _put(kind: Kind) -> Change:

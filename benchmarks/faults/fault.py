@@ -88,8 +88,8 @@ class Fault:
     engines: tuple[Engine, ...] = ENGINES
 
     def fits(self, targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> bool:
-        enough = self.ranks <= ranks <= self.most_ranks and engine in self.engines
-        return enough and all(getattr(targets, need) for need in self.needs)
+        has_place = self.ranks <= ranks <= self.most_ranks and engine in self.engines
+        return has_place and all(getattr(targets, need) for need in self.needs)
 
     def judge(self, world: World) -> FaultResult:
         """Run the fault and compare; collective."""
@@ -117,8 +117,8 @@ def between_steps(
     **options: Any,
 ) -> Fault:
     """A fault in the run's state, which is changed once, before a step."""
-    when = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
-    return Fault(name, place, when, expected, before(step, find, change, rank), **options)
+    when_text = f"before step {step}" + (f", rank {rank}" if rank != ALL_RANKS else "")
+    return Fault(name, place, when_text, expected, before(step, find, change, rank), **options)
 
 
 def from_step(
@@ -144,7 +144,7 @@ def judged(
 ) -> FaultResult:
     """Compare what was observed with what the fault expects."""
     expected = fault.expected
-    named, problems = _named(expected, seen, target_clip, targets)
+    named_message, problems = _named(expected, seen, target_clip, targets)
     recovered = _recovered(expected, seen, reference)
     event = seen.events[-1] if seen.events else None
     return FaultResult(
@@ -155,7 +155,7 @@ def judged(
         recovered=not recovered,
         poisoned_files=len(poisoned_files(seen)),
         action=event["action"] if event else ("refused" if seen.error else "none"),
-        verdict=named,
+        verdict=named_message,
         why=(*problems, *recovered),
     )
 
@@ -198,11 +198,13 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         problems.append(f"action {expected.action} is not among {actions}")
     # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
-    off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
-    if expected.action != "fallback" and (right := off - {*expected.may_be_off}):
+    switched_off = {
+        event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"
+    }
+    if expected.action != "fallback" and (right := switched_off - {*expected.may_be_off}):
         problems.append(f"switched off, though nothing is wrong with it: {right}")
-    if expected.nobody_lost and (lost := left_out(seen)):
-        problems.append(f"left out for good: {lost}")
+    if expected.nobody_lost and (lost_samples := left_out(seen)):
+        problems.append(f"left out for good: {lost_samples}")
     # The proof of a recovery: bit for bit the adapter of a run that never had the fault.
     if reference is not None and not equal(seen.adapter, reference, expected.close_to is None):
         problems.append("the adapter is not that of the run it must equal")

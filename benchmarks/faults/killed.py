@@ -17,8 +17,8 @@ from dit_lora.training.fit import fit
 
 def main(config: Path, engine: Engine = "ddp") -> None:
     recipe = load_recipe(config)
-    opened = get_family(recipe.model.family).open(recipe.model, recipe)
-    run = prepared_run(recipe, Accelerator(cpu=True), opened, engine)
+    opened_checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
+    run = prepared_run(recipe, Accelerator(cpu=True), opened_checkpoint, engine)
     write = checkpoints._write_synced
 
     def killed(path: Path, data: Any) -> None:

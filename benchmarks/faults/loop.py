@@ -78,8 +78,8 @@ class ToyLoop:
     def guarded(self, config: LadderConfig | None, folder: Path) -> Guard:
         """Prepare the loop as its kind does, and guard it."""
         accelerator = self.accelerator
-        prepared = accelerator.prepare(self.bare, self.optimizer, self.schedule)
-        self.model, self.optimizer, self.schedule = prepared
+        prepared_parts = accelerator.prepare(self.bare, self.optimizer, self.schedule)
+        self.model, self.optimizer, self.schedule = prepared_parts
         # Accelerate steps a prepared schedule once a process.
         self.schedule_steps = accelerator.num_processes
         return Guard.attach(
@@ -172,12 +172,16 @@ def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Obser
 
 def not_finite(model: nn.Module) -> str | None:
     """Say which trained weights and buffers are not finite; of frozen weights no guard holds a copy."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    bad = [name for name, t in [*named, *model.named_buffers()] if not torch.isfinite(t).all()]
+    trained_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    bad = [
+        name
+        for name, t in [*trained_parameters, *model.named_buffers()]
+        if not torch.isfinite(t).all()
+    ]
     return f"not finite at the end: {bad}" if bad else None
 
 
 def forget(accelerator: Accelerator) -> None:
     """Empty the accelerator, which serves every fault and must not keep this one's model."""
-    for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):
-        prepared.clear()
+    for prepared_list in (accelerator._models, accelerator._optimizers, accelerator._schedulers):
+        prepared_list.clear()

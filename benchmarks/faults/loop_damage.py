@@ -19,8 +19,10 @@ _PATIENT = LadderConfig(max_skips=20)
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
     """A complaint if a diagnosis names a sample, since none caused the fault; else None."""
-    named = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING]
-    return f"named, though no sample is at fault: {named}" if named else None
+    named_samples = [
+        e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING
+    ]
+    return f"named, though no sample is at fault: {named_samples}" if named_samples else None
 
 
 def _frozen_base(model: Toy) -> None:

@@ -60,8 +60,8 @@ def _two_models(fault: Fault, world: World) -> Observation:
     with _accelerated(world) as accelerator:
         models = [LoopEncoder(_WIDTH, _WIDTH), LoopDenoiser(_WIDTH, 2)]
         parameters = [p for model in models for p in model.parameters()]
-        prepared = accelerator.prepare(*models, torch.optim.AdamW(parameters, lr=1e-2))
-        encoder, denoiser, optimizer = prepared
+        prepared_parts = accelerator.prepare(*models, torch.optim.AdamW(parameters, lr=1e-2))
+        encoder, denoiser, optimizer = prepared_parts
         guard = Guard.attach(accelerator, denoiser, optimizer, folder=world.root / "guarded")
 
         def loop() -> str | None:
@@ -87,8 +87,10 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
     """Make a moment NaN after weights and moments were loaded: back to what was loaded, not to the attach."""
     with _accelerated(world) as accelerator:
         model = LoopDenoiser(_WIDTH, 2)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        guard = Guard.attach(accelerator, prepared, optimizer, folder=world.root / "guarded")
+        prepared_model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters())
+        )
+        guard = Guard.attach(accelerator, prepared_model, optimizer, folder=world.root / "guarded")
         weights = {name: tensor + 5 for name, tensor in model.state_dict().items()}
 
         def loop() -> str | None:
@@ -98,12 +100,12 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
             for step in range(1, last_step + 1):
                 if step == 3:
                     optimizer.state[model.weight]["exp_avg"].view(-1)[0] = torch.nan
-                output = prepared(_batch(step, accelerator.process_index))
+                output = prepared_model(_batch(step, accelerator.process_index))
                 accelerator.backward(output.square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-            now = model.state_dict()
-            back = all(torch.equal(now[name], tensor) for name, tensor in weights.items())
+            weights_after = model.state_dict()
+            back = all(torch.equal(weights_after[name], tensor) for name, tensor in weights.items())
             return None if back else "the weights are not those that were loaded"
 
         return observed(lambda: guard, loop)
@@ -114,9 +116,11 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
     config = LadderConfig(max_skips=3)
     with _accelerated(world) as accelerator:
         model = LoopDenoiser(_WIDTH, 2)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        prepared_model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters())
+        )
         folder = world.root / "guarded"
-        guard = Guard.attach(accelerator, prepared, optimizer, config=config, folder=folder)
+        guard = Guard.attach(accelerator, prepared_model, optimizer, config=config, folder=folder)
 
         def loop() -> str | None:
             for number in range(7 * 8):
@@ -124,7 +128,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
                 x = _batch(sample, 0)[:1]
                 x[0, 2] = torch.nan if sample == 4 else x[0, 2]
                 with guard.microbatch([f"clip {sample}"]):
-                    accelerator.backward(prepared(x).square().mean())
+                    accelerator.backward(prepared_model(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
             steps = {int(state["step"]) for state in optimizer.state.values()}
@@ -165,8 +169,8 @@ _ROW = Expected("inputs", "skip", ("1 NaN",))
 _ENCODER = Expected("transient", "skip", ("gradient of LoopEncoder.weight",))
 _MOMENT = Expected("optimizer", "rollback", ("weight/exp_avg",))
 FAULTS: tuple[Fault, ...] = tuple(
-    Fault(name, "plugin", when, expected, play=play)
-    for name, when, expected, play in (
+    Fault(name, "plugin", moment, expected, play=play)
+    for name, moment, expected, play in (
         (
             "an infinite gradient in a second trained model of a stock loop",
             "step 3",

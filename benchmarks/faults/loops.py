@@ -117,8 +117,8 @@ def _fp16(model: Toy) -> None:
 
     def norm(input: torch.Tensor) -> torch.Tensor:
         layer = model.norm
-        wide = input.to(layer.weight.dtype)
-        return nn.functional.layer_norm(wide, (WIDTH,), layer.weight, layer.bias, layer.eps)
+        cast_input = input.to(layer.weight.dtype)
+        return nn.functional.layer_norm(cast_input, (WIDTH,), layer.weight, layer.bias, layer.eps)
 
     model.first.forward, model.norm.forward = first, norm  # type: ignore[method-assign]
 

@@ -38,14 +38,14 @@ def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], 
     """A damaged cache entry whose header is still correct."""
     # The target's file is 02_blue_disc; its caption names its colour and shape.
     folder, aim = ("texts", "blue disc") if tensor == "prompt_embeds" else ("videos", "02_")
-    needs = dict.fromkeys(("encoded", *_PLACES[tensor][1]))
+    required = dict.fromkeys(("encoded", *_PLACES[tensor][1]))
     return Fault(
         name,
         "cache",
         "from the start",
         Expected("data", "quarantine", (words,), True, None, "without"),
         before_start=damaged(folder, aim, damage),
-        needs=tuple(needs),
+        needs=tuple(required),
     )
 
 
@@ -59,9 +59,9 @@ def _of_target(
 
 def _read(name: str, tensor: str, value: float, *, once: bool = False) -> Fault:
     """A tensor that is bad after it was read, as from a broken transform or bad memory."""
-    target, needs = _PLACES[tensor]
+    target, required = _PLACES[tensor]
     strike = partial(sample_tensor, tensor, Element(value, 3))
-    return _of_target(name, target, strike, once, needs)
+    return _of_target(name, target, strike, once, required)
 
 
 def _loss(name: str, value: float, *, once: bool = False) -> Fault:

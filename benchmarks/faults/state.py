@@ -84,8 +84,8 @@ def _gradient(name: str, change: Change, weight: str | None = None, rank: int = 
             stage.before_step(3, lambda: armed.append(True))
         stage.wrap(stage.run.recovery, "recover", disarmed)
 
-    when = "step 3" if rank == ALL_RANKS else f"step 3, rank {rank}"
-    return Fault(name, "gradient", when, _RETRIED, arm)
+    when_text = "step 3" if rank == ALL_RANKS else f"step 3, rank {rank}"
+    return Fault(name, "gradient", when_text, _RETRIED, arm)
 
 
 def _hook_parts(stage: Stage, parameters: Sequence[nn.Parameter], hook: Change) -> None:

@@ -30,8 +30,8 @@ def write_pairs(folder: Path) -> None:
     lines = []
     for file in sorted(folder.glob("*.png")):
         caption = file.with_suffix(".txt")
-        with open_picture(MediaFile(file)) as opened:
-            picture = opened.convert("RGB")
+        with open_picture(MediaFile(file)) as opened_image:
+            picture = opened_image.convert("RGB")
         mask = Image.new("L", picture.size)
         mask.paste(255, (0, 0, picture.width // 2, picture.height))
         row = {"file_name": file.name, "text": caption.read_text("utf-8").strip()}

@@ -44,11 +44,11 @@ class When:
 
     @property
     def words(self) -> str:
-        where = f", rank {self.rank}" if self.rank != ALL_RANKS else ""
+        rank_note = f", rank {self.rank}" if self.rank != ALL_RANKS else ""
         if self.mode == "random":
-            return f"from step {self.step}, p = {self.p:g}{where}"
+            return f"from step {self.step}, p = {self.p:g}{rank_note}"
         lead = {"once": "once, in", "from": "from", "at": "always in"}[self.mode]
-        return f"{lead} step {self.step}{where}"
+        return f"{lead} step {self.step}{rank_note}"
 
     def fires(self, stage: Stage) -> Fires:
         """A function that is called at each pass and says if the fault acts in it.
@@ -59,9 +59,9 @@ class When:
         stage.acted = stage.acted or 0
 
         def counted() -> bool:
-            now = acts()
-            stage.acted = (stage.acted or 0) + now
-            return now
+            does_act = acts()
+            stage.acted = (stage.acted or 0) + does_act
+            return does_act
 
         return counted
 

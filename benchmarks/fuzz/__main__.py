@@ -68,7 +68,7 @@ def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> F
     folder = place / "input"
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(sample, folder)
-    mutation, certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
+    mutation, is_certain = damage(folder, parser, random.Random(f"{seed}/{name}/{number}"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     accepted, error_type = False, ""
     try:
@@ -91,7 +91,7 @@ def try_input(name: str, number: int, seed: int, sample: Path, place: Path) -> F
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
     if not error_type and grown > MAX_BYTES:
         error_type = f"{grown / 2**30:.1f} GiB"
-    if not error_type and certain and accepted:
+    if not error_type and is_certain and accepted:
         error_type = "certain damage was accepted"
     return Finding(name, number, mutation, error_type) if error_type else None
 

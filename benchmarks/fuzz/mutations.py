@@ -57,8 +57,8 @@ def _mutate_json(value: Any, parser: Parser, random_: random.Random) -> tuple[An
         del container[key]
         return value, f"{key} is missing", key in parser.required
     container[key] = random_.choice(_VALUES)
-    certain = key in parser.required and container[key] is None
-    return value, f"{key} is {str(container[key])[:20]!r}", certain
+    is_certain = key in parser.required and container[key] is None
+    return value, f"{key} is {str(container[key])[:20]!r}", is_certain
 
 
 def _dumped(value: Any, random_: random.Random) -> bytes:
@@ -81,8 +81,8 @@ def _mutate_bytes(data: bytes, parser: Parser, random_: random.Random) -> tuple[
     length = random_.choice((1, 2, 8, 100, 5000))
     if kind == "cut":
         # White space at the end is no damage.
-        certain = parser.cut_is_certain and len(data[position:].strip()) > 0
-        return data[:position], f"cut at {position}", certain
+        is_certain = parser.cut_is_certain and len(data[position:].strip()) > 0
+        return data[:position], f"cut at {position}", is_certain
     if kind == "flip":
         changed = bytearray(data)
         for _ in range(random_.choice((1, 1, 3, 20))):
@@ -129,17 +129,17 @@ def damage(folder: Path, parser: Parser, random_: random.Random) -> tuple[str, b
     data = path.read_bytes()
     is_json = path.suffix == ".json"
     if random_.random() < 0.6 and is_json:
-        value, mutation, certain = _mutate_json(json.loads(data), parser, random_)
+        value, mutation, is_certain = _mutate_json(json.loads(data), parser, random_)
         changed = _dumped(value, random_)
     elif random_.random() < 0.6 and path.suffix == ".jsonl" and data.strip():
         lines = data.splitlines()
         at = random_.randrange(len(lines))
-        value, mutation, certain = _mutate_json(json.loads(lines[at]), parser, random_)
+        value, mutation, is_certain = _mutate_json(json.loads(lines[at]), parser, random_)
         lines[at] = _dumped(value, random_)
         changed = b"\n".join(lines) + b"\n"
     elif random_.random() < 0.6 and path.suffix == ".safetensors":
-        changed, mutation, certain = _mutate_safetensors(data, parser, random_)
+        changed, mutation, is_certain = _mutate_safetensors(data, parser, random_)
     else:
-        changed, mutation, certain = _mutate_bytes(data, parser, random_)
+        changed, mutation, is_certain = _mutate_bytes(data, parser, random_)
     path.write_bytes(changed)
-    return f"{path.relative_to(folder)}: {mutation}", certain and changed != data
+    return f"{path.relative_to(folder)}: {mutation}", is_certain and changed != data

@@ -86,9 +86,9 @@ def compare_causes(
         problem = problem or _contradiction(event, planted, spreads)
     if problem:
         return "wrong", problem
-    named = [note for note in planted if is_named(note, report)]
-    if named:
-        return "named", f"names {_describe(named[0])}"
+    named_notes = [note for note in planted if is_named(note, report)]
+    if named_notes:
+        return "named", f"names {_describe(named_notes[0])}"
     if not report.events and not report.messages:
         return "unknown", "the guard said nothing"
     return "unknown", f"does not name {_describe(planted[0]) if planted else 'anything'}"

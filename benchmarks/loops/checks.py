@@ -173,8 +173,8 @@ def _names_difference(bare: RunResult, guarded: RunResult) -> str:
     if missing:
         return f"not written: {', '.join(missing)}"
     # A script that fails by itself may well get further with the guard.
-    further = sorted(set(guarded.files) - set(bare.files)) if not bare.exit_code else []
-    return f"written with the guard only: {', '.join(further)}" if further else ""
+    extra_files = sorted(set(guarded.files) - set(bare.files)) if not bare.exit_code else []
+    return f"written with the guard only: {', '.join(extra_files)}" if extra_files else ""
 
 
 def _files_difference(loop: LoopFile, bare: RunResult, guarded: RunResult) -> str:
@@ -218,9 +218,9 @@ def _spoiled_by_guard(bare: RunResult, guarded: RunResult) -> str:
 
 def _silent_file(guarded: RunResult, messages: Sequence[str], infinite: Sequence[str]) -> str:
     """A file that is not finite, and that no message names: neither the file, nor one of the bad tensors in it."""
-    about = [message for message in messages if _NOT_FINITE.search(message)]
+    matching_messages = [message for message in messages if _NOT_FINITE.search(message)]
     for name, bad in _bad_tensors(guarded, infinite).items():
-        if not any(_mentions(message, name, bad) for message in about):
+        if not any(_mentions(message, name, bad) for message in matching_messages):
             return f"{name} is not finite ({bad[0]}), and no message says so"
     return ""
 

@@ -68,8 +68,8 @@ def _of_activation(kind: str, when: When) -> Right:
         # PyTorch's flash attention cannot take such values, and its others can.
         # And some draws overflow where others do not.
         causes += ("precision", "attention_backend", "inputs")
-        ends, off = (DONE, REFUSED, STOPPED), frozenset({_FLASH})
-        return right(*causes, told=False, result="bounded", ends=ends, switches=off)
+        ends, switched_off = (DONE, REFUSED, STOPPED), frozenset({_FLASH})
+        return right(*causes, told=False, result="bounded", ends=ends, switches=switched_off)
     if when.mode == "once":
         return right(*causes, ends=(DONE,))
     return right(*causes, result="bounded")
@@ -117,9 +117,14 @@ def _attention(draw: Draw) -> Case:
     when = When("from", draw.chance.choice((0, 1, 3)))
     # A backend of PyTorch's that is wrong by little is met before the run or at its end, which refuses the file.
     result: Result = "clean" if when.step == 0 else "bounded"
-    off = frozenset({_FLASH})
+    switched_off = frozenset({_FLASH})
     allowed = right(
-        "attention_backend", "kernel", told=False, switches=off, ends=(DONE, REFUSED), result=result
+        "attention_backend",
+        "kernel",
+        told=False,
+        switches=switched_off,
+        ends=(DONE, REFUSED),
+        result=result,
     )
     return Case(when.words, allowed, arms.attention(change, when), _COMPARED)
 

@@ -28,9 +28,11 @@ def drawn(
         fitting = _fitting(PLACES[place_name], variants, ranks)
         several = [pair for pair in fitting if pair[1] > 1]
         single_rank = [pair for pair in fitting if pair[1] == 1]
-        both = bool(several) and bool(single_rank)
+        has_both = bool(several) and bool(single_rank)
         chosen = (
-            several if not single_rank or (both and chance.random() < _TWO_RANKS) else single_rank
+            several
+            if not single_rank or (has_both and chance.random() < _TWO_RANKS)
+            else single_rank
         )
         variant, processes = chance.choice(chosen)
         aim = f"{chance.randrange(CLIPS):02d}"

@@ -171,16 +171,16 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
     if adapter.keys() != reference.keys():
         return "the adapter has other tensors than the clean run's"
     limit = 0.0 if exactly else _OTHER_KERNELS
-    apart = {
+    differences = {
         name: float((adapter[name] - tensor).norm() / tensor.norm())
         if tensor.any()
         else float(adapter[name].any())
         for name, tensor in reference.items()
     }
-    name = max(apart, key=apart.__getitem__)
-    if apart[name] <= limit:
+    name = max(differences, key=differences.__getitem__)
+    if differences[name] <= limit:
         return ""
-    return f"the adapter is not the clean run's: {name} is {apart[name]:.2%} away"
+    return f"the adapter is not the clean run's: {name} is {differences[name]:.2%} away"
 
 
 def clean_run(world: World, overrides: Overrides, records: Sequence[QuarantineRecord]) -> Path:

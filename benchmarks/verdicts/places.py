@@ -53,8 +53,8 @@ def _of_sample(draw: Draw, when: When) -> Right:
     if draw.kind in ("sign", "factor", "tiny"):
         return SILENT
     if draw.kind == "huge":
-        once = {"transient"} if when.mode == "once" else set()
-        return replace(_PERHAPS, causes=_PERHAPS.causes | once)
+        transient_causes = {"transient"} if when.mode == "once" else set()
+        return replace(_PERHAPS, causes=_PERHAPS.causes | transient_causes)
     return _TRANSIENT if when.mode == "once" else _OF_SAMPLE
 
 
@@ -246,8 +246,8 @@ def _nothing(draw: Draw) -> Case:
 
 
 def _before(step: int, rank: int = ALL_RANKS) -> str:
-    where = f", rank {rank}" if rank != ALL_RANKS else ""
-    return f"before step {step}{where}"
+    rank_note = f", rank {rank}" if rank != ALL_RANKS else ""
+    return f"before step {step}{rank_note}"
 
 
 def _of_rank(allowed: Right, rank: int) -> Right:

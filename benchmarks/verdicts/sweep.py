@@ -95,10 +95,10 @@ class Sweep:
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     running.append(self._start(waiting.pop(0)))
-                over = [job for job in running if job.look()]
-                running = [job for job in running if job not in over]
-                yield from (_judgement(job) for job in over)
-                if not over:
+                ended_jobs = [job for job in running if job.look()]
+                running = [job for job in running if job not in ended_jobs]
+                yield from (_judgement(job) for job in ended_jobs)
+                if not ended_jobs:
                     time.sleep(0.02)
         finally:
             for job in running:
@@ -165,8 +165,8 @@ def _judgement(job: _Job) -> Judgement:
         codes = [job.codes.get(pid) for pid in job.pids]
         message = f"crashed, exit codes by rank {codes}: {'; '.join(errors) or 'no error was said'}"
     else:
-        where = [_OURS.search(stack) for stack in log.split("Timeout (")[1:]]
-        locations = sorted({f"{match[1]} in {match[2]}" for match in where if match})
+        stack_matches = [_OURS.search(stack) for stack in log.split("Timeout (")[1:]]
+        locations = sorted({f"{match[1]} in {match[2]}" for match in stack_matches if match})
         message = (
             f"no end after {seconds:g} s, at {' and at '.join(locations) or 'an unknown place'}"
         )

@@ -62,8 +62,8 @@ def test_every_op_has_a_row_for_each_pass_and_says_what_ran(
     tiny: tuple[str, list[dict[str, Any]]],
 ) -> None:
     text, (head, *rows) = tiny
-    both = [(op, p) for op in OPS[:-1] for p in ("forward", "forward+backward")]
-    assert [(row["op"], row["pass"]) for row in rows] == [*both, (OPS[-1], "forward")]
+    expected_rows = [(op, p) for op in OPS[:-1] for p in ("forward", "forward+backward")]
+    assert [(row["op"], row["pass"]) for row in rows] == [*expected_rows, (OPS[-1], "forward")]
     assert head["about"]["ours"] == "reference"
     assert "ours (reference)" in text
     assert "torch.compile (aot_eager)" in text
@@ -101,8 +101,8 @@ def test_a_table_names_clocks_versions_and_the_commit_where_there_is_no_git(
     monkeypatch.setenv("DIT_LORA_COMMIT", "abc1234")
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
-    about = report.facts(torch.device("cuda"), ["bench.py", "--op", "lora qkv"], 4e12)
-    text = report.markdown(about, [], [], [])
+    machine_facts = report.facts(torch.device("cuda"), ["bench.py", "--op", "lora qkv"], 4e12)
+    text = report.markdown(machine_facts, [], [], [])
     assert text.startswith("# Kernels on NVIDIA H200, ")
     facts = ("commit: abc1234", "driver: 580.1", "clock: 1755 MHz", "highest clock: 1980 MHz",
             "memory clock: 3201 MHz", "command: bench.py --op 'lora qkv'", f"torch: {metadata.version('torch')}",
@@ -169,8 +169,8 @@ def counted(case: Any) -> tuple[int, int]:
     statistics = sum(t.nbytes for at, t in saved.items() if at not in input_storages)
     forward = sum(t.nbytes for t in [*inputs.values(), *new_outputs]) + statistics
     grads = torch.autograd.grad(outs, trained, [torch.ones_like(output) for output in outs])
-    moved = [*outs, *saved.values(), *grads]  # a gradient is as large as its output
-    backward = sum(t.nbytes for t in moved)
+    moved_tensors = [*outs, *saved.values(), *grads]  # a gradient is as large as its output
+    backward = sum(t.nbytes for t in moved_tensors)
     if case.op.startswith("ada_norm"):
         backward -= inputs["bias"].nbytes  # kept, and read only where a scale is trained
     if case.op == "silu_dwconv_glu":

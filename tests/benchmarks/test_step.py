@@ -43,8 +43,8 @@ def test_every_setting_trains_tiny_models_with_the_same_losses(tmp_path: Path) -
     assert process.returncode == 0, process.stderr
     (written,) = tmp_path.glob("step_*.md")
     assert written.read_text() == process.stdout
-    about, *results = map(json.loads, written.with_suffix(".jsonl").read_text().splitlines())
-    assert set(about["about"]) >= {"torch", "commit", "device", "command"}
+    header, *results = map(json.loads, written.with_suffix(".jsonl").read_text().splitlines())
+    assert set(header["about"]) >= {"torch", "commit", "device", "command"}
     names = {entry["setting"] for entry in results}
     assert len(results) == 2 * len(names) >= 20
     for result in results:
@@ -111,14 +111,14 @@ def test_what_does_not_fit_or_fails_says_so_and_the_other_settings_run(
 ) -> None:
     from benchmarks import step_settings
 
-    settled = step_settings._steps
+    real_steps = step_settings._steps
 
     def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
         if setting.checkpointing == "none":
             raise torch.OutOfMemoryError("no room")
         if setting.compiled:
             raise AttributeError("no compiler\nhere")
-        return settled(model, entry, setting, *rest)
+        return real_steps(model, entry, setting, *rest)
 
     monkeypatch.setattr(step_settings, "_steps", steps)
     monkeypatch.setattr(step_settings, "fuse", lambda *_, **__: None)  # the interpreter takes long
@@ -175,11 +175,11 @@ def test_the_deterministic_setting_is_undone_and_cublas_is_told_before_its_first
         return real(model, given)
 
     running: list[str] = []
-    settled = step_settings._steps
+    real_steps = step_settings._steps
 
     def steps(model: Any, entry: Any, setting: Any, *rest: Any) -> Any:
         running.append(setting.name)
-        return settled(model, entry, setting, *rest)
+        return real_steps(model, entry, setting, *rest)
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(step_settings, "sample_losses", losses)
@@ -211,8 +211,8 @@ def test_ratios_are_of_the_example_and_of_the_best_compiled_stock_model(step: An
         result("ours, compiled", 1.0),
         result("example, compiled", 8.0),
     ]
-    about = {"device": "a GPU", "date": "2026-01-01", "command": "step"}
-    text = markdown(about, results, {"tiny-sana": TINY["tiny-sana"]}, 3)
+    machine_facts = {"device": "a GPU", "date": "2026-01-01", "command": "step"}
+    text = markdown(machine_facts, results, {"tiny-sana": TINY["tiny-sana"]}, 3)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny-sana")]
     assert {row[1]: tuple(row[4:6]) for row in rows} == {
         "example": ("-", "0.500 **slower**"),

@@ -70,10 +70,10 @@ def test_only_the_target_may_be_lost() -> None:
 
 
 def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    off = {"kernel:wrong_op"}
-    monkeypatch.setattr(Tally, "switched_off", property(lambda tally: off))
+    switched_off = {"kernel:wrong_op"}
+    monkeypatch.setattr(Tally, "switched_off", property(lambda tally: switched_off))
     assert not judge._off(ALLOWED, Tally())
-    off.add("attention:flash")
+    switched_off.add("attention:flash")
     assert judge._off(ALLOWED, Tally()) == "switched off: attention:flash"
 
 
@@ -110,9 +110,9 @@ def test_another_end_is_told(tmp_path: Path) -> None:
 
 def test_the_table_counts_and_the_list_replays() -> None:
     failed = Judgement("007 latent: NaN (latte)", "latent", "NaN", "once", {"lost": "b.mp4"})
-    fine = replace(failed, name="008 latent: NaN (dit-tiny)", failures={})
-    assert table([failed, fine]).splitlines()[-1].split() == ["all", "2", "1", *"...."]
-    text = failures([failed, fine], "python -m benchmarks.verdicts --seed 4")
+    passed_judgement = replace(failed, name="008 latent: NaN (dit-tiny)", failures={})
+    assert table([failed, passed_judgement]).splitlines()[-1].split() == ["all", "2", "1", *"...."]
+    text = failures([failed, passed_judgement], "python -m benchmarks.verdicts --seed 4")
     assert "--seed 4 --only 007" in text
     assert "008" not in text
 
@@ -165,12 +165,12 @@ def test_the_command_describes_and_refuses(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_tensor_that_is_a_few_per_cent_wrong_is_another_adapter() -> None:
     right_one = {"a": torch.full((4,), 1e-3), "b": torch.zeros(2)}
-    apart = judge._other_adapter
-    assert apart(dict(right_one), right_one, exactly=True) == ""
+    compare_adapters = judge._other_adapter
+    assert compare_adapters(dict(right_one), right_one, exactly=True) == ""
     scaled = {**right_one, "a": right_one["a"] * 1.05}
-    assert "a is 5.00% away" in apart(scaled, right_one, exactly=False)
+    assert "a is 5.00% away" in compare_adapters(scaled, right_one, exactly=False)
     rounded = {**right_one, "a": right_one["a"] * 1.001}
-    assert apart(rounded, right_one, exactly=False) == ""
-    assert "a is 0.10% away" in apart(rounded, right_one, exactly=True)
-    assert "b is" in apart({**right_one, "b": torch.ones(2)}, right_one, exactly=False)
-    assert "other tensors" in apart({"a": right_one["a"]}, right_one, exactly=False)
+    assert compare_adapters(rounded, right_one, exactly=False) == ""
+    assert "a is 0.10% away" in compare_adapters(rounded, right_one, exactly=True)
+    assert "b is" in compare_adapters({**right_one, "b": torch.ones(2)}, right_one, exactly=False)
+    assert "other tensors" in compare_adapters({"a": right_one["a"]}, right_one, exactly=False)

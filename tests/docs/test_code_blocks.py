@@ -138,9 +138,9 @@ class Reader:
         assert self.said, f"{block}: output of nothing; say <!-- example: REASON --> above it"
         heading, output = self.said
         assert heading == block.heading, f"{block}: its command is under another heading"
-        lost = missing(expected, output)
-        assert lost is None, (
-            f"{output[-6000:]}\n--- {block}: not in this output, or not in this order: {lost}"
+        missing_text = missing(expected, output)
+        assert missing_text is None, (
+            f"{output[-6000:]}\n--- {block}: not in this output, or not in this order: {missing_text}"
         )
 
     def _json(self, block: Block) -> None:

@@ -277,12 +277,12 @@ def test_an_adapter_without_alpha_is_corrected_by_a_weight(
     args = ["--to", "diffusers", "--weight", "0.5", "--model", str(base), "--out", str(folder)]
     result = CliRunner().invoke(app, ["export", str(tmp_path / "theirs"), *args])
     assert result.exit_code == 0, result.output
-    off = (output(tmp_path / "theirs") - trained).norm() / trained.norm()
-    assert off > 0.01
+    relative_error = (output(tmp_path / "theirs") - trained).norm() / trained.norm()
+    assert relative_error > 0.01
     torch.testing.assert_close(output(folder), trained, rtol=1e-4, atol=1e-5)
 
 
-_QKV = tuple(f"transformer_blocks.0.attn.to_{which}" for which in "qkv")
+_QKV = tuple(f"transformer_blocks.0.attn.to_{projection}" for projection in "qkv")
 _PEFT, _KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 
 

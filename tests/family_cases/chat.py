@@ -72,8 +72,8 @@ class ChatSubject(NamedTuple):
                     (0.25 + 0.5 * number) * (1 + frame) for frame in range(shape.frames)
                 )
                 media["seconds"] = torch.tensor(seconds)
-            about = Conversation(str(number), kind, None, turns)
-            rendered = self.checkpoint.render(about, shape, seconds, include_answer=answered)
+            conversation = Conversation(str(number), kind, None, turns)
+            rendered = self.checkpoint.render(conversation, shape, seconds, include_answer=answered)
             rendered_samples.append(Sample(rendered, media))
         return rendered_samples
 
@@ -81,9 +81,11 @@ class ChatSubject(NamedTuple):
 def open_chat(variant: str, path: Path) -> ChatSubject:
     """The checkpoint, shown three frames."""
     family, side = get_family(FAMILY_OF[variant]), SIDES[variant]
-    opened = family.open(ModelConfig(family=family.name, path=str(path)))
+    opened_checkpoint = family.open(ModelConfig(family=family.name, path=str(path)))
     tiles = 4 if variant == "videochat2-hd" else None
-    return ChatSubject(variant, family, opened.viewing(VisionSettings(3, side, side, tiles)))
+    return ChatSubject(
+        variant, family, opened_checkpoint.viewing(VisionSettings(3, side, side, tiles))
+    )
 
 
 def padded(

@@ -35,9 +35,11 @@ class Subject(NamedTuple):
 
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
-    opened = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
-    opened = opened.with_training_metadata({"reference_resolution": case.reference_resolution})
-    return Subject(case, family, opened, path)
+    opened_checkpoint = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
+    opened_checkpoint = opened_checkpoint.with_training_metadata(
+        {"reference_resolution": case.reference_resolution}
+    )
+    return Subject(case, family, opened_checkpoint, path)
 
 
 def stock_pipeline(subject: Subject) -> Any:

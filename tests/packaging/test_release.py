@@ -87,8 +87,10 @@ def test_the_metadata_says_what_the_project_is(dist: Path) -> None:
     pythons = {name for name in facts.get_all("Classifier") or () if "Python :: 3." in name}
     assert {name.rpartition(" ")[2] for name in pythons} == {"3.11", "3.12", "3.13"}
     assert facts["Requires-Python"] == "<3.14,>=3.11"
-    needs = [need for need in facts.get_all("Requires-Dist") or () if "extra ==" not in need]
-    assert len(needs) == len(pyproject()["project"]["dependencies"])
+    required_packages = [
+        need for need in facts.get_all("Requires-Dist") or () if "extra ==" not in need
+    ]
+    assert len(required_packages) == len(pyproject()["project"]["dependencies"])
 
 
 def pyproject() -> dict[str, dict[str, list[str]]]:

@@ -176,13 +176,13 @@ def test_the_preflight_switches_off_a_wrong_backend_and_names_what_never_learns(
         *[(1, "preflight", "report")] * 3,
         (1, "preflight", "fallback"),
     ]
-    base, unreached, attention, off = (entry[3]["words"] for entry in reported)
+    base, unreached, attention, switched_off_message = (entry[3]["words"] for entry in reported)
     assert "stale has 4 NaN" in base
     assert "unused.weight: no gradient" in unreached
     assert "enter" not in unreached
     assert "flash" in attention
     assert "q 3x2x5x4" in attention
-    assert off.startswith("attention:flash differs from fp64")
+    assert switched_off_message.startswith("attention:flash differs from fp64")
     assert json.loads((tmp_path / "guard.json").read_text())["starts"][0]["switched_off"] == [
         "attention:flash"
     ]

@@ -220,12 +220,12 @@ def test_a_tree_of_tensors_and_plain_values_comes_back(tmp_path: Path) -> None:
     )
     call.kwargs["draws"] = call.generator[0]  # type: ignore[index]
     back = unpack_call(in_a_bundle(call, tmp_path), nn.Linear(1, 1), CPU)
-    (restored, (strided, restored_again), size), nothing = back.args
+    (restored, (strided, restored_again), size), restored_none = back.args
     assert torch.equal(restored, x)
     assert torch.equal(strided, x[:, ::2])
     assert restored_again is restored or torch.equal(restored_again, x)
     assert (type(back.args[0]), type(back.args[0][1])) == (list, tuple)
-    assert (size, nothing) == ((2, 3), None)
+    assert (size, restored_none) == ((2, 3), None)
     assert back.kwargs["flags"] == call.kwargs["flags"]
     assert (back.kwargs["mode"], back.kwargs["rate"]) == ("fast", 0.1)
     assert back.kwargs["half"].dtype is torch.bfloat16

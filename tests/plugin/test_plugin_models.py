@@ -31,8 +31,8 @@ class Two:
         parameters = [list(model.parameters()) for model in self.models]
         groups = parameters if split else [[*parameters[0], *parameters[1]]]
         optimizers = [torch.optim.AdamW(group, lr=0.1) for group in groups]
-        prepared = self.accelerator.prepare(*self.models, *optimizers)
-        self.optimizers = list(prepared[2:])
+        prepared_parts = self.accelerator.prepare(*self.models, *optimizers)
+        self.optimizers = list(prepared_parts[2:])
         self.guard = Guard.attach(
             self.accelerator,
             self.models[1],
@@ -96,8 +96,8 @@ def test_a_bad_gradient_of_either_model_stops_the_step_of_its_optimizer_and_is_n
     assert f"the gradient of {name} was not finite" in event["verdict"]["words"]
     before = loop.state()
     loop.step(batch(3))
-    now = loop.state()
-    assert not any(map(torch.equal, before[:4], now[:4]))  # weights and biases of both
+    state_after = loop.state()
+    assert not any(map(torch.equal, before[:4], state_after[:4]))  # weights and biases of both
 
 
 @pytest.mark.parametrize("what", ["weight", "moment"])

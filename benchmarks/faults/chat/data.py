@@ -55,13 +55,13 @@ def _bad(
             shutil.copy(min(folder.rglob("00_*.mp4")), folder / file)
         _ask(folder, file, {"q": question, "a": answer}, **times)
 
-    more: dict[str, Any] = {"file": file, "put": put}
+    extra_fields: dict[str, Any] = {"file": file, "put": put}
     return ChatDataFault(
         f"chat data: {name}",
         "data",
         "before training",
         Expected("refused", "left out", (reason,), same_as="clean"),
-        **more,
+        **extra_fields,
     )
 
 

@@ -192,8 +192,8 @@ _ZERO = Expected(
 )
 _SAID_NOTHING = Expected("none", "none")
 FAULTS: tuple[Fault, ...] = tuple(
-    Fault(f"chat:{name}", component, when, expected, play=play, needs=("queries",))
-    for name, component, when, expected, play in (
+    Fault(f"chat:{name}", component, moment, expected, play=play, needs=("queries",))
+    for name, component, moment, expected, play in (
         ("half trainables", "optimizer", "step 1", _HALF, _half),
         ("half trainables after the guard", "optimizer", "step 1", _HALF, _halved_later),
         ("zero queries in fp16", "precision", "step 1", _ZERO, _zero_in_fp16),

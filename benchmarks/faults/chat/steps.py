@@ -69,9 +69,9 @@ def _own_autocast(stage: Stage) -> None:
 
 def _half_trainables(stage: Stage) -> None:
     """Halve the model after PEFT's attach, which is fp32 here whatever the base is (N13)."""
-    wide = {parameter.dtype for parameter in stage.trained().values()}
-    if wide != {torch.float32}:
-        raise CheckFailedError(f"attached in {wide}, not in fp32")
+    dtypes = {parameter.dtype for parameter in stage.trained().values()}
+    if dtypes != {torch.float32}:
+        raise CheckFailedError(f"attached in {dtypes}, not in fp32")
     for parameter in stage.trained().values():
         parameter.data = parameter.data.half()
 

@@ -58,20 +58,24 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     world = World(tmp_path, Accelerator(cpu=True), targets_for(DEFAULT))
     world.reference("clean", ())
 
-    fine = replace(a_fault("no bytes"), name="fine", file="fine.mp4", put=write_fine)
-    judgment = fine.judge(world)
+    accepted_fault = replace(a_fault("no bytes"), name="fine", file="fine.mp4", put=write_fine)
+    judgment = accepted_fault.judge(world)
     assert (judgment.named, judgment.recovered) == (False, False)
     assert {"not said: fine.mp4", "training had begun"} <= set(judgment.why)
     assert "the adapter is not that of a run that never had the sample" in judgment.why
 
-    vague = replace(a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",)))
-    world.shared[vague.peers(world.targets)] = world.shared[fine.peers(world.targets)]
-    judgment = vague.judge(world)
+    vague_fault = replace(
+        a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",))
+    )
+    world.shared[vague_fault.peers(world.targets)] = world.shared[
+        accepted_fault.peers(world.targets)
+    ]
+    judgment = vague_fault.judge(world)
     assert (judgment.named, judgment.why[0]) == (False, "not said: too dark")
 
-    turned = a_fault("a rotation flag", SoundOddity)
-    lost = replace(turned, name="lost", files=("lost.mp4",)).judge(world)
-    assert (lost.named, lost.recovered) == (True, False)
-    assert lost.why == ("lost.mp4 is not trained on",)
-    refused = replace(turned, name="refused", put=a_fault("no bytes").put).judge(world)
+    rotation_fault = a_fault("a rotation flag", SoundOddity)
+    lost_judgment = replace(rotation_fault, name="lost", files=("lost.mp4",)).judge(world)
+    assert (lost_judgment.named, lost_judgment.recovered) == (True, False)
+    assert lost_judgment.why == ("lost.mp4 is not trained on",)
+    refused = replace(rotation_fault, name="refused", put=a_fault("no bytes").put).judge(world)
     assert (refused.named, refused.recovered) == (False, False)

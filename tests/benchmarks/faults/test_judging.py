@@ -44,17 +44,17 @@ def test_a_sample_that_is_left_out_for_good_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_switch_that_is_off_and_right_is_seen(tmp_path: Path) -> None:
-    both = [("transient", "retry", None), ("kernel", "fallback", "kernel:op")]
-    observation = observed(tmp_path, *both)
+    both_events = [("transient", "retry", None), ("kernel", "fallback", "kernel:op")]
+    observation = observed(tmp_path, *both_events)
     assert "kernel:op" in why(Expected("transient", "retry"), observation)[0]
     assert not why(Expected("transient", "retry", may_be_off=("kernel:op",)), observation)
     assert not why(Expected("kernel", "fallback"), observation)
 
 
 def test_words_about_nothing_are_seen(tmp_path: Path) -> None:
-    nothing = Expected("none", "none")
-    assert not why(nothing, observed(tmp_path, ("precision", "report", None)))
-    assert why(nothing, observed(tmp_path, ("transient", "retry", None)))
+    expected_silence = Expected("none", "none")
+    assert not why(expected_silence, observed(tmp_path, ("precision", "report", None)))
+    assert why(expected_silence, observed(tmp_path, ("transient", "retry", None)))
 
 
 def test_a_fault_is_known_where_it_can_be() -> None:
