@@ -45,13 +45,13 @@ class Bytes:
     data: bytes
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self.name
 
-    def source(self) -> io.BytesIO:
+    def get_source(self) -> io.BytesIO:
         return io.BytesIO(self.data)
 
-    def stamp(self) -> tuple[int, ...]:
+    def get_stamp(self) -> tuple[int, ...]:
         return (len(self.data),)
 
     def exists(self) -> bool:
