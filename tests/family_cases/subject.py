@@ -69,7 +69,7 @@ def encoded_text(
     takes = subject.checkpoint.references
     if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
-        made = encode.with_references(caption, references, shape)
+        made = encode.encode_with_references(caption, references, shape)
     else:
         made = encode([caption])
     return {name: tensor[0] for name, tensor in made.items()}

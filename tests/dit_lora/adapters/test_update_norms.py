@@ -81,7 +81,8 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
         delta = layer.get_delta_weight("default")  # type: ignore[operator]
         norm = torch.linalg.vector_norm(delta).item()
         base = layer.base_layer
-        wide = base.widened(torch.float32) if hasattr(base, "dequantize") else base.weight  # type: ignore[operator, union-attr]
+        is_quantized = hasattr(base, "dequantize")
+        wide = base.dequantize(torch.float32) if is_quantized else base.weight  # type: ignore[operator, union-attr]
         assert update.norm == pytest.approx(norm, rel=1e-5)
         assert update.relative_norm == pytest.approx(
             norm / torch.linalg.vector_norm(wide).item(), rel=1e-5

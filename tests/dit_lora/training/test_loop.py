@@ -275,11 +275,15 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
 
         monkeypatch.setattr(owner, name, called)
 
-    for name in ("forward", "gradients", "clip", "before_update", "after_update"):
+    for name in (
+        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "after_update",
+    ):  # fmt: skip
         note(loop.watcher, name)
     note(loop.engine.optimizer.optimizer, "step")
     run(loop, 1, batches(2))
-    assert order == ["forward", "gradients", "clip", "before_update", "step", "after_update"]
+    assert order == [
+        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "step", "after_update",
+    ]  # fmt: skip
 
 
 def test_a_stop_code_reaches_the_result() -> None:

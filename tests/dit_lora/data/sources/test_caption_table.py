@@ -48,7 +48,7 @@ def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("by\nhand ")
     table = CaptionTable.read(tmp_path)
     assert (table.captions, table.uncaptioned) == ({"a.mp4": "by hand"}, ["b.mp4"])
-    with pytest.raises(RuntimeError, match="within locked_table"):
+    with pytest.raises(RuntimeError, match="inside lock_table"):
         table.write_captions({"b.mp4": "made"})
     with lock_table(tmp_path) as table:
         table.write_captions({"b.mp4": "made"})

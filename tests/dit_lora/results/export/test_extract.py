@@ -177,7 +177,9 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
         kept_energy += s[:4].square().sum().item()
     layers = sum(squares[f"{name}.weight"] for name in LAYERS)
     assert extraction.energy == pytest.approx(kept_energy / layers, rel=1e-9)
-    assert extraction.of_all == pytest.approx(kept_energy / sum(squares.values()), rel=1e-9)
+    assert extraction.total_energy_share == pytest.approx(
+        kept_energy / sum(squares.values()), rel=1e-9
+    )
     record = extraction.record()
     assert record["left_out"] == {
         name: pytest.approx(squares[name] / sum(squares.values()))
