@@ -83,7 +83,9 @@ def open_chat(variant: str, path: Path) -> ChatSubject:
     family, side = get_family(FAMILY_OF[variant]), SIDES[variant]
     opened = family.open(ModelConfig(family=family.name, path=str(path)))
     tiles = 4 if variant == "videochat2-hd" else None
-    return ChatSubject(variant, family, opened.viewing(VisionSettings(3, side, side, tiles)))
+    return ChatSubject(
+        variant, family, opened.with_vision_settings(VisionSettings(3, side, side, tiles))
+    )
 
 
 def padded(

@@ -159,7 +159,7 @@ def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
     layer_names = {}
     if table is None:
         for name in layers:
-            theirs = names.of(name)
+            theirs = names.translate(name)
             layer_names[name if theirs is None else theirs.removeprefix(names.prefix)] = [name]
         return layer_names
     for number in range(max(len(layers), 1)):

@@ -24,7 +24,7 @@ def musubi(one: Trained, *, without: str = "") -> Tensors:
     """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
     names, tensors = get_family("wan").comfyui, {}
     for name, (term,) in collect_updates(one.model).items():
-        theirs = (names.of(name) or "").removeprefix(names.prefix).replace(".", "_")
+        theirs = (names.translate(name) or "").removeprefix(names.prefix).replace(".", "_")
         if without and without in theirs:
             continue
         tensors[f"lora_unet_{theirs}.lora_down.weight"] = term.a.contiguous()

@@ -93,7 +93,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
     adapter = make(variant, family=family)
     for form in forms_of(family):
         model = attached(adapter, read(adapter, exported(adapter, form), family), family)
-        if form == "folded" or (form == "comfyui" and not facts.comfyui.alpha):
+        if form == "folded" or (form == "comfyui" and not facts.comfyui.reads_alpha):
             assert_same(deltas(model), deltas(adapter.model))
             continue
         expected, actual = matrices(adapter.model), matrices(model)
@@ -281,7 +281,7 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
     for name, (term,) in collect_updates(adapter.model).items():
-        theirs = (names.of(name) or "").removeprefix(names.prefix)
+        theirs = (names.translate(name) or "").removeprefix(names.prefix)
         joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
         layer_key = key.format(ours=name, theirs=theirs, **joined)
         tensors |= {f"{layer_key}.{down}.weight": term.a, f"{layer_key}.{up}.weight": term.b}

@@ -171,7 +171,7 @@ def test_a_plan_counts_what_encoders_make(
         .load_text_encoder(torch.float32, CPU)
         .encode_with_references("", references, shape)
     )
-    encoding = {**pictures(references[0]), **pictures.references(references, shape)}
+    encoding = {**pictures(references[0]), **pictures.encode_references(references, shape)}
     encoding |= {name: tensor[0] for name, tensor in texts.items()}
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
     assert subject.caption_encoder is not None
@@ -236,8 +236,11 @@ def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[st
     assert single.count_error(2) == "it has 2 references, and this model takes 1"
     assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.count_error(3) is None
-    assert single.refusal(80, 640) is None
-    assert single.refusal(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
+    assert single.unsupported_reason(80, 640) is None
+    assert (
+        single.unsupported_reason(640, 79)
+        == "it is 79 x 640, and one side may be 8 times the other"
+    )
 
 
 @pytest.mark.parametrize("area", [1024 * 1024, 384 * 384])

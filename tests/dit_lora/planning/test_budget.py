@@ -181,7 +181,7 @@ def test_storages_count_while_they_live() -> None:
     with AllocationTracker([source]) as live:
         tensor = (source + 1).exp()  # the sum is gone when its exponential is there
         view = tensor[2:]
-    assert (live.most, live.current_bytes, view.numel()) == (4 * 16, 4 * 8, 6)
+    assert (live.max_bytes, live.current_bytes, view.numel()) == (4 * 16, 4 * 8, 6)
     del tensor, view
     assert live.current_bytes == 0
 
@@ -219,7 +219,7 @@ def test_samples_are_what_encoders_make_of_them(
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
     with AllocationTracker() as live:
         encode(pixels)
-    assert subject.video_encoder.peak_bytes == pytest.approx(live.most, rel=0.1)
+    assert subject.video_encoder.peak_bytes == pytest.approx(live.max_bytes, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +352,10 @@ def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu:
     a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * a_sample - saved
     fits = gpu is None or needs <= gpu
-    planned = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
-    planned.mode, planned.phases = "none", {"training": needs}
+    planned = SimpleNamespace(
+        recipe=recipe, launch=launch, gpu_bytes=gpu, needed_bytes=needs, fits=fits
+    )
+    planned.checkpointing_mode, planned.phase_bytes = "none", {"training": needs}
     return planned
 
 

@@ -201,7 +201,7 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
 def test_a_step_in_which_some_groups_have_no_gradient_is_taken() -> None:
     """A vision encoder has none in a step of texts. Only a step without any gradient is refused."""
     loop = build(groups={"adapter": ("weight",), "backbone": ("bias",)})
-    model = loop.engine.bare
+    model = loop.engine.unwrapped_model
     model.bias.register_hook(torch.zeros_like)
     weight = model.weight.detach().clone()
     (result,) = run(loop, 1, batches(1))

@@ -134,7 +134,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
         inner = getattr(loop, name)
 
         def call(*given: Any) -> Any:
-            bare, number = given[0].engine.bare, numbers[name](given)
+            bare, number = given[0].engine.unwrapped_model, numbers[name](given)
             reads.put([*bare.parameters(), *bare.buffers()])
             before = len(reads.found)
             with reads, Sends(reads):

@@ -132,7 +132,7 @@ def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> No
     )
     batches = list(build_loader(dataset, how(sampler)))
     batch = batches[1]  # positions 3, 4, 5
-    assert batch.draws == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
+    assert batch.sample_seeds == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
     for row, sample in enumerate(batch.ids):
         k = float(sample.removesuffix(".mp4"))
         assert (batch.tensors["latent_mean"][row] == k).all()
@@ -175,7 +175,7 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
         loader = build_loader(dataset, how(sampler, workers=workers, prefetch=3))
         for number, batch in enumerate(loader):
             text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
-            rows = zip(batch.ids, batch.draws, text, strict=True)
+            rows = zip(batch.ids, batch.sample_seeds, text, strict=True)
             steps[number // accumulate] |= {
                 (sample, draw): caption for sample, draw, caption in rows
             }
@@ -446,7 +446,7 @@ def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None
         local_sample, unpickled_sample = dataset[position], unpickled[position]
         assert (local_sample.ids, local_sample.sample_seeds) == (
             unpickled_sample.ids,
-            unpickled_sample.draws,
+            unpickled_sample.sample_seeds,
         )
         assert all(
             torch.equal(local_sample.tensors[name], unpickled_sample.tensors[name])

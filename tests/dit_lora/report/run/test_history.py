@@ -32,7 +32,7 @@ def test_lines_come_once_and_a_half_written_one_when_it_is_whole(tmp_path: Path)
     assert not tail.reset_if_replaced()
     assert given(tail) == [3, 5]
     assert not tail.is_last_line_incomplete
-    assert tail.bad == [4]
+    assert tail.damaged_lines == [4]
     assert given(tail) == []
 
 

@@ -98,8 +98,8 @@ def test_a_merged_adapter_comes_back(
         shapes = {delta.shape[2:] for delta in expected.values()}
         assert len(shapes) > 1
     assert {layer.name for layer in extraction.layers} == expected.keys()
-    assert extraction.energy == pytest.approx(1, abs=1e-10)
-    assert not extraction.left_out
+    assert extraction.energy_share == pytest.approx(1, abs=1e-10)
+    assert not extraction.excluded_energy
     pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     step = tiny_step(tiny_checkpoints, variant)
     before = output(step, pipeline.transformer)
@@ -173,10 +173,10 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
         assert (b @ a - best).norm() <= 1e-6 * best.norm()
         share = (s[:4].square().sum() / s.square().sum()).item()
         assert 0.5 < share < 0.99
-        assert layer.energy == pytest.approx(share, rel=1e-9)
+        assert layer.energy_share == pytest.approx(share, rel=1e-9)
         kept_energy += s[:4].square().sum().item()
     layers = sum(squares[f"{name}.weight"] for name in LAYERS)
-    assert extraction.energy == pytest.approx(kept_energy / layers, rel=1e-9)
+    assert extraction.energy_share == pytest.approx(kept_energy / layers, rel=1e-9)
     assert extraction.total_energy_share == pytest.approx(
         kept_energy / sum(squares.values()), rel=1e-9
     )
@@ -185,7 +185,7 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
         name: pytest.approx(squares[name] / sum(squares.values()))
         for name in ("norm_final.weight", "proj_out.bias")
     }
-    report = "\n".join(extraction.lines())
+    report = "\n".join(extraction.format_lines())
     assert "rank 4 keeps " in report
     assert re.search(
         r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", report

@@ -112,7 +112,7 @@ def test_comfyui_adds_the_same_update(
     names = get_family("flux2").comfyui
     claimed = set()
     for name, layer in layers(trained_adapter.model).items():
-        key = f"{names.of(name)}."
+        key = f"{names.translate(name)}."
         layer_tensors = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
         claimed |= {f"{key}{suffix}" for suffix in layer_tensors}
         shape = layer.get_base_layer().weight.shape

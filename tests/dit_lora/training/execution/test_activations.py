@@ -106,7 +106,7 @@ def peak(step: TinyStep, mode: CheckpointingMode) -> int:
     set_checkpointing(step.transformer, mode)
     with AllocationTracker([*step.transformer.parameters(), *step.transformer.buffers()]) as live:
         step.gradients()
-    return live.most
+    return live.max_bytes
 
 
 class Block(nn.Module):
