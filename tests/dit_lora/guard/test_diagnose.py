@@ -170,8 +170,10 @@ def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
 def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) -> None:
     model.block.fault = fails
     # The stock model may need more memory for a step than there is.
-    full = Fallback("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
-    idle = [full, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
+    out_of_memory_switch = Fallback(
+        "norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), ""
+    )
+    idle = [out_of_memory_switch, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
     verdict = diagnosed(batch(model), model, fallbacks=[*idle, switch(model.block, cause=cause)])
     assert "does not fit into memory" in str(verdict.evidence["norm"])
     assert (verdict.cause, verdict.switch) == (cause, f"{cause}:norm")
@@ -215,12 +217,12 @@ def test_ranks_in_step_try_fp32_only_where_it_surely_fits(
     """Without memory in the middle of a pass, other ranks would wait for this one."""
     model = Net(torch.float16)
     model.block.fault = grow
-    half = [p for p in model.parameters() if p.dtype is torch.float16]
-    available = 4 * sum(p.numel() for p in half) + more
+    half_parameters = [p for p in model.parameters() if p.dtype is torch.float16]
+    available = 4 * sum(p.numel() for p in half_parameters) + more
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     PartialState(cpu=True)
-    verdict = diagnosed(batch(model), model, collective_forward=True)
-    assert half
+    verdict = diagnosed(batch(model), model, lockstep=True)
+    assert half_parameters
     assert verdict.cause == cause
     assert ("fp32" in verdict.evidence) is (cause == "unknown")
 

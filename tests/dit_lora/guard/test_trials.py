@@ -150,8 +150,8 @@ def test_a_control_is_taken_from_the_data_where_no_step_has_given_one(model: Net
 
 
 def test_a_replay_that_does_not_fit_into_memory_convicts_nobody(model: Net) -> None:
-    full = Mock(side_effect=torch.OutOfMemoryError)
-    verdict = diagnosed(batch(model, loss=full), model)
+    out_of_memory = Mock(side_effect=torch.OutOfMemoryError)
+    verdict = diagnosed(batch(model, loss=out_of_memory), model)
     assert (verdict.cause, verdict.sample_ids) == ("unknown", IDS)
     assert "does not fit into memory" in verdict.words
 
