@@ -265,7 +265,7 @@ def _product(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute R relu(x) @ matrix (BLOCK_S, BLOCK_D), or if TRANSPOSED x @ matrix'."""
+    """Compute rotate(relu(x)) @ matrix (BLOCK_S, BLOCK_D); if TRANSPOSED, x @ matrix^T without relu and rotation."""
     # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
     # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
