@@ -196,13 +196,13 @@ def our_loop(
 class OpenGate:
     """A gate that checks nothing."""
 
-    def losses(self, losses: torch.Tensor, *, bad_data: bool) -> None:
+    def record_losses(self, losses: torch.Tensor, *, bad_data: bool) -> None:
         return
 
-    def gradients(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def record_gradient_norms(self, norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.bool)
 
-    def agreed(self) -> None:
+    def reduce_flags(self) -> None:
         return
 
 
@@ -212,11 +212,11 @@ def without_gate() -> Iterator[None]:
     healthy = torch.zeros((), dtype=torch.bool)
     replacements: dict[str, Callable[..., Any]] = {
         "Gate": lambda accelerator: OpenGate(),
-        "replayable": lambda losses, model, batch, position: None,
+        "make_replayable": lambda losses, model, batch, position: None,
     }
     in_engine: dict[str, Callable[..., Any]] = {
-        "gated_step": lambda optimizer, bad: optimizer.step(),
-        "weights_are_bad": lambda optimizer: healthy,
+        "take_gated_step": lambda optimizer, bad: optimizer.step(),
+        "has_nonfinite_weights": lambda optimizer: healthy,
     }
     with ExitStack() as stack:
         for name, function in replacements.items():

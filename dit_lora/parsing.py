@@ -39,7 +39,7 @@ _DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
 class ParseError(DitLoraError, ValueError):
-    """What is wrong with a text, in one line. The user sees this message if no caller adds a better one."""
+    """Raised if JSON cannot be parsed or has the wrong types. Its message is one line, fit to show to the user."""
 
     def __init__(self, message: str, *, position: int | None = None, location: str = "") -> None:
         super().__init__(f"{message}{location}")

@@ -87,7 +87,7 @@ def batch(
     def single(index: int) -> MicroBatch:
         return batch(model, tensors, (ids[index],), loss=loss, noise=noise, **facts)
 
-    changes = {"redrawn": again, "at": again, **facts}
+    changes = {"redraw": again, "move_to": again, **facts}
     return MicroBatch(ids, 12, 1, 2, own_rows, forward, single, **changes)
 
 

@@ -18,7 +18,7 @@ from dit_lora_kernels import ada_norm, qk_norm_rope
 Op = Callable[..., Any]
 OPS = {
     "ada_norm": (ada_norm, "ada_norm_reference", "_backward_reference"),
-    "qk_norm_rope": (qk_norm_rope, "qk_norm_rope_reference", "_reference_gradients"),
+    "qk_norm_rope": (qk_norm_rope, "qk_norm_rope_reference", "_compute_reference_gradients"),
 }
 
 

@@ -12,7 +12,7 @@ from dit_lora.training.guarding import parity_watch
 
 PASSES = 4
 """Passes through blocks that ask whether a kernel repeats itself: in a tiny model all of them are two blocks', and
-take a fifth of a run. Tests of kernels that are wrong now and then set `numerics.block_parity.MIN_PASSES` here."""
+take a fifth of a run. Tests of kernels that are wrong only sometimes set the library's `MIN_PASSES` here."""
 
 
 @contextmanager
@@ -34,16 +34,14 @@ def _counted_once(
     losses: Any,
     batch: dict[str, Any],
     device: Any,
-    known: dict[str, Any] | None = None,
-    alone: Any = None,
+    integer_inputs: dict[str, Any] | None = None,
+    forward_context: Any = None,
 ) -> Any:
-    """Return what `memory.measure_activations` does, a third of a tiny run, but count once for equal weights and
-    batches.
-    """
+    """`measure_activations`, which takes a third of a tiny run, but run once for equal weights and batches."""
     named_tensors = [*model.named_parameters(), *model.named_buffers()]
     weights = [(name, t.shape, t.dtype, t.requires_grad) for name, t in named_tensors]
-    values = [(name, tensor.flatten().tolist()) for name, tensor in (known or {}).items()]
+    values = [(name, tensor.flatten().tolist()) for name, tensor in (integer_inputs or {}).items()]
     key = str((type(model), model.training, weights, batch, device, values))
     if key not in _COUNTED:
-        _COUNTED[key] = _MEASURE(model, losses, batch, device, known, alone)
+        _COUNTED[key] = _MEASURE(model, losses, batch, device, integer_inputs, forward_context)
     return _COUNTED[key]

@@ -40,31 +40,31 @@ class FakeFiles:
     refuse: DitLoraError | None = None
     newest: int = 0
 
-    def event(self, event: Event) -> None:
+    def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
 
-    def rewind(self, step: int, *, other_trajectory: bool) -> None:
-        self.calls.append(("rewind", step, other_trajectory))
+    def rewind(self, step: int, *, is_new_trajectory: bool) -> None:
+        self.calls.append(("rewind", step, is_new_trajectory))
 
-    def quarantined(self, quarantine: Quarantine) -> None:
+    def save_quarantine(self, quarantine: Quarantine) -> None:
         self.calls.append(("quarantined", [record.sample_id for record in quarantine.records]))
 
-    def set_aside_bad(self, samples: Sequence[str]) -> list[str]:
+    def mark_bad_entries(self, samples: Sequence[str]) -> list[str]:
         self.calls.append(("set_aside_bad", list(samples)))
         return [f"set aside {sample}" for sample in samples]
 
-    def save(self, step: int, guard: Mapping[str, Any]) -> None:
+    def save(self, step: int, guard_state: Mapping[str, Any]) -> None:
         self.calls.append(("save", step))
         if self.refuse is not None:
             raise self.refuse
 
-    def newest_saved(self) -> int:
+    def find_newest_saved_step(self) -> int:
         return self.newest
 
-    def left_out(self, step: int, guard: Mapping[str, Any]) -> None:
+    def save_if_due(self, step: int, guard_state: Mapping[str, Any]) -> None:
         self.calls.append(("left_out", step))
 
-    def bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
+    def write_bundle(self, micro_batch: MicroBatch, event: Event) -> str | None:
         self.calls.append(("bundle", micro_batch.rank, micro_batch.micro_step))
         return f"bundles/{micro_batch.micro_step}"
 

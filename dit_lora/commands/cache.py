@@ -51,7 +51,7 @@ class CacheOutcome:
         return {"cache": str(self.root), **halves}
 
     def format_text(self) -> str:
-        """Text for a terminal."""
+        """The result as text for the terminal."""
         lines = []
         for kind, values in self.record().items():
             if isinstance(values, dict):

@@ -79,7 +79,7 @@ def _drop_zeros(sizes: Any) -> dict[str, int]:
 
 
 def _build_rows(sizes: Any) -> list[tuple[str, str]]:
-    """Table rows of names and sizes."""
+    """Rows of the memory table: what needs memory, and its GiB as text."""
     return [(name.replace("_", " "), format_gib(size)) for name, size in sizes.items()]
 
 

@@ -190,7 +190,7 @@ def verify_adapter(
 
 
 def _update_record(run: Path, verification: Verification, changed: Sequence[str]) -> Verification:
-    """Update the run's verification record if it is missing or of other files."""
+    """Write the run's verification.json if it is missing, or if it was written for other adapter files."""
     path = run / VERIFICATION_FILE
     stored = read_verification(run)
     # The record is up to date.

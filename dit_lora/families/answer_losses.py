@@ -41,7 +41,7 @@ def add_answer_losses(model: nn.Module) -> nn.Module:
         return model
     if "forward" in model.__dict__:
         raise DitLoraError(
-            f"{type(model).__name__}: its forward is wrapped already; call with_answer_losses before "
+            f"{type(model).__name__}: its forward is wrapped already; call add_answer_losses before "
             "hooks, offload and Accelerate's prepare"
         )
     # Both checks run before anything is patched: a model that cannot be supported stays as it is.

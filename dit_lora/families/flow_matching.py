@@ -171,7 +171,7 @@ class FlowCheckpoint(Checkpoint):
         batch: Mapping[str, torch.Tensor],
         random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The prediction of a training step: `predict`, unless the family needs more random tensors
-        (`random_tensors`).
+        """Predict for a training step. Calls `predict`; families that need further random tensors override this, and
+        take them from `random_tensors`.
         """
         return self.predict(transformer, noisy, timesteps, batch)

@@ -25,7 +25,7 @@ _MAX_TENSORS_BYTES = 2**34
 
 @dataclass(frozen=True)
 class Bundle:
-    """The contents of a bundle's folder."""
+    """A bundle read from its folder: the files that reproduce one failed micro-batch."""
 
     facts: Mapping[str, Any]
     """`event`, `replay` (step, micro-step, rank, ids), `packages` and `left_out`. A run adds `recipe`, and draws to

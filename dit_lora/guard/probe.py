@@ -239,7 +239,7 @@ class _ValueSummary:
 
 
 def _summarize_values(leaves: Sequence[Any]) -> _ValueSummary | None:
-    """The combined state of all leaves; None without floating-point values."""
+    """Summary over all tensors of an input or output: finite or not, magnitude, dtype. None without float tensors."""
     local_tensors = (get_local_tensor(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     tensors = [tensor for tensor in local_tensors if has_values(tensor)]
     if not tensors:

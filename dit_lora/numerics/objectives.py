@@ -56,7 +56,7 @@ def compute_next_token_losses(
     The values equal `F.cross_entropy(head(hidden).float().mT, labels)` of each sample.
     """
     if chunk_size < 1:
-        raise DitLoraError(f"next_token_losses: chunk must be at least 1 row; got {chunk_size}")
+        raise DitLoraError(f"chunk_size must be at least 1 row; got {chunk_size}")
     # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
     rows, targets = hidden.flatten(0, 1).split(chunk_size), labels.flatten().split(chunk_size)
     parts = [

@@ -139,7 +139,7 @@ class _RecipeVariants:
     _estimators: dict[str, MemoryEstimator] = field(default_factory=dict)
 
     def compute_variant_budget(self, changes: Sequence[Settings] = ()) -> MemoryBudget:
-        """The budget with these changes. Raises `DitLoraError` if the recipe or the launch does not allow them."""
+        """Memory needs of the recipe with these settings changed. Raises `DitLoraError` if they are not allowed."""
         settings = _merge_settings(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_format_overrides(settings)])
         # Sharding is no key of the recipe: it belongs to the launch.
@@ -153,7 +153,7 @@ class _RecipeVariants:
         return compute_budget(recipe, self.get_estimator(recipe), launch, self.gpu_bytes)
 
     def try_changes(self, changes: Sequence[Settings]) -> MemoryBudget | None:
-        """The budget with these changes; None if they are not allowed."""
+        """Memory needs of the recipe with these settings changed; None if they are not allowed."""
         try:
             return self.compute_variant_budget(changes)
         except DitLoraError:

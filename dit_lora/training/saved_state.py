@@ -143,7 +143,7 @@ class Checkpoints:
         raise_on_all_ranks(self.setup.session.accelerator, error)
 
     def poll_exit_code(self) -> int:
-        """Exit code of an error with this process's files so far, or 0. Does not wait."""
+        """Exit code if writing this process's files has failed so far, else 0. Does not wait for pending writes."""
         # Another process may have taken the folder for a dead run's: this one must write no more.
         lost = self.setup.session.lock.get_takeover_error()
         if lost is not None:

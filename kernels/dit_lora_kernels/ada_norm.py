@@ -76,17 +76,17 @@ def ada_norm_reference(
     mean = rows.mean(-1, keepdim=True)
     rows = rows - mean if layer else rows
     rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-    out = rows * rstd
+    output = rows * rstd
     if weight is not None:
-        out = out * weight.to(wide)
+        output = output * weight.to(wide)
     if bias is not None:
-        out = out + bias.to(wide)
+        output = output + bias.to(wide)
     if scale is not None:
-        out = out * (1 + _expand_table(scale, tokens, wide))
+        output = output * (1 + _expand_table(scale, tokens, wide))
     if shift is not None:
-        out = out + _expand_table(shift, tokens, wide)
+        output = output + _expand_table(shift, tokens, wide)
     stats = torch.cat([rstd, mean], -1) if layer else rstd
-    return out.to(x.dtype), residual, stats.movedim(-1, 0)
+    return output.to(x.dtype), residual, stats.movedim(-1, 0)
 
 
 def _backward_reference(
@@ -130,12 +130,12 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     """
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
-    out = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
+    output = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
     stats = torch.empty(
         (1 + layer, x.shape[0], tokens), dtype=accumulation_dtype(x.dtype), device=x.device
     )
     gated = [stream.x.shape for stream in streams if stream.y is not None]
-    return [out, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
+    return [output, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
 
 def _split_by_stream(joint: Tensor, stats: Tensor, streams: Sequence[Stream]) -> tuple[Any, Any]:
@@ -157,13 +157,13 @@ def ada_norm_forward(
     results = _allocate_forward(streams, layer)
     residuals = list(results[2:])
     by_stream = _split_by_stream(results[0], results[1], streams)
-    for stream, out, stats in zip(streams, *by_stream, strict=True):
+    for stream, output, stats in zip(streams, *by_stream, strict=True):
         residual = None if stream.y is None else residuals.pop(0)
         if launches(stream.x):
-            launch_forward(stream, weight, bias, residual, out, stats, eps)
+            launch_forward(stream, weight, bias, residual, output, stats, eps)
             continue
         normed, updated, statistics = ada_norm_reference(stream, weight, bias, layer, eps)
-        out.copy_(normed)
+        output.copy_(normed)
         stats.copy_(statistics)
         if residual is not None:
             residual.copy_(updated)
@@ -382,13 +382,13 @@ class _Plan(NamedTuple):
         need a gradient.
         """
         first_operand = flat[0]
-        out = first_operand.new_empty(self.output_shape)
+        output = first_operand.new_empty(self.output_shape)
         stats = first_operand.new_empty(self.stats_shape, dtype=self.wide)
-        outputs, saved = [out], [weight, bias, stats]
-        rows: Sequence[Tensor] = (out,)
+        outputs, saved = [output], [weight, bias, stats]
+        rows: Sequence[Tensor] = (output,)
         statistics: Sequence[Tensor] = (stats,)
         if len(self.streams) > 1:
-            rows = out.split_with_sizes(self.lengths, 1)
+            rows = output.split_with_sizes(self.lengths, 1)
             statistics = stats.split_with_sizes(self.lengths, 2)
         for i, plan in enumerate(self.streams):
             x, shift, scale, y, gate = flat[5 * i : 5 * i + 5]
@@ -474,7 +474,7 @@ class _AdaNorm(torch.autograd.Function):
             outputs, keep = plan.run(weight, bias, flat, ctx.needs_input_grad[5:])
             ctx.save_for_backward(*keep)
             return tuple(outputs)
-        out, stats, *updates = ada_norm_forward(list(flat), weight, bias, layer, eps)
+        output, stats, *updates = ada_norm_forward(list(flat), weight, bias, layer, eps)
         updated = list(updates)  # torch 2.11's Dynamo makes a tuple of starred names
         streams, wants = _group_fields(flat), _group_fields(ctx.needs_input_grad[5:])
         residuals = [s.x if s.y is None else updated.pop(0) for s in streams]
@@ -484,7 +484,7 @@ class _AdaNorm(torch.autograd.Function):
         for residual, stream, want in zip(residuals, streams, wants, strict=True):
             saved += [residual, stream.y if want.gate else None, stream.gate, stream.scale]
         ctx.save_for_backward(*saved)
-        return (out, *residuals)
+        return (output, *residuals)
 
     @staticmethod
     def backward(
@@ -605,10 +605,10 @@ def joint_ada_norm(
     if plan is None:
         check_streams(streams, norm, {"weight": weight, "bias": bias})
         flat = [field for i, stream in enumerate(streams) for field in expand_tables(stream, i)]
-        out, *residuals = _AdaNorm.apply(layer, eps, None, weight, bias, *flat)
+        output, *residuals = _AdaNorm.apply(layer, eps, None, weight, bias, *flat)
     else:
-        out, *residuals = apply_plainly(_AdaNorm, layer, eps, plan, weight, bias, *flat)
-    return out, tuple(residuals)
+        output, *residuals = apply_plainly(_AdaNorm, layer, eps, plan, weight, bias, *flat)
+    return output, tuple(residuals)
 
 
 def _find_plan(
@@ -675,7 +675,7 @@ def ada_norm(
 
     Source: diffusers AdaLayerNormZero, and the block forwards of Sana, Wan and LTX.
     """
-    out, (residual,) = joint_ada_norm(
+    output, (residual,) = joint_ada_norm(
         [Stream(x, shift, scale, y, gate)], weight, bias, norm=norm, eps=eps
     )
-    return out if y is None else (out, residual)
+    return output if y is None else (output, residual)

@@ -89,7 +89,7 @@ def _forward_kernel(
         tl.store(residual_ptr + row * D + columns, stored, mask=inside)
         x = stored.to(ACC)
 
-    # `out` and the statistics have S tokens a sample; their pointers are at this stream's first token. LayerNorm's
+    # `output` and the statistics have S tokens a sample; their pointers are at this stream's first token. LayerNorm's
     # means lie MEAN elements behind rstd.
     if LAYER:
         mean = tl.sum(x, axis=0) / D
@@ -98,19 +98,19 @@ def _forward_kernel(
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / D + EPS)
     tl.store(rstd_ptr + b * S + t, rstd)
 
-    out = x * rstd
+    output = x * rstd
     if weight_ptr is not None:
-        out = out * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(ACC)
+        output = output * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(ACC)
     if bias_ptr is not None:
-        out = out + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(ACC)
+        output = output + tl.load(bias_ptr + columns, mask=inside, other=0.0).to(ACC)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + b * scale_b + g * scale_g + columns, mask=inside, other=0.0)
-        out = out * (1.0 + scale.to(ACC))
+        output = output * (1.0 + scale.to(ACC))
     if shift_ptr is not None:
         shift = tl.load(shift_ptr + b * shift_b + g * shift_g + columns, mask=inside, other=0.0)
-        out = out + shift.to(ACC)
-    out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (b * S + t) * D + columns, out, mask=inside)
+        output = output + shift.to(ACC)
+    output = output.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (b * S + t) * D + columns, output, mask=inside)
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _backward_kernel(
     LAYER: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    first = program % CHUNKS * ROWS
+    first_row = program % CHUNKS * ROWS
     group = program // CHUNKS
     b = group // G
     g = group % G
@@ -169,9 +169,9 @@ def _backward_kernel(
     dgate = tl.zeros((BLOCK_D,), ACC)
 
     for i in tl.range(0, ROWS, num_stages=STAGES):
-        exists = first + i < L
+        exists = first_row + i < L
         inside = columns < tl.where(exists, D, 0)
-        t = g * L + first + i
+        t = g * L + first_row + i
         grad = tl.load(grad_ptr + b * grad_b + t * grad_t + columns, mask=inside, other=0.0).to(ACC)
         row = residual_ptr + b * residual_b + t * residual_t
         x = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
@@ -224,8 +224,8 @@ def prepare_forward(
 ) -> Prepared:
     """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
 
-    Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `out` (B,S,D) and of `stats` (1 or
-    2,B,S).
+    Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `output` (B,S,D) and of `stats` (1
+    or 2,B,S).
     """
     x = rows[0]
     assert x is not None
@@ -288,11 +288,11 @@ def launch_forward(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    out: Tensor,
+    output: Tensor,
     stats: Tensor,
     eps: float,
 ) -> None:
-    """Fill `residual` (B,T,D), and `out` (B,T,D) and `stats` (1 or 2,B,T), which are slices of a joint buffer's
+    """Fill `residual` (B,T,D), and `output` (B,T,D) and `stats` (1 or 2,B,T), which are slices of a joint buffer's
     tokens.
     """
     if stream.x.numel() == 0:
@@ -304,7 +304,7 @@ def launch_forward(
     launch = prepare_forward(
         _get_layouts(rows), _get_layouts(affine), get_layout(stats), stream.groups(), eps
     )
-    launch(*rows, *affine, residual, out, stats)
+    launch(*rows, *affine, residual, output, stats)
 
 
 def launch_backward(

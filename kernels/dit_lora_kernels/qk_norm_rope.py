@@ -12,7 +12,7 @@ The backward starts from the output, which attention saves anyway: ``x_hat = (R^
 ``g = R^T(dout) * weight``: ``dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))``, the last term only for LayerNorm.
 
 Traffic in passes over x: forward 2, backward 3 (2 without a norm), in addition to the tables and rstd. Saved for the
-backward in addition to `out`: rstd, fp32, one number per head (or per token, across heads).
+backward in addition to `output`: rstd, fp32, one number per head (or per token, across heads).
 """
 
 from collections.abc import Sequence
@@ -161,12 +161,12 @@ def _op(
         _get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device
     )
     if launches(x):
-        out = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
-        return out, rstd
+        output = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
+        return output, rstd
     if from_output:
         rstd = _normalize(x.to(rstd.dtype), options)[1].squeeze(-1)
-    out = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
-    return out.contiguous(), rstd
+    output = qk_norm_rope_reference(x, weight, bias, cos, sin, **options._asdict())
+    return output.contiguous(), rstd
 
 
 def _get_rstd_shape(x: Tensor, options: Options, from_output: bool) -> tuple[int, ...]:
@@ -230,14 +230,14 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the tensors that the backward reads, in the order of BackwardOperands."""
     x, weight, bias, cos, sin, norm, *options, from_output = inputs
-    out, rstd = output
+    normed, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.options = (norm, *options)
     # A rotation without a norm is undone with its tables; a norm needs its output, which attention keeps anyway, or x.
     if norm == "none":
         ctx.save_for_backward(None, None, None, None, cos, sin)
     elif from_output:
-        ctx.save_for_backward(out, rstd, weight, bias, cos, sin)
+        ctx.save_for_backward(normed, rstd, weight, bias, cos, sin)
     else:
         ctx.save_for_backward(x, None, weight, bias, cos, sin)
 
@@ -354,5 +354,5 @@ def qk_norm_rope(
     # Trained parameters move away from the values that `recoverable` saw.
     trained = any(t is not None and t.requires_grad for t in (weight, bias))
     from_output = from_output and norm != "none" and not trained
-    out, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)
-    return out
+    output, _rstd = _op(x, weight, bias, cos, sin, *options, from_output)
+    return output

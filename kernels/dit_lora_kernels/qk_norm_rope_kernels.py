@@ -341,16 +341,16 @@ def launch_forward(
 ) -> Tensor:
     """Compute the output (B,S,H,D), contiguous; fills `rstd` (B,S,H or 1) if given. The caller checks shapes."""
     batch, tokens, heads, width = x.shape
-    out = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
+    output = torch.empty((batch, tokens, heads, width), dtype=x.dtype, device=x.device)
+    if output.numel() == 0:
+        return output
     x, cos, sin = make_rows_contiguous(x), _add_batch_dimension(cos), _add_batch_dimension(sin)
     rows = 0 if cos is None else cos.shape[1]
     launch(
-        _forward_kernel, (batch * tokens,), x, make_contiguous(weight), make_contiguous(bias), cos, sin, out, rstd,
+        _forward_kernel, (batch * tokens,), x, make_contiguous(weight), make_contiguous(bias), cos, sin, output, rstd,
         tokens, rows, options.first, *x.stride()[:3], **_get_constants(x, cos, options),
     )  # fmt: skip
-    return out
+    return output
 
 
 def launch_backward(

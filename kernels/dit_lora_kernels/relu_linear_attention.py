@@ -88,7 +88,7 @@ def _compute_reciprocal(p: Tensor, z: Tensor, eps: float) -> Tensor:
 def _compute_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
+    """Compute `output` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
     # Autocast would run these einsums in 16 bits, and their sums over all tokens need fp32.
     with torch.autocast(q.device.type, enabled=False):
         p, c, v = (
@@ -98,10 +98,10 @@ def _compute_reference(
         )
         z = c.sum(1)
         state = torch.einsum("bshd,bshe->bhde", _apply_rotation(c, cos, sin), v)
-        out = torch.einsum(
+        output = torch.einsum(
             "bshd,bhde->bshe", _apply_rotation(p, cos, sin), state
         ) * _compute_reciprocal(p, z, eps)
-        return out.to(q.dtype), state, z
+        return output.to(q.dtype), state, z
 
 
 def relu_linear_attention_reference(
@@ -151,7 +151,7 @@ def _backward_reference(operands: BackwardOperands, eps: float) -> tuple[Tensor,
 
 
 @triton.jit
-def _place(H, CHUNKS):
+def _locate_program(H, CHUNKS):
     """The number, sample, chunk and head of this program, in int64: offsets of rows pass 2^31 for videos."""
     program = tl.program_id(0).to(tl.int64)
     h = program % H
@@ -265,7 +265,7 @@ def _product(
     D: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute R relu(x) @ matrix (BLOCK_S, BLOCK_D), or if TRANSPOSED x @ matrix'."""
+    """Compute rotate(relu(x)) @ matrix (BLOCK_S, BLOCK_D); if TRANSPOSED, x @ matrix^T without relu and rotation."""
     # BLOCK_K channels of x at a time: the whole matrix would not fit in registers beside its product. A rotation
     # mixes neighbours alone, so a slice of an even number of channels is rotated by itself.
     columns = tl.arange(0, BLOCK_D)
@@ -299,7 +299,7 @@ def state_kernel(
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store a program's partials of state = sum_t (R relu(k)[t]) v[t]' and of z = sum_t relu(k)[t]."""
-    program, b, chunk, h = _place(H, CHUNKS)
+    program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
@@ -326,7 +326,7 @@ def output_kernel(
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store out[s] = (R relu(q)[s]) @ state / (relu(q)[s] . z), in q's dtype."""
-    _program, b, chunk, h = _place(H, CHUNKS)
+    _program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
@@ -343,14 +343,14 @@ def output_kernel(
         inverse = _inverse(p, z, EPS)
         if WHOLE:
             turned = _rotate(p, cos_ptr, sin_ptr, rows, columns, S, D, False)
-            out = tl.zeros((BLOCK_S, BLOCK_D), ACC)
-            out = _add_turned(out, turned, high, middle, cos_ptr is not None, OPERAND)
+            output = tl.zeros((BLOCK_S, BLOCK_D), ACC)
+            output = _add_turned(output, turned, high, middle, cos_ptr is not None, OPERAND)
         else:
-            out = _product(
+            output = _product(
                 q_ptr, cos_ptr, sin_ptr, state_ptr, rows, q_s, S, False, D,
                 ACC, PRECISION, OPERAND, BLOCK_S, BLOCK_D, BLOCK_K,
             )  # fmt: skip
-        _store(out_ptr, out * inverse, rows, columns, H * D, S, D)
+        _store(out_ptr, output * inverse, rows, columns, H * D, S, D)
 
 
 @triton.jit
@@ -365,7 +365,7 @@ def query_grad_kernel(
 
     With u = state @ g and w = 1 / (p . z): d(R p) = w u and d(p . z) = -w^2 (R p . u); the output is not needed.
     """
-    program, b, chunk, h = _place(H, CHUNKS)
+    program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
@@ -414,7 +414,7 @@ def key_grad_kernel(
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store dk[t] = R' (dstate @ v[t]) + dz where k[t] > 0, and dv[t] = (R relu(k)[t]) @ dstate."""
-    _program, b, chunk, h = _place(H, CHUNKS)
+    _program, b, chunk, h = _locate_program(H, CHUNKS)
     if cos_ptr is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
@@ -534,25 +534,25 @@ def _total(partials: Tensor) -> Tensor:
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `out` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
+    """Compute `output` (B,S,H,D) in q's dtype, and `state` (B,H,D,D) and `z` (B,H,D) in fp32 (fp64 for fp64)."""
     q, k, v = make_rows_contiguous(q), make_rows_contiguous(k), make_rows_contiguous(v)
     cos, sin, table_b = _prepare_tables(cos, sin)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     state, z = _allocate_partials(q)
     chunks, h = z.shape[1:3]
     grid = (z.shape[0] * chunks * h,)
-    if out.numel():
+    if output.numel():
         launch(
             state_kernel, grid, k, v, cos, sin, state, z, q.shape[1], h, chunks,
             *k.stride()[:3], *v.stride()[:3], table_b, **_get_launch_options(state_kernel, q, k, v),
         )  # fmt: skip
     state, z = _total(state), _total(z)
-    if out.numel():
+    if output.numel():
         launch(
-            output_kernel, grid, q, cos, sin, state, z, out, q.shape[1], h, chunks,
+            output_kernel, grid, q, cos, sin, state, z, output, q.shape[1], h, chunks,
             *q.stride()[:3], table_b, EPS=eps, **_get_launch_options(output_kernel, q, k, v),
         )  # fmt: skip
-    return out, state, z
+    return output, state, z
 
 
 def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tensor | None]) -> None:
@@ -586,11 +586,11 @@ def launch_backward(operands: BackwardOperands, eps: float, grads: Sequence[Tens
 def relu_linear_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward op: `out` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous; operands are checked."""
+    """The forward op: `output` (B,S,H,D), `state` (B,H,D,D) and `z` (B,H,D), all contiguous; operands are checked."""
     if launches(q):
         return launch_forward(q, k, v, cos, sin, eps)
-    out, state, z = _compute_reference(q, k, v, cos, sin, eps)
-    return out.contiguous(), state.contiguous(), z
+    output, state, z = _compute_reference(q, k, v, cos, sin, eps)
+    return output.contiguous(), state.contiguous(), z
 
 
 @relu_linear_attention_forward.register_fake

@@ -104,7 +104,7 @@ def _backward_reference(
 
 
 @triton.jit
-def _place(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+def _locate_tile(H, W, ROWS: tl.constexpr, PAIRS: tl.constexpr):
     """The program's sample, its first row, and its pairs' first columns (PAIRS,1), in int64."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(W, 2 * PAIRS)
@@ -169,7 +169,7 @@ def _convolution_kernel(
     BIAS: tl.constexpr, BACKWARD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store out (B,H,W,C); with BACKWARD instead dc (B,H,W,2C), the gradient of (a, g)."""
-    b, top, x = _place(H, W, ROWS, PAIRS)
+    b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     ok = c < C
     a_w = _nine(filters_ptr + c, 2 * C, ok, ACC)
@@ -222,7 +222,7 @@ def _input_kernel(
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store dh = silu'(h) * the convolution of dc with the reversed filters; C2 is 2C."""
-    b, top, x = _place(H, W, ROWS, PAIRS)
+    b, top, x = _locate_tile(H, W, ROWS, PAIRS)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     # The transpose of a convolution: the filters from their last weight to their first.
     w = _nine(filters_ptr + 8 * C2 + c, -C2, c < C2, ACC)
@@ -249,14 +249,14 @@ def _input_kernel(
 
 @triton.jit
 def _filter_kernel(
-    dc_ptr, h_ptr, partial_ptr, first, taps, H, W, C2, pixels, h_b, h_y, h_x,
+    dc_ptr, h_ptr, partial_ptr, first_tap, taps, H, W, C2, pixels, h_b, h_y, h_x,
     STEPS: tl.constexpr, PIXELS: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store the sum over a chunk of pixels p of dc(p) s(p + tap), one tap per program; for tap 9, the bias, that of
     dc.
     """
     program = tl.program_id(0).to(tl.int64)
-    tap = first + program % taps
+    tap = first_tap + program % taps
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros([BLOCK_C], ACC)
     for step in tl.range(0, STEPS, num_stages=3):
@@ -299,9 +299,9 @@ def launch_convolution(
     instead.
     """
     B, H, W, C = *h.shape[:3], h.shape[3] // 2
-    out = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
-    if out.numel() == 0:
-        return out
+    output = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
+    if output.numel() == 0:
+        return output
     gradient = (
         h if dout is None else make_rows_contiguous(dout)
     )  # h stands in for a pointer that is not read
@@ -309,11 +309,11 @@ def launch_convolution(
     grid, tile = _compute_tiles((B, H, W), C, 128)
     launch(
         _convolution_kernel, grid, h, _reorder_by_tap(weight), h if bias is None else make_contiguous(bias),
-        gradient, out, H, W, C,
+        gradient, output, H, W, C,
         *h.stride()[:3], *gradient.stride()[:3], **tile,
         BIAS=bias is not None, BACKWARD=dout is not None, ACC=accumulation_triton_dtype(h.dtype), num_warps=8,
     )  # fmt: skip
-    return out
+    return output
 
 
 def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
@@ -330,10 +330,10 @@ def launch_input(dc: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     return dh
 
 
-def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
+def launch_filter(dc: Tensor, h: Tensor, first_tap: int, last_tap: int) -> Tensor:
     """Compute gradients (last-first,2C) of the taps `first` to `last`, fp32 (fp64 for fp64); tap 9 is the bias."""
     H, W, C2 = h.shape[1:]
-    pixels, taps = h.shape[:3].numel(), last - first
+    pixels, taps = h.shape[:3].numel(), last_tap - first_tap
     # A program sums up to 16 steps of 16 pixels; torch adds up the chunks, in the same order every time.
     steps = min(16, max(1, cdiv(pixels, 16)))
     chunks = cdiv(pixels, steps * 16)
@@ -341,7 +341,7 @@ def launch_filter(dc: Tensor, h: Tensor, first: int, last: int) -> Tensor:
     if partial.numel() > 0:
         block = min(64, next_power_of_2(C2))
         launch(
-            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first, taps, H, W, C2, pixels,
+            _filter_kernel, (chunks * taps, cdiv(C2, block)), dc, h, partial, first_tap, taps, H, W, C2, pixels,
             *h.stride()[:3],
             STEPS=steps, PIXELS=16, BLOCK_C=block, ACC=accumulation_triton_dtype(h.dtype), num_warps=4,
         )  # fmt: skip
@@ -445,5 +445,5 @@ def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
             raise ValueError(
                 f"{name} must be {shape} for h {tuple(h.shape)}; received {tuple(tensor.shape)}."
             )
-    out: Tensor = silu_dwconv_glu_forward(h, weight, bias)
-    return out
+    output: Tensor = silu_dwconv_glu_forward(h, weight, bias)
+    return output

@@ -55,13 +55,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linux lists descriptors there")
 def test_a_pipe_and_a_descriptor_are_written_to_and_stay(tmp_path: Path) -> None:
     """What `/dev/stdout` is a link to among them; a rename would put a file in the link's place."""
-    pipe, read = tmp_path / "pipe", list[bytes]()
+    pipe, contents = tmp_path / "pipe", list[bytes]()
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: contents.append(pipe.read_bytes()))
     reader.start()
     write_atomically(pipe, "through")
     reader.join(10)
-    assert read == [b"through"]
+    assert contents == [b"through"]
     with (tmp_path / "out.txt").open("w+b") as file:
         (tmp_path / "stdout").symlink_to(f"/proc/self/fd/{file.fileno()}")
         write_atomically(tmp_path / "stdout", "whole")
@@ -120,8 +120,8 @@ def test_files_below_a_folder_are_opened_through_no_link(tmp_path: Path) -> None
     folder, outside = tmp_path / "folder", tmp_path / "outside"
     (folder / "a").mkdir(parents=True)
     outside.mkdir()
-    for place in (folder / "a", outside):
-        (place / "file").write_text("text")
+    for directory in (folder / "a", outside):
+        (directory / "file").write_text("text")
     (folder / "link").symlink_to(outside)
     (folder / "file").symlink_to(outside / "file")
     (tmp_path / "named").symlink_to(folder)
@@ -166,10 +166,10 @@ def test_folders_nested_without_end_are_one_line(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "a.png").touch()
     (tmp_path / "b.png").touch()
-    for read in (
+    for read_folder in (
         lambda: list_files(tmp_path),
         lambda: scan_sources(DataConfig(path=str(tmp_path), height=32, width=32)),
     ):
         with pytest.raises(DitLoraError, match="more than 32 folders within one another"):
-            read()
+            read_folder()
     assert [path.name for path in list_files(folder.parent)] == ["a.png"]

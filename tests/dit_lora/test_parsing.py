@@ -106,9 +106,9 @@ def test_what_is_within_the_bounds_is_read_as_before() -> None:
         "deep": json.loads(levels(98)),
         "n": -(2**63),
     }
-    many = [{"x": [index]} for index in range(1000)]
+    values_list = [{"x": [index]} for index in range(1000)]
     assert parse_json(json.dumps(values)) == values
-    assert parse_json(json.dumps(many).encode()) == many
+    assert parse_json(json.dumps(values_list).encode()) == values_list
     assert parse_json(str(10**99)) == 10**99
     assert parse_yaml(yaml.safe_dump(values, allow_unicode=True)) == values
     shared = (
@@ -133,12 +133,12 @@ OWN = {"run.py", "journal.py", "trackers.py", "card.py"}
 
 def test_nobody_else_reads_json_or_yaml() -> None:
     names = ("json.loads", "json.load", "yaml.load", "yaml.safe_load", "yaml.full_load")
-    found = {
+    reading_files = {
         path
         for path in LIBRARY.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in names
     }
     readers = {LIBRARY / "parsing.py", LIBRARY / "config" / "yaml_parsing.py"}
-    assert readers <= found
-    assert {one for one in found if one.name not in OWN} == readers
+    assert readers <= reading_files
+    assert {path for path in reading_files if path.name not in OWN} == readers

@@ -69,10 +69,10 @@ def test_words_names_and_commits_stay(text: str) -> None:
 
 
 def test_words_for_a_model_lose_paths_that_are_certain_and_no_others() -> None:
-    words = "/imagine/art a cat of /home/erika/cat.mp4"
-    assert redact_model_text(words) == "/imagine/art a cat of cat.mp4"
-    told = {"prompts": [words], "id2label": {"0": "/m/01g317"}, "words": "/m/01g317"}
-    assert redact_value(told) == {
+    prompt = "/imagine/art a cat of /home/erika/cat.mp4"
+    assert redact_model_text(prompt) == "/imagine/art a cat of cat.mp4"
+    record = {"prompts": [prompt], "id2label": {"0": "/m/01g317"}, "words": "/m/01g317"}
+    assert redact_value(record) == {
         "prompts": ["/imagine/art a cat of cat.mp4"],
         "id2label": {"0": "/m/01g317"},
         "words": "01g317",
@@ -103,8 +103,13 @@ def test_no_form_of_a_path_tells_a_name(form: str, path: str) -> None:
 
 
 def test_a_secret_goes_by_its_name_alone() -> None:
-    given = {"wandb_api_key": REVISION, "password": "x", "hf_token": "abcdef123456", "token": "<s>"}
-    assert redact_value(given) == {
+    settings = {
+        "wandb_api_key": REVISION,
+        "password": "x",
+        "hf_token": "abcdef123456",
+        "token": "<s>",
+    }
+    assert redact_value(settings) == {
         "wandb_api_key": "[token]",
         "password": "[token]",
         "hf_token": "[token]",
@@ -147,6 +152,6 @@ def test_there_are_many_kinds() -> None:
     ],
 )
 def test_long_texts_take_no_long_time(text: str) -> None:
-    started = perf_counter()
+    start = perf_counter()
     redact_value(text * (40_000 // len(text)))
-    assert perf_counter() - started < 5
+    assert perf_counter() - start < 5

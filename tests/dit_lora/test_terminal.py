@@ -39,10 +39,10 @@ def test_what_a_terminal_obeys_is_written_out(
     echo(evil, err=True)
     error = DitLoraError(format_list(f"cannot read {evil}", [f"{evil}: missing", "b.mp4: missing"]))
     print_error(error)
-    said = capsys.readouterr()
-    assert is_tame(said.out)
-    assert is_tame(said.err)
-    assert said.err.count("\n") == 4
+    output = capsys.readouterr()
+    assert is_tame(output.out)
+    assert is_tame(output.err)
+    assert output.err.count("\n") == 4
     assert json.loads(make_printable(json.dumps({"a": evil}, indent=2))) == {"a": evil}
 
 
@@ -54,8 +54,8 @@ def test_text_of_every_script_stays_as_it_is() -> None:
 
 def test_an_error_cannot_look_like_two(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(DitLoraError(format_list("refused: a\nerror: b\r\nwarning: c", ["d\nerror: e"])))
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
         "error: refused: a",
         "  error: b\\r",
         "  warning: c",
@@ -74,13 +74,13 @@ def test_everything_that_is_printed_is_printable() -> None:
         "click.echo",
         "print",
     )
-    wrong = []
+    unprintable = []
     for path in LIBRARY.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) not in writers:
                 continue
-            said = ast.unparse(node.args[0]) if node.args else "''"
+            argument = ast.unparse(node.args[0]) if node.args else "''"
             literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
-            if not (literal or "printable(" in said or "indented(" in said):
-                wrong.append(f"{path.relative_to(LIBRARY)}:{node.lineno}: {said}")
-    assert not wrong
+            if not (literal or "printable(" in argument or "indented(" in argument):
+                unprintable.append(f"{path.relative_to(LIBRARY)}:{node.lineno}: {argument}")
+    assert not unprintable

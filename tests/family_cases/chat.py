@@ -84,7 +84,9 @@ def open_chat(variant: str, path: Path) -> ChatSubject:
     opened_checkpoint = family.open(ModelConfig(family=family.name, path=str(path)))
     tiles = 4 if variant == "videochat2-hd" else None
     return ChatSubject(
-        variant, family, opened_checkpoint.viewing(VisionSettings(3, side, side, tiles))
+        variant,
+        family,
+        opened_checkpoint.with_vision_settings(VisionSettings(3, side, side, tiles)),
     )
 
 

@@ -71,7 +71,7 @@ def encoded_text(
     takes = subject.checkpoint.references
     if takes is not None and takes.is_encoded_with_caption:
         assert isinstance(encode, EditTextEncoder)
-        embeddings = encode.with_references(caption, references, shape)
+        embeddings = encode.encode_with_references(caption, references, shape)
     else:
         embeddings = encode([caption])
     return {name: tensor[0] for name, tensor in embeddings.items()}

@@ -49,6 +49,6 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
 def _and_wait(update: Callable[[Any], None]) -> Callable[[Any], None]:
     def waiting(reporting: Any) -> None:
         update(reporting)
-        reporting._settle()
+        reporting._wait_for_job()
 
     return waiting

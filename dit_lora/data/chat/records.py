@@ -279,7 +279,7 @@ class _MessageReader:
     def _add_medium(
         self, part: Mapping[Any, Any], kind: str, location: str, role: str | None
     ) -> None:
-        """Note a part that is an image or a video."""
+        """Add an image or video part of a message to the sample."""
         if role != "user":
             self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
         self._placeholder_turns.append(len(self._turns))

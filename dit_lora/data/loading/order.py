@@ -255,7 +255,7 @@ class _Copies:
         return np.floor(self.extra_share[index] * epoch + self.phase[index]).astype(np.int64)
 
     def count_before(self, epoch: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Number of copies of each of these samples before an epoch."""
+        """How often each of these samples was drawn in all epochs before this one."""
         return self.num_whole[index] * epoch + self.count_extra_before(epoch, index)
 
 

@@ -100,7 +100,7 @@ class CaptionTable:
         Only inside `lock_table`. Raises `DitLoraError` if the table cannot be written.
         """
         if not self._is_locked:
-            raise RuntimeError("captions are written within locked_table only")
+            raise RuntimeError("captions are written inside lock_table only")
         new = dict(captions)
         if not new:
             return

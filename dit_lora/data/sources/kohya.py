@@ -21,7 +21,7 @@ class KohyaFolder(NamedTuple):
 
 
 def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
-    """The folders directly in the root by name, if all media are in folders named this way; empty otherwise."""
+    """Folders named as kohya does (`10_sks dog`: repeats, caption), by name. Empty if some media are in others."""
     tops = dict.fromkeys(name.partition("/")[0] for name in listing.media)
     matches = {top: _FOLDER_PATTERN.fullmatch(top) for top in tops}
     # One folder that is named differently means that the names are classes after all.

@@ -54,7 +54,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         return tokens
 
     def load_text_limit(self) -> TextLimit:
-        """Number of caption tokens. Template tokens before the caption are dropped, those after it truncated first."""
+        """The limit on caption tokens, not counting the chat template's tokens around the caption."""
         return load_text_limit(self.path, self.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:

@@ -63,7 +63,8 @@ def compute_max_magnitude(tensors: Iterable[torch.Tensor]) -> float:
         (joined if is_small and tensor.layout is torch.strided else unjoined).append(tensor)
     peaks = [_compute_peak(unjoined)]
     for start in range(0, len(joined), _MAX_JOINED_TENSORS):
-        flat = torch._C._nn.flatten_dense_tensors(joined[start : start + _MAX_JOINED_TENSORS])  # type: ignore[attr-defined]
+        chunk = joined[start : start + _MAX_JOINED_TENSORS]
+        flat = torch._C._nn.flatten_dense_tensors(chunk)  # type: ignore[attr-defined]
         peaks.append(float(flat.abs().max()) if flat.numel() else 0.0)
     return max(peaks, key=lambda peak: (peak != peak, peak))
 

@@ -227,13 +227,13 @@ def test_fused_lora_is_the_same_chat_model(name: str) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn_like(parameter)
-    stock, gradients = step(model)
+    reference_loss, gradients = step(model)
     report = fuse(model, {"lora_linear": "on"}, check=False)
     assert report.ops == ["lora_linear"]
     assert len(report.fusion.patched_modules) == 8 + len(targets) - 4
-    ours, fused = step(model)
-    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
-    assert len(fused) == len(gradients) == 2 * (8 + len(targets) - 4)
-    for mine, theirs in zip(fused, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
-        assert theirs.any()
+    fused_loss, fused_gradients = step(model)
+    torch.testing.assert_close(fused_loss, reference_loss, rtol=1e-5, atol=1e-6)
+    assert len(fused_gradients) == len(gradients) == 2 * (8 + len(targets) - 4)
+    for fused_gradient, gradient in zip(fused_gradients, gradients, strict=True):
+        torch.testing.assert_close(fused_gradient, gradient, rtol=1e-4, atol=1e-7)
+        assert gradient.any()

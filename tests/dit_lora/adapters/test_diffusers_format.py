@@ -120,8 +120,8 @@ def test_trained_base_weights_are_stored_beside_and_loaded_back(
         "image_rotary_emb": pipeline._prepare_rotary_positional_embeddings(32, 48, 3, "cpu"),
     }
     with torch.no_grad():
-        expected, loaded = (m(**inputs).sample for m in (transformer, pipeline.transformer))
-    assert torch.equal(expected, loaded)
+        expected, actual = (m(**inputs).sample for m in (transformer, pipeline.transformer))
+    assert torch.equal(expected, actual)
 
 
 def test_a_poisoned_base_weight_is_refused(transformer: torch.nn.Module, tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
         assert (
             save_pipeline(model, base, output_dir, {"steps": 3}, {"trained": value}) == output_dir
         )
-    loaded = CogVideoXPipeline.from_pretrained(output_dir)
-    assert (loaded.transformer.proj_out.weight == 2).all()
+    loaded_pipeline = CogVideoXPipeline.from_pretrained(output_dir)
+    assert (loaded_pipeline.transformer.proj_out.weight == 2).all()
     assert json.loads((output_dir / "model_index.json").read_text())["trained"] == 2.0
     assert json.loads((output_dir / "dit_lora.json").read_text()) == {"steps": 3}
     assert all(path.stat().st_mode & 0o044 for path in output_dir.rglob("*.safetensors"))

@@ -98,10 +98,10 @@ def test_diffusers_and_peft_load_what_was_trained(make: Make, family: str, varia
     assert_same(loaded(output_dir, "bare.safetensors"), expected)
     output_dir = exported(adapter, "peft")
     # And back: a PEFT folder is taken as any adapter.
-    back = export(
+    peft_folder = export(
         ExportRequest((output_dir,), "diffusers", output_dir / "back", model=str(adapter.base))
     )
-    assert_same(loaded(back), expected)
+    assert_same(loaded(peft_folder), expected)
     wrapped = peft.PeftModel.from_pretrained(pipeline.transformer, str(output_dir))
     assert_same(deltas(wrapped), expected)
 
@@ -126,13 +126,13 @@ def test_the_exported_adapter_gives_the_trained_output(make: Make) -> None:
 
 def test_base_weights_that_trained_go_along_or_are_refused(make: Make) -> None:
     adapter = make(connector=True)
-    stored = load_file(adapter.folder / BASE_FILE)
-    assert len(stored) > 5
+    base_weights = load_file(adapter.folder / BASE_FILE)
+    assert len(base_weights) > 5
     for form in ("diffusers", "folded", "peft"):
         output_dir = exported(adapter, form)
         tensors = load_file(output_dir / BASE_FILE)
-        assert tensors.keys() == stored.keys()
-        assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+        assert tensors.keys() == base_weights.keys()
+        assert all(torch.equal(tensors[name], base_weights[name]) for name in base_weights)
     pipeline = fresh(adapter)
     load_adapter(pipeline, adapter.folder.parent / "adapter-folded")
     assert torch.equal(pipeline.transformer.proj_out.weight, adapter.model.proj_out.weight)
@@ -173,14 +173,16 @@ def test_adapters_add_up_by_their_weights(make: Make) -> None:
 
 def test_one_adapter_is_weighted_and_without_weights_each_counts_once(make: Make) -> None:
     adapter, other_adapter = make(), make(name="other", seed=2)
-    half = fresh(adapter)
-    half.load_lora_weights(exported(adapter, "folded", weights=(0.5,)))
-    assert_same(deltas(half.transformer), {n: 0.5 * d for n, d in deltas(adapter.model).items()})
-    both = fresh(adapter)
-    both.load_lora_weights(exported(adapter, "diffusers", other_adapter))
+    half_pipeline = fresh(adapter)
+    half_pipeline.load_lora_weights(exported(adapter, "folded", weights=(0.5,)))
+    assert_same(
+        deltas(half_pipeline.transformer), {n: 0.5 * d for n, d in deltas(adapter.model).items()}
+    )
+    sum_pipeline = fresh(adapter)
+    sum_pipeline.load_lora_weights(exported(adapter, "diffusers", other_adapter))
     first_updates, second = deltas(adapter.model), deltas(other_adapter.model)
     assert_same(
-        deltas(both.transformer),
+        deltas(sum_pipeline.transformer),
         {name: first_updates[name] + second[name] for name in first_updates},
     )
 
@@ -214,9 +216,9 @@ def test_comfyui_finds_every_layer_by_its_own_name(make: Make, variant: str) -> 
         "norm2.linear": "norm2.linear",
     }
     names = {
-        f"transformer_blocks.{n}.{ours}": f"blocks.{n}.{theirs}"
+        f"transformer_blocks.{n}.{layer}": f"blocks.{n}.{comfyui_layer}"
         for n in range(len(adapter.model.transformer_blocks))
-        for ours, theirs in blocks.items()
+        for layer, comfyui_layer in blocks.items()
     }
     for part in ("time", "ofs") if variant.endswith("i2v") else ("time",):
         for n in (1, 2):
@@ -246,11 +248,11 @@ def test_kohya_names_lead_to_the_layers_as_videox_fun_looks_for_them(make: Make)
         "ss_sd_model_name": "cogvideox-2b",
         "ss_steps": "3",
     }
-    wide = make(name="wide", targets=("patch_embed.proj",))
+    wide_adapter = make(name="wide", targets=("patch_embed.proj",))
     with pytest.raises(
         DitLoraError, match=r"convolutions of 1x1 alone, not these\n  - patch_embed"
     ):
-        exported(wide, "kohya")
+        exported(wide_adapter, "kohya")
 
 
 def walked(module: Any, parts: list[str]) -> str:
@@ -271,9 +273,9 @@ def test_families_without_such_names_are_refused_with_what_there_is(
 ) -> None:
     reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
     adapter = make("sana-600m", family="sana")
-    with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as refused:
+    with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as error:
         exported(adapter, form)
-    assert str(refused.value).endswith("for sana there are: diffusers, folded, peft, merged")
+    assert str(error.value).endswith("for sana there are: diffusers, folded, peft, merged")
     assert {path.name for path in adapter.folder.parent.iterdir()} == {"adapter"}
 
 
@@ -284,9 +286,9 @@ def test_a_family_that_nobody_has_looked_up_is_refused_in_words() -> None:
 
 def test_adapters_of_another_base_or_family_are_not_added(make: Make) -> None:
     adapter, other_adapter = make(), make(name="other", digest="d2")
-    with pytest.raises(DitLoraError, match="of different base models") as refused:
+    with pytest.raises(DitLoraError, match="of different base models") as error:
         exported(adapter, "diffusers", other_adapter)
-    assert "other/pytorch_lora_weights.safetensors: cogvideox, trained on" in str(refused.value)
+    assert "other/pytorch_lora_weights.safetensors: cogvideox, trained on" in str(error.value)
     with pytest.raises(DitLoraError, match="of different families"):
         exported(adapter, "diffusers", make("sana-600m", name="sana", family="sana"))
 
@@ -295,26 +297,28 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     adapter = make()
     file = adapter.folder / ADAPTER_FILE
     tensors = load_file(file)
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
+    with safe_open(file, framework="pt") as adapter_file:
+        metadata = adapter_file.metadata()
 
     def refusal(changed: dict[str, torch.Tensor]) -> str:
         save_file(changed, file, metadata=metadata)
-        with pytest.raises(DitLoraError) as refused:
+        with pytest.raises(DitLoraError) as error:
             exported(adapter, "diffusers")
         assert not (adapter.folder.parent / "adapter-diffusers").exists()
-        return str(refused.value)
+        return str(error.value)
 
     name = "transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
     message = refusal({**tensors, name: torch.ones(4, 5)})
     assert "trained on another model than this CogVideoXTransformer3DModel" in message
     assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in message
-    moved = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
-    assert "transformer_blocks.9.attn1.to_q: not in the model" in refusal(moved)
-    poisoned = {**tensors, name: tensors[name] * torch.nan}
-    assert "not finite" in refusal(poisoned)
-    extra = {**tensors, "transformer.proj_out.lora_magnitude_vector": torch.ones(4)}
-    assert "takes LoRA matrices (lora_A, lora_B) alone; it has\n" in refusal(extra)
+    moved_tensors = {
+        key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()
+    }
+    assert "transformer_blocks.9.attn1.to_q: not in the model" in refusal(moved_tensors)
+    nan_tensors = {**tensors, name: tensors[name] * torch.nan}
+    assert "not finite" in refusal(nan_tensors)
+    extra_tensors = {**tensors, "transformer.proj_out.lora_magnitude_vector": torch.ones(4)}
+    assert "takes LoRA matrices (lora_A, lora_B) alone; it has\n" in refusal(extra_tensors)
     file.write_bytes(b"nonsense")
     with pytest.raises(DitLoraError, match="is not a safetensors adapter"):
         exported(adapter, "diffusers")
@@ -340,8 +344,8 @@ def wrong(write: Callable[..., Any]) -> Callable[..., Any]:
         file = write(*args, **kwargs) or args[1]
         tensors = load_file(file)
         name = next(n for n in tensors if "lora_B" in n or "lora_up" in n)
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
+        with safe_open(file, framework="pt") as adapter_file:
+            metadata = adapter_file.metadata()
         save_file({**tensors, name: 1.001 * tensors[name]}, file, metadata=metadata)
         return file
 

@@ -46,14 +46,14 @@ class FileForm:
     def row(self) -> str:
         """The row of the table in docs/export.md."""
         names = "the published model's" if self.is_published else "Diffusers'"
-        where = {
+        alpha_location = {
             "tensors": "`.alpha` tensors",
             "header": "in the header",
             "config": "`adapter_config.json`",
             "none": "the rank",
         }[self.alpha]
         key = self.key.format(name="NAME", joined="NA_ME")
-        return f"| {self.program} | `{key}.{self.down}.weight`, `.{self.up}.weight` | {names} | {where} |"
+        return f"| {self.program} | `{key}.{self.down}.weight`, `.{self.up}.weight` | {names} | {alpha_location} |"
 
 
 FORMS = {
@@ -159,17 +159,19 @@ def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
     layer_names = {}
     if table is None:
         for name in layers:
-            theirs = names.of(name)
-            layer_names[name if theirs is None else theirs.removeprefix(names.prefix)] = [name]
+            published_name = names.translate(name)
+            layer_names[
+                name if published_name is None else published_name.removeprefix(names.prefix)
+            ] = [name]
         return layer_names
     for number in range(max(len(layers), 1)):
-        for published, parts in table.items():
-            ours = [part.replace("*", str(number)) for part in parts]
-            if set(ours) <= set(layers):
-                layer_names[published.replace("*", str(number))] = ours
-    covered = {name for ours in layer_names.values() for name in ours}
+        for published_pattern, parts in table.items():
+            part_layers = [part.replace("*", str(number)) for part in parts]
+            if set(part_layers) <= set(layers):
+                layer_names[published_pattern.replace("*", str(number))] = part_layers
+    named_layers = {name for part_layers in layer_names.values() for name in part_layers}
     # The published model has the other layers by the same names.
-    return layer_names | {name: [name] for name in layers if name not in covered}
+    return layer_names | {name: [name] for name in layers if name not in named_layers}
 
 
 def size_of(model: nn.Module, name: str) -> list[int]:
@@ -182,14 +184,14 @@ def factors_of(
     """Random factors and alpha for every layer, by the name that the form has for it without its prefix."""
     generator = torch.Generator().manual_seed(5)
     layers = {name: [name] for name in find_adaptable_layers(tiny.model)}
-    for number, (name, ours) in enumerate(
+    for number, (name, part_layers) in enumerate(
         (tiny.published if form.is_published else layers).items()
     ):
-        _, *inputs = size_of(tiny.model, ours[0])
-        outputs = sum(size_of(tiny.model, layer)[0] for layer in ours)
-        ones = [1] * (len(inputs) - 1)
+        _, *inputs = size_of(tiny.model, part_layers[0])
+        outputs = sum(size_of(tiny.model, layer)[0] for layer in part_layers)
+        kernel_shape = [1] * (len(inputs) - 1)
         a = torch.randn(RANK, *inputs, generator=generator)
-        b = torch.randn(outputs, RANK, *ones, generator=generator)
+        b = torch.randn(outputs, RANK, *kernel_shape, generator=generator)
         alphas = {"tensors": 0.5 + number % 7, "none": float(RANK)}
         yield name, a, b, alphas.get(form.alpha, 2 * ALPHA if number == 1 else ALPHA)
 
@@ -234,18 +236,18 @@ def as_diffusers(tiny: Tiny, updates: Tensors) -> Tensors:
     if convert is None:
         return {tiny.published[name][0]: update for name, update in updates.items()}
     # The converter of FLUX.1 has the published widths of this layer written into it.
-    apart = {name: update for name, update in updates.items() if name.endswith(".linear1")}
-    apart = apart if "Flux2" not in type(tiny.model).__name__ else {}
-    separate = Filled({f"{n}.weight": u for n, u in updates.items() if n not in apart})
-    if apart:
-        separate |= {f"{name}.weight": torch.zeros(_JOINED_ROWS, 1) for name in apart}
+    joined_updates = {name: update for name, update in updates.items() if name.endswith(".linear1")}
+    joined_updates = joined_updates if "Flux2" not in type(tiny.model).__name__ else {}
+    separate = Filled({f"{n}.weight": u for n, u in updates.items() if n not in joined_updates})
+    if joined_updates:
+        separate |= {f"{name}.weight": torch.zeros(_JOINED_ROWS, 1) for name in joined_updates}
     converted = convert(separate, config={})
     layers = set(find_adaptable_layers(tiny.model))
     truth = {n.removesuffix(".weight"): u for n, u in converted.items() if n.endswith(".weight")}
-    for name, update in apart.items():
-        ours = tiny.published[name]
-        sizes = [size_of(tiny.model, layer)[0] for layer in ours]
-        truth |= dict(zip(ours, update.split(sizes), strict=True))
+    for name, update in joined_updates.items():
+        part_layers = tiny.published[name]
+        sizes = [size_of(tiny.model, layer)[0] for layer in part_layers]
+        truth |= dict(zip(part_layers, update.split(sizes), strict=True))
     return {name: update for name, update in truth.items() if name in layers}
 
 

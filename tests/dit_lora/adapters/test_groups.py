@@ -76,9 +76,9 @@ def test_four_groups_share_out_every_parameter_once(model: nn.Module) -> None:
 def test_base_weights_that_train_become_fp32_and_only_they(model: nn.Module) -> None:
     dit_lora.parameter_groups(model, adapter=1e-4, connector=1e-5, patterns=PATTERNS)
     for name, parameter in model.named_parameters():
-        trains = ".lora_" in name or name.startswith(("embed", "out"))
-        assert parameter.requires_grad == trains
-        assert parameter.dtype is (torch.float32 if trains else torch.bfloat16)
+        is_trainable = ".lora_" in name or name.startswith(("embed", "out"))
+        assert parameter.requires_grad == is_trainable
+        assert parameter.dtype is (torch.float32 if is_trainable else torch.bfloat16)
     assert set(get_base_parameters(model)) == {
         "embed.weight",
         "embed.bias",

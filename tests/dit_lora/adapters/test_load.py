@@ -24,12 +24,12 @@ def musubi(one: Trained, *, without: str = "") -> Tensors:
     """An adapter's tensors as musubi-tuner writes them for Wan, but for layers whose name has `without` in it."""
     names, tensors = get_family("wan").comfyui, {}
     for name, (term,) in collect_updates(one.model).items():
-        theirs = (names.of(name) or "").removeprefix(names.prefix).replace(".", "_")
-        if without and without in theirs:
+        published_name = (names.translate(name) or "").removeprefix(names.prefix).replace(".", "_")
+        if without and without in published_name:
             continue
-        tensors[f"lora_unet_{theirs}.lora_down.weight"] = term.a.contiguous()
-        tensors[f"lora_unet_{theirs}.lora_up.weight"] = term.b.contiguous()
-        tensors[f"lora_unet_{theirs}.alpha"] = torch.tensor(term.scale * term.rank)
+        tensors[f"lora_unet_{published_name}.lora_down.weight"] = term.a.contiguous()
+        tensors[f"lora_unet_{published_name}.lora_up.weight"] = term.b.contiguous()
+        tensors[f"lora_unet_{published_name}.alpha"] = torch.tensor(term.scale * term.rank)
     return tensors
 
 
@@ -66,9 +66,11 @@ def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Pa
     )
     assert result.exit_code == 1, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
-    named = {line.strip()[2:] for line in result.output.splitlines() if line.strip()[:2] == "- "}
+    listed_names = {
+        line.strip()[2:] for line in result.output.splitlines() if line.strip()[:2] == "- "
+    }
     parts = ("lora_down.weight", "lora_up.weight", "alpha")
-    assert named == {
+    assert listed_names == {
         *(f"lora_unet_blocks_{n}_cross_attn_v.{part}" for n in range(2) for part in parts),
         "lora_unet_blocks_1_ffn_2.alpha",
     }
@@ -126,12 +128,12 @@ def test_sample_applies_a_flux_file_of_comfyui(
     adapter = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run", scale=1.0)
     shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
     # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
-    theirs = {}
+    comfyui_tensors = {}
     for name, (term,) in collect_updates(adapter.model).items():
-        theirs[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
-        theirs[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
-        theirs[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)
-    save_file(theirs, tmp_path / "theirs.safetensors")
+        comfyui_tensors[f"diffusion_model.{name}.lora_A.weight"] = term.a.contiguous()
+        comfyui_tensors[f"diffusion_model.{name}.lora_B.weight"] = term.b.contiguous()
+        comfyui_tensors[f"diffusion_model.{name}.alpha"] = torch.tensor(term.scale * term.rank)
+    save_file(comfyui_tensors, tmp_path / "theirs.safetensors")
     contents = []
     for file in (adapter.folder / ADAPTER_FILE, tmp_path / "theirs.safetensors"):
         output_dir = tmp_path / file.stem

@@ -93,7 +93,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
     adapter = make(variant, family=family)
     for form in forms_of(family):
         model = attached(adapter, read(adapter, exported(adapter, form), family), family)
-        if form == "folded" or (form == "comfyui" and not facts.comfyui.alpha):
+        if form == "folded" or (form == "comfyui" and not facts.comfyui.reads_alpha):
             assert_same(deltas(model), deltas(adapter.model))
             continue
         expected, actual = matrices(adapter.model), matrices(model)
@@ -127,10 +127,10 @@ def test_layers_that_comfyui_would_pass_over_are_refused_by_name(make: Make) -> 
         "single_stream_modulation.linear",
     )
     adapter = make("flux2-klein", family="flux2", targets=targets)
-    with pytest.raises(DitLoraError, match="has no counterpart of these layers") as refused:
+    with pytest.raises(DitLoraError, match="has no counterpart of these layers") as error:
         exported(adapter, "comfyui")
     assert "  - double_stream_modulation_img.linear\n  - single_stream_modulation.linear" in str(
-        refused.value
+        error.value
     )
 
 
@@ -193,10 +193,12 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
     )
     wrapped = peft.get_peft_model(fresh(adapter), config)
     wrapped.save_pretrained(str(tmp_path / "peft"))
-    stored = read(adapter, tmp_path / "peft" / "adapter_model.safetensors")
-    assert set(stored.digests) == {"sha256", "config_sha256"}
-    assert stored.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(5 * math.sqrt(4))
-    assert_same(deltas(attached(adapter, stored)), deltas(wrapped))
+    lora_file = read(adapter, tmp_path / "peft" / "adapter_model.safetensors")
+    assert set(lora_file.digests) == {"sha256", "config_sha256"}
+    assert lora_file.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(
+        5 * math.sqrt(4)
+    )
+    assert_same(deltas(attached(adapter, lora_file)), deltas(wrapped))
 
 
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
@@ -210,12 +212,12 @@ def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(mak
     }
     file = adapter.folder.parent / "same.safetensors"
     save_file(tensors, file)
-    stored = read_lora(file, fresh(adapter), names, adapter.checkpoint.pipeline_class)
+    lora_file = read_lora(file, fresh(adapter), names, adapter.checkpoint.pipeline_class)
     assert all(
         torch.equal(tensors[f"transformer.{n}.lora_B.weight"], layer.b)
-        for n, layer in stored.layers.items()
+        for n, layer in lora_file.layers.items()
     )
-    assert_same(deltas(attached(adapter, stored)), deltas(adapter.model))
+    assert_same(deltas(attached(adapter, lora_file)), deltas(adapter.model))
 
 
 def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: Any) -> None:
@@ -253,9 +255,9 @@ def test_names_of_a_program() -> None:
     assert renamed.translate("blocks.x.a.to_q") is None
     assert renamed.translate("blocks.1.a.to_k") is None
     assert LayerNames(prefix="transformer.").translate("blocks.1.a") == "transformer.blocks.1.a"
-    partly = LayerNames(unnamed_layers=("single_stream_modulation.*",))
-    assert partly.translate("single_stream_modulation.linear") is None
-    assert partly.translate("blocks.1.a") == "diffusion_model.blocks.1.a"
+    partial_names = LayerNames(unnamed_layers=("single_stream_modulation.*",))
+    assert partial_names.translate("single_stream_modulation.linear") is None
+    assert partial_names.translate("blocks.1.a") == "diffusion_model.blocks.1.a"
     assert make_unsupported_names("why").translate("out") is None
     assert UNKNOWN_NAMES.unsupported_reason
 
@@ -281,9 +283,12 @@ def test_each_spelling_of_other_trainers_is_the_same_layer(
     adapter, names = make(), get_family("cogvideox").comfyui
     tensors = {}
     for name, (term,) in collect_updates(adapter.model).items():
-        theirs = (names.of(name) or "").removeprefix(names.prefix)
-        joined = {"joined": name.replace(".", "_"), "joined_theirs": theirs.replace(".", "_")}
-        layer_key = key.format(ours=name, theirs=theirs, **joined)
+        published_name = (names.translate(name) or "").removeprefix(names.prefix)
+        joined_names = {
+            "joined": name.replace(".", "_"),
+            "joined_theirs": published_name.replace(".", "_"),
+        }
+        layer_key = key.format(ours=name, theirs=published_name, **joined_names)
         tensors |= {f"{layer_key}.{down}.weight": term.a, f"{layer_key}.{up}.weight": term.b}
         tensors[f"{layer_key}.alpha"] = torch.tensor(7.0)
     save_file({k: t.contiguous() for k, t in tensors.items()}, tmp_path / "theirs.safetensors")
@@ -315,12 +320,12 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
         f"{key}.alpha": torch.tensor(6.0),
     }
     save_file(tensors, tmp_path / "flux.safetensors")
-    stored = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN_NAMES, FluxPipeline)
-    attach_lora_file(model, stored, CONTINUED, (), seed=0)
+    lora_file = read_lora(tmp_path / "flux.safetensors", model, UNKNOWN_NAMES, FluxPipeline)
+    attach_lora_file(model, lora_file, CONTINUED, (), seed=0)
     updates = (2.0 * b.double() @ a.double()).split(16)
     expected = {
-        f"transformer_blocks.0.attn.to_{which}": part
-        for which, part in zip("qkv", updates, strict=True)
+        f"transformer_blocks.0.attn.to_{projection}": part
+        for projection, part in zip("qkv", updates, strict=True)
     }
     assert_same(deltas(model), expected)
 
@@ -347,17 +352,19 @@ def test_joined_layers_come_apart_at_the_models_own_widths(
 def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None) -> str:
     file = one.folder.parent / "changed.safetensors"
     save_file(tensors, file, metadata=metadata)
-    with pytest.raises(DitLoraError) as refused:
+    with pytest.raises(DitLoraError) as error:
         read(one, file)
-    assert refused.value.exit_code == 2
-    return str(refused.value)
+    assert error.value.exit_code == 2
+    return str(error.value)
 
 
 def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
     adapter = make()
     tensors = load_file(adapter.folder / ADAPTER_FILE)
-    moved = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
-    message = refusal(adapter, moved)
+    moved_tensors = {
+        key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()
+    }
+    message = refusal(adapter, moved_tensors)
     assert "4 of its layers are not in the model" in message
     for name in ("to_q", "to_k", "to_v", "to_out.0"):
         assert f"  - transformer.transformer_blocks.9.attn1.{name}: not in the model" in message
@@ -411,8 +418,8 @@ def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None
     assert "attn1: no linear layer and no 2D convolution" in refusal(
         adapter, {**tensors, **invalid_tensors}
     )
-    twice = get_kohya_name("transformer_blocks.0.attn1.to_q")
-    message = refusal(adapter, {**tensors, f"{twice}.lora_down.weight": torch.ones(4, 64)})
+    repeated_name = get_kohya_name("transformer_blocks.0.attn1.to_q")
+    message = refusal(adapter, {**tensors, f"{repeated_name}.lora_down.weight": torch.ones(4, 64)})
     assert "a second one of transformer_blocks.0.attn1.to_q" in message
     assert "has no LoRA matrices" in refusal(adapter, {})
 
@@ -421,8 +428,8 @@ def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> No
     adapter = make()
     tensors, layer = load_file(adapter.folder / ADAPTER_FILE), "transformer_blocks.0.ff.net.2"
     for name in ("lora_te1_text_model_0_mlp", "text_encoders.gemma.model.layers.0.q_proj"):
-        both = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
-        message = refusal(adapter, {**tensors, **both})
+        extra_layer = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+        message = refusal(adapter, {**tensors, **extra_layer})
         assert message.endswith(
             f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}"
         )
@@ -465,24 +472,26 @@ def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
     file = adapter.folder.parent / "strange.safetensors"
     tensors = {f"x_blocks_0.{part}.weight": t for part, t in factors.items()}
     save_file(tensors | {"x_blocks_0.alpha": torch.tensor(8.0)}, file)
-    stored = read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping).layers[
+    layer = read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping).layers[
         "transformer_blocks.0.attn1.to_q"
     ]
-    update = stored.alpha / stored.rank * stored.b @ stored.a
+    update = layer.alpha / layer.rank * layer.b @ layer.a
     torch.testing.assert_close(update, 2 * factors["lora_up"] @ factors["lora_down"])
-    more = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
-    save_file(tensors | more, file)
+    extra_tensors = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
+    save_file(tensors | extra_tensors, file)
     with pytest.raises(DitLoraError, match=r"would drop these\n  - x_blocks_1\.lora_down"):
         read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping)
 
 
 def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> None:
     adapter = make()
-    stored = read(adapter, adapter.folder / ADAPTER_FILE)
+    lora_file = read(adapter, adapter.folder / ADAPTER_FILE)
 
     def refused(**lora: Any) -> str:
         with pytest.raises(DitLoraError) as error:
-            attach_lora_file(fresh(adapter), stored, LoraConfig(init="a/file", **lora), (), seed=0)
+            attach_lora_file(
+                fresh(adapter), lora_file, LoraConfig(init="a/file", **lora), (), seed=0
+            )
         return str(error.value)
 
     assert "lora.rank: 8 is given, and 4 is in pytorch_lora_weights.safetensors" in refused(rank=8)
@@ -493,7 +502,7 @@ def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> No
     same_config = LoraConfig(
         init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0")
     )
-    attach_lora_file(fresh(adapter), stored, same_config, (), seed=0)
+    attach_lora_file(fresh(adapter), lora_file, same_config, (), seed=0)
 
 
 def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
@@ -502,8 +511,8 @@ def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
     adapter = make()
     model = fresh(adapter)
     quantize_base(model, "int8")
-    stored = read_lora(
+    lora_file = read_lora(
         adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.pipeline_class
     )
-    attach_lora_file(model, stored, CONTINUED, (), seed=0)
+    attach_lora_file(model, lora_file, CONTINUED, (), seed=0)
     assert_same(deltas(model), deltas(adapter.model))

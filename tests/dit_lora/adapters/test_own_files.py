@@ -82,9 +82,9 @@ def test_a_link_to_outside_is_refused_by_its_name(checkpoint: Path, link: str) -
         (checkpoint / link).symlink_to(secret / "config.json")
     with pytest.raises(
         DitLoraError, match="links to outside of it, which are not followed"
-    ) as failed:
+    ) as error:
         list_checkpoint_files(checkpoint)
-    assert f"- {link}" in str(failed.value)
+    assert f"- {link}" in str(error.value)
 
 
 def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(

@@ -51,9 +51,9 @@ def test_expressions_that_may_run_for_years_are_refused(pattern: str) -> None:
         {"alpha_pattern": {pattern: 1}},
         {"rank_pattern": {pattern: 1}},
     ):
-        with pytest.raises(DitLoraError, match="a/file: ") as refused:
+        with pytest.raises(DitLoraError, match="a/file: ") as error:
             require_bounded_patterns(config, "a/file")
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", PLAIN)
@@ -78,8 +78,8 @@ def test_commands_refuse_such_a_file_at_once(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, command: str, option: str
 ) -> None:
     adapter = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "run")
-    evil = r"(\w+[._\d]*)+!"
-    value: Any = evil if option == "target_modules" else {evil: 2}
+    hostile_pattern = r"(\w+[._\d]*)+!"
+    value: Any = hostile_pattern if option == "target_modules" else {hostile_pattern: 2}
     config = {"r": 4, "lora_alpha": 7, "target_modules": ["to_q"], option: value}
     header = json.dumps({f"transformer.{key}": value for key, value in config.items()})
     file = tmp_path / "theirs.safetensors"

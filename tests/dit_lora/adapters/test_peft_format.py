@@ -68,11 +68,11 @@ def test_every_loader_gives_the_trained_model_bit_for_bit(
     train_a_little(model)
     save_chat_adapter(model.train(), tmp_path / "out", {"base_model": "some/base"})
     before, expected = logits(base, name), logits(model.eval(), name)
-    loaded = load(base.train(), tmp_path / "out")
-    assert not loaded.training
+    loaded_model = load(base.train(), tmp_path / "out")
+    assert not loaded_model.training
     assert not torch.equal(before, expected)
-    assert torch.equal(logits(loaded, name), expected)
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert torch.equal(logits(loaded_model, name), expected)
+    assert not any(parameter.requires_grad for parameter in loaded_model.parameters())
 
 
 def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
     train_a_little(model)
     save_chat_adapter(model, tmp_path / "out", {"base_model": "org/base", "revision": "abc"})
     PeftModel.from_pretrained(base, tmp_path / "out").save_pretrained(tmp_path / "peft")
-    ours, theirs = (load_file(tmp_path / f / CHAT_ADAPTER_FILE) for f in ("out", "peft"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    tensors, peft_tensors = (load_file(tmp_path / f / CHAT_ADAPTER_FILE) for f in ("out", "peft"))
+    assert tensors.keys() == peft_tensors.keys()
+    assert all(torch.equal(tensors[key], peft_tensors[key]) for key in tensors)
     configs = [
         json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("out", "peft")
     ]

@@ -82,15 +82,17 @@ def test_the_linear_layers_of_the_blocks_alone_are_quantised(
 ) -> None:
     """As many bytes as shapes say; what the model computes changes a little."""
     linear = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
-    inside = {name for name in linear if name.startswith("transformer_blocks.")}
-    assert inside < linear
+    block_layers = {name for name in linear if name.startswith("transformer_blocks.")}
+    assert block_layers < linear
     before, computed = call(transformer), count_quantized_bytes(transformer, kind)
     num_parameters = sum(p.numel() for p in transformer.parameters())
     report = quantize_base(transformer, kind)
-    narrow = {n for n, module in transformer.named_modules() if isinstance(module, QuantizedLinear)}
-    assert narrow == inside
+    quantized_layers = {
+        n for n, module in transformer.named_modules() if isinstance(module, QuantizedLinear)
+    }
+    assert quantized_layers == block_layers
     assert report.bytes_after == count_parameter_bytes(transformer) == computed
-    assert (report.num_layers, report.num_total_parameters) == (len(inside), num_parameters)
+    assert (report.num_layers, report.num_total_parameters) == (len(block_layers), num_parameters)
     error = (call(transformer) - before).norm() / before.norm()
     assert 1e-4 < error < (0.2 if kind == "nf4" else 0.05)
 
@@ -132,12 +134,12 @@ def test_lora_on_top_is_fp32_and_alone_gets_gradients(transformer: Any, kind: Qu
         parameter_gradients = (p.grad for p in model.parameters() if p.grad is not None)
         return [output.detach(), *(grad.clone() for grad in parameter_gradients)]
 
-    stock = gradients()
+    expected_gradients = gradients()
     fuse(model, {"lora_linear": "on"}, check=False)
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert [find_lora_problem(layer) for layer in layers] == [None] * len(layers)
-    for ours, theirs in zip(gradients(), stock, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for gradient, expected in zip(gradients(), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
     unfuse(model)
 
 
@@ -185,16 +187,20 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
     """It compares shapes of weights with the file's, and widens layers: those in 4 bits stay as they are."""
     family = get_family("flux")
     checkpoint = family.open(ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"])))
-    trained, fresh = (checkpoint.load_transformer(torch.float32) for _ in range(2))
+    trained, quantized_model = (checkpoint.load_transformer(torch.float32) for _ in range(2))
     attach_lora(trained, LoraConfig(rank=4), family.lora_targets, seed=0)
     file = save_adapter(moved(trained), checkpoint.pipeline_class, tmp_path, {"family": "flux"})
-    quantize_base(fresh, kind)
-    layers = [module for module in fresh.modules() if isinstance(module, QuantizedLinear)]
-    DiffusionReferenceModel(checkpoint).load_adapter(fresh, file)
-    assert layers == [module for module in fresh.modules() if isinstance(module, QuantizedLinear)]
+    quantize_base(quantized_model, kind)
+    layers = [module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)]
+    DiffusionReferenceModel(checkpoint).load_adapter(quantized_model, file)
+    assert layers == [
+        module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)
+    ]
     expected = dict(trained.named_parameters())
-    named = fresh.named_parameters()
-    actual = {n.replace(".default_0.", ".default."): p for n, p in named if ".lora_" in n}
+    named_parameters = quantized_model.named_parameters()
+    actual = {
+        n.replace(".default_0.", ".default."): p for n, p in named_parameters if ".lora_" in n
+    }
     assert actual.keys() == {name for name in expected if ".lora_" in name}
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
@@ -218,7 +224,10 @@ def test_what_a_recipe_or_a_machine_cannot_do_is_refused(
     require_quantization(int8)
     with pytest.raises(DitLoraError, match=r"pip install 'dit-lora\[bitsandbytes\]'"):
         require_quantization(nf4)
-    full = {"train": {"mode": "full", "steps": 1}, "optim": {"groups": {"backbone": {"lr": 1e-5}}}}
+    full_training = {
+        "train": {"mode": "full", "steps": 1},
+        "optim": {"groups": {"backbone": {"lr": 1e-5}}},
+    }
     recipe_values.pop("lora")
     with pytest.raises(DitLoraError, match=r"model\.quantize does not apply to train\.mode: full"):
-        recipe(model={"quantize": "int8"}, **full)
+        recipe(model={"quantize": "int8"}, **full_training)

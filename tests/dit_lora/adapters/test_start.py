@@ -77,30 +77,30 @@ def test_it_starts_as_the_base_with_the_part_of_the_weight_that_the_paper_takes(
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_values_and_gradients_are_those_of_pefts_own_start(init: str, net: Any) -> None:
     """PEFT takes the part out of the base; ours takes it back beside it."""
-    model, theirs = started(net, init), copy.deepcopy(net)
+    model, peft_model = started(net, init), copy.deepcopy(net)
     config = peft.LoraConfig(
         r=RANK,
         lora_alpha=8,
         target_modules=["wide", "tall"],
         init_lora_weights=init,  # type: ignore[arg-type]
     )
-    peft.inject_adapter_in_model(config, theirs)
+    peft.inject_adapter_in_model(config, peft_model)
     torch.manual_seed(7)
     step = {name: 0.1 * torch.randn(p.shape) for name, p in trained(model).items()}
     with torch.no_grad():
-        for name, p in trained(theirs).items():
+        for name, p in trained(peft_model).items():
             p.copy_(trained(model)[name])  # a singular vector's sign is free
-        for lora_model in (model, theirs):
+        for lora_model in (model, peft_model):
             for name, p in trained(lora_model).items():
                 p += step[name]
     target = torch.randn(7, 3, 41)
-    for lora_model in (model, theirs):
+    for lora_model in (model, peft_model):
         ((lora_model(inputs()) - target) ** 2).mean().backward()
-    torch.testing.assert_close(model(inputs()), theirs(inputs()), rtol=1e-4, atol=1e-5)
-    ours = trained(model)
-    assert ours.keys() == trained(theirs).keys()
-    for name, p in trained(theirs).items():
-        torch.testing.assert_close(ours[name].grad, p.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(model(inputs()), peft_model(inputs()), rtol=1e-4, atol=1e-5)
+    parameters = trained(model)
+    assert parameters.keys() == trained(peft_model).keys()
+    for name, p in trained(peft_model).items():
+        torch.testing.assert_close(parameters[name].grad, p.grad, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -117,10 +117,10 @@ def test_what_is_saved_is_one_lora_over_the_untouched_base(rslora: bool, net: An
         (2 * RANK, {"^tall": 6}, False),
         (6, {"^wide": 2 * RANK}, False),
     )
-    fresh = copy.deepcopy(net)
-    peft.inject_adapter_in_model(config, fresh)
-    peft.set_peft_model_state_dict(fresh, state)
-    torch.testing.assert_close(fresh(inputs()), model(inputs()), rtol=1e-5, atol=1e-6)
+    peft_model = copy.deepcopy(net)
+    peft.inject_adapter_in_model(config, peft_model)
+    peft.set_peft_model_state_dict(peft_model, state)
+    torch.testing.assert_close(peft_model(inputs()), model(inputs()), rtol=1e-5, atol=1e-6)
     assert (model(inputs()) - net(inputs())).abs().max() > 0.05
 
 
@@ -134,12 +134,12 @@ def test_the_start_is_on_wherever_what_trains_is_and_only_there(net: Any) -> Non
     with torch.no_grad():
         for p in trained(model).values():
             p += 0.1
-    now = model(inputs())
+    output = model(inputs())
     with disable_frozen_adapters(model):
-        assert torch.equal(model(inputs()), now)
+        assert torch.equal(model(inputs()), output)
     with disable_trained_adapter(model):
         assert torch.equal(model(inputs()), net(inputs()))
-    assert torch.equal(model(inputs()), now)
+    assert torch.equal(model(inputs()), output)
 
 
 def test_a_rank_that_a_weight_has_not_is_refused_by_its_layer(net: Any) -> None:

@@ -32,11 +32,11 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["flux-dev"]
-    stock = FluxPipeline.from_pretrained(base)
-    stock_latents = latents(stock)
+    reference = FluxPipeline.from_pretrained(base)
+    stock_latents = latents(reference)
     states = {}
     for part, names in (("transformer", ["to_q", "to_k"]), ("text_encoder", ["q_proj"])):
-        model = getattr(stock, part)
+        model = getattr(reference, part)
         model.add_adapter(peft.LoraConfig(r=2, lora_alpha=4, target_modules=names))
         torch.manual_seed(5)
         for name, parameter in model.named_parameters():
@@ -48,18 +48,20 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
         transformer_lora_layers=states["transformer"],
         text_encoder_lora_layers=states["text_encoder"],
     )
-    stock, ours = FluxPipeline.from_pretrained(base), FluxPipeline.from_pretrained(base)
-    stock.load_lora_weights(tmp_path, adapter_name="both")
-    load_adapter(ours, tmp_path / ADAPTER_FILE, get_family("flux").comfyui, name="both")
+    reference, pipeline = FluxPipeline.from_pretrained(base), FluxPipeline.from_pretrained(base)
+    reference.load_lora_weights(tmp_path, adapter_name="both")
+    load_adapter(pipeline, tmp_path / ADAPTER_FILE, get_family("flux").comfyui, name="both")
     for strength in (1.0, 0.5):
-        stock.set_adapters("both", strength)
-        with scale_adapters(ours, strength):
-            assert torch.equal(latents(ours), latents(stock)), strength
-    with scale_adapters(ours, 0.0):
-        assert torch.equal(latents(ours), stock_latents)
-    stock.set_adapters("both", {"transformer": 0.5, "text_encoder": 0.0})
-    with scale_adapters(ours, 0.5):
-        assert not torch.equal(latents(ours), latents(stock)), "the text encoder's has a part in it"
+        reference.set_adapters("both", strength)
+        with scale_adapters(pipeline, strength):
+            assert torch.equal(latents(pipeline), latents(reference)), strength
+    with scale_adapters(pipeline, 0.0):
+        assert torch.equal(latents(pipeline), stock_latents)
+    reference.set_adapters("both", {"transformer": 0.5, "text_encoder": 0.0})
+    with scale_adapters(pipeline, 0.5):
+        assert not torch.equal(latents(pipeline), latents(reference)), (
+            "the text encoder's has a part in it"
+        )
 
 
 @pytest.mark.thorough
@@ -80,8 +82,8 @@ def test_both_experts_adapters_have_it_and_get_their_own_back(
     with scale_adapters(pipeline, 0.0):
         assert torch.equal(latents(pipeline, num_frames=5), adapter_latents)
     with scale_adapters(pipeline, 0.5):
-        half = latents(pipeline, num_frames=5)
+        half_latents = latents(pipeline, num_frames=5)
     assert torch.equal(latents(pipeline, num_frames=5), full_latents)
     pipeline.set_adapters("own", 0.5)
-    assert torch.equal(latents(pipeline, num_frames=5), half)
-    assert not torch.equal(half, full_latents)
+    assert torch.equal(latents(pipeline, num_frames=5), half_latents)
+    assert not torch.equal(half_latents, full_latents)

@@ -71,8 +71,8 @@ def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) ->
     groups = parameter_groups(
         model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns
     )
-    named = {name for group in groups for name in group["param_names"]}
-    assert not named & frozen_parameters.keys()
+    group_names = {name for group in groups for name in group["param_names"]}
+    assert not group_names & frozen_parameters.keys()
     assert not any(is_frozen_adapter(name) for name in get_base_parameters(model))
     assert not any(p.requires_grad for p in frozen_parameters.values())
 
@@ -88,14 +88,14 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
         assert torch.equal(output(model), base)
     assert torch.equal(output(model), full_output)
     with disable_frozen_adapters(model, keep_active=["under_0"]):
-        half = output(model)
+        half_output = output(model)
     expected = checkpoint.load_transformer(torch.float32)
     for name, layer in stored[1].items():
         expected.get_submodule(name).weight.data += (
             0.5 * layer.alpha / layer.rank * layer.b @ layer.a
         )
-    torch.testing.assert_close(half, output(expected.eval()), rtol=1e-4, atol=1e-5)
-    assert (half - full_output).abs().max() > 0.01 < (half - base).abs().max()
+    torch.testing.assert_close(half_output, output(expected.eval()), rtol=1e-4, atol=1e-5)
+    assert (half_output - full_output).abs().max() > 0.01 < (half_output - base).abs().max()
     assert trainable(model) == before
     with pytest.raises(ZeroDivisionError), disable_frozen_adapters(model):
         raise ZeroDivisionError

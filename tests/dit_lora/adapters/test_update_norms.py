@@ -81,10 +81,11 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
         delta = layer.get_delta_weight("default")  # type: ignore[operator]
         norm = torch.linalg.vector_norm(delta).item()
         base = layer.base_layer
-        wide = base.widened(torch.float32) if hasattr(base, "dequantize") else base.weight  # type: ignore[operator, union-attr]
+        is_quantized = hasattr(base, "dequantize")
+        weight = base.dequantize(torch.float32) if is_quantized else base.weight  # type: ignore[operator, union-attr]
         assert update.norm == pytest.approx(norm, rel=1e-5)
         assert update.relative_norm == pytest.approx(
-            norm / torch.linalg.vector_norm(wide).item(), rel=1e-5
+            norm / torch.linalg.vector_norm(weight).item(), rel=1e-5
         )
 
 
@@ -93,13 +94,13 @@ def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
 ) -> None:
     model = adapted()
     expected = compute_weight_norms(model, [])
-    stored = {
+    checkpoint_tensors = {
         name.replace(".base_layer", ""): p.detach().clone()
         for name, p in model.named_parameters()
         if ".lora_" not in name
     }
-    del stored["conv.weight"]
-    save_file(stored, tmp_path / "model.safetensors")
+    del checkpoint_tensors["conv.weight"]
+    save_file(checkpoint_tensors, tmp_path / "model.safetensors")
     norms = compute_weight_norms(model.to("meta"), [tmp_path / "model.safetensors"])
     assert norms == pytest.approx({name: expected[name] for name in ("blocks.0", "blocks.1")})
 
@@ -139,7 +140,7 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
 ) -> None:
     before = {"a": draws(3, 4), "b": draws(5), "zero": torch.zeros(4), "c": draws(2)}
     save_file(before, tmp_path / "model.safetensors")
-    now = {
+    current_weights = {
         "a": 21 * before["a"],
         "b": before["b"],
         "zero": torch.full((4,), 0.1),
@@ -148,7 +149,7 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
     }
     update_by_name = {
         update.name: update
-        for update in compute_base_updates(now, [tmp_path / "model.safetensors"])
+        for update in compute_base_updates(current_weights, [tmp_path / "model.safetensors"])
     }
     assert {name: update.relative_norm for name, update in update_by_name.items()} == {
         "a": pytest.approx(20),

@@ -86,9 +86,9 @@ def test_show_draws_as_training_does(recipe: Path) -> None:
 def test_show_says_which_samples_there_are_and_why_one_cannot_be_used(
     recipe: Path, data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DitLoraError, match="no sample 99; of 9 the first are") as refused:
+    with pytest.raises(DitLoraError, match="no sample 99; of 9 the first are") as error:
         invoke("show", recipe, "--sample", 99)
-    assert f"0: {CLIPS[0]}" in str(refused.value)
+    assert f"0: {CLIPS[0]}" in str(error.value)
     records = [*json.loads((data / "conversations.json").read_text())]
     records.append({"video": "gone.mp4", "QA": [{"q": "What?", "a": "It."}]})
     path = tmp_path / "some.json"
@@ -105,8 +105,8 @@ def test_chat_answers_as_the_model_does_turn_after_turn(adapter: Path, data: Pat
     answer = answerer.ask(MediaFile(clip), "What is it?", max_tokens=4)
     assert answers[0] == answer
     base = answerer.checkpoint.path
-    on_base = invoke("chat", base, "--video", clip, *options).splitlines()
-    assert on_base[0] != answers[0]
+    base_lines = invoke("chat", base, "--video", clip, *options).splitlines()
+    assert base_lines[0] != answers[0]
     instructed_output = invoke(
         "chat", adapter, "--video", clip, *options, "--instruction", "Watch it."
     )
@@ -114,9 +114,9 @@ def test_chat_answers_as_the_model_does_turn_after_turn(adapter: Path, data: Pat
 
 
 def test_chat_takes_one_file_that_is_there(adapter: Path, data: Path) -> None:
-    both = ["--video", data / CLIPS[0], "--image", data / CLIPS[0]]
+    media_options = ["--video", data / CLIPS[0], "--image", data / CLIPS[0]]
     with pytest.raises(DitLoraError, match="--video or --image, one of them"):
-        invoke("chat", adapter, *both, "--prompt", "What?")
+        invoke("chat", adapter, *media_options, "--prompt", "What?")
     with pytest.raises(DitLoraError, match=r"no file .*gone\.mp4"):
         invoke("chat", adapter, "--video", data / "gone.mp4", "--prompt", "What?")
 

@@ -69,8 +69,8 @@ def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path:
     folder.mkdir()
     encode(folder / "one.mp4", moving("one", 1))
     encode(folder / "nine.mp4", moving("nine", 9))
-    evil = "\x1b]0;owned\x07\u202e\n3 samples: 3 ok.mp4"
-    (folder / evil).write_bytes(b"")
+    hostile_name = "\x1b]0;owned\x07\u202e\n3 samples: 3 ok.mp4"
+    (folder / hostile_name).write_bytes(b"")
     for path in list(folder.iterdir()):
         path.with_suffix(".txt").write_text(f"what {path.stem[:4]!a} shows")
     report = tmp_path / "audit.json"
@@ -82,7 +82,7 @@ def test_an_audit_of_a_folder_says_what_is_one_frame_and_obeys_no_name(tmp_path:
         "note    sound: 0 of 2 clips have some",
         "3 samples: 1 ok, 1 warn, 1 reject",
     ]
-    assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", evil: "reject"}
+    assert verdicts(report) == {"one.mp4": "warn", "nine.mp4": "ok", hostile_name: "reject"}
     assert report.read_text().endswith("}\n")
 
 
@@ -120,8 +120,8 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
         invoke("cache", "build", recipe)
     invoke("cache", "build", recipe, "data.rejects=skip")
     invoke("cache", "build", recipe, "data.rejects=skip", "data.fps=16")
-    counted = json.loads(invoke("cache", "stats", cache, "--json"))
-    assert counted["videos"]["entries"] == 10
+    cache_stats = json.loads(invoke("cache", "stats", cache, "--json"))
+    assert cache_stats["videos"]["entries"] == 10
     assert invoke("cache", "verify", recipe).count("problems 0") == 2
 
     sample = sorted(path.name for path in (tmp_path / "data").glob("*.mp4"))[0]
@@ -139,8 +139,8 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     values = yaml.safe_load(recipe.read_text())
     values["data"]["rejects"] = "skip"
     skipping.write_text(yaml.safe_dump(values))
-    pruned = json.loads(invoke("cache", "prune", cache, "--keep", skipping, "--json"))
-    assert pruned["videos"]["unwanted"] == 5
+    prune_result = json.loads(invoke("cache", "prune", cache, "--keep", skipping, "--json"))
+    assert prune_result["videos"]["unwanted"] == 5
     cached = TensorCache(cache / "videos")
     assert {entry.facts["fps"] for entry in cached.iter_entries()} == {8}
     assert len(cached) == 5
@@ -158,9 +158,9 @@ def test_a_cache_is_built_checked_counted_and_pruned(recipe: Path, tmp_path: Pat
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: list[str], words: str) -> None:
-    with pytest.raises(DitLoraError, match=words) as refused:
+    with pytest.raises(DitLoraError, match=words) as error:
         invoke(*arguments)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 def test_what_only_the_audit_sees_is_refused_by_training_from_then_on(

@@ -67,14 +67,14 @@ def test_merged_is_what_export_writes_unless_told_otherwise(run: Path, tmp_path:
     invoke("export", run, "--out", tmp_path / "merged")
     pipeline = CogVideoXPipeline.from_pretrained(tmp_path / "merged")
     base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
-    stock = CogVideoXPipeline.from_pretrained(base)
+    reference = CogVideoXPipeline.from_pretrained(base)
     name = "transformer_blocks.0.attn1.to_q.weight"
-    merged, old = (pipe.transformer.get_parameter(name) for pipe in (pipeline, stock))
+    merged, old = (pipe.transformer.get_parameter(name) for pipe in (pipeline, reference))
     assert 0 < (merged - old).abs().max() < 0.1
-    published = (tmp_path / "merged" / "dit_lora.json").read_text()
-    assert str(tmp_path) not in published
-    assert str(run.parent) not in published
-    assert json.loads(published)["base_model"] == "cogvideox-2b"
+    metadata_text = (tmp_path / "merged" / "dit_lora.json").read_text()
+    assert str(tmp_path) not in metadata_text
+    assert str(run.parent) not in metadata_text
+    assert json.loads(metadata_text)["base_model"] == "cogvideox-2b"
 
 
 def test_two_adapters_are_added_by_weight(run: Path, tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_two_adapters_are_added_by_weight(run: Path, tmp_path: Path) -> None:
     weights = ("--weight", 0.7, "--weight", -0.2)
     invoke("export", run, run / FILE, *weights, "--to", "diffusers", "--out", output_dir)
     tensors = load_file(run / FILE)
-    both = load_file(output_dir / "pytorch_lora_weights.safetensors")
+    merged_tensors = load_file(output_dir / "pytorch_lora_weights.safetensors")
     name = "transformer.transformer_blocks.1.attn1.to_v.lora_{}.weight"
     expected = 0.5 * 8 / 4 * tensors[name.format("B")] @ tensors[name.format("A")]
-    product = both[name.format("B")] @ both[name.format("A")]
+    product = merged_tensors[name.format("B")] @ merged_tensors[name.format("A")]
     assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -134,8 +134,8 @@ def test_a_name_of_its_own_is_taken_with_model_given(run: Path, tmp_path: Path) 
     base = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
     invoke("export", file, "--to", "folded", "--model", base, "--out", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
-    stored = load_file(file)
-    for name, tensor in stored.items():
+    stored_tensors = load_file(file)
+    for name, tensor in stored_tensors.items():
         assert tensors[name].equal(2 * tensor if "lora_B" in name else tensor), name
 
 
@@ -144,10 +144,10 @@ def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
 ) -> None:
     base = ("--model", yaml.safe_load((run / "config.yaml").read_text())["model"]["path"])
     invoke("export", run, "--to", "peft", "--out", tmp_path / "peft")
-    back = f"dit-lora export {tmp_path / 'peft'} --to diffusers --out OUT"
+    export_command = f"dit-lora export {tmp_path / 'peft'} --to diffusers --out OUT"
     for verb in (("verify",), ("sample", "--prompt", "a")):
-        with pytest.raises(DitLoraError, match=re.escape(back)):
+        with pytest.raises(DitLoraError, match=re.escape(export_command)):
             invoke(*verb, *base, tmp_path / "peft")
     output_dir = tmp_path / "diffusers"
-    invoke(*back.split()[1:-1], output_dir, *base)
+    invoke(*export_command.split()[1:-1], output_dir, *base)
     assert "every check passed" in invoke("verify", output_dir, *base)

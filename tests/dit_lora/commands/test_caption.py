@@ -88,15 +88,19 @@ def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
 def test_a_file_name_that_is_not_utf8_ends_nothing(
     tiny_checkpoints: dict[str, Path], clips: Path
 ) -> None:
-    odd = [os.fsdecode(b"caf\xe9.mp4"), os.fsdecode(b"\xff.png"), os.fsdecode(b"broken\xe9.png")]
-    min(clips.glob("*.mp4")).rename(clips / odd[0])
-    min(clips.rglob("*.png")).rename(clips / odd[1])
-    (clips / odd[2]).write_bytes(b"no media")
+    undecodable_names = [
+        os.fsdecode(b"caf\xe9.mp4"),
+        os.fsdecode(b"\xff.png"),
+        os.fsdecode(b"broken\xe9.png"),
+    ]
+    min(clips.glob("*.mp4")).rename(clips / undecodable_names[0])
+    min(clips.rglob("*.png")).rename(clips / undecodable_names[1])
+    (clips / undecodable_names[2]).write_bytes(b"no media")
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 1, result.output
     assert "could not be described: broken\\udce9.png: " in result.stdout
     assert "5 captions written" in result.stdout
-    assert {*odd[:2]} < {*rows(clips)}
+    assert {*undecodable_names[:2]} < {*rows(clips)}
     assert "caf\\udce9.mp4" in (clips / "captions.html").read_text()
 
 
@@ -148,14 +152,14 @@ def test_a_killed_start_goes_on_where_it_was(
 ) -> None:
     model = tiny_checkpoints["qwen2.5-vl"]
     part = clips / ".captions" / "part_0.jsonl"
-    running = subprocess.Popen([sys.executable, *command(clips, model)], env=os.environ)
-    until = time.monotonic() + 600
+    process = subprocess.Popen([sys.executable, *command(clips, model)], env=os.environ)
+    deadline = time.monotonic() + 600
     while not (part.exists() and part.read_bytes().count(b"\n") >= 1):
-        assert time.monotonic() < until
-        assert running.poll() is None
+        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.02)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     records = [json.loads(line) for line in part.read_text().splitlines()]
     with part.open("a") as file:
         file.write('{"file": "')

@@ -105,8 +105,8 @@ def test_several_adapters_act_as_stock_set_adapters_weighs_them(
             pipeline.load_lora_weights(folder, adapter_name=name)
         pipeline.set_adapters(["a", "b"], [0.75, -0.5])
 
-    both = {"others": ((adapters[1], -0.5),), "weight": 0.75}
-    (path,) = write_samples(request(adapters[0], base, tmp_path, seed=1, **both))
+    adapter_options = {"others": ((adapters[1], -0.5),), "weight": 0.75}
+    (path,) = write_samples(request(adapters[0], base, tmp_path, seed=1, **adapter_options))
     assert np.array_equal(pixels(path), stock(base, 1, put))
 
 
@@ -145,9 +145,9 @@ def test_other_kinds_are_sampled_and_left_out_at_strength_0(
     folder = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
     target = folder if kind in PEFT_ONLY_KINDS else folder / "pytorch_lora_weights.safetensors"
     sample_request = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
-    off, on = (pixels(cell.path) for cell in write_sample_cells(sample_request))
-    assert np.array_equal(off, stock(base, 2, lambda pipeline: None))
-    assert not np.array_equal(on, off)
+    base_pixels, adapter_pixels = (pixels(cell.path) for cell in write_sample_cells(sample_request))
+    assert np.array_equal(base_pixels, stock(base, 2, lambda pipeline: None))
+    assert not np.array_equal(adapter_pixels, base_pixels)
     if kind == "oft":
         with pytest.raises(DitLoraError, match=r"strength 0\.5: OFT rotates"):
             write_samples(request(target, base, tmp_path / "half", strengths=(0.5,)))
@@ -156,13 +156,13 @@ def test_other_kinds_are_sampled_and_left_out_at_strength_0(
 def test_what_has_no_strength_is_refused_by_name(
     base: Path, adapters: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    wider = trained("sana", base, tmp_path / "wider", connector=True).folder
-    assert (wider / BASE_FILE).is_file()
+    wide_folder = trained("sana", base, tmp_path / "wider", connector=True).folder
+    assert (wide_folder / BASE_FILE).is_file()
     for options in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
         with pytest.raises(DitLoraError, match="base weights trained beside"):
-            write_samples(request(wider, base, tmp_path / "out", **options))
+            write_samples(request(wide_folder, base, tmp_path / "out", **options))
     with pytest.raises(DitLoraError, match="base weights trained beside"):
-        write_samples(request(adapters[0], base, tmp_path / "out", others=((wider, 1.0),)))
+        write_samples(request(adapters[0], base, tmp_path / "out", others=((wide_folder, 1.0),)))
     for arguments, message in (
         (["--strengths", "0,x"], "takes numbers"),
         (["--strengths", "1,1"], "each once"),

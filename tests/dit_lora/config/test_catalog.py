@@ -52,15 +52,15 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     name: str, tmp_path: Path
 ) -> None:
     recipe = PackagedRecipe.from_name(name)
-    written = write_run_folder(recipe, tmp_path / "run", recipe.accelerate_config)
-    assert [path.name for path in written] == [
+    run_folder = write_run_folder(recipe, tmp_path / "run", recipe.accelerate_config)
+    assert [path.name for path in run_folder] == [
         recipe.file_name,
         "lora.py",
         f"{recipe.accelerate_config}.yaml",
         "schema.json",
     ]
-    assert load_recipe(written[0]) == load_recipe(ROOT / "recipes" / f"{name}.yaml")
-    header = written[0].read_text().split("\nmodel:")[0]
+    assert load_recipe(run_folder[0]) == load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    header = run_folder[0].read_text().split("\nmodel:")[0]
     assert header.startswith("# yaml-language-server: $schema=schema.json\n")
     assert not re.search(r"recipes/|accelerate_configs/", header)
     # Every file that the launch names is there; its options are the shipped header's.
@@ -68,15 +68,15 @@ def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_ther
     assert f"#   {launch}\n" in header + "\n"
     arguments = shlex.split(launch)
     assert arguments[:4] == ["accelerate", "launch", "--quiet", "--config_file"]
-    named = [word for word in arguments if word.endswith((".yaml", ".py"))]
-    assert named == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file_name]
-    assert all((tmp_path / "run" / word).is_file() for word in named)
+    file_names = [word for word in arguments if word.endswith((".yaml", ".py"))]
+    assert file_names == [f"{recipe.accelerate_config}.yaml", "lora.py", recipe.file_name]
+    assert all((tmp_path / "run" / word).is_file() for word in file_names)
     record = recipe.record(get_default_recipes())
     assert record["task"] in TASKS
     assert record["memory"]
     assert record["time"]
-    assert record["model"] == load_recipe(written[0]).model.path
-    assert record["mode"] == load_recipe(written[0]).train.mode
+    assert record["model"] == load_recipe(run_folder[0]).model.path
+    assert record["mode"] == load_recipe(run_folder[0]).train.mode
 
 
 def test_the_script_in_a_folder_of_its_own_differs_in_what_it_says_alone(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_an_unknown_recipe_gets_the_nearest_names(name: str, message: str) -> No
 
 
 def test_a_folder_of_recipes_is_listed() -> None:
-    with pytest.raises(DitLoraError, match="several recipes") as caught:
+    with pytest.raises(DitLoraError, match="several recipes") as error:
         PackagedRecipe.from_name("smoke")
-    listed = re.findall(r"  - (.*)", str(caught.value))
-    assert listed == [name for name in list_recipe_names() if name.startswith("smoke/")]
+    listed_names = re.findall(r"  - (.*)", str(error.value))
+    assert listed_names == [name for name in list_recipe_names() if name.startswith("smoke/")]
 
 
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from dit_lora.config.lora import ADAPTER_KINDS, LoraConfig
     ],
 )
 def test_what_a_kind_has_not_is_refused_by_name(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as error:
         LoraConfig(**values)
-    assert words in str(refused.value)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ADAPTER_KINDS)

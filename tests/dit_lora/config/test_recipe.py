@@ -161,8 +161,8 @@ def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(
 ) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(values))
-    ladder = load_recipe(path).guard.on_nonfinite
-    assert ladder == ("skip", "quarantine", "fallback", "rollback", "stop")
+    actions = load_recipe(path).guard.on_nonfinite
+    assert actions == ("skip", "quarantine", "fallback", "rollback", "stop")
     assert load_recipe(path, ["guard.on_nonfinite=[stop]"]).guard.on_nonfinite == ("stop",)
 
 

@@ -47,9 +47,9 @@ def test_what_is_of_another_shape_is_one_line(
 ) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(DitLoraError) as refused:
+    with pytest.raises(DitLoraError) as error:
         read_typed_json(file, kind)
-    message = str(refused.value)
+    message = str(error.value)
     assert reason in message
     assert str(file) in message
     assert "\n" not in message
@@ -99,6 +99,6 @@ FACTS: dict[str, Any] = {
 )
 def test_facts_hold_no_code(part: str, field: str, value: Any) -> None:
     assert parse_typed_json(json.dumps(FACTS), Facts, "facts.json") == FACTS
-    changed = {**FACTS, part: {**FACTS[part], field: value}}
+    changed_facts = {**FACTS, part: {**FACTS[part], field: value}}
     with pytest.raises(DitLoraError, match=rf"facts\.json is damaged: {part}\.{field}"):
-        parse_typed_json(json.dumps(changed), Facts, "facts.json")
+        parse_typed_json(json.dumps(changed_facts), Facts, "facts.json")

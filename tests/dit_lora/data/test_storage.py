@@ -42,8 +42,8 @@ def no_patience(patience: None) -> None:
 @contextmanager
 def away(path: Path, seconds: float = 0.1) -> Iterator[None]:
     """Move a file or folder away, and back after `seconds`."""
-    aside = path.rename(path.with_name(f"{path.name}.away"))
-    timer = threading.Timer(seconds, lambda: aside.rename(path))
+    moved_path = path.rename(path.with_name(f"{path.name}.away"))
+    timer = threading.Timer(seconds, lambda: moved_path.rename(path))
     timer.start()
     try:
         yield
@@ -131,14 +131,14 @@ def test_damage_and_marks_are_the_entrys_own(cache: TensorCache) -> None:
 def test_after_an_error_the_file_is_opened_again(
     cache: TensorCache, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, broken = os.preadv, []
+    original_preadv, broken = os.preadv, []
 
     def stale(handle: int, *rest: object) -> int:
         # As NFS has it: the handle of before a remount never works again.
         if not broken or handle in broken:
             broken.append(handle)
             raise OSError(number, os.strerror(number))
-        return read(handle, *rest)  # type: ignore[arg-type]
+        return original_preadv(handle, *rest)  # type: ignore[arg-type]
 
     # As a tensor of an earlier step may hold it: so its number is not that of the next file.
     shard_file = cache._get_open_shard(cache.find_shard_path(key(0)))

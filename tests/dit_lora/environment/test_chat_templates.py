@@ -51,11 +51,11 @@ def test_a_hostile_template_is_one_line(
     tokenizer: Any, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_templates, "MAX_SECONDS", 0.5 if reason == "0.5 s" else 60.0)
-    began = time.monotonic()
-    with pytest.raises(ChatTemplateError, match=reason) as refused:
+    start = time.monotonic()
+    with pytest.raises(ChatTemplateError, match=reason) as error:
         rendered(tokenizer, template)
-    assert time.monotonic() - began < 100
-    assert "\n" not in str(refused.value)
+    assert time.monotonic() - start < 100
+    assert "\n" not in str(error.value)
     assert rendered(tokenizer, PLAIN) == "<user>A disc?"
 
 
@@ -68,11 +68,11 @@ def test_a_template_that_is_always_slow_is_not_waited_for_with_every_sample(
         with pytest.raises(ChatTemplateError, match=r"takes more than 0.5 s"):
             rendered(tokenizer, slow)
     monkeypatch.setattr(chat_templates, "MAX_SECONDS", 60.0)
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(100):
         with pytest.raises(ChatTemplateError, match="3 times and is not rendered again"):
             rendered(tokenizer, slow)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start < 30
     assert rendered(tokenizer, PLAIN) == "<user>A disc?"
 
 

@@ -93,17 +93,17 @@ def test_code_of_a_checkpoint_is_not_run_by_any_verb(
         conversation = [{"from": "human", "value": "A disc?"}, {"from": "gpt", "value": "Yes."}]
         (tmp_path / "told.json").write_text(json.dumps([{"conversations": conversation}]))
         recipe.append(f"data.path={tmp_path / 'told.json'}")
-    with pytest.raises(DitLoraError) if needs_it else nullcontext() as refused:
+    with pytest.raises(DitLoraError) if needs_it else nullcontext() as error:
         if command == "train":
             lora_main(recipe)
         else:
             CliRunner().invoke(app, [command, *recipe], input="y\n" * 99, catch_exceptions=False)
     assert not list(tmp_path.rglob("ran"))
-    if refused is None:
+    if error is None:
         return
-    assert refused.value.exit_code == 2
-    assert "can only be loaded by code of its own, which is never run" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert error.value.exit_code == 2
+    assert "can only be loaded by code of its own, which is never run" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("yes")
@@ -204,10 +204,12 @@ def test_flash_attention_of_a_config_is_not_fetched(
     asked.clear()
     built = build_from_config(AutoModelForCausalLM, load_pretrained(AutoConfig, folder))
     built.save_pretrained(folder / "saved")
-    saved = json.loads((folder / "saved" / "config.json").read_text())
-    (folder / "saved" / "config.json").write_text(json.dumps({**saved, key: "flash_attention_2"}))
-    loaded = load_pretrained(Qwen2ForCausalLM, folder / "saved", use_safetensors=True)
-    for model in (built, loaded, *build_text_encoders(tmp_path, torch.float32)):
+    saved_config = json.loads((folder / "saved" / "config.json").read_text())
+    (folder / "saved" / "config.json").write_text(
+        json.dumps({**saved_config, key: "flash_attention_2"})
+    )
+    loaded_model = load_pretrained(Qwen2ForCausalLM, folder / "saved", use_safetensors=True)
+    for model in (built, loaded_model, *build_text_encoders(tmp_path, torch.float32)):
         assert model.config._attn_implementation in ("sdpa", "eager")
     assert not asked
 
@@ -275,11 +277,9 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
     for name, text in damaged.items():
         (tmp_path / name).write_text(text)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast, AutoConfig):
-        with pytest.raises(
-            DitLoraError, match=r"cannot load .* its files may be damaged"
-        ) as refused:
+        with pytest.raises(DitLoraError, match=r"cannot load .* its files may be damaged") as error:
             load_pretrained(kind, tmp_path)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_hidden_layers": 10**9}))
     with pytest.raises(DitLoraError, match="num_hidden_layers is 1,000,000,000, more than 10,000"):
         load_pretrained(AutoConfig, tmp_path)

@@ -125,10 +125,10 @@ def test_an_untested_version_warns_and_names_what_was_tested():
 def test_all_refusals_are_listed_at_once_and_allow_untested_passes_them():
     """A missing package, an old one, one of the next major and a known-bad pair: one error."""
     env = having(ON_CPU, "torch=2.4.0 transformers=6.0.0 safetensors=none")
-    with pytest.raises(DitLoraError) as caught:
+    with pytest.raises(DitLoraError) as error:
         require_compatible(env, allow_untested=False)
-    text = str(caught.value)
-    assert caught.value.exit_code == 2
+    text = str(error.value)
+    assert error.value.exit_code == 2
     assert "run.allow_untested=true" in text.splitlines()[0]
     assert [line.split()[1] for line in text.splitlines()[1:]] == [
         "torch>=2.11,<3",
@@ -221,8 +221,10 @@ from accelerate.commands.config.config_args import default_config_file
 from dit_lora.environment.versions import get_default_launch_config
 print(json.dumps([default_config_file, str(get_default_launch_config())]))
 """
-    theirs, ours = json.loads(run_python(script, {"HOME": "/home/somebody", **variables}))
-    assert ours == theirs
+    accelerate_path, default_path = json.loads(
+        run_python(script, {"HOME": "/home/somebody", **variables})
+    )
+    assert default_path == accelerate_path
 
 
 def run_python(script: str, environment: dict[str, str] | None = None) -> str:
@@ -258,8 +260,8 @@ def test_processes_left_out_are_a_problem_with_two_ways_out():
 
 def test_fsdp_that_is_not_in_effect_is_a_problem():
     """One process has nobody to share weights with."""
-    both = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=True) or ""
-    assert len(both.splitlines()) == 2
+    message = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=True) or ""
+    assert len(message.splitlines()) == 2
     assert "FSDP was asked for" in (
         find_launch_problem(is_multiple_requested=False, is_fsdp_requested=True) or ""
     )
@@ -267,19 +269,23 @@ def test_fsdp_that_is_not_in_effect_is_a_problem():
 
 def test_decisions_follow_the_device():
     """bf16 only on a GPU that computes in it; every decision has a reason."""
-    chosen = {}
+    choices_by_environment = {}
     for name, env in {"cpu": ON_CPU, "h100": ON_GPU, "t4": replace(ON_GPU, devices=(T4,))}.items():
         assert all(decision.why for decision in list_decisions(env))
-        chosen[name] = {decision.what: decision.choice for decision in list_decisions(env)}
-    dtypes = {name: choice["dtype"] for name, choice in chosen.items()}
+        choices_by_environment[name] = {
+            decision.what: decision.choice for decision in list_decisions(env)
+        }
+    dtypes = {name: choice["dtype"] for name, choice in choices_by_environment.items()}
     assert dtypes == {"cpu": "fp32", "h100": "bf16", "t4": "fp32"}
-    assert chosen["cpu"]["device"] == "cpu"
-    assert "NVIDIA H100 80GB HBM3" in chosen["h100"]["device"]
-    assert "79.1 GiB" in chosen["h100"]["device"]
-    assert chosen["cpu"]["video"] == "PyAV 18.1.0"
-    assert chosen["cpu"]["trackers"] == "none"
-    both = having(ON_CPU, "tensorboard=2.21.0 trackio=0.2.0")
-    assert {d.what: d.choice for d in list_decisions(both)}["trackers"] == "tensorboard, trackio"
+    assert choices_by_environment["cpu"]["device"] == "cpu"
+    assert "NVIDIA H100 80GB HBM3" in choices_by_environment["h100"]["device"]
+    assert "79.1 GiB" in choices_by_environment["h100"]["device"]
+    assert choices_by_environment["cpu"]["video"] == "PyAV 18.1.0"
+    assert choices_by_environment["cpu"]["trackers"] == "none"
+    environment = having(ON_CPU, "tensorboard=2.21.0 trackio=0.2.0")
+    assert {d.what: d.choice for d in list_decisions(environment)}[
+        "trackers"
+    ] == "tensorboard, trackio"
 
 
 def test_the_probe_agrees_with_the_installed_distributions():

@@ -179,7 +179,7 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     full_sample = checkpoint.render(talk, shape, times)
     question = checkpoint.render(talk, shape, times, include_answer=False)
     assert question.ids == full_sample.ids[: len(question)]
-    assert question.answers < full_sample.answers
+    assert question.num_answer_tokens < full_sample.answers
     assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end_token
 
 
@@ -335,13 +335,15 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
         if "qwen" in folder.name and height > 28:
             continue
         with pytest.raises(DitLoraError, match=rf"{height}x{width}; for \w+ give"):
-            checkpoint.viewing(VisionSettings(4, height, width))
-    untimed = VisionSettings(4, checkpoint.how.height, checkpoint.how.width, timestamps=False)
+            checkpoint.with_vision_settings(VisionSettings(4, height, width))
+    untimed = VisionSettings(
+        4, checkpoint.vision_settings.height, checkpoint.vision_settings.width, timestamps=False
+    )
     if folder.name in ("llava-next-video", "internvl"):
-        assert checkpoint.viewing(untimed).how == untimed
+        assert checkpoint.with_vision_settings(untimed).how == untimed
         return
     with pytest.raises(DitLoraError, match="always told when"):
-        checkpoint.viewing(untimed)
+        checkpoint.with_vision_settings(untimed)
     shape = checkpoint.shape("video", 90, 151)
     with pytest.raises(DitLoraError, match="got 1 times for 3 frames"):
         checkpoint.render(conversation("video", "What?", "It."), shape, [0.0])

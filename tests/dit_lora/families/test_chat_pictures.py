@@ -50,7 +50,11 @@ def random_sizes(count: int, most: int = 1400) -> list[tuple[int, int]]:
 
 def stock_options(checkpoint: Any) -> dict[str, Any]:
     """What the stock image processor is called with to keep to data.height x data.width."""
-    kind, settings, layout = checkpoint.config.model_type, checkpoint.how, checkpoint.layout
+    kind, settings, layout = (
+        checkpoint.config.model_type,
+        checkpoint.vision_settings,
+        checkpoint.layout,
+    )
     budget = settings.height * settings.width
     if kind == "smolvlm":
         return {
@@ -153,11 +157,13 @@ def test_qwen3_sizes_are_those_of_all_frames_together(
 def test_a_budget_below_the_checkpoints_least_pixels_is_kept(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).viewing(VisionSettings(4, 28, 28))
+    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).with_vision_settings(
+        VisionSettings(4, 28, 28)
+    )
     shape = checkpoint.shape("video", 480, 640)
     assert shape is not None
     assert (shape.height, shape.width) == (28, 28)
-    huge = checkpoint.viewing(VisionSettings(4, 2800, 2800)).shape("video", 480, 640)
+    huge = checkpoint.with_vision_settings(VisionSettings(4, 2800, 2800)).shape("video", 480, 640)
     assert huge is not None
     assert huge.height * huge.width <= 112 * 112  # the checkpoint's own most
 
@@ -169,7 +175,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tiny_checkpoints: dict[str, Pat
 
 def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path]) -> None:
     internvl, smolvlm = (opened(tiny_checkpoints[variant]) for variant in ("internvl", "smolvlm2"))
-    wide = smolvlm.viewing(VisionSettings(4, 128, 128))
+    wide = smolvlm.with_vision_settings(VisionSettings(4, 128, 128))
     stock = SmolVLMImageProcessorPil(
         size={"longest_edge": 128}, max_image_size={"longest_edge": 32}
     )

@@ -112,7 +112,7 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
     checkpoint, batch = subject.checkpoint, encoded_batch(subject)
     transformer = checkpoint.load_transformer(torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
-    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.draws(shapes), CPU)
+    tensors = RandomStreams(0, [4, 5, 6]).draw_tensors(checkpoint.draw_functions(shapes), CPU)
     ahead = RandomInputs(0, (4, 5, 6), tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
 

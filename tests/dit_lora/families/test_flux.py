@@ -185,7 +185,7 @@ def test_guidance_is_embedded_at_the_recipes_value_and_recorded(
     model, batch = Recorder(torch.zeros(3, 6, 16)), some_batch(checkpoint, torch.bfloat16)
     checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
     assert torch.equal(model.asked["guidance"], torch.full([3], expected))
-    assert checkpoint.header() == {"guidance_scale": expected}
+    assert checkpoint.training_metadata() == {"guidance_scale": expected}
     assert any(f"guidance of {expected:g}" in line for line in checkpoint.notes(recipe))
 
 
@@ -205,7 +205,7 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     plain = checkpoint.apply_recipe(recipe)
     plain.losses(model, some_batch(plain), RandomStreams(SEED, POSITIONS))
     assert model.asked["guidance"] is None
-    assert plain.header() == {}
+    assert plain.training_metadata() == {}
     notes = " ".join(plain.notes(recipe))
     assert ("FLUX.1-dev is the usual base" in notes) == (variant == "flux-schnell")
 
@@ -299,7 +299,7 @@ def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
     picture = Image.new("RGB", (1200, 1200), "red")
     encode = checkpoint.load_video_encoder(torch.float32, CPU)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None]
-    encoded = encode.references([pixels], VideoShape(1, 64, 64))["reference_0"]
+    encoded = encode.encode_references([pixels], VideoShape(1, 64, 64))["reference_0"]
     assert encoded.shape[-2:] == (expected[0] // 8, expected[1] // 8)
     pipeline = checkpoint.pipeline(torch.float32, text=False)
     sent = scale_image(picture, resolution)

@@ -99,7 +99,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     )
     pipeline(
         **checkpoint.prompt_kwargs(text),
-        **checkpoint.arguments(VideoShape(1, 48, 80)),
+        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,
         generator=torch.Generator().manual_seed(1),

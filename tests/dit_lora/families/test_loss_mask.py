@@ -30,7 +30,7 @@ def spied(subject: Subject) -> tuple[Any, dict[str, torch.Tensor]]:
             recorded["prediction"] = leaf.requires_grad_()
             return recorded["prediction"]
 
-        drawn_prediction = _drawn_prediction = predict
+        predict_in_training = _predict_in_training = predict
 
     objective = Objective(**vars(original))
     return Predicting(**{**vars(subject.checkpoint), "objective": objective}), recorded

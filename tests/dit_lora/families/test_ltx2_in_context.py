@@ -57,7 +57,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
     checkpoint = in_context(path, side)
     batch, streams = batch_of(checkpoint), RandomStreams(3, [1, 2, 3])
     batch[LOSS_MASK] = torch.rand(3, 2, 4, generator=torch.Generator().manual_seed(4))
-    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
     transformer: Any = LTX2VideoTransformer3DModel.from_pretrained(path, subfolder="transformer")
     clean, reference = (batch[name].flatten(2).mT for name in ("latent_mean", "reference_0"))
     assert reference.shape[1] == TOKENS // factor**2
@@ -179,13 +179,13 @@ def test_other_families_have_no_reference_clips(
 def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = in_context(tiny_checkpoints["ltx-2.3"])
     assert checkpoint.index_changes() == {"_class_name": "LTX2InContextPipeline"}
-    assert checkpoint.header()["reference_resolution"] == 48
-    assert checkpoint.header()["reference_downscale_factor"] == 2
+    assert checkpoint.training_metadata()["reference_resolution"] == 48
+    assert checkpoint.training_metadata()["reference_downscale_factor"] == 2
     assert in_context(tiny_checkpoints["ltx-2.3"], None).header() == {
         "reference_downscale_factor": 1
     }
     assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).header()
-    assert checkpoint.arguments(SHAPE)["reference_downscale_factor"] == 2
+    assert checkpoint.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 
 
 @pytest.mark.parametrize("form", ["diffusers", "comfyui"])
@@ -195,7 +195,7 @@ def test_other_programs_read_the_downscale_from_the_header(
     """Lightricks' pipeline and ComfyUI-LTXVideo look for this name, and a number in text."""
     base, checkpoint = tiny_checkpoints["ltx-2.3"], in_context(tiny_checkpoints["ltx-2.3"])
     model = trained("ltx2", base, tmp_path / "plain").model
-    metadata = {"family": "ltx2", "task": "ic_lora", **checkpoint.header()}
+    metadata = {"family": "ltx2", "task": "ic_lora", **checkpoint.training_metadata()}
     save_adapter(model, checkpoint.pipeline_class, tmp_path / "run", metadata)
     export(ExportRequest((tmp_path / "run",), form, tmp_path / "out", model=str(base)))
     (file,) = (tmp_path / "out").glob("*.safetensors")

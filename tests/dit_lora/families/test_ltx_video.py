@@ -126,7 +126,7 @@ def test_the_shift_is_the_pipelines_at_five_sizes(
     for step in range(1, 6):
         frames, height, width = 8 * step + 1, 64 * step, 96
         with pytest.raises(StopHereError):
-            pipeline("a cat", **checkpoint.arguments(VideoShape(frames, height, width)))
+            pipeline("a cat", **checkpoint.shape_kwargs(VideoShape(frames, height, width)))
         size = torch.Size([8, step + 1, 2 * step, 3])
         assert checkpoint.mu(size) == recorded[-1]
         # The line through (1024, 0.95) and (4096, 2.05).
@@ -141,7 +141,7 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     """0.9.1's, which is told a timestep too; what it draws is taken from nobody else."""
     older, newer = (opened(tiny_checkpoints[variant]) for variant in FAMILY.tiny_variants)
     decoding = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-    added_options = newer.arguments(SHAPE).items() - older.arguments(SHAPE).items()
+    added_options = newer.shape_kwargs(SHAPE).items() - older.arguments(SHAPE).items()
     assert dict(added_options) == decoding
     pipeline = quiet(newer.pipeline(torch.float32))
     torch.manual_seed(11)
@@ -166,7 +166,7 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
     checkpoint = opened(tiny_checkpoints["ltx-video"])
     pipeline = quiet(checkpoint.pipeline(torch.float32))
     with pytest.raises(IndexError):  # the stock pipeline, which looks for a level among NaN
-        pipeline("a cat", **checkpoint.arguments(SHAPE), num_inference_steps=1)
+        pipeline("a cat", **checkpoint.shape_kwargs(SHAPE), num_inference_steps=1)
     sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=3.0, seed=3)
     with pytest.raises(DitLoraError, match=r"ltx-video: inference steps must be 2 or more, .*0\.1"):
         checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
@@ -241,7 +241,9 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draws(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)[
+        "image_dropout"
+    ]
     assert keep_mask.any()
     assert not keep_mask.all()
     torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
@@ -255,7 +257,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch["image_latent_logvar"].fill_(-60)  # so that what is drawn is the mean
     transformer = checkpoint.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
     tokens = 2 * 3  # of a frame
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses

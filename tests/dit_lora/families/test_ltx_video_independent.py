@@ -72,7 +72,7 @@ def test_our_loss_is_that_of_diffusers_modules(
     rows = [encode_video(clip) for clip in pixels]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | text
     streams = RandomStreams(3, [1, 2, 3])
-    random_inputs = dict(streams.draw_tensors(checkpoint.draws(batch), CPU))
+    random_inputs = dict(streams.draw_tensors(checkpoint.draw_functions(batch), CPU))
     with torch.no_grad():
         ours = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, streams).losses
     theirs = losses_by_diffusers(path, task, pixels, random_inputs, 12.5)

@@ -106,10 +106,10 @@ def test_its_recipe_fits_a_published_checkpoint(name: str, tmp_path: Path) -> No
         "CogVideoXImageToVideoPipeline" if name.endswith("I2V") else "CogVideoXPipeline"
     )
     latents = (shape.frames - 1) // 4 + 1
-    assert latents + checkpoint.padding(latents) == (22 if "1.5" in name else 13)
+    assert latents + checkpoint.num_padding_frames(latents) == (22 if "1.5" in name else 13)
     assert checkpoint.num_train_timesteps == 1000
     rotary = checkpoint._rotary_embeddings(
-        latents + checkpoint.padding(latents),
+        latents + checkpoint.num_padding_frames(latents),
         shape.height // 8,
         shape.width // 8,
         torch.device("cpu"),

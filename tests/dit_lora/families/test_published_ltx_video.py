@@ -76,7 +76,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(
     assert "4,032 video tokens" in (ROOT / "recipes" / "ltx_video" / f"{stem}.yaml").read_text()
     assert checkpoint.compute_shift(size) == pytest.approx(7.6, abs=0.05)
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (25, 128)
-    assert ("decode_timestep" in checkpoint.arguments(shape)) == ("0.9.1" in name)
+    assert ("decode_timestep" in checkpoint.shape_kwargs(shape)) == ("0.9.1" in name)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 840"):
         checkpoint.check_shape(VideoShape(89, 448, 840))
 

@@ -40,7 +40,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
     assert sum(p.numel() for p in transformer.parameters()) == PARAMETERS
     assert transformer.zero_cond_t is name.endswith("2511")
     takes = checkpoint.references
-    assert (takes.least, takes.most) == ((1, 3) if name.endswith("2511") else (1, 1))
+    assert (takes.min_count, takes.max_count) == ((1, 3) if name.endswith("2511") else (1, 1))
     assert takes.is_encoded_with_caption
     assert not takes.is_resizable
     # Of 1:1, 16:9 and 2:3, whatever the size; the target's is its own.

@@ -70,7 +70,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(size: str, tmp_path: P
     assert (report.num_adapted, report.num_parameters) == (layers, adapter)
     assert adapter == layers * 16 * 2 * 64 * config["num_layers"]
     objective = checkpoint.objective
-    assert (objective.shift, objective.num_train_timesteps, objective.levels.density) == (
+    assert (objective.shift, objective.num_train_timesteps, objective.distribution.density) == (
         3,
         1000,
         "logit_normal",

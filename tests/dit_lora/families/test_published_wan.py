@@ -106,7 +106,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     checkpoint = get_family("wan").open(turns[0].model, turns[0])
     assert type(checkpoint).__name__ == kind
     objective = checkpoint.objective
-    assert (objective.levels.t_min, objective.levels.t_max) == levels
+    assert (objective.distribution.t_min, objective.distribution.t_max) == levels
     assert (objective.shift, objective.num_train_timesteps) == (shift, 1000)
     shape, step = VideoShape.from_data(recipe.data), checkpoint.size_multiple
     assert step == (32 if "5b" in stem else 16)
@@ -120,7 +120,10 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
         checkpoint.check_shape(VideoShape(81, 1025 * step, 832))
     if len(turns) == 2:
         low = get_family("wan").open(turns[1].model, turns[1])
-        assert (low.objective.levels.t_min, low.objective.levels.t_max) == (0, levels[0])
+        assert (low.objective.distribution.t_min, low.objective.distribution.t_max) == (
+            0,
+            levels[0],
+        )
 
 
 def test_every_recipe_of_the_family_is_tried() -> None:

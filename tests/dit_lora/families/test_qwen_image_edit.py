@@ -84,7 +84,7 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     references = [read_reference(MediaFile(file), None, None) for file in files]
     prompt, empty, other_prompt = (
-        encode.with_references(caption, pictures, SHAPE)
+        encode.encode_with_references(caption, pictures, SHAPE)
         for caption, pictures in (
             ("a cat", references),
             ("", references),
@@ -123,7 +123,7 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
         assert entry.empty_text_key not in (None, entry.text_key)
         for key, caption in ((entry.empty_text_key, ""), (entry.text_key, None)):
             text = caption if caption is not None else before_text(before)
-            expected = encode.with_references(text, [reference], SHAPE)
+            expected = encode.encode_with_references(text, [reference], SHAPE)
             for clips in (cached_clips, live):
                 tensors, fault = clips.texts.read(key, clips.texts.get_first_spec([key]))
                 assert fault is None
@@ -167,9 +167,11 @@ def test_a_plan_counts_what_encoders_make(
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
     pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
     texts = (
-        open_at(base).load_text_encoder(torch.float32, CPU).with_references("", references, shape)
+        open_at(base)
+        .load_text_encoder(torch.float32, CPU)
+        .encode_with_references("", references, shape)
     )
-    encoding = {**pictures(references[0]), **pictures.references(references, shape)}
+    encoding = {**pictures(references[0]), **pictures.encode_references(references, shape)}
     encoding |= {name: tensor[0] for name, tensor in texts.items()}
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
     assert subject.caption_encoder is not None
@@ -217,14 +219,14 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     side = 128 if number == 1 else 64
     spare = room[0] - checkpoint.text_tokens
     spare -= number * count_image_tokens(load_image_processor(checkpoint.path), side, side)
-    fits = encode.with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
+    fits = encode.encode_with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
     assert fits["prompt_mask"].all()
     count = (
         rf"its caption has {room[0] + 1} tokens with its pictures, and there is room for {room[0]}"
     )
     with pytest.raises(ClipError, match=count):
-        encode.with_references("Q" * (limit.max_tokens + spare + 1), references, SHAPE)
+        encode.encode_with_references("Q" * (limit.max_tokens + spare + 1), references, SHAPE)
     with pytest.raises(DitLoraError, match="encodes a caption with its references"):
         encode(["a cat"])
 
@@ -234,8 +236,11 @@ def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[st
     assert single.count_error(2) == "it has 2 references, and this model takes 1"
     assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.count_error(3) is None
-    assert single.refusal(80, 640) is None
-    assert single.refusal(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
+    assert single.unsupported_reason(80, 640) is None
+    assert (
+        single.unsupported_reason(640, 79)
+        == "it is 79 x 640, and one side may be 8 times the other"
+    )
 
 
 @pytest.mark.parametrize("area", [1024 * 1024, 384 * 384])

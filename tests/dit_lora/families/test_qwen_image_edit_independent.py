@@ -80,9 +80,10 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     rows = [
         {
             **encode_picture(picture),
-            **encode_picture.references([reference], SHAPE),
+            **encode_picture.encode_references([reference], SHAPE),
             **{
-                n: t[0] for n, t in encode_text.with_references(caption, [reference], SHAPE).items()
+                n: t[0]
+                for n, t in encode_text.encode_with_references(caption, [reference], SHAPE).items()
             },
         }
         for caption, picture, reference in zip(CAPTIONS, pictures, references, strict=True)
@@ -91,7 +92,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     random_inputs = {
         "posterior": torch.randn(3, 16, 1, 6, 10, generator=g),
         "noise": torch.randn(3, 15, 64, generator=g),
-        "timestep": checkpoint.draws(batch)["timestep"]([g] * 3),
+        "timestep": checkpoint.draw_functions(batch)["timestep"]([g] * 3),
     }
     pipe = DiffusionPipeline.from_pretrained(path, processor=load_processor(path))
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline_in_bf16_too(
     )
     pipeline(
         **checkpoint.prompt_kwargs(text),
-        **checkpoint.arguments(VideoShape(1, 48, 80)),
+        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=1.0,
         generator=torch.Generator().manual_seed(1),
@@ -138,7 +138,7 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 
     monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
     with pytest.raises(StopHereError):
-        pipeline("a cat", **checkpoint.arguments(VideoShape(1, 48, 80)))
+        pipeline("a cat", **checkpoint.shape_kwargs(VideoShape(1, 48, 80)))
     assert recorded == [checkpoint.mu(size)]
     # The line through (256, 0.7) and (4096, 1.15), at 15 tokens.
     assert checkpoint.mu(size) == pytest.approx(0.7 - 241 * 0.45 / 3840)

@@ -37,7 +37,7 @@ def encoded(
     checkpoint = get_family(family).open(ModelConfig(family=family, path=str(path)))
     encode = checkpoint.load_video_encoder(torch.float32, CPU, memory)
     with AllocationTracker([pixels]) as live:
-        return encode(pixels), live.most
+        return encode(pixels), live.max_bytes
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_full_training_adds_the_datas_classes_behind_the_old_ones(
         assert torch.equal(new.class_embed.weight[row], old.class_embed.weight[6])
     assert new.config.num_classes == 8
     reopened: Any = family.open(recipe.model, index=checkpoint.index_changes())
-    assert reopened.classes == checkpoint.classes
+    assert reopened.trained_classes == checkpoint.trained_classes
 
 
 def test_a_lora_refuses_classes_that_the_checkpoint_has_not(
@@ -397,7 +397,7 @@ def test_without_a_learned_variance_there_is_no_bound(
     values = full({**recipe_values, "model": {"family": "video_dit", **model}})
     recipe = parse_recipe(values, "test")
     checkpoint: Any = get_family("video_dit").open(recipe.model, recipe)
-    assert not checkpoint.vlb
+    assert not checkpoint.should_train_variance
     batch = batch_of(checkpoint, ["a", "b"])
     transformer = checkpoint.load_transformer(torch.float32)
     losses = checkpoint.losses(transformer, batch, RandomStreams(0, [1, 2])).losses

@@ -89,7 +89,9 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draws(batch), CPU)["timestep"]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draw_functions(batch), CPU)[
+        "timestep"
+    ]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
@@ -118,7 +120,7 @@ def test_a_recipe_may_cut_an_experts_range_and_not_leave_it(
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     low = {"model": {"part": "transformer_2"}}
     cut = for_recipe(path, **low, train={"timesteps": {"t_min": 0.2}})
-    assert (cut.objective.levels.t_min, cut.objective.levels.t_max) == (0.2, 0.875)
+    assert (cut.objective.distribution.t_min, cut.objective.distribution.t_max) == (0.2, 0.875)
     with pytest.raises(DitLoraError, match=r"from 0 on and below 0\.875"):
         for_recipe(path, **low, train={"timesteps": {"t_max": 0.95}})
     with pytest.raises(DitLoraError, match=r"model\.part is missing: .* has two experts"):
@@ -352,12 +354,14 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draws(batch), CPU)["image_dropout"]
+    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)[
+        "image_dropout"
+    ]
     expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
     many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
     random_inputs = RandomStreams(5, range(ROWS)).draw_tensors(
-        {"image_dropout": half.draws(many)["image_dropout"]}, CPU
+        {"image_dropout": half.draw_functions(many)["image_dropout"]}, CPU
     )
     assert random_inputs["image_dropout"].float().mean().item() == pytest.approx(0.5, abs=0.03)
 
@@ -369,7 +373,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     batch = encoded_batch(open_subject(EVERY["wan-2.2-ti2v-5b-i2v"], path))
     transformer = checkpoint.load_transformer(torch.float32)
     streams = RandomStreams(5, [0, 1, 2])
-    random_inputs = streams.draw_tensors(checkpoint.draws(batch), CPU)
+    random_inputs = streams.draw_tensors(checkpoint.draw_functions(batch), CPU)
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
         clean = checkpoint.clean_latents(batch, random_inputs)

@@ -29,7 +29,7 @@ def test_the_same_model(shared: bool, dropout: float, monkeypatch: pytest.Monkey
     assert calls == ([3, 1] if shared else [1] * 4)
     assert_close(ours, step(stock, x))
     assert_close(step(model.eval(), x), step(stock.eval(), x))
-    fusion.on[lora.OP] = False
+    fusion.op_states[lora.OP] = False
     with counted(monkeypatch) as calls:
         assert all(map(torch.equal, step(model.train(), x), step(stock.train(), x)))
     assert calls == []
@@ -181,7 +181,7 @@ def test_what_is_not_the_plain_case_runs_pefts_own_forward(
     theirs = step(model, inputs())
     fusion = Fusion({lora.OP: True})
     for name in ("q", "k", "v"):  # as if it had been the plain case when the model was fused
-        always = PATCH.__class__(PATCH.of, PATCH.op, PATCH.forward)
+        always = PATCH.__class__(PATCH.target_class, PATCH.op, PATCH.forward)
         patch_forward(name, getattr(model, name), fusion, always)
     for model.shared in (False, True):
         with counted(monkeypatch) as calls:

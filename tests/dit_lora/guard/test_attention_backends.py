@@ -99,8 +99,8 @@ def test_a_mask_is_recorded_with_whether_a_row_of_it_is_empty() -> None:
     assert mask.has_empty_row
     for low in (-math.inf, torch.finfo(torch.float32).min):
         for empty in (False, True):
-            added = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
-            mask = recorded(attn_mask=added).mask
+            float_mask = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
+            mask = recorded(attn_mask=float_mask).mask
             assert mask is not None
             assert (mask.dtype, mask.min_value, mask.has_empty_row) == (torch.float32, low, empty)
     mask = recorded(attn_mask=torch.full((46, 37), -5.0)).mask
@@ -180,15 +180,15 @@ def test_a_backend_that_cannot_run_a_call_says_why_and_is_no_error() -> None:
 
 
 def test_one_sample_and_two_heads_keep_lengths_and_strides() -> None:
-    captured: list[tuple[torch.Tensor, ...]] = []
+    captured_inputs: list[tuple[torch.Tensor, ...]] = []
 
     def attention(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        captured.append((*qkv, arguments["attn_mask"]))
+        captured_inputs.append((*qkv, arguments["attn_mask"]))
         return F.scaled_dot_product_attention(*qkv, **arguments)
 
     mask = padding_mask(empty=False).expand(3, 4, 46, 37)
     measure_backend_parity(recorded(attn_mask=mask), "math", attention=attention)
-    query, key, _, mask = captured[0]
+    query, key, _, mask = captured_inputs[0]
     assert (query.shape, query.stride()) == ((1, 2, 46, 16), (46 * 64, 16, 64, 1))
     assert (key.shape, mask.shape) == ((1, 2, 37, 16), (1, 2, 46, 37))
     assert mask.stride() == (37, 0, 0, 1)
@@ -283,14 +283,14 @@ def test_a_backward_pass_that_overflows_at_low_logits_is_found() -> None:
 def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarithm() -> None:
     """min + log(S) rounds to min, so every probability comes out as 1: flash on the CPU in torch 2.13."""
     attention = partial(recomputing, together=True)
-    for empty, right in ((False, True), (True, False)):
+    for empty, is_expected in ((False, True), (True, False)):
         low = torch.finfo(torch.float32).min
         mask = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
         assert (
             measure_backend_parity(
                 recorded(attn_mask=mask), "math", attention=attention
             ).is_accurate
-            is right
+            is is_expected
         )
 
 
@@ -386,10 +386,10 @@ def test_autocast_and_no_grad_around_it_change_nothing() -> None:
 @pytest.fixture
 def cudnn_allowed() -> Iterator[None]:
     """A run in this process has switched it off."""
-    was = cuda.cudnn_sdp_enabled()
+    was_enabled = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(True)
     yield
-    cuda.enable_cudnn_sdp(was)
+    cuda.enable_cudnn_sdp(was_enabled)
 
 
 @pytest.mark.usefixtures("cudnn_allowed")

@@ -151,11 +151,11 @@ def test_an_autocast_inside_an_island_is_named_too() -> None:
     island.inner[1] = Nested(torch.float16)
     model = nn.Sequential(nn.Linear(3, 3), island)
     run = under_bf16(partial(model, torch.ones(2, 3)))
-    other_findings, off = wrong(checks.check_autocast(model, run, torch.bfloat16))
+    other_findings, autocast_finding = wrong(checks.check_autocast(model, run, torch.bfloat16))
     assert "1.inner.1.inner runs under torch.float16" in other_findings.words
     assert other_findings.fatal
-    assert "1.inner runs without autocast" in off.words
-    assert not off.fatal
+    assert "1.inner runs without autocast" in autocast_finding.words
+    assert not autocast_finding.fatal
 
 
 def test_accelerates_autocast_is_no_offence(transformer: nn.Module, forward: Run) -> None:
@@ -253,9 +253,9 @@ def test_weights_stored_in_fp16_are_judged_by_what_was_probed(
 
 
 def test_weights_stored_otherwise_are_refused_in_fp16_alone() -> None:
-    for stored, compute, peak in product((BF16, F32, None), (BF16, F32, F16), (1e6, None)):
-        (finding,) = check_stored_precision(stored, compute, peak)
-        assert finding.fatal == (compute is F16 and stored is not None)
+    for stored_dtype, compute, peak in product((BF16, F32, None), (BF16, F32, F16), (1e6, None)):
+        (finding,) = check_stored_precision(stored_dtype, compute, peak)
+        assert finding.fatal == (compute is F16 and stored_dtype is not None)
         assert finding.ok != finding.fatal
 
 
@@ -271,18 +271,20 @@ def test_a_warning_says_what_was_probed_and_how_near_it_came() -> None:
 
 
 def test_the_stored_dtype_is_that_of_most_values_over_all_files(tmp_path: Path) -> None:
-    first_path, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    first_path, second_path = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     save_file(
         {"a": torch.zeros(3, 5).half(), "b": torch.zeros(2), "ids": torch.arange(900)},
         first_path,
         metadata={"format": "pt"},
     )
-    save_file({f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, two)
+    save_file(
+        {f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, second_path
+    )
     # 22 values against 11, in 2 tensors against 10.
-    assert read_stored_dtype([first_path, two]) is torch.float16
-    assert read_stored_dtype([two]) is torch.float32
-    save_file({"ids": torch.arange(900)}, two)
-    assert read_stored_dtype([two]) is None
+    assert read_stored_dtype([first_path, second_path]) is torch.float16
+    assert read_stored_dtype([second_path]) is torch.float32
+    save_file({"ids": torch.arange(900)}, second_path)
+    assert read_stored_dtype([second_path]) is None
     assert read_stored_dtype([]) is None
 
 
@@ -304,8 +306,8 @@ def calls() -> list[AttentionCall]:
 
 
 def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
-    elsewhere = [replace(call, device=torch.device("cuda")) for call in calls]
-    findings, disabled = checks.check_attention_backends(elsewhere, torch.device("cpu"))
+    cuda_calls = [replace(call, device=torch.device("cuda")) for call in calls]
+    findings, disabled = checks.check_attention_backends(cuda_calls, torch.device("cpu"))
     assert not wrong(findings)
     assert disabled == []
     messages = {finding.check: finding.words for finding in findings}
@@ -316,10 +318,10 @@ def test_the_attention_of_a_cpu_passes(calls: list[AttentionCall]) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, broken: set[tuple[str, bool]], error: float) -> None:
     """Make `measure_backend_parity` find this error in these backends at the causal or the other call."""
-    true = checks.measure_backend_parity
+    original = checks.measure_backend_parity
 
     def parity(call: AttentionCall, name: str) -> BackendParity:
-        result = true(call, name)
+        result = original(call, name)
         if (name, call.is_causal) in broken:
             return replace(result, errors={**result.errors, "dq": error})
         return result
@@ -363,9 +365,15 @@ def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
     assert checks.check_with_cache(path, dict(reversed(FACTS.items())), check) == GOOD
     assert check.call_count == 1
     other_check = Mock(return_value=[CheckFinding("c", True, "other", False)])
-    for changed in ({"torch": "2.14"}, {"dtype": torch.float16}, {"shape": (1, 3)}, {"new": 1}):
+    for changed_facts in (
+        {"torch": "2.14"},
+        {"dtype": torch.float16},
+        {"shape": (1, 3)},
+        {"new": 1},
+    ):
         assert (
-            checks.check_with_cache(path, FACTS | changed, other_check) == other_check.return_value
+            checks.check_with_cache(path, FACTS | changed_facts, other_check)
+            == other_check.return_value
         )
     assert other_check.call_count == 4
     assert checks.check_with_cache(path, FACTS, check) == GOOD
@@ -389,8 +397,8 @@ def test_a_file_that_is_torn_or_of_another_version_is_as_none(
     original_text = path.read_text()
     entries = json.loads(original_text)
     entries["found"] = {key: [{"check": "a"}] for key in entries["found"]}
-    torn = [original_text[:-9], "", "[]", '{"version": 1}', '{"version": 1, "found": []}']
-    for text in [*torn, json.dumps(entries)]:
+    torn_texts = [original_text[:-9], "", "[]", '{"version": 1}', '{"version": 1, "found": []}']
+    for text in [*torn_texts, json.dumps(entries)]:
         path.write_text(text)
         runs = check.call_count
         assert checks.check_with_cache(path, FACTS, check) == GOOD

@@ -52,10 +52,10 @@ def test_a_cached_tensor_with_bad_values_is_its_samples_data(
 ) -> None:
     tensors = rows()
     tensors[name][where] = value
-    verdict = diagnosed(batch(model, tensors), model, limit=1e4)
+    verdict = diagnosed(batch(model, tensors), model, max_magnitude=1e4)
     assert (verdict.cause, verdict.sample_ids, verdict.words) == ("data", ("b.mp4",), words)
     tensors[name][where] = 0.3
-    assert diagnosed(batch(model, tensors), model, limit=1e4).cause == "transient"
+    assert diagnosed(batch(model, tensors), model, max_magnitude=1e4).cause == "transient"
 
 
 def test_faults_found_when_the_cache_was_read_are_told_in_their_own_words(model: Net) -> None:
@@ -170,9 +170,11 @@ def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
 def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) -> None:
     model.block.fault = fails
     # The stock model may need more memory for a step than there is.
-    full = Fallback("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
-    idle = [full, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
-    verdict = diagnosed(batch(model), model, switches=[*idle, switch(model.block, cause=cause)])
+    out_of_memory_switch = Fallback(
+        "norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), ""
+    )
+    idle = [out_of_memory_switch, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
+    verdict = diagnosed(batch(model), model, fallbacks=[*idle, switch(model.block, cause=cause)])
     assert "does not fit into memory" in str(verdict.evidence["norm"])
     assert (verdict.cause, verdict.switch) == (cause, f"{cause}:norm")
     assert verdict.words == (
@@ -190,7 +192,7 @@ def grow(values: torch.Tensor) -> torch.Tensor:
 def test_an_fp16_overflow_is_the_precision() -> None:
     model = Net(torch.float16)
     model.block.fault = grow
-    verdict = diagnosed(batch(model), model, switches=[switch(Block())])
+    verdict = diagnosed(batch(model), model, fallbacks=[switch(Block())])
     assert (verdict.cause, verdict.module, verdict.dtype) == ("precision", "block", "float16")
     assert "finite in fp32" in verdict.words
 
@@ -215,12 +217,12 @@ def test_ranks_in_step_try_fp32_only_where_it_surely_fits(
     """Without memory in the middle of a pass, other ranks would wait for this one."""
     model = Net(torch.float16)
     model.block.fault = grow
-    half = [p for p in model.parameters() if p.dtype is torch.float16]
-    available = 4 * sum(p.numel() for p in half) + more
+    half_parameters = [p for p in model.parameters() if p.dtype is torch.float16]
+    available = 4 * sum(p.numel() for p in half_parameters) + more
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     PartialState(cpu=True)
     verdict = diagnosed(batch(model), model, lockstep=True)
-    assert half
+    assert half_parameters
     assert verdict.cause == cause
     assert ("fp32" in verdict.evidence) is (cause == "unknown")
 
@@ -233,7 +235,7 @@ def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(
     tensors, control = overflows_at_large_values(model), batch(model) if controlled else None
     for ids, cause in ((IDS, "data"), (("b.mp4",), "data" if controlled else "unknown")):
         failing_batch = batch(model, tensors, ids)
-        verdict = diagnosed(failing_batch, model, switches=[switch(Block())], control=control)
+        verdict = diagnosed(failing_batch, model, fallbacks=[switch(Block())], control=control)
         assert (verdict.cause, verdict.sample_ids) == (cause, ("b.mp4",))
         assert (verdict.timesteps, verdict.op) == ((17,), "aten.exp.default")
         is_in_message = (
@@ -252,7 +254,7 @@ def test_a_sample_that_is_healthy_with_another_draw_is_the_inputs(
     def redrawn(number: int) -> MicroBatch:
         return batch(model, rows() if number == healthy else tensors, ("b.mp4",))
 
-    verdict = diagnosed(batch(model, tensors, redrawn=redrawn), model)
+    verdict = diagnosed(batch(model, tensors, redraw=redrawn), model)
     assert (verdict.cause, verdict.sample_ids, verdict.timesteps) == (cause, ("b.mp4",), (17,))
 
 
@@ -260,7 +262,7 @@ BAD_NOISE = torch.tensor([0.3, torch.nan, -0.2, 0.1, 0.0, 2.0])
 
 
 def test_bad_noise_for_good_samples_is_the_inputs(model: Net) -> None:
-    verdict = diagnosed(batch(model, noise=BAD_NOISE), model, switches=[switch(model.block)])
+    verdict = diagnosed(batch(model, noise=BAD_NOISE), model, fallbacks=[switch(model.block)])
     assert (verdict.cause, verdict.sample_ids, verdict.timesteps) == ("inputs", IDS, TIMESTEPS)
     assert "argument 0 has 3 NaN among 18 values" in verdict.words
 
@@ -274,7 +276,7 @@ def test_bad_noise_is_the_inputs_though_a_module_hid_an_infinity_of_its_own(mode
 
 def test_what_nothing_cures_is_unknown_and_all_samples_are_named(model: Net) -> None:
     model.block.fault = fails
-    facts = {"switches": [switch(Block())], "control": batch(model), "kind": "non_finite_gradient"}
+    facts = {"fallbacks": [switch(Block())], "control": batch(model), "kind": "non_finite_gradient"}
     verdict = diagnosed(batch(model), model, **facts)
     assert (verdict.cause, verdict.sample_ids, verdict.switch) == ("unknown", IDS, None)
     assert (verdict.module, verdict.timesteps) == ("block", TIMESTEPS)
@@ -297,9 +299,9 @@ def test_an_op_of_the_model_itself_is_not_told_to_be_in_the_loss(model: Net) -> 
 def test_a_gradient_of_zero_is_cured_by_its_switch_or_else_is_nobodys_sample(model: Net) -> None:
     model.block.fault = torch.Tensor.detach
     switches = [switch(Block(), "gate"), switch(model.block)]
-    verdict = diagnosed(batch(model), model, kind="zero_gradient", switches=switches)
+    verdict = diagnosed(batch(model), model, kind="zero_gradient", fallbacks=switches)
     assert (verdict.cause, verdict.switch) == ("kernel", "kernel:norm")
-    assert diagnosed(batch(model), model, switches=switches).cause == "transient"
+    assert diagnosed(batch(model), model, fallbacks=switches).cause == "transient"
     verdict = diagnosed(batch(model), model, kind="zero_gradient")
     assert (verdict.cause, verdict.sample_ids, verdict.module) == ("unknown", (), None)
 
@@ -320,10 +322,10 @@ def test_facts_come_before_experiments_and_the_smaller_change_before_the_larger(
     for _, values, value in bad:
         values.fill_(value)
     for cause, values, _ in bad:
-        verdict = diagnosed(batch(model, tensors), model, switches=[switch(model.block)], **facts)
+        verdict = diagnosed(batch(model, tensors), model, fallbacks=[switch(model.block)], **facts)
         assert verdict.cause == cause
         values.fill_(0.2 if values.is_floating_point() else 3)
-    assert diagnosed(batch(model), model, switches=[switch(model.block)]).cause == "kernel"
+    assert diagnosed(batch(model), model, fallbacks=[switch(model.block)]).cause == "kernel"
     assert diagnosed(batch(model), model).cause == "precision"
 
 

@@ -79,12 +79,14 @@ def test_a_rung_before_the_one_that_fits_is_passed_and_one_after_stop_is_not_rea
     cause: Cause,
 ) -> None:
     samples, action = BY_CAUSE[cause]
-    rung = {"retry": "skip"}.get(action.kind, action.kind)
+    action_name = {"retry": "skip"}.get(action.kind, action.kind)
     other_actions = [
-        candidate for candidate in DEFAULT if candidate not in (rung, "stop", "skip", "quarantine")
+        candidate
+        for candidate in DEFAULT
+        if candidate not in (action_name, "stop", "skip", "quarantine")
     ]
-    assert chosen([verdict(cause, *samples)], [*other_actions, rung, "stop"]) == action
-    assert chosen([verdict(cause, *samples)], ["stop", rung]).kind == "stop"
+    assert chosen([verdict(cause, *samples)], [*other_actions, action_name, "stop"]) == action
+    assert chosen([verdict(cause, *samples)], ["stop", action_name]).kind == "stop"
 
 
 MISSING: list[tuple[Cause, Ladder, str]] = [
@@ -225,10 +227,10 @@ def test_the_default_ladder_says_which_budget_is_used_up(cause: Cause, budget: s
 
 def test_a_second_rollback_from_the_same_step_lowers_the_learning_rate() -> None:
     run = policy(max_rollbacks=5)
-    lowered = [
+    lowered_flags = [
         run.choose(step, [verdict("weights")], []).should_lower_lr for step in (41, 41, 60, 41, 41)
     ]
-    assert lowered == [False, True, False, False, True]
+    assert lowered_flags == [False, True, False, False, True]
 
 
 def test_a_learning_rate_that_is_too_high_is_lowered_the_first_time() -> None:

@@ -54,8 +54,8 @@ class Checkpointed(nn.Module):
 def chain(middle: nn.Module) -> nn.Module:
     """linear -> middle -> linear, 5 wide, each with a name."""
     torch.manual_seed(3)
-    named = [("first", nn.Linear(5, 5)), ("middle", middle), ("last", nn.Linear(5, 5))]
-    return nn.Sequential(OrderedDict(named))
+    named_modules = [("first", nn.Linear(5, 5)), ("middle", middle), ("last", nn.Linear(5, 5))]
+    return nn.Sequential(OrderedDict(named_modules))
 
 
 def rows(*shape: int, seed: int = 8, **kwargs: Any) -> torch.Tensor:
@@ -124,8 +124,8 @@ def test_what_a_clamp_hides_in_its_module_is_hidden_and_not_the_origin(where: st
 def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
     hide = Calls(lambda values: blow_up(values).clamp(-2, 2))
     spoil = Calls(lambda values: (values - 9).log())
-    both = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
-    trace = traced(chain(both), rows(3, 5))
+    spoil_and_hide = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
+    trace = traced(chain(spoil_and_hide), rows(3, 5))
     assert trace.hidden_origins == [
         BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")
     ]
@@ -203,8 +203,10 @@ def test_what_a_checkpointed_module_hides_stays_hidden_in_its_recomputation() ->
 
 
 def test_a_module_that_is_used_twice_is_named_where_it_fails() -> None:
-    twice = Calls(lambda values: values * 1e25)
-    model = Calls(lambda values: twice(second_linear(twice(values))), twice=twice)
+    reused_module = Calls(lambda values: values * 1e25)
+    model = Calls(
+        lambda values: reused_module(second_linear(reused_module(values))), twice=reused_module
+    )
     second_linear = nn.Linear(5, 5)
     model.other = second_linear
     trace = traced(model, rows(3, 5))
@@ -214,14 +216,18 @@ def test_a_module_that_is_used_twice_is_named_where_it_fails() -> None:
 
 @pytest.mark.parametrize("bad_use", [0, 1])
 def test_a_module_that_is_used_twice_is_named_for_the_backward_of_each_use(bad_use: int) -> None:
-    uses = []
+    backward_calls = []
 
     def apply(values: torch.Tensor) -> torch.Tensor:
-        uses.append(None)
-        return BadBackward.apply(values) if len(uses) - 1 == bad_use else values * 1.2
+        backward_calls.append(None)
+        return BadBackward.apply(values) if len(backward_calls) - 1 == bad_use else values * 1.2
 
-    twice, between = Calls(apply), nn.Linear(5, 5)
-    model = Calls(lambda values: twice(between(twice(values))), twice=twice, between=between)
+    reused_module, between = Calls(apply), nn.Linear(5, 5)
+    model = Calls(
+        lambda values: reused_module(between(reused_module(values))),
+        twice=reused_module,
+        between=between,
+    )
     trace = traced(model, rows(3, 5).requires_grad_())
     assert_backward(trace, "twice")
 

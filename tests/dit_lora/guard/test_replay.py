@@ -103,15 +103,15 @@ def test_a_replay_that_raises_leaves_gradients_and_random_state_too(
 
 def seen_gradients(model: nn.Module, batch: MicroBatch) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """The outcome of a run, and the gradients that it made and took away again."""
-    captured: dict[str, torch.Tensor] = {}
+    grads: dict[str, torch.Tensor] = {}
     handles = [
-        p.register_post_accumulate_grad_hook(lambda p, n=name: captured.update({n: p.grad.clone()}))
+        p.register_post_accumulate_grad_hook(lambda p, n=name: grads.update({n: p.grad.clone()}))
         for name, p in model.named_parameters()
     ]
     outcome = replay_micro_batch(batch, model)
     for handle in handles:
         handle.remove()
-    return outcome, captured
+    return outcome, grads
 
 
 def test_two_runs_are_equal_bit_for_bit_with_dropout_inside(model: nn.Module) -> None:

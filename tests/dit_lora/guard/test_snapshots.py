@@ -121,12 +121,13 @@ def test_tensors_born_after_a_snapshot_are_named_for_the_caller_to_drop(
     snapshots.take(0)
     run.train(1, 3)
     initial_values = run.values()
-    born = snapshots.restore(0)
-    assert born == [f"{p}/{key}" for p in "ABC" for key in ("step", "exp_avg", "exp_avg_sq")]
+    new_tensors = snapshots.restore(0)
+    assert new_tensors == [f"{p}/{key}" for p in "ABC" for key in ("step", "exp_avg", "exp_avg_sq")]
     assert_same_bits(
-        {name: run.values()[name] for name in born}, {n: initial_values[n] for n in born}
+        {name: run.values()[name] for name in new_tensors},
+        {n: initial_values[n] for n in new_tensors},
     )
-    run.drop(born)
+    run.drop(new_tensors)
     run.train(1, 3)
     assert_same_bits(run.values(), initial_values)
 
@@ -173,12 +174,12 @@ def test_a_step_taken_again_holds_the_newer_values(run: Run, snapshots: Snapshot
     snapshots.take(5)
     snapshots.take(10)
     run.train(1, 1)
-    newer = run.values()
+    newer_values = run.values()
     snapshots.take(10)
     assert snapshots.steps == [5, 10]
     run.train(2, 2)
     snapshots.restore(10)
-    assert_same_bits(run.values(), newer)
+    assert_same_bits(run.values(), newer_values)
 
 
 def test_buffers_are_used_again_once_shapes_are_known(run: Run, snapshots: Snapshots) -> None:

@@ -35,10 +35,10 @@ def test_healthy_heavy_tails_hardly_alarm(detector: SpikeDetector, seed: int) ->
 
 def test_every_injected_spike_is_found_and_nothing_else(detector: SpikeDetector) -> None:
     values = heavy_tailed(1000, 1)
-    injected = [20, 21, 300, 555, 556, 557, 999]
-    for index in injected:
+    spike_steps = [20, 21, 300, 555, 556, 557, 999]
+    for index in spike_steps:
         values[index] = 7.5
-    assert alarms(detector, values) == injected
+    assert alarms(detector, values) == spike_steps
 
 
 def test_a_spike_says_by_what_it_was_judged(detector: SpikeDetector) -> None:
@@ -63,8 +63,8 @@ def test_the_limit_is_where_spikes_begin(detector: SpikeDetector) -> None:
     alarms(detector, heavy_tailed(100, 3))
     limit = detector.get_limit("loss")
     assert limit is not None
-    above = detector.observe("loss", math.nextafter(limit, math.inf))
-    assert above is not None
+    spike = detector.observe("loss", math.nextafter(limit, math.inf))
+    assert spike is not None
     assert detector.observe("loss", limit) is None
 
 
@@ -107,20 +107,20 @@ def test_a_slow_drift_is_followed(detector: SpikeDetector) -> None:
 
 
 def test_values_older_than_the_window_are_forgotten() -> None:
-    detector, fresh = (SpikeDetector(window=40, threshold=8) for _ in range(2))
+    detector, fresh_detector = (SpikeDetector(window=40, threshold=8) for _ in range(2))
     recent = heavy_tailed(40, 8)
     alarms(detector, heavy_tailed(100, 9, median=5.0))
-    assert alarms(detector, recent) == alarms(fresh, recent) == []
-    assert detector.get_limit("loss") == fresh.get_limit("loss")
+    assert alarms(detector, recent) == alarms(fresh_detector, recent) == []
+    assert detector.get_limit("loss") == fresh_detector.get_limit("loss")
 
 
 def test_a_level_that_stays_is_adopted_after_warm_up_values(detector: SpikeDetector) -> None:
     alarms(detector, heavy_tailed(200, 10))
     higher = heavy_tailed(120, 11, median=60.0)
     assert alarms(detector, higher) == list(range(20))
-    fresh = SpikeDetector(window=200, threshold=8)
-    alarms(fresh, higher)
-    assert detector.get_limit("loss") == fresh.get_limit("loss")
+    fresh_detector = SpikeDetector(window=200, threshold=8)
+    alarms(fresh_detector, higher)
+    assert detector.get_limit("loss") == fresh_detector.get_limit("loss")
 
 
 def test_two_levels_one_right_after_the_other_are_both_adopted(detector: SpikeDetector) -> None:
@@ -149,12 +149,12 @@ def test_a_value_that_is_not_finite_is_a_spike(detector: SpikeDetector, value: f
 @pytest.mark.parametrize("value", NON_FINITE)
 def test_a_value_that_is_not_finite_leaves_no_trace(value: float) -> None:
     """Neither in warm-up, nor in the window, nor as one of the spikes that make a new level."""
-    detector, clean = (SpikeDetector(window=200, threshold=8) for _ in range(2))
+    detector, clean_detector = (SpikeDetector(window=200, threshold=8) for _ in range(2))
     values = [*heavy_tailed(60, 14), *heavy_tailed(30, 15, median=60.0)]
     for number in values:
         detector.observe("loss", value)
-        assert detector.observe("loss", number) == clean.observe("loss", number)
-        assert detector.get_limit("loss") == clean.get_limit("loss")
+        assert detector.observe("loss", number) == clean_detector.observe("loss", number)
+        assert detector.get_limit("loss") == clean_detector.get_limit("loss")
 
 
 def test_a_constant_series_does_not_alarm_on_rounding(detector: SpikeDetector) -> None:
@@ -209,7 +209,7 @@ def test_an_observation_costs_far_below_a_millisecond(detector: SpikeDetector) -
     alarms(detector, values)
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         alarms(detector, values[:100])
-        seconds.append((time.perf_counter() - began) / 100)
+        seconds.append((time.perf_counter() - start) / 100)
     assert min(seconds) < 0.5e-3

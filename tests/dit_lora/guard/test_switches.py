@@ -212,7 +212,7 @@ def spoiling(graph: torch.fx.GraphModule, example: object) -> object:
 @pytest.mark.parametrize("way", ["module.compile", "torch.compile"])
 def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -> None:
     block = Block()
-    right = block(torch.eye(6)).detach()
+    expected = block(torch.eye(6)).detach()
     if way == "module.compile":
         block.compile(backend=spoiling)
         model = nn.Sequential(nn.Identity(), block)
@@ -222,7 +222,7 @@ def test_compiled_code_is_left_out_while_compilation_is_switched_off(way: str) -
     assert (switch.name, switch.cause) == ("compile", "kernel")
 
     def is_right() -> bool:
-        return torch.allclose(model(torch.eye(6)), right)
+        return torch.allclose(model(torch.eye(6)), expected)
 
     try:
         assert not is_right()
@@ -275,10 +275,11 @@ def tensors_of(model: nn.Module) -> list[tuple[int, torch.dtype, int, torch.Tens
 
 
 def assert_same_tensors(model: nn.Module, before: list) -> None:
-    now = tensors_of(model)
-    assert [entry[:3] for entry in now] == [entry[:3] for entry in before]
+    current_tensors = tensors_of(model)
+    assert [entry[:3] for entry in current_tensors] == [entry[:3] for entry in before]
     assert all(
-        torch.equal(current[3], earlier[3]) for current, earlier in zip(now, before, strict=True)
+        torch.equal(current[3], earlier[3])
+        for current, earlier in zip(current_tensors, before, strict=True)
     )
 
 

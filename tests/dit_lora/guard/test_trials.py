@@ -44,7 +44,7 @@ def test_a_run_that_comes_out_otherwise_now_and_then_is_transient_with_its_rate(
     model: Net, outcomes: tuple[bool, ...]
 ) -> None:
     """The second list is one lucky run: healthy with the switch off, and with it on again."""
-    verdict = diagnosed(batch(model, loss=by_turns(*outcomes)), model, switches=[switch(Block())])
+    verdict = diagnosed(batch(model, loss=by_turns(*outcomes)), model, fallbacks=[switch(Block())])
     assert (verdict.cause, verdict.switch, verdict.sample_ids) == ("transient", None, ())
     rate = verdict.evidence["replays"]
     assert 0 < rate["failed"] < rate["of"]
@@ -64,7 +64,7 @@ def test_chance_convicts_nothing_however_often_it_strikes(model: Net) -> None:
         for _ in range(20):
             failing_batch = batch(model, loss=chance)
             facts = {
-                "switches": [switch(Block())],
+                "fallbacks": [switch(Block())],
                 "control": batch(model, ids=("c.mp4",), loss=chance),
             }
             assert diagnosed(failing_batch, model, **facts).cause in ("transient", "unknown")
@@ -76,7 +76,7 @@ def test_a_place_where_another_sample_fails_too_is_the_step_and_nobodys_sample(m
     control = batch(
         model,
         ids=("c.mp4",),
-        at=lambda other, _draws: failing_batch if other.step < 99 else control,
+        move_to=lambda other, _draws: failing_batch if other.step < 99 else control,
     )
     verdict = diagnosed(batch(model, ids=("b.mp4",), loss=fails), model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("step", ())
@@ -89,7 +89,7 @@ def test_a_sample_that_fails_at_this_place_alone_is_left_out_this_once(model: Ne
         model,
         ids=("b.mp4",),
         loss=fails,
-        at=lambda other, _: healthy if other.step > 99 else failing_batch,
+        move_to=lambda other, _: healthy if other.step > 99 else failing_batch,
     )
     verdict = diagnosed(failing_batch, model, control=batch(model, ids=("c.mp4",)))
     assert (verdict.cause, verdict.sample_ids) == ("step", ("b.mp4",))
@@ -108,12 +108,12 @@ def test_a_draw_that_fails_is_tried_with_another_sample(
     control = batch(
         model,
         ids=("c.mp4",),
-        at=lambda _, draws: (
+        move_to=lambda _, draws: (
             batch(model, ids=("c.mp4",), loss=fails) if draws and draw_is_bad else control
         ),
     )
     healthy = batch(model, ids=("b.mp4",))
-    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: healthy)
+    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redraw=lambda _number: healthy)
     verdict = diagnosed(failing_batch, model, control=control)
     assert (verdict.cause, verdict.sample_ids) == ("inputs", ("b.mp4",))
     assert verdict.evidence["control_with_the_same_draws"] == said
@@ -129,9 +129,9 @@ def test_where_every_sample_fails_none_is_named(model: Net) -> None:
 def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None:
     """A range of timesteps fails, and the control has one of them; one step earlier it did not fail yet."""
     healthy = batch(model, ids=("c.mp4",))
-    control = batch(model, ids=("c.mp4",), loss=fails, redrawn=lambda _number: healthy)
+    control = batch(model, ids=("c.mp4",), loss=fails, redraw=lambda _number: healthy)
     failing_batch = batch(
-        model, ids=("b.mp4",), loss=fails, redrawn=lambda _number: batch(model, ids=("b.mp4",))
+        model, ids=("b.mp4",), loss=fails, redraw=lambda _number: batch(model, ids=("b.mp4",))
     )
     assert diagnosed(failing_batch, model, control=control).cause == "inputs"
 
@@ -144,14 +144,14 @@ def test_a_control_is_taken_from_the_data_where_no_step_has_given_one(model: Net
         requests.append((wanted.ids, without))
         return batch(model, ids=("c.mp4",))
 
-    verdict = diagnosed(batch(model, tensors, ("b.mp4",)), model, another=another)
+    verdict = diagnosed(batch(model, tensors, ("b.mp4",)), model, find_other_sample=another)
     assert (verdict.cause, verdict.sample_ids) == ("data", ("b.mp4",))
     assert requests == [(("b.mp4",), {"b.mp4"})]
 
 
 def test_a_replay_that_does_not_fit_into_memory_convicts_nobody(model: Net) -> None:
-    full = Mock(side_effect=torch.OutOfMemoryError)
-    verdict = diagnosed(batch(model, loss=full), model)
+    out_of_memory = Mock(side_effect=torch.OutOfMemoryError)
+    verdict = diagnosed(batch(model, loss=out_of_memory), model)
     assert (verdict.cause, verdict.sample_ids) == ("unknown", IDS)
     assert "does not fit into memory" in verdict.words
 
@@ -169,13 +169,13 @@ def test_frozen_weights_and_buffers_with_other_bits_than_at_the_start_are_named(
         assert record.describe_changes() == []
         values.copy_(change(original))
         model.block.fault = fails
-        verdict = diagnosed(batch(model), model, frozen=record)
+        verdict = diagnosed(batch(model), model, frozen_record=record)
         assert (verdict.cause, verdict.sample_ids) == ("weights", ())
         assert verdict.words.startswith(pattern)
         assert verdict.evidence["frozen"]
         values.copy_(original)
         model.block.fault = None
-        assert diagnosed(batch(model), model, frozen=record).cause == "transient"
+        assert diagnosed(batch(model), model, frozen_record=record).cause == "transient"
 
 
 def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model: Net) -> None:
@@ -184,7 +184,7 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
         "adapter/up.weight/exp_avg_sq": torch.rand(40, 8),
     }
     peaks = {"up.weight": 0.5, "down.weight": 0.5, **dict.fromkeys(moments, 1.0)}
-    facts = {"state": moments.items, "peaks": lambda: peaks, "start_peak": 0.5}
+    facts = {"state": moments.items, "get_snapshot_peaks": lambda: peaks, "start_peak": 0.5}
     for values, cause in (
         (model.up.weight.data, "weights"),
         (moments["adapter/up.weight/exp_avg"], "optimizer"),
@@ -204,10 +204,11 @@ def test_one_element_far_beyond_all_others_is_memory_and_no_learning_rate(model:
 def test_weight_decay_that_overshoots_is_told_from_the_learning_rate(model: Net) -> None:
     with torch.no_grad():
         model.up.weight[:] = 500.0
-    verdict = diagnosed(batch(model), model, start_peak=0.25, decay=lambda: 2.5)
+    verdict = diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 2.5)
     assert (verdict.cause, verdict.evidence["weight_decay"]) == ("optimizer", 2.5)
     assert (
-        diagnosed(batch(model), model, start_peak=0.25, decay=lambda: 1.5).cause == "learning_rate"
+        diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 1.5).cause
+        == "learning_rate"
     )
 
 
@@ -215,10 +216,10 @@ def test_weights_that_are_lost_are_told_before_a_kernel_that_cannot_take_them(mo
     """Flash attention overflows where PyTorch's others do not."""
     model.block.fault = fails
     flash = switch(model.block, "flash", "attention")
-    assert diagnosed(batch(model), model, switches=[flash], start_peak=0.25).switch == flash.name
+    assert diagnosed(batch(model), model, fallbacks=[flash], start_peak=0.25).switch == flash.name
     with torch.no_grad():
         model.up.weight.mul_(1e6)
-    verdict = diagnosed(batch(model), model, switches=[flash], start_peak=0.25)
+    verdict = diagnosed(batch(model), model, fallbacks=[flash], start_peak=0.25)
     assert (verdict.cause, verdict.switch) == ("learning_rate", None)
 
 
@@ -248,10 +249,10 @@ def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net
             return batch(model, ids=("b.mp4",), loss=with_controls if should_fail else fails)
 
         bad = batch(model, ids=("b.mp4",), loss=fails)
-        return batch(model, ids=("b.mp4",), loss=fails, at=at, redrawn=lambda _number: bad)
+        return batch(model, ids=("b.mp4",), loss=fails, move_to=at, redraw=lambda _number: bad)
 
     control = batch(
-        model, ids=("c.mp4",), at=lambda _position, draws: failing if draws else control
+        model, ids=("c.mp4",), move_to=lambda _position, draws: failing if draws else control
     )
     failing = batch(model, ids=("c.mp4",), loss=fails)
     diagnosis = diagnosed(given(lambda losses: losses), model, control=control)
@@ -269,7 +270,7 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
         replace(
             switch(model.block),
             name=name,
-            part_of=name.partition(":")[0] if name == "kernels:norm" else None,
+            parent=name.partition(":")[0] if name == "kernels:norm" else None,
         )
         for name in names
     ]
@@ -285,5 +286,5 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
     assert tried() == [*names]
     assert tried("attention:flash", "kernels") == ["attention:flash+math", "compile"]
     assert tried("attention:flash", "attention:math", "compile") == ["kernels", "kernels:norm"]
-    verdict = diagnosed(batch(model), model, switches=switches, switched_off=names)
+    verdict = diagnosed(batch(model), model, fallbacks=switches, disabled_names=names)
     assert (verdict.cause, verdict.switch) == ("unknown", None)

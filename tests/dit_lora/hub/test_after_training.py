@@ -58,9 +58,9 @@ def arguments(name: str, hub: FakeHub, bases: dict[str, Path], tmp_path: Path) -
     files = [path for path in base.rglob("*") if path.is_file()]
     hub.add(f"acme/{variant}", {p.relative_to(base).as_posix(): p.read_bytes() for p in files})
     is_chat = recipe.model.family in CHAT_FAMILIES
-    quick = ["validation.media=[]"] if is_chat else ["validation.inference_steps=2"]
+    quick_options = ["validation.media=[]"] if is_chat else ["validation.inference_steps=2"]
     return [
-        *(str(SMOKE / f"{name}.yaml"), *quick),
+        *(str(SMOKE / f"{name}.yaml"), *quick_options),
         f"model.path=acme/{variant}",
         f"data.path={data_of(name, tmp_path / 'data')}",
         "train.steps=1",
@@ -163,8 +163,8 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
             in card
         )
         adapter = tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors"
-        with safe_open(adapter, framework="pt") as opened:
-            assert opened.metadata()["reference_downscale_factor"] == "1"
+        with safe_open(adapter, framework="pt") as adapter_file:
+            assert adapter_file.metadata()["reference_downscale_factor"] == "1"
     assert ("reference" in card) == (name in (*EDITS, EDITED_CLIPS))
     scope = paste(card, tmp_path, monkeypatch)
     if "model" in scope:
@@ -210,11 +210,11 @@ def test_the_card_loads_every_kind_of_adapter(
     assert words in card
     pipe = paste(card, tmp_path, monkeypatch)["pipe"]
     (file,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
-    stored = load_file(file)
-    loaded = [p for n, p in pipe.transformer.named_parameters() if is_adapter_tensor(n)]
-    assert len(loaded) == len(stored)
-    assert sum(p.double().sum() for p in loaded).item() == pytest.approx(
-        sum(t.double().sum() for t in stored.values()).item(), rel=1e-4, abs=1e-3
+    tensors = load_file(file)
+    loaded_parameters = [p for n, p in pipe.transformer.named_parameters() if is_adapter_tensor(n)]
+    assert len(loaded_parameters) == len(tensors)
+    assert sum(p.double().sum() for p in loaded_parameters).item() == pytest.approx(
+        sum(t.double().sum() for t in tensors.values()).item(), rel=1e-4, abs=1e-3
     )
 
 
@@ -258,12 +258,12 @@ def test_a_push_that_fails_loses_nothing_of_the_run(
     """The Hub does not answer at the start, which is a warning, and is down at the end."""
     args = arguments("cogvideox", hub, tiny_checkpoints, tmp_path)
     hub.faults = [Fault("whoami", 503, times=2), Fault("POST .*/commit/", 500, times=1000)]
-    with pytest.raises(DitLoraError) as failed:
+    with pytest.raises(DitLoraError) as error:
         lora_main([*args, "hub.private=false"])
     run = tmp_path / "run"
-    assert failed.value.exit_code == 2
-    assert str(failed.value).startswith(f"the run is whole in {run}, but it was not pushed: ")
-    assert str(failed.value).endswith(f"go on with: dit-lora push {run} {REPO} --public")
+    assert error.value.exit_code == 2
+    assert str(error.value).startswith(f"the run is whole in {run}, but it was not pushed: ")
+    assert str(error.value).endswith(f"go on with: dit-lora push {run} {REPO} --public")
     assert "warning: hub.push: the Hub answered 503" in capfd.readouterr().err
     adapter = run / "adapter" / "pytorch_lora_weights.safetensors"
     before = load_file(adapter)

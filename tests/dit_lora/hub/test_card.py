@@ -134,8 +134,10 @@ def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
     contents: Contents, caption: str
 ) -> None:
     samples = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
-    odd = replace(changed(contents, data={"caption_prefix": caption}), card_samples=samples)
-    card = write_card(odd, REPO)
+    odd_contents = replace(
+        changed(contents, data={"caption_prefix": caption}), card_samples=samples
+    )
+    card = write_card(odd_contents, REPO)
     assert card_problems(card) == []
     card_metadata = metadata(card)
     assert card_metadata["widget"][0]["text"] == caption
@@ -287,11 +289,11 @@ def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(
     run_dir: Path, name: str
 ) -> None:
     file = run_dir / name
-    whole = yaml.safe_load(file.read_text())
+    original = yaml.safe_load(file.read_text())
     refusals = []
-    for path in _keys(whole):
+    for path in _keys(original):
         for change in ("missing", "null", "list"):
-            record = json.loads(json.dumps(whole))
+            record = json.loads(json.dumps(original))
             section = record
             for key in path[:-1]:
                 section = section[key]

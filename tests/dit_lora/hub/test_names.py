@@ -51,9 +51,9 @@ def refusals(name: str, tmp_path: Path) -> list[str]:
         lambda: find_origin(Path(name), None),
     )
     for attempt in tries:
-        with pytest.raises(DitLoraError) as refused:
+        with pytest.raises(DitLoraError) as error:
             attempt()
-        messages.append(str(refused.value))
+        messages.append(str(error.value))
     return messages
 
 

@@ -66,11 +66,14 @@ def test_a_run_is_one_commit_of_adapter_card_samples_and_a_recipe_that_loads(
     assert hub.read(REPO, "samples/before_00.mp4") == (first_samples / "prompt_00.mp4").read_bytes()
     assert hub.read(REPO, "samples/after_00.mp4") == (last_samples / "prompt_00.mp4").read_bytes()
     (tmp_path / "config.yaml").write_bytes(hub.read(REPO, "config.yaml"))
-    published, original = (
+    published_recipe, original_recipe = (
         load_recipe(tmp_path / "config.yaml"),
         load_recipe(run_dir / "config.yaml"),
     )
-    assert (published.lora, published.optim) == (original.lora, original.optim)
+    assert (published_recipe.lora, published_recipe.optim) == (
+        original_recipe.lora,
+        original_recipe.optim,
+    )
     assert card_problems(hub.read(REPO, "README.md").decode()) == []
 
 
@@ -114,9 +117,9 @@ def test_a_cut_connection_is_gone_on_with_where_it_broke(
 ) -> None:
     """The first push loses its connection during an upload and fails; the second sends only the missing blobs."""
     hub.faults = [Fault(rf"PUT /lfs/{digest(run_dir)}", cut="before", times=1000)]
-    with pytest.raises(DitLoraError) as failed:
+    with pytest.raises(DitLoraError) as error:
         pushed(run_dir)
-    message = str(failed.value)
+    message = str(error.value)
     assert message.endswith(f"go on with: dit-lora push {run_dir} {REPO}")
     assert "\n" not in message
     assert commits(hub) == 0
@@ -178,10 +181,10 @@ def test_a_commit_whose_answer_is_lost_is_made_once(
 def test_somebody_elses_commit_in_between_is_not_overwritten(
     hub: FakeHub, run_dir: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, once = HfApi.create_commit, iter([True])
+    real, first_calls = HfApi.create_commit, iter([True])
 
     def late(*args: object, **kwargs: object) -> object:
-        if next(once, False):
+        if next(first_calls, False):
             hub.add(REPO, {"notes.txt": b"in between"})
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
@@ -202,10 +205,10 @@ def test_who_may_not_push_is_told_so_at_once(
     hub: FakeHub, run_dir: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal() -> str:
-        with pytest.raises(DitLoraError) as failed:
+        with pytest.raises(DitLoraError) as error:
             pushed(run_dir)
-        message = str(failed.value)
-        assert failed.value.exit_code == 2
+        message = str(error.value)
+        assert error.value.exit_code == 2
         assert f"go on with: dit-lora push {run_dir} {REPO}" in message
         assert "\n" not in message
         assert "canary" not in message
@@ -239,18 +242,20 @@ def test_private_means_private(hub: FakeHub, run_dir: Path) -> None:
         pushed(run_dir)
     result = CliRunner().invoke(app, ["push", str(run_dir), REPO], input="y\n")
     assert "say that everybody may see it: --public" in str(result.exception)
-    for name, more in (("me/a", []), ("me/b", ["--private"]), ("me/c", ["--public"])):
-        result = CliRunner().invoke(app, ["push", str(run_dir), name, *more], input="y\n")
+    for name, options in (("me/a", []), ("me/b", ["--private"]), ("me/c", ["--public"])):
+        result = CliRunner().invoke(app, ["push", str(run_dir), name, *options], input="y\n")
         assert result.exit_code == 0
-        assert hub.repos[name].private == (more != ["--public"])
+        assert hub.repos[name].private == (options != ["--public"])
         visibility = "private" if hub.repos[name].private else "public"
         assert f"files to {hub.url}/{name}, which is {visibility} (" in result.stderr
 
 
 def test_every_file_is_listed_before_it_is_sent(hub: FakeHub, run_dir: Path) -> None:
     _, messages = pushed(run_dir)
-    listed = messages[: next(n for n, line in enumerate(messages) if line.startswith("hub: "))]
-    assert {line.split()[-1] for line in listed} == FILES
+    listed_files = messages[
+        : next(n for n, line in enumerate(messages) if line.startswith("hub: "))
+    ]
+    assert {line.split()[-1] for line in listed_files} == FILES
 
 
 def test_the_command_lists_first_and_pushes_then(hub: FakeHub, run_dir: Path) -> None:
@@ -288,22 +293,22 @@ def test_the_token_is_nowhere(
         Fault("POST .*/commit/", 500, message="of hf_canarycanarycanary"),
     ]
     _, messages = pushed(run_dir)
-    printed = "".join(capfd.readouterr()) + caplog.text + "\n".join(messages)
-    assert "503" in printed
-    written = b"".join(hub.read(REPO, name) for name in hub.repos[REPO].files)
+    output = "".join(capfd.readouterr()) + caplog.text + "\n".join(messages)
+    assert "503" in output
+    hub_bytes = b"".join(hub.read(REPO, name) for name in hub.repos[REPO].files)
     for path in run_dir.rglob("*.md"):
-        written += path.read_bytes()
+        hub_bytes += path.read_bytes()
     for secret in ("canarycanary", SIGNATURE):
-        assert secret not in printed
-        assert secret.encode() not in written
+        assert secret not in output
+        assert secret.encode() not in hub_bytes
 
 
 def test_a_run_without_a_result_is_refused_with_the_command_that_goes_on(run_dir: Path) -> None:
     (run_dir / "adapter" / ADAPTER).unlink()
-    with pytest.raises(DitLoraError) as failed:
+    with pytest.raises(DitLoraError) as error:
         prepare_publication(run_dir, REPO)
-    assert f"no adapter/{ADAPTER}; it is at step 2 of 2" in str(failed.value)
-    assert f"recipes/lora.py {run_dir}/config.yaml train.resume=auto" in str(failed.value)
+    assert f"no adapter/{ADAPTER}; it is at step 2 of 2" in str(error.value)
+    assert f"recipes/lora.py {run_dir}/config.yaml train.resume=auto" in str(error.value)
     with pytest.raises(DitLoraError, match="is not a run"):
         prepare_publication(run_dir / "samples", REPO)
 
@@ -331,9 +336,9 @@ def test_a_run_that_failed_its_verification_is_refused(run_dir: Path) -> None:
     record["passed"] = False
     record["checks"]["scale"] = {"passed": False, "words": "alpha is missing"}
     file.write_text(json.dumps(record))
-    with pytest.raises(CheckFailedError, match="did not pass its verification") as failed:
+    with pytest.raises(CheckFailedError, match="did not pass its verification") as error:
         prepare_publication(run_dir, REPO)
-    assert "- scale: alpha is missing" in str(failed.value)
+    assert "- scale: alpha is missing" in str(error.value)
     file.write_text("torn")
     with pytest.raises(CheckFailedError, match="did not pass"):
         prepare_publication(run_dir, REPO)
@@ -353,9 +358,9 @@ def test_stock_diffusers_and_ours_load_it_from_the_hub(
     ):
         pipe = CogVideoXPipeline.from_pretrained(base, text_encoder=None, tokenizer=None, vae=None)
         load(pipe)
-        loaded = dict(pipe.transformer.named_parameters())
+        loaded_parameters = dict(pipe.transformer.named_parameters())
         diffusers_name = name.removeprefix("transformer.").replace(".lora_B.", ".lora_B.default_0.")
-        assert torch.equal(loaded[diffusers_name], tensor)
+        assert torch.equal(loaded_parameters[diffusers_name], tensor)
     monkeypatch.chdir(tmp_path)
     command = ["sample", REPO, "--model", str(base), "--prompt", "a disc", "--inference-steps", "1"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)

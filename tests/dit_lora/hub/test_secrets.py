@@ -124,9 +124,9 @@ def test_the_adapters_header_and_a_pinned_revision_are_whole(seeded: Path, tmp_p
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["revision"] = REVISION
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    published = prepare_publication(run, REPO).files["config.yaml"]
-    assert isinstance(published, bytes)
-    (tmp_path / "config.yaml").write_bytes(published)
+    config_bytes = prepare_publication(run, REPO).files["config.yaml"]
+    assert isinstance(config_bytes, bytes)
+    (tmp_path / "config.yaml").write_bytes(config_bytes)
     assert load_recipe(tmp_path / "config.yaml").model.revision == REVISION
     with safe_open(run / "adapter" / "pytorch_lora_weights.safetensors", framework="pt") as file:
         metadata = json.loads(file.metadata()["dit_lora"])
@@ -146,11 +146,11 @@ def test_of_a_whole_pipeline_its_own_files_are_pushed(
     (model / "old").mkdir()
     (model / "old" / "config.json").write_text("{}")
     config = model / "vae" / "config.json"
-    named = {**json.loads(config.read_text()), "_name_or_path": "/home/erika/vae"}
-    config.write_text(json.dumps(named))
-    published = prepare_publication(run_dir, REPO)
-    assert set(published.files) == prepared_files
-    content = published.files["vae/config.json"]
+    vae_config = {**json.loads(config.read_text()), "_name_or_path": "/home/erika/vae"}
+    config.write_text(json.dumps(vae_config))
+    publication = prepare_publication(run_dir, REPO)
+    assert set(publication.files) == prepared_files
+    content = publication.files["vae/config.json"]
     assert isinstance(content, bytes)
     assert "erika" not in content.decode()
     sample = next(run_dir.rglob("prompt_00.mp4"))

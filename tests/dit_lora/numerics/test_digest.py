@@ -27,9 +27,9 @@ def test_any_bit_changes_it(
     for number in (0, 1, 3, 4):
         for byte_index in (0, -1):
             for bit in (0, 7):
-                changed = values(dtype)
-                changed[number].view(-1).view(torch.uint8)[byte_index] ^= 1 << bit
-                assert compute_digest(changed) != before, (number, byte_index, bit)
+                changed_values = values(dtype)
+                changed_values[number].view(-1).view(torch.uint8)[byte_index] ^= 1 << bit
+                assert compute_digest(changed_values) != before, (number, byte_index, bit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -40,7 +40,7 @@ def test_signs_and_factors_of_whole_tensors_change_it(
     """Equal changes of very many words, which must not cancel out."""
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = compute_digest([tensor])
-    for changed in (
+    for changed_tensor in (
         -tensor,
         tensor.abs(),
         2 * tensor,
@@ -48,7 +48,7 @@ def test_signs_and_factors_of_whole_tensors_change_it(
         tensor.flip(0),
         -tensor.flip(-1),
     ):
-        assert torch.equal(changed, tensor) is (compute_digest([changed]) == before)
+        assert torch.equal(changed_tensor, tensor) is (compute_digest([changed_tensor]) == before)
     assert compute_digest([torch.full(size, -0.0, dtype=dtype)]) != compute_digest(
         [torch.zeros(size, dtype=dtype)]
     )

@@ -47,8 +47,8 @@ def test_values_and_gradients_are_those_of_fp64(chunk: int, dtype: torch.dtype) 
     losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
     assert losses.dtype is torch.float32
     results = torch.autograd.grad(losses @ WEIGHTS, (hidden, head.weight, head.bias))
-    for got, expected in zip((losses, *results), in_fp64(hidden, labels, head), strict=True):
-        error = (got.double() - expected).abs().max() / expected.abs().max()
+    for actual, expected in zip((losses, *results), in_fp64(hidden, labels, head), strict=True):
+        error = (actual.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[dtype]
 
 
@@ -70,12 +70,12 @@ def test_a_sample_without_labels_is_nan_and_leaves_its_neighbours_alone(chunk: i
     assert losses.isnan().tolist() == [False, True, False]
     expected = compute_next_token_losses(hidden[::2], labels[::2], head, chunk_size=chunk)
     torch.testing.assert_close(losses[::2], expected)
-    for together, weights in ((losses.sum(), torch.ones(2)), (losses @ WEIGHTS, WEIGHTS[::2])):
-        got = torch.autograd.grad(together, (hidden, head.weight), retain_graph=True)
+    for total_loss, weights in ((losses.sum(), torch.ones(2)), (losses @ WEIGHTS, WEIGHTS[::2])):
+        grads = torch.autograd.grad(total_loss, (hidden, head.weight), retain_graph=True)
         expected_grads = torch.autograd.grad(
             expected @ weights, (hidden, head.weight), retain_graph=True
         )
-        torch.testing.assert_close(got, expected_grads)
+        torch.testing.assert_close(grads, expected_grads)
 
 
 class _Logits(TorchDispatchMode):
@@ -135,7 +135,7 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
     torch.manual_seed(1)
     losses = compute_next_token_losses(hidden, labels, head, chunk_size=chunk)
     torch.manual_seed(7)  # whatever is drawn between forward and backward
-    got = torch.autograd.grad(losses @ WEIGHTS, trained)
+    grads = torch.autograd.grad(losses @ WEIGHTS, trained)
     torch.manual_seed(1)
     logits = torch.cat([head(rows) for rows in hidden.flatten(0, 1).split(chunk)])
     expected = torch.stack(
@@ -145,7 +145,7 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
         ]
     )
     torch.testing.assert_close(losses, expected)
-    torch.testing.assert_close(got, torch.autograd.grad(expected @ WEIGHTS, trained))
+    torch.testing.assert_close(grads, torch.autograd.grad(expected @ WEIGHTS, trained))
 
 
 def test_without_gradients_nothing_is_computed_twice() -> None:

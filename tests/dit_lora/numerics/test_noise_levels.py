@@ -32,9 +32,9 @@ def logit_normal(mean: float, std: float, shift: float) -> Share:
     density = np.exp(-((logit - mean) ** 2) / (2 * std**2)) / (
         std * math.sqrt(2 * math.pi) * t * (1 - t)
     )
-    below = np.concatenate([[0], np.cumsum(density)]) / len(t)
-    grid = np.linspace(0, 1, len(below))
-    return lambda levels: np.interp(unshifted(levels, shift), grid, below)
+    cumulative = np.concatenate([[0], np.cumsum(density)]) / len(t)
+    grid = np.linspace(0, 1, len(cumulative))
+    return lambda levels: np.interp(unshifted(levels, shift), grid, cumulative)
 
 
 def uniform(shift: float) -> Share:
@@ -89,47 +89,47 @@ def drawn(levels: NoiseLevelDistribution, shift: float) -> torch.Tensor:
 @pytest.mark.parametrize(("t_min", "t_max"), RANGES)
 def test_draws_are_of_the_density_cut_to_the_range(name: str, t_min: float, t_max: float) -> None:
     """Kolmogorov-Smirnov test of the draws; none outside the range; `cdf` gives the same distribution."""
-    untruncated, shift, closed = CASES[name]
+    untruncated, shift, closed_form = CASES[name]
     levels = NoiseLevelDistribution(**{**vars(untruncated), "t_min": t_min, "t_max": t_max})
     draws = drawn(levels, shift)
     assert draws.dtype is torch.float32
-    wide = np.sort(draws.double().numpy())
-    assert wide[0] >= t_min
-    assert wide[-1] < t_max
-    low, high = closed(np.array([max(t_min, 1e-9), min(t_max, 1 - 1e-9)]))
+    sorted_draws = np.sort(draws.double().numpy())
+    assert sorted_draws[0] >= t_min
+    assert sorted_draws[-1] < t_max
+    low, high = closed_form(np.array([max(t_min, 1e-9), min(t_max, 1 - 1e-9)]))
     if t_max == 1.0:
         high = 1.0  # what is stretched beyond 1 counts as just below 1
-    expected = (closed(wide) - low) / (high - low)
+    expected = (closed_form(sorted_draws) - low) / (high - low)
     rank = np.arange(DRAWS) / DRAWS
     # Levels stretched beyond 1 are equal, so a tie's distance is taken at its first draw.
-    inner = wide < np.nextafter(np.float32(t_max), np.float32(0))
+    inner = sorted_draws < np.nextafter(np.float32(t_max), np.float32(0))
     assert np.abs(rank - expected)[inner].max() < KS_BOUND
     ends = np.linspace(t_min, t_max, 42)[1:-1]
     shares = levels.cdf(torch.tensor(ends), shift).numpy()
-    np.testing.assert_allclose(shares, (closed(ends) - low) / (high - low), atol=1e-4)
+    np.testing.assert_allclose(shares, (closed_form(ends) - low) / (high - low), atol=1e-4)
 
 
 def test_levels_rise_with_the_normal_number_and_its_halves_are_the_distributions() -> None:
     """One number draws one level for every range: a quantile of the density."""
     gaussian = torch.linspace(-4, 4, 81)
     for levels, shift, _ in CASES.values():
-        cut = NoiseLevelDistribution(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})
-        values = cut.compute_levels(gaussian, shift)
+        truncated = NoiseLevelDistribution(**{**vars(levels), "t_min": 0.2, "t_max": 0.8})
+        values = truncated.compute_levels(gaussian, shift)
         assert (values.diff() > 0).all()
         median = values[40].double()
-        assert cut.cdf(median[None], shift).item() == pytest.approx(0.5, abs=1e-5)
+        assert truncated.cdf(median[None], shift).item() == pytest.approx(0.5, abs=1e-5)
 
 
 def test_the_end_of_a_range_is_never_reached_even_after_scaling_to_timesteps() -> None:
     """Wan 2.2 sends timesteps from 875 on to one expert: 0.875 times 1000 in fp32 must not be met from below."""
     extreme = torch.tensor([-30.0, -9.0, 9.0, 30.0])
     for bound in (0.875, 0.9, 1 / 3):
-        below = NoiseLevelDistribution(t_max=bound).compute_levels(extreme, 3.0)
-        above = NoiseLevelDistribution(t_min=bound).compute_levels(extreme, 3.0)
-        assert max((below * 1000).tolist()) < bound * 1000
-        assert min((above * 1000).tolist()) >= bound * 1000 - 1e-4
-        assert (above.double() >= bound).all()
-        assert (above < 1).all()
+        upper_levels = NoiseLevelDistribution(t_max=bound).compute_levels(extreme, 3.0)
+        lower_levels = NoiseLevelDistribution(t_min=bound).compute_levels(extreme, 3.0)
+        assert max((upper_levels * 1000).tolist()) < bound * 1000
+        assert min((lower_levels * 1000).tolist()) >= bound * 1000 - 1e-4
+        assert (lower_levels.double() >= bound).all()
+        assert (lower_levels < 1).all()
 
 
 def test_a_range_without_draws_is_refused() -> None:

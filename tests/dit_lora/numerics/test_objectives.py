@@ -94,10 +94,10 @@ def wide_bound(
     normal = torch.distributions.Normal(mean, variance.sqrt())
     upper = normal.cdf(clean.double() + 1 / 255)
     lower = normal.cdf(clean.double() - 1 / 255)
-    inside = torch.where(
+    bin_probability = torch.where(
         clean > 0.999, 1 - lower, torch.where(clean < -0.999, upper, upper - lower)
     )
-    return -inside.clamp(min=1e-12).log().mean() / math.log(2)
+    return -bin_probability.clamp(min=1e-12).log().mean() / math.log(2)
 
 
 @pytest.mark.parametrize("timesteps", [(0, 0), (1, 0), (0, 999), (500, 37)])
@@ -105,12 +105,12 @@ def test_the_variational_bound_equals_an_fp64_computation(timesteps: tuple[int, 
     """A divergence, and at t = 0 a likelihood, also of values beyond the outermost bins."""
     objective = EpsilonPrediction.from_betas(BETAS)
     g = torch.Generator().manual_seed(4)
-    clean, noise, guess, fraction = (torch.randn(2, 3, 5, generator=g) for _ in range(4))
-    guess = noise + 0.3 * guess
+    clean, noise, prediction, fraction = (torch.randn(2, 3, 5, generator=g) for _ in range(4))
+    prediction = noise + 0.3 * prediction
     t = torch.tensor(timesteps)
     noisy = objective.add_noise(clean, noise, t)
-    bound = objective.compute_variational_bound(guess, fraction, clean, noisy, t)
-    rows = zip(clean, noise, guess, fraction, timesteps, strict=True)
+    bound = objective.compute_variational_bound(prediction, fraction, clean, noisy, t)
+    rows = zip(clean, noise, prediction, fraction, timesteps, strict=True)
     expected = torch.stack([wide_bound(*row) for row in rows])
     assert bound.dtype is torch.float32
     assert (clean.abs() > 0.999).any()
@@ -130,13 +130,13 @@ def test_epsilon_noising_equals_fp64_at_every_timestep() -> None:
 def test_the_bound_trains_the_variance_and_not_the_mean() -> None:
     objective = EpsilonPrediction.from_betas(BETAS)
     g = torch.Generator().manual_seed(5)
-    clean, noise, guess, fraction = (torch.randn(3, 4, 2, generator=g) for _ in range(4))
-    guess.requires_grad_(True)
+    clean, noise, prediction, fraction = (torch.randn(3, 4, 2, generator=g) for _ in range(4))
+    prediction.requires_grad_(True)
     fraction.requires_grad_(True)
     t = torch.tensor([0, 3, 900])
     noisy = objective.add_noise(clean, noise, t)
-    objective.compute_variational_bound(guess, fraction, clean, noisy, t).sum().backward()
-    assert guess.grad is None
+    objective.compute_variational_bound(prediction, fraction, clean, noisy, t).sum().backward()
+    assert prediction.grad is None
     assert fraction.grad is not None
     assert all(row.any() for row in fraction.grad)
 

@@ -43,15 +43,15 @@ def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
 ) -> None:
     layer = QuantizedLinear(wide(dtype), kind)
     assert layer.bias is not None
-    ours, theirs = (inputs(dtype).requires_grad_() for _ in range(2))
-    y = layer(ours)
-    expected = nn.functional.linear(theirs, layer.dequantize(dtype), layer.bias)
+    layer_input, reference_input = (inputs(dtype).requires_grad_() for _ in range(2))
+    y = layer(layer_input)
+    expected = nn.functional.linear(reference_input, layer.dequantize(dtype), layer.bias)
     grad_output = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     y.backward(grad_output)
     expected.backward(grad_output)
     assert (y.dtype, y.grad_fn is None) == (dtype, False)
     assert torch.equal(y, expected)
-    assert torch.equal(ours.grad, theirs.grad)
+    assert torch.equal(layer_input.grad, reference_input.grad)
 
 
 # nf4's worst row: one of the largest shares its block with one 1.4 times smaller.
@@ -80,13 +80,17 @@ def test_fp8_rounds_each_weight_to_three_bits_of_mantissa() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_wide_is_saved_for_the_backward_pass(kind: Quantization) -> None:
-    layer, saved = QuantizedLinear(wide(), kind), list[Tensor]()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    layer, saved_tensors = QuantizedLinear(wide(), kind), list[Tensor]()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved_tensors.append(t) or t, lambda t: t
+    )
     with hooks:
         layer(inputs().requires_grad_())
-    assert saved
-    assert {t.data_ptr() for t in saved} <= {p.data_ptr() for p in layer.parameters()}
-    assert sum(t.nbytes for t in saved) == count_quantized_weight_bytes(torch.Size([OUT, IN]), kind)
+    assert saved_tensors
+    assert {t.data_ptr() for t in saved_tensors} <= {p.data_ptr() for p in layer.parameters()}
+    assert sum(t.nbytes for t in saved_tensors) == count_quantized_weight_bytes(
+        torch.Size([OUT, IN]), kind
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,15 +112,15 @@ def test_autocast_decides_the_dtype(kind: Quantization, monkeypatch: pytest.Monk
 
 def test_nf4_is_that_of_bitsandbytes() -> None:
     layer = wide()
-    theirs = bnb.nn.Linear4bit(
+    bnb_layer = bnb.nn.Linear4bit(
         IN, OUT, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
     )
-    theirs.load_state_dict(layer.state_dict())
-    theirs.to("cpu")
-    ours = QuantizedLinear(layer, "nf4")
-    assert torch.equal(ours.weight, theirs.weight)
-    assert torch.equal(ours.scale, theirs.weight.quant_state.absmax)
-    torch.testing.assert_close(ours(inputs()), theirs(inputs()))
+    bnb_layer.load_state_dict(layer.state_dict())
+    bnb_layer.to("cpu")
+    quantized_layer = QuantizedLinear(layer, "nf4")
+    assert torch.equal(quantized_layer.weight, bnb_layer.weight)
+    assert torch.equal(quantized_layer.scale, bnb_layer.weight.quant_state.absmax)
+    torch.testing.assert_close(quantized_layer(inputs()), bnb_layer(inputs()))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
@@ -143,14 +147,16 @@ def bitsandbytes_layer(kind: str) -> Any:
 
 def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
     """bitsandbytes keeps scales next to the parameters; int8 scales move at the first call."""
-    four, double, eight = (bitsandbytes_layer(kind) for kind in ("single", "double", "int8"))
-    four.weight.quant_state.absmax[2] = torch.nan
-    double.weight.quant_state.state2.absmax[0] = torch.inf
-    eight(inputs())
-    eight.state.SCB[1] = torch.nan
-    fresh = bitsandbytes_layer("int8")
-    fresh.weight.SCB[1] = torch.nan
-    model = nn.ModuleList([four, double, eight, fresh])
+    nf4_layer, double_quantized, int8_layer = (
+        bitsandbytes_layer(kind) for kind in ("single", "double", "int8")
+    )
+    nf4_layer.weight.quant_state.absmax[2] = torch.nan
+    double_quantized.weight.quant_state.state2.absmax[0] = torch.inf
+    int8_layer(inputs())
+    int8_layer.state.SCB[1] = torch.nan
+    second_int8_layer = bitsandbytes_layer("int8")
+    second_int8_layer.weight.SCB[1] = torch.nan
+    model = nn.ModuleList([nf4_layer, double_quantized, int8_layer, second_int8_layer])
     names = [
         message.partition(" has ")[0]
         for message in describe_nonfinite_tensors(iterate_weight_values(model))

@@ -15,8 +15,8 @@ def test_a_sample_draws_the_same_alone_as_in_any_batch() -> None:
     batch = normal((3, 5), RandomStreams(7, [10, 11, 12])("noise"))
     unbatched = normal((3, 5), RandomStreams(7, [11])("noise"))
     assert torch.equal(batch[1], unbatched[0])
-    together = draw_integers(0, 1000, RandomStreams(7, [10, 11, 12])("timestep"))
-    assert torch.equal(together[2:], draw_integers(0, 1000, RandomStreams(7, [12])("timestep")))
+    batch_draws = draw_integers(0, 1000, RandomStreams(7, [10, 11, 12])("timestep"))
+    assert torch.equal(batch_draws[2:], draw_integers(0, 1000, RandomStreams(7, [12])("timestep")))
 
 
 def test_streams_seeds_and_draw_numbers_are_unrelated() -> None:

@@ -40,8 +40,10 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
     """A recipe for CPUs, without its data."""
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
     has_tiles = name in ("cogvideox", "sana", "sana_video")
-    wide = ("data.width=128", "data.height=128") if has_tiles else ()
-    return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *wide, *overrides])
+    size_overrides = ("data.width=128", "data.height=128") if has_tiles else ()
+    return load_recipe(
+        path, [f"model.path={model}", "data.path=/nowhere", *size_overrides, *overrides]
+    )
 
 
 def budget_of(
@@ -121,7 +123,7 @@ def test_a_gpus_peak_is_what_was_counted(
 ) -> None:
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
     subject = open_estimator(recipe, is_gpu=False)
-    counted = compute_budget(recipe, subject, Launch(), None, mode).training.total_bytes
+    computed_bytes = compute_budget(recipe, subject, Launch(), None, mode).training.total_bytes
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     real = RealRun(recipe, subject, mode, HERE)
@@ -132,7 +134,7 @@ def test_a_gpus_peak_is_what_was_counted(
     # cuBLAS keeps 32 MiB for each thread that has called it, which plans count as CUDA's own: more than a tiny model.
     torch._C._cuda_clearCublasWorkspaces()
     assert peak - (resident_bytes - torch.cuda.memory_allocated()) == pytest.approx(
-        counted, rel=0.1
+        computed_bytes, rel=0.1
     )
 
 
@@ -181,7 +183,7 @@ def test_storages_count_while_they_live() -> None:
     with AllocationTracker([source]) as live:
         tensor = (source + 1).exp()  # the sum is gone when its exponential is there
         view = tensor[2:]
-    assert (live.most, live.current_bytes, view.numel()) == (4 * 16, 4 * 8, 6)
+    assert (live.max_bytes, live.current_bytes, view.numel()) == (4 * 16, 4 * 8, 6)
     del tensor, view
     assert live.current_bytes == 0
 
@@ -219,7 +221,7 @@ def test_samples_are_what_encoders_make_of_them(
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoded.items()}
     with AllocationTracker() as live:
         encode(pixels)
-    assert subject.video_encoder.peak_bytes == pytest.approx(live.most, rel=0.1)
+    assert subject.video_encoder.peak_bytes == pytest.approx(live.max_bytes, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +313,9 @@ def test_a_plan_is_told_as_it_is_typed(bare: Path, capsys: pytest.CaptureFixture
     ]
     planned = plan_memory(path, command, Launch(), int(0.7685 * GIB))
     print_plan(planned)
-    printed = capsys.readouterr().out
-    assert "  train.checkpointing=selective\n" in printed
-    assert "does not fit: 0.77 of 0.77 GiB" in printed
+    output = capsys.readouterr().out
+    assert "  train.checkpointing=selective\n" in output
+    assert "does not fit: 0.77 of 0.77 GiB" in output
 
 
 @pytest.mark.parametrize(
@@ -348,12 +350,14 @@ def test_the_cheapest_change_is_found(
 
 
 def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu: int | None) -> Any:
-    saved = {None: 0, "fp8": 2, "nf4": 11 * (recipe.train.batch_size == 2)}[recipe.model.quantize]
-    a_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
-    needs = recipe.train.batch_size * a_sample - saved
+    saving = {None: 0, "fp8": 2, "nf4": 11 * (recipe.train.batch_size == 2)}[recipe.model.quantize]
+    need_per_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
+    needs = recipe.train.batch_size * need_per_sample - saving
     fits = gpu is None or needs <= gpu
-    planned = SimpleNamespace(recipe=recipe, launch=launch, gpu=gpu, needs=needs, fits=fits)
-    planned.mode, planned.phases = "none", {"training": needs}
+    planned = SimpleNamespace(
+        recipe=recipe, launch=launch, gpu_bytes=gpu, needed_bytes=needs, fits=fits
+    )
+    planned.checkpointing_mode, planned.phase_bytes = "none", {"training": needs}
     return planned
 
 
@@ -368,8 +372,8 @@ def test_bad_input_is_refused(bare: Path, tmp_path: Path) -> None:
         ((f"model.path={bare}", *OFFLOAD, "model.quantize=fp8"), "do not go together"),
         ((f"model.path={bare}", "data.frames=10"), "data.frames must be 8n + 1"),
     ):
-        code, printed = invoke(recipe, *arguments)
-        assert (code, message in printed) == (2, True), printed
+        code, output = invoke(recipe, *arguments)
+        assert (code, message in output) == (2, True), output
     assert [parse_size(text) for text in ("24GiB", "24", "80 GB")] == [
         24 * GIB,
         24 * GIB,
@@ -389,7 +393,7 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
 ) -> None:
     path = tiny_checkpoints[variant]
     encoder = open_estimator(smoke(recipe, path), is_gpu=False).caption_encoder
-    stored = {
+    stored_bytes = {
         name: sum(
             t.nbytes
             for file in (path / name).glob("*.safetensors")
@@ -398,5 +402,5 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
         for name in components
     }
     assert encoder is not None
-    assert encoder.weight_bytes == pytest.approx(sum(stored.values()), rel=0.01)
-    assert encoder.peak_bytes > 0.1 * max(stored.values())
+    assert encoder.weight_bytes == pytest.approx(sum(stored_bytes.values()), rel=0.01)
+    assert encoder.peak_bytes > 0.1 * max(stored_bytes.values())

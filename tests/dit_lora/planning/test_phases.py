@@ -53,13 +53,13 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
 
     def weights(lora: str) -> tuple[int, int]:
         recipe = load_recipe(ROOT / "recipes" / "smoke" / "cogvideox.yaml", [*common, lora])
-        counted = compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
-        return counted.training.weights, counted.training.trained
+        budget = compute_budget(recipe, open_estimator(recipe, is_gpu=False), Launch(), None)
+        return budget.training.weights, budget.training.trained
 
-    frozen, trains = weights("lora={rank: 6}")
-    under_bytes = sum(t.nbytes for t in load_file(frozen_adapter / ADAPTER_FILE).values())
+    frozen_bytes, trainable_bytes = weights("lora={rank: 6}")
+    adapter_bytes = sum(t.nbytes for t in load_file(frozen_adapter / ADAPTER_FILE).values())
     file = frozen_adapter / ADAPTER_FILE
     assert weights(f"lora={{init: {start}, under: [{file}]}}") == (
-        frozen + under_bytes,
-        trains // 2,
+        frozen_bytes + adapter_bytes,
+        trainable_bytes // 2,
     )

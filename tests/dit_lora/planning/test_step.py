@@ -13,10 +13,10 @@ from dit_lora.planning.step import FP32_OPS, emulate_autocast
 def test_a_forward_of_the_instances_own_is_there_again_after_autocast() -> None:
     """Chat models have one, which gives answers' losses."""
     model = nn.Linear(2, 3)
-    stock = model.forward
+    original_forward = model.forward
     with emulate_autocast(model, torch.bfloat16, is_gpu=False):
         assert model(torch.ones(1, 2)).dtype is torch.float32
-    assert model.forward == stock
+    assert model.forward == original_forward
     instance_forward = MethodType(lambda self, x: x.sum(), model)
     model.__dict__["forward"] = instance_forward
     with emulate_autocast(model, torch.bfloat16, is_gpu=False):
@@ -32,9 +32,11 @@ def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
         r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL
     )
     assert len(lists) == 2
-    listed = {name for pattern_list in lists for name in re.findall(r"_\((\w+)", pattern_list)}
-    newer = {"rms_norm"}  # listed by torch 2.13 and not by 2.11
-    assert FP32_OPS - {"__pow__", "__rpow__", "cross_entropy", "norm"} - newer <= listed
-    missing = listed - FP32_OPS
+    autocast_ops = {
+        name for pattern_list in lists for name in re.findall(r"_\((\w+)", pattern_list)
+    }
+    newer_ops = {"rms_norm"}  # listed by torch 2.13 and not by 2.11
+    assert FP32_OPS - {"__pow__", "__rpow__", "cross_entropy", "norm"} - newer_ops <= autocast_ops
+    missing_ops = autocast_ops - FP32_OPS
     # Resampling, losses that nobody trains with here, and names below those that Python calls.
-    assert all(re.search(r"upsample|loss|norm|nll_loss2d|pdist", name) for name in missing)
+    assert all(re.search(r"upsample|loss|norm|nll_loss2d|pdist", name) for name in missing_ops)

@@ -57,8 +57,8 @@ def test_the_page_shows_every_token_with_what_becomes_of_it(tmp_path: Path) -> N
     names = {"answer": "learned"}
     assert classes(page) == [f"piece {names.get(p.part, p.part)}" for p in sample.pieces]
     titles = [a["title"] for a in page.all("span") if a.get("title")]
-    ids = [(token, at) for at, token in enumerate(sample.ids) if token != 10**6]
-    assert titles == [f"token {token} at {at}" for token, at in ids]
+    ids = [(token, position) for position, token in enumerate(sample.ids) if token != 10**6]
+    assert titles == [f"token {token} at {position}" for token, position in ids]
     assert "96 media tokens" in page.text
     assert "left out" not in page.text
     assert f"learned {sample.num_answer_tokens} answers and their ends" in page.text
@@ -79,13 +79,13 @@ def test_frames_are_small_pictures_with_their_seconds(tmp_path: Path) -> None:
 
 
 def test_of_many_frames_evenly_spread_ones_are_shown(tmp_path: Path) -> None:
-    many = MAX_FRAMES + 9
-    page = write(tmp_path, rendered(), frames=frames(many), seconds=list(range(many)))
+    num_frames = MAX_FRAMES + 9
+    page = write(tmp_path, rendered(), frames=frames(num_frames), seconds=list(range(num_frames)))
     assert len(page.all("img")) == MAX_FRAMES
-    assert f"{MAX_FRAMES} of {many} frames are shown" in page.text
+    assert f"{MAX_FRAMES} of {num_frames} frames are shown" in page.text
     times = re.findall(r"(\d+)\.00 s", page.section("Frames"))
     assert times[0] == "0"
-    assert times[-1] == str(many - 1)
+    assert times[-1] == str(num_frames - 1)
 
 
 def test_what_was_left_out_is_said_and_marked(tmp_path: Path) -> None:

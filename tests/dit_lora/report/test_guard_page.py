@@ -61,8 +61,8 @@ def folder(tmp_path: Path) -> Path:
     (folder / BUNDLE / "bundle.json").write_text("{}")
     (folder / "last_good_step_000002.safetensors").write_bytes(bytes(2**20))
     write_lines(folder / "events.jsonl", EVENTS)
-    ended = {**START, "id": "bb", "taken": 2, "lost": 1, "switched_off": []}
-    (folder / "guard.json").write_text(json.dumps({"format": 1, "starts": [START, ended]}))
+    ended_run = {**START, "id": "bb", "taken": 2, "lost": 1, "switched_off": []}
+    (folder / "guard.json").write_text(json.dumps({"format": 1, "starts": [START, ended_run]}))
     return folder
 
 
@@ -113,9 +113,10 @@ def test_the_timeline_has_a_lane_a_cause_and_a_card_a_start(folder: Path) -> Non
 def test_what_a_stranger_wrote_is_text_and_no_address(folder: Path) -> None:
     (folder / "secret").mkdir()
     (folder / "secret" / "bundle.json").write_text("{}")
-    lies = ("javascript:alert(1)", "bundles/../secret", "bundles/none", 7)
+    hostile_bundles = ("javascript:alert(1)", "bundles/../secret", "bundles/none", 7)
     write_lines(
-        folder / "events.jsonl", [event(n, of=HOSTILE, bundle=b) for n, b in enumerate(lies)]
+        folder / "events.jsonl",
+        [event(n, of=HOSTILE, bundle=b) for n, b in enumerate(hostile_bundles)],
     )
     page = Page(write_guard_report(folder))
     assert not page.all("img")

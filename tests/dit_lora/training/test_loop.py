@@ -201,7 +201,7 @@ def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
 def test_a_step_in_which_some_groups_have_no_gradient_is_taken() -> None:
     """A vision encoder has none in a step of texts. Only a step without any gradient is refused."""
     loop = build(groups={"adapter": ("weight",), "backbone": ("bias",)})
-    model = loop.engine.bare
+    model = loop.engine.unwrapped_model
     model.bias.register_hook(torch.zeros_like)
     weight = model.weight.detach().clone()
     (result,) = run(loop, 1, batches(1))
@@ -275,11 +275,15 @@ def test_the_watcher_is_called_in_the_order_that_the_loop_promises(
 
         monkeypatch.setattr(owner, name, called)
 
-    for name in ("forward", "gradients", "clip", "before_update", "after_update"):
+    for name in (
+        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "after_update",
+    ):  # fmt: skip
         note(loop.watcher, name)
     note(loop.engine.optimizer.optimizer, "step")
     run(loop, 1, batches(2))
-    assert order == ["forward", "gradients", "clip", "before_update", "step", "after_update"]
+    assert order == [
+        "watch_forward", "collect_gradients", "get_clip_bound", "before_update", "step", "after_update",
+    ]  # fmt: skip
 
 
 def test_a_stop_code_reaches_the_result() -> None:

@@ -125,16 +125,16 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
     reads, to = Reads(), Batch.to
     numbers = {
-        "_launch": lambda args: args[2].number,
-        "_update": lambda args: args[1].number,
-        "_read": lambda args: args[1].step.number,
+        "_launch_step": lambda args: args[2].number,
+        "_update_weights": lambda args: args[1].number,
+        "_read_metrics": lambda args: args[1].step.number,
     }
 
     def noted(name: str) -> Callable[..., Any]:
         inner = getattr(loop, name)
 
         def call(*given: Any) -> Any:
-            bare, number = given[0].engine.bare, numbers[name](given)
+            bare, number = given[0].engine.unwrapped_model, numbers[name](given)
             reads.put([*bare.parameters(), *bare.buffers()])
             before = len(reads.found)
             with reads, Sends(reads):
@@ -298,7 +298,7 @@ def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
 
         return call
 
-    for name in ("_launch", "_update", "_read"):
+    for name in ("_launch_step", "_update_weights", "_read_metrics"):
         monkeypatch.setattr(loop, name, warned(name))
     lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *OPTIONS])
     assert len(waits) == 3 * STEPS

@@ -37,13 +37,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("no gate on y", "            update = update * gate.to(ACC)\n", "            gate = gate\n"),
     (
         "scale without its one",
-        "        out = out * (1.0 + scale.to(ACC))\n",
-        "        out = out * scale.to(ACC)\n",
+        "        output = output * (1.0 + scale.to(ACC))\n",
+        "        output = output * scale.to(ACC)\n",
     ),
     (
         "shift not upcast",
-        "        out = out + shift.to(ACC)\n",
-        "        out = (out.to(shift.dtype) + shift).to(ACC)\n",
+        "        output = output + shift.to(ACC)\n",
+        "        output = (output.to(shift.dtype) + shift).to(ACC)\n",
     ),
     (
         "int32 offsets forward",
@@ -57,18 +57,18 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "samples of the joint buffer are as long as a stream",
-        "    out = out.to(out_ptr.dtype.element_ty)\n    tl.store(out_ptr + (b * S + t) * D",
-        "    out = out.to(out_ptr.dtype.element_ty)\n    tl.store(out_ptr + (b * T + t) * D",
+        "    output = output.to(out_ptr.dtype.element_ty)\n    tl.store(out_ptr + (b * S + t) * D",
+        "    output = output.to(out_ptr.dtype.element_ty)\n    tl.store(out_ptr + (b * T + t) * D",
     ),
     (
         "rows of the next group are summed too",
-        "        exists = first + i < L\n",
-        "        exists = first + i < L * 2\n",
+        "        exists = first_row + i < L\n",
+        "        exists = first_row + i < L * 2\n",
     ),
     (
         "the last row of a group is left out",
-        "        exists = first + i < L\n",
-        "        exists = first + i < L - 1\n",
+        "        exists = first_row + i < L\n",
+        "        exists = first_row + i < L - 1\n",
     ),
     ("sample from the group's place", "    b = group // G\n", "    b = group % G\n"),
     ("no mean of dhat", "            dx -= tl.sum(dhat, axis=0) / D\n", "            dx -= 0.0\n"),

@@ -96,22 +96,22 @@ def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
     for kind in MADE:
         data = DataConfig(**kind.data, path=str(corpus[kind.name]))
         try:
-            read = scan_sources(data)
+            scan_result = scan_sources(data)
         except OSError as error:  # none should come through
             findings_by_file[kind.name] = {kind.file: [Finding("crashed", str(error), "reject")]}
             continue
-        of_kind = findings_by_file[kind.name] = {clip.id: [] for clip in read.clips}
-        for problem in read.problems:
+        of_kind = findings_by_file[kind.name] = {clip.id: [] for clip in scan_result.clips}
+        for problem in scan_result.problems:
             finding = Finding(problem.code, problem.message, "reject")
             of_kind.setdefault(problem.file, []).append(finding)
-        checks = [check_captions(read.clips, tokenizer, 226)]
+        checks = [check_captions(scan_result.clips, tokenizer, 226)]
         if data.classes is not None:
-            checks = [check_labels(read.clips, data.classes)[0]]
+            checks = [check_labels(scan_result.clips, data.classes)[0]]
         for file, findings in [pair for check in checks for pair in check.items()]:
             of_kind[file] += findings
         key = str(sorted(kind.data))
         configs[key] = data
-        clips[key] += [replace(clip, id=f"{kind.name}\0{clip.id}") for clip in read.clips]
+        clips[key] += [replace(clip, id=f"{kind.name}\0{clip.id}") for clip in scan_result.clips]
     for key, data in configs.items():  # all at once, as the clips of one large set
         for sample in audit_media(clips[key], data, workers=2):
             name, _, file = sample.file.partition("\0")
@@ -146,9 +146,9 @@ def test_the_sound_sample_beside_it_stays_sound(audited: dict[str, Findings], ki
 @pytest.mark.skipif(not REAL_CLIPS.is_dir(), reason="the real clips are not on this machine")
 def test_no_real_clip_is_rejected() -> None:
     data = DataConfig(path=str(REAL_CLIPS), frames=17, height=240, width=360, fps=8)
-    read = scan_sources(data)
-    assert not read.problems
-    samples = audit_media(read.clips, data, workers=2)
+    scan_result = scan_sources(data)
+    assert not scan_result.problems
+    samples = audit_media(scan_result.clips, data, workers=2)
     assert len(samples) == 7
     assert not {sample.file: sample.reasons for sample in samples if sample.verdict == "reject"}
 
@@ -178,10 +178,10 @@ def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
 
     cache = TensorCache(tmp_path)
     assert cache.is_complete("b") == damage.whole
-    read = {key: cache.read(key, spec) for key in "abcd"}
-    findings, _ = check_encoded((key, tensors) for key, (tensors, _) in read.items())
+    results = {key: cache.read(key, spec) for key in "abcd"}
+    findings, _ = check_encoded((key, tensors) for key, (tensors, _) in results.items())
     codes = {key: {finding.code for finding in findings.get(key, ())} for key in "abcd"}
-    for key, (_, fault) in read.items():
+    for key, (_, fault) in results.items():
         codes[key] |= {"cache_damaged"} if fault else set()
     assert damage.code in codes["b"]
     assert {"cache_damaged"} <= codes["b"]

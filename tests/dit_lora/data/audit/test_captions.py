@@ -71,10 +71,10 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
     assert (finding.code, finding.verdict) == ("caption_long", "warn")
     assert f"{count} tokens" in finding.words
     assert f"reads {limit} tokens" in finding.words
-    cut = tokenizer(caption, truncation=True, max_length=limit)["input_ids"]
-    kept_text = tokenizer.decode(cut, skip_special_tokens=True).strip()
-    lost = finding.words.rpartition("cut off is ")[2].strip("'")
-    assert (kept_text + lost).replace(" ", "") == caption.replace(" ", "")
+    token_ids = tokenizer(caption, truncation=True, max_length=limit)["input_ids"]
+    kept_text = tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+    cut_text = finding.words.rpartition("cut off is ")[2].strip("'")
+    assert (kept_text + cut_text).replace(" ", "") == caption.replace(" ", "")
 
 
 def test_lengths_that_the_caller_has_are_not_counted_again() -> None:

@@ -89,5 +89,5 @@ def test_cuts_are_found_in_the_dark_between_like_layouts_and_one_after_another()
     sky = np.linspace(60, -60, EDGE)[:, None]
     fields = [pan(texture(seed, 25), 1, 24) + sky for seed in (7, 8)]
     assert cuts(np.concatenate(fields)) == [24]
-    three = [pan(scene, 2, 16) for scene in SCENES[:3]]
-    assert cuts(np.concatenate(three)) == [16, 32]
+    scene_frames = [pan(scene, 2, 16) for scene in SCENES[:3]]
+    assert cuts(np.concatenate(scene_frames)) == [16, 32]

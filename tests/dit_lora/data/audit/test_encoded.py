@@ -114,8 +114,8 @@ def test_equal_samples_have_no_outlier() -> None:
     """All deviations are zero, and so is the measure that they are compared with."""
     tensors = normal(1)[0][1]
     assert found_in([(f"{number}.mp4", tensors) for number in range(10)]) == {}
-    nearly = {**tensors, "latent_mean": tensors["latent_mean"] * 1.01}
-    assert found_in([*((f"{n}.mp4", tensors) for n in range(10)), ("near.mp4", nearly)]) == {}
+    near_tensors = {**tensors, "latent_mean": tensors["latent_mean"] * 1.01}
+    assert found_in([*((f"{n}.mp4", tensors) for n in range(10)), ("near.mp4", near_tensors)]) == {}
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_classes_far_from_the_median_are_named_once_with_their_counts() -> None:
 
 
 def test_repeats_even_classes_out() -> None:
-    few, many = clips({"few": 2}, times=10), clips({"many": 40, "most": 45})
-    assert check_labels([*few, *many], None)[0] == {}
-    assert set(check_labels([*clips({"few": 2}), *many], None)[0]) == {"few/0.png"}
+    few_clips, many_clips = clips({"few": 2}, times=10), clips({"many": 40, "most": 45})
+    assert check_labels([*few_clips, *many_clips], None)[0] == {}
+    assert set(check_labels([*clips({"few": 2}), *many_clips], None)[0]) == {"few/0.png"}
 
 
 def test_classes_without_a_sample_are_a_note_on_the_set() -> None:

@@ -45,13 +45,13 @@ class Bytes:
     data: bytes
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return self.name
 
-    def source(self) -> io.BytesIO:
+    def get_source(self) -> io.BytesIO:
         return io.BytesIO(self.data)
 
-    def stamp(self) -> tuple[int, ...]:
+    def get_stamp(self) -> tuple[int, ...]:
         return (len(self.data),)
 
     def exists(self) -> bool:
@@ -226,8 +226,8 @@ if __name__ == "__main__":
     assert process.stderr is not None
     stderr = b""
     while b"1/2" not in stderr:
-        stderr += (more := os.read(process.stderr.fileno(), 4096))
-        assert more, stderr
+        stderr += (chunk := os.read(process.stderr.fileno(), 4096))
+        assert chunk, stderr
     os.killpg(process.pid, signal.SIGINT)
     stderr += process.stderr.read()  # to the end: no process holds it any more
     assert process.wait(200) == -signal.SIGINT
@@ -286,10 +286,10 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     media = MediaFile(tmp_path / "a.mp4")
     encode(media.path, moving("a"))
     digests, memo = Digests(tmp_path / "digests.json"), AuditMemo(tmp_path / "memo.jsonl")
-    broke = ProbedFile(
+    failed_probe = ProbedFile(
         (collect_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True
     )
-    memo.store(media, digests.hash_media(media), broke)
+    memo.store(media, digests.hash_media(media), failed_probe)
     clips = [Clip("a.mp4", media, "")]
     assert [
         sample.verdict for sample in audit_from_memo(clips, None, memo=memo, digests=digests)

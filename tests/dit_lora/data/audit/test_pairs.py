@@ -34,8 +34,8 @@ def scene(name: str) -> Image.Image:
 
 def with_disc(image: Image.Image, across: float, down: float) -> Image.Image:
     y, x = np.mgrid[: image.height, : image.width]
-    inside = (x - across * image.width) ** 2 + (y - down * image.height) ** 2 < (SIDE / 6) ** 2
-    levels = np.where(inside[..., None], np.uint8([250, 240, 30]), np.asarray(image))
+    disc_mask = (x - across * image.width) ** 2 + (y - down * image.height) ** 2 < (SIDE / 6) ** 2
+    levels = np.where(disc_mask[..., None], np.uint8([250, 240, 30]), np.asarray(image))
     return Image.fromarray(levels)
 
 
@@ -155,17 +155,19 @@ def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> Non
 def test_sets_of_subjects_have_a_note_and_no_warnings(tmp_path: Path) -> None:
     """The second reference of each is a subject that is seen elsewhere; the first is the scene."""
     clips = edited(tmp_path, "object")
-    strangers = [replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)]
-    samples = audit_media(strangers, None)
+    other_clips = [
+        replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)
+    ]
+    samples = audit_media(other_clips, None)
     assert not any(sample.findings for sample in samples)
     (note,) = summarise_pairs(samples)
     assert note.startswith("In ")
     assert "of 12 pairs, a sample looks like its reference in place" in note
-    both = [
-        replace(clip, references=(*clip.references, *stranger.references))
-        for clip, stranger in zip(clips, strangers, strict=True)
+    subject_clips = [
+        replace(clip, references=(*clip.references, *other_clip.references))
+        for clip, other_clip in zip(clips, other_clips, strict=True)
     ]
-    samples = audit_media(both, None)
+    samples = audit_media(subject_clips, None)
     assert not any(sample.findings for sample in samples)
     (note,) = summarise_pairs(samples)
     assert "looks like its reference 2 in place" in note
@@ -235,8 +237,8 @@ def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) ->
     assert sample_by_file["small"].findings[0].words == (
         "its reference has 34 x 22 pixels, and the sample 144 x 96"
     )
-    both = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
-    (sample,) = audit_media([both], None)
+    bad_clip = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
+    (sample,) = audit_media([bad_clip], None)
     assert (
         sample.findings[0].words
         == "its reference 1 is the same picture: from it the model learns to change nothing"
@@ -369,12 +371,12 @@ def test_verdicts_on_pairs_are_remembered_by_all_their_files(
 def test_edits_of_one_picture_and_in_one_caption_are_no_duplicates(tmp_path: Path) -> None:
     image = scene("a")
     image_file = saved(tmp_path, "own.png", image)
-    near = saved(tmp_path, "near.jpg", image)
+    near_file = saved(tmp_path, "near.jpg", image)
     darker = [saved(tmp_path, f"{k}.png", image.point(lambda level: level // 2)) for k in (1, 2)]
     lighter = saved(tmp_path, "3.png", ImageOps.invert(image))
     clips = [
         a_clip("first", image_file, darker[0]),
-        a_clip("near", near, lighter),
+        a_clip("near", near_file, lighter),
         a_clip("other", image_file, lighter),
         a_clip("same", image_file, darker[1]),
     ]

@@ -45,8 +45,8 @@ def test_totals_count_samples_by_verdict_and_code() -> None:
         "reject": 1,
         "codes": {"caption_long": 3, "black": 1, "hard_cut": 1},
     }
-    twice = [AuditedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
-    assert compute_totals(twice)["codes"] == {"caption_long": 1}, (
+    samples = [AuditedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
+    assert compute_totals(samples)["codes"] == {"caption_long": 1}, (
         "samples are counted, not findings"
     )
     assert compute_totals([]) == {"samples": 0, "ok": 0, "warn": 0, "reject": 0, "codes": {}}
@@ -55,23 +55,23 @@ def test_totals_count_samples_by_verdict_and_code() -> None:
 def test_json_has_the_documented_shape(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     write_json(path, build_audit_json(JUDGED))
-    written = strict(path)
-    assert list(written) == ["samples", "totals"]
-    assert written["samples"][0] == {
+    record = strict(path)
+    assert list(record) == ["samples", "totals"]
+    assert record["samples"][0] == {
         "file": "cats/a.mp4",
         "verdict": "ok",
         "reasons": [],
         "codes": [],
         "facts": {"fps": 24},
     }
-    assert written["samples"][2]["verdict"] == "reject"
-    assert written["samples"][2]["reasons"] == [
+    assert record["samples"][2]["verdict"] == "reject"
+    assert record["samples"][2]["reasons"] == [
         "black: all 9 frames are black",
         "caption_long: 300 tokens",
     ]
-    assert written["samples"][2]["codes"] == ["black", "caption_long"]
-    assert written["totals"] == compute_totals(JUDGED)
-    assert written == build_audit_json(JUDGED)
+    assert record["samples"][2]["codes"] == ["black", "caption_long"]
+    assert record["totals"] == compute_totals(JUDGED)
+    assert record == build_audit_json(JUDGED)
     write_json(path, build_audit_json([]))
     assert strict(path) == {"samples": [], "totals": compute_totals([])}
 
@@ -90,9 +90,9 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     samples = [AuditedSample("\udcff.mp4", (), facts)]
     write_json(path, build_audit_json(samples, encoded={"latent": {"abs_max": math.inf}}))
-    written = strict(path)
-    assert written["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
-    assert written["samples"][0]["facts"] == {
+    record = strict(path)
+    assert record["samples"][0]["file"] == "\udcff.mp4", "a name that is not UTF-8 comes back"
+    assert record["samples"][0]["facts"] == {
         "nan": None,
         "inf": [None, {"deep": None}],
         "rate": pytest.approx(29.97, abs=1e-3),
@@ -102,7 +102,7 @@ def test_json_is_strict_whatever_was_measured(tmp_path: Path) -> None:
         "path": "a/b",
         "3": ["tuple"],
     }
-    assert written["encoded"] == {"latent": {"abs_max": None}}
+    assert record["encoded"] == {"latent": {"abs_max": None}}
 
 
 def test_notes_and_other_parts_are_there_only_where_there_are_some() -> None:

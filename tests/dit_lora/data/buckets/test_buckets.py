@@ -173,8 +173,8 @@ def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:
     config = data(buckets=None)
     assert placed(clip(480, 720, 16 / 8, fps=8), config).shape.frames == 17
     assert dropped(clip(480, 720, 15 / 8, fps=8), config).code == "too_short"
-    both = data(buckets={"frames": [9, 17]})
-    assert placed(clip(480, 720, 16 / 8, fps=8), both).shape.frames == 9
+    two_lengths = data(buckets={"frames": [9, 17]})
+    assert placed(clip(480, 720, 16 / 8, fps=8), two_lengths).shape.frames == 9
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,15 @@ def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
     buckets = {"resolutions": [256, 512], "aspect_ratios": ["2:1", "1:1"]}
     config = data(height=512, width=512, buckets=buckets)
     only = [VideoShape(17, 512, 512), VideoShape(17, 176, 368)]
-    free = choose_bucket(clip(520, 1040), only, config)
+    placement = choose_bucket(clip(520, 1040), only, config)
     tight = choose_bucket(
         clip(520, 1040),
         only,
         data(**{**config.model_dump(), "buckets": {**buckets, "max_crop": 0.1}}),
     )
-    assert isinstance(free, Placement)
+    assert isinstance(placement, Placement)
     assert isinstance(tight, Placement)
-    assert (free.shape, tight.shape) == (only[0], only[1])
+    assert (placement.shape, tight.shape) == (only[0], only[1])
 
 
 @pytest.mark.parametrize(

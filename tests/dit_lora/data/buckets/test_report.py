@@ -151,9 +151,13 @@ def test_references_of_many_sizes_split_samples_into_rare_shapes() -> None:
     similar_references = [made_from(wide, 64)] * 3 + [made_from(tall, 64)]
     assert advise_on_references(similar_references, 4) == []
     assert advise_on_references([wide] * 3, 4) == []
-    many = [*[made_from(wide, 64)] * 4, made_from(wide, 80), *[made_from(wide, 80, 96)] * 2]
-    assert advise_on_references(many, 1) == []
-    (advice,) = advise_on_references(many, 4)
+    mixed_samples = [
+        *[made_from(wide, 64)] * 4,
+        made_from(wide, 80),
+        *[made_from(wide, 80, 96)] * 2,
+    ]
+    assert advise_on_references(mixed_samples, 1) == []
+    (advice,) = advise_on_references(mixed_samples, 4)
     assert advice.startswith(
         "with their references, samples have 3 shapes, and a step takes 4 samples of one; these do not come in every "
         "epoch: 1x64x96 + 1x80x96 (1 sample, every 4.0 epochs), 1x64x96 + 1x80x96 + 1x96x96 "

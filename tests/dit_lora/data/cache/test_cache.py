@@ -36,12 +36,12 @@ def write(cache: TensorCache) -> str:
 
 def test_an_entry_reads_back_bit_for_bit(cache: TensorCache) -> None:
     key = write(cache)
-    back, fault = cache.read(key, cache.get_spec(key))
+    read_tensors, fault = cache.read(key, cache.get_spec(key))
     assert fault is None
     assert cache.is_complete(key)
     for name, tensor in tensors().items():
-        assert back[name].dtype is tensor.dtype
-        assert torch.equal(back[name], tensor)
+        assert read_tensors[name].dtype is tensor.dtype
+        assert torch.equal(read_tensors[name], tensor)
     assert cache.get_spec(key) == {
         "mean": ((4, 3, 5), torch.float32),
         "logvar": ((3, 4, 5), torch.bfloat16),
@@ -74,11 +74,11 @@ def test_a_bad_value_is_reported_when_read(cache: TensorCache) -> None:
     with entry.path.open("r+b") as file:
         file.seek(entry.start + entry.layout.bounds["mean"][0])
         file.write(torch.full((2,), torch.nan).numpy().tobytes())
-    back, fault = cache.read(key, spec)
+    read_tensors, fault = cache.read(key, spec)
     assert fault is not None
     assert "mean has 2 NaN among 60 values" in fault
     assert f"{key[:16]} of {cache.find_shard_path(key)}" in fault
-    assert back["mean"].isnan().sum() == 2  # given as it is, never replaced
+    assert read_tensors["mean"].isnan().sum() == 2  # given as it is, never replaced
 
 
 def test_a_changed_byte_is_reported(cache: TensorCache) -> None:
@@ -97,19 +97,19 @@ def test_a_torn_entry_is_not_whole_and_reads_as_nan(cache: TensorCache, keep: in
     spec = cache.get_spec(key)
     cache.find_shard_path(key).write_bytes(cache.find_shard_path(key).read_bytes()[:keep])
     assert not cache.is_complete(key)
-    back, fault = cache.read(key, spec)
+    read_tensors, fault = cache.read(key, spec)
     assert fault is not None
     assert "cannot be read" in fault
-    assert {n: (t.shape, t.dtype) for n, t in back.items()} == spec
-    assert all(tensor.isnan().all() for tensor in back.values())
+    assert {n: (t.shape, t.dtype) for n, t in read_tensors.items()} == spec
+    assert all(tensor.isnan().all() for tensor in read_tensors.values())
 
 
 def test_a_bad_entry_is_set_aside_and_made_anew(cache: TensorCache) -> None:
     key = write(cache)
     other_cache = TensorCache(cache.root)
     assert other_cache.is_complete(key)
-    aside = cache.mark_bad(key)
-    assert aside.exists()
+    bad_file = cache.mark_bad(key)
+    assert bad_file.exists()
     assert not cache.is_complete(key)
     assert "cannot be read" in (cache.read(key, {})[1] or "")
     assert not TensorCache(cache.root).is_complete(key)
@@ -160,10 +160,10 @@ def test_a_components_digest_depends_on_weights_and_configs_only(tmp_path: Path)
     (tmp_path / "README.md").write_text("x")
     assert Digests(tmp_path / ".memo").hash_component(tmp_path) == digest
     (tmp_path / "model.safetensors").write_bytes(b"v")
-    changed = Digests(tmp_path / ".memo").hash_component(tmp_path)
-    assert changed != digest
+    changed_digest = Digests(tmp_path / ".memo").hash_component(tmp_path)
+    assert changed_digest != digest
     (tmp_path / "config.json").write_text('{"a": 1}')
-    assert Digests(tmp_path / ".memo").hash_component(tmp_path) != changed
+    assert Digests(tmp_path / ".memo").hash_component(tmp_path) != changed_digest
 
 
 def test_class_labels_and_masks_are_kept_and_a_cut_entry_is_bad(cache: TensorCache) -> None:
@@ -171,14 +171,14 @@ def test_class_labels_and_masks_are_kept_and_a_cut_entry_is_bad(cache: TensorCac
     key = make_entry_key({"class": "cat"})
     cache.write_entries([encode_entry(key, tensors, sample="cat", facts={})])
     spec = cache.get_spec(key)
-    back, fault = cache.read(key, spec)
+    read_tensors, fault = cache.read(key, spec)
     assert fault is None
-    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(read_tensors[name], tensors[name]) for name in tensors)
     os.truncate(cache.find_shard_path(key), cache.find_shard_path(key).stat().st_size - 1)
-    lost, fault = cache.read(key, spec)
+    nan_tensors, fault = cache.read(key, spec)
     assert fault is not None
     assert str(cache.root) in fault
-    assert {name: (t.shape, t.dtype) for name, t in lost.items()} == spec
+    assert {name: (t.shape, t.dtype) for name, t in nan_tensors.items()} == spec
 
 
 def several(cache: TensorCache, count: int, per_shard: int = 3) -> list[str]:
@@ -194,17 +194,17 @@ def several(cache: TensorCache, count: int, per_shard: int = 3) -> list[str]:
 
 
 def numbers(cache: TensorCache, keys: list[str]) -> list[float]:
-    read = [cache.read(key, {}) for key in keys]
-    assert not [fault for _, fault in read if fault]
-    return [tensors["x"][0].item() for tensors, _ in read]
+    results = [cache.read(key, {}) for key in keys]
+    assert not [fault for _, fault in results if fault]
+    return [tensors["x"][0].item() for tensors, _ in results]
 
 
 def test_one_bad_entry_of_a_shard_is_set_aside_and_made_anew_alone(cache: TensorCache) -> None:
     keys = several(cache, 6)
     shard = cache.find_shard_path(keys[1])
     before = shard.read_bytes()
-    aside = cache.mark_bad(keys[1])
-    assert aside.parent == shard.parent
+    bad_file = cache.mark_bad(keys[1])
+    assert bad_file.parent == shard.parent
     assert cache.find_missing(keys) == [keys[1]]
     assert shard.read_bytes() == before
     cache.write_entries([encode_entry(keys[1], {"x": torch.full((4,), 1.0)}, sample="1", facts={})])
@@ -271,10 +271,10 @@ def test_a_pickled_index_needs_no_header(
 ) -> None:
     keys = several(cache, 9)
     assert numbers(cache, keys) == list(range(9))
-    sent = pickle.dumps(cache)
-    assert len(sent) < 4000
+    pickled_cache = pickle.dumps(cache)
+    assert len(pickled_cache) < 4000
     monkeypatch.setattr("dit_lora.data.cache.index.read_header", None)
-    assert numbers(pickle.loads(sent), keys) == list(range(9))
+    assert numbers(pickle.loads(pickled_cache), keys) == list(range(9))
     assert numbers(copy.deepcopy(cache), keys) == list(range(9))
 
 

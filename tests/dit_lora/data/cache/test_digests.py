@@ -25,12 +25,12 @@ def test_files_and_members_have_the_digest_of_their_bytes(tmp_path: Path) -> Non
 def test_a_file_is_read_again_only_when_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, read = tmp_path / "a", []
+    path, read_paths = tmp_path / "a", []
     path.write_bytes(b"one")
     source = MediaFile.get_source
 
     def spy(self: MediaFile) -> Path:
-        read.append(self.path)
+        read_paths.append(self.path)
         return source(self)
 
     monkeypatch.setattr(MediaFile, "get_source", spy)
@@ -38,11 +38,11 @@ def test_a_file_is_read_again_only_when_it_changed(
     assert first_digests.hash_file(path) == first_digests.hash_file(path) == sha(b"one")
     first_digests.save()
     assert Digests(tmp_path / "memo.json").hash_file(path) == sha(b"one")
-    assert len(read) == 1
+    assert len(read_paths) == 1
     path.write_bytes(b"two")
     os.utime(path, ns=(1, 1))
     assert Digests(tmp_path / "memo.json").hash_file(path) == sha(b"two")
-    assert len(read) == 2
+    assert len(read_paths) == 2
 
 
 def test_another_file_behind_the_same_link_is_read(tmp_path: Path) -> None:

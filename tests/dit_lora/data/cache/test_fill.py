@@ -75,9 +75,9 @@ def run(
 def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
     """Whether every entry is there, once, with its values, and no work is left lying about."""
     reopened = TensorCache(cache.root)
-    read = [reopened.read(cache_job.key, {}) for cache_job in jobs]
-    assert not [fault for _, fault in read if fault]
-    assert [tensors["x"][0] for tensors, _ in read] == [
+    results = [reopened.read(cache_job.key, {}) for cache_job in jobs]
+    assert not [fault for _, fault in results if fault]
+    assert [tensors["x"][0] for tensors, _ in results] == [
         cache_job.facts["number"] for cache_job in jobs
     ]
     files = [path for path in cache.root.rglob("*") if path.is_file()]
@@ -100,8 +100,8 @@ def test_all_is_made_in_shards_and_not_again(cache: TensorCache) -> None:
     cache.mark_bad(KEYS[20])
     assert fill_cache(cache, JOBS, load, launch_id="c") == BuildResult(num_written=1)
     assert cache.read(KEYS[20], {})[0]["x"][0] == 20
-    stored = next(entry for entry in cache.iter_entries() if entry.key == KEYS[20])
-    assert (stored.sample, stored.facts) == ("20.mp4", {"number": 20})
+    stored_entry = next(entry for entry in cache.iter_entries() if entry.key == KEYS[20])
+    assert (stored_entry.sample, stored_entry.facts) == ("20.mp4", {"number": 20})
 
 
 def test_an_empty_list_makes_nothing_not_even_a_folder(cache: TensorCache) -> None:
@@ -132,17 +132,17 @@ def test_failures_are_all_told_and_stop_nobody(cache: TensorCache) -> None:
 
 def test_what_failed_is_tried_once_a_launch_and_again_at_the_next(cache: TensorCache) -> None:
     first_process = run(cache, encode, launch="one")
-    tried: list[int] = []
+    tried_numbers: list[int] = []
 
     def repaired(number: int) -> torch.Tensor:
-        tried.append(number)
+        tried_numbers.append(number)
         return good(number)
 
     same_process = run(cache, repaired, launch="one")  # another process of it
-    assert not tried
+    assert not tried_numbers
     assert same_process == BuildResult(num_written=0, failed=first_process.failed)
     assert run(cache, repaired, launch="two") == BuildResult(num_written=len(first_process.failed))
-    assert [KEYS[number] for number in tried] == list(first_process.failed)
+    assert [KEYS[number] for number in tried_numbers] == list(first_process.failed)
 
 
 def test_progress_counts_what_is_there_what_failed_and_what_others_made(
@@ -261,12 +261,13 @@ def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
     process = start(cache, marker_dir, 0.05)
     wait_for(lambda: marker_dir.is_dir() and len(made(marker_dir)) > MAX_JOBS_PER_UNIT + 5)
     os.kill(process.pid or 0, signal.SIGSTOP)  # within its second unit, however slow the others are
-    waiting = start(cache, tmp_path / "others", 0.0)  # makes the rest, then waits for that unit
+    # Makes the rest, then waits for that unit.
+    waiting_process = start(cache, tmp_path / "others", 0.0)
     wait_for(lambda: len(TensorCache(cache.root)) >= len(JOBS) - 2 * MAX_JOBS_PER_UNIT)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    waiting.join()
-    assert waiting.exitcode == 0
+    waiting_process.join()
+    assert waiting_process.exitcode == 0
     assert len(made(marker_dir)) + len(made(tmp_path / "others")) <= len(JOBS) + MAX_JOBS_PER_UNIT
     assert is_right(cache)
 

@@ -50,8 +50,8 @@ def numbers(cache: TensorCache) -> dict[int, float]:
     """Every entry that can be read, and what it holds."""
     reopened = TensorCache(cache.root)
     stored_keys = set(KEYS) - set(reopened.find_missing(KEYS))
-    read = {k: reopened.read(key, {}) for k, key in enumerate(KEYS) if key in stored_keys}
-    return {k: tensors["x"][0].item() for k, (tensors, fault) in read.items() if fault is None}
+    results = {k: reopened.read(key, {}) for k, key in enumerate(KEYS) if key in stored_keys}
+    return {k: tensors["x"][0].item() for k, (tensors, fault) in results.items() if fault is None}
 
 
 def same(numbers: dict[int, float], expected: range | list[int]) -> bool:
@@ -157,7 +157,7 @@ def test_prune_without_a_list_removes_only_what_nobody_can_use(cache: TensorCach
     write(cache, [4, 5])  # again
     shard = cache.find_shard_path(KEYS[11])
     shard.write_bytes(shard.read_bytes()[:-1])
-    torn = next(k for k in range(8, 12) if not cache.is_complete(KEYS[k]))
+    torn_index = next(k for k in range(8, 12) if not cache.is_complete(KEYS[k]))
     (cache.root / f".{'0' * 32}.12345678.partial").write_bytes(b"half")
     (cache.root / LOCKS).mkdir()
     (cache.root / LOCKS / "of_a_killed_process.lock").touch()
@@ -167,7 +167,7 @@ def test_prune_without_a_list_removes_only_what_nobody_can_use(cache: TensorCach
     report = prune_cache(cache)
     assert (report.dead, report.duplicates, report.torn, report.unwanted) == (1, 2, 1, 0)
     assert report.leftovers == 4  # the mark of what was set aside too
-    assert same(numbers(cache), [k for k in range(12) if k not in (0, torn)])
+    assert same(numbers(cache), [k for k in range(12) if k not in (0, torn_index)])
     assert not list(cache.root.glob("*.bad"))
     assert (cache.root / "notes.txt").exists()
     total = compute_stats(cache)

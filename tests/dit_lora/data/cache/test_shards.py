@@ -54,10 +54,10 @@ def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, 
     path = write(tmp_path, entries)
     cache = TensorCache(tmp_path)
     for key, tensors in entries.items():
-        back, fault = cache.read(key, {})
+        read_tensors, fault = cache.read(key, {})
         assert fault is None
-        assert same(back, tensors)
-        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in back.values())
+        assert same(read_tensors, tensors)
+        assert all(tensor.data_ptr() % tensor.itemsize == 0 for tensor in read_tensors.values())
         assert cache.get_spec(key) == {n: (t.shape, t.dtype) for n, t in tensors.items()}
     flat = {f"{key}/{n}": t for key, tensors in entries.items() for n, t in tensors.items()}
     assert same(load_file(path), flat)
@@ -65,11 +65,11 @@ def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, 
 
 def test_a_header_tells_samples_and_facts_and_holds_what_is_common_once(tmp_path: Path) -> None:
     path = write(tmp_path, {f"k{number}": drawn(number) for number in range(3)})
-    stored = read_header(path).entries
-    assert [(entry.key, entry.sample) for entry in stored] == [
+    entries = read_header(path).entries
+    assert [(entry.key, entry.sample) for entry in entries] == [
         (f"k{k}", f"k{k}.mp4") for k in range(3)
     ]
-    assert stored[1].facts == {"dtype": "torch.bfloat16", "size": [32, 48], "media": "k1"}
+    assert entries[1].facts == {"dtype": "torch.bfloat16", "size": [32, 48], "media": "k1"}
     with safe_open(path, framework="pt") as file:
         assert json.dumps(file.metadata()).count("bfloat16") == 1
 
@@ -93,7 +93,7 @@ def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
     ends = [entry.end for entry in header.entries]
     assert ends[-1] == len(data)
     edges = {0, 1, 7, 8, 9, 50, header.entries[0].start, *ends}
-    for size in sorted({cut for edge in edges for cut in (edge - 1, edge, edge + 1)}):
+    for size in sorted({size for edge in edges for size in (edge - 1, edge, edge + 1)}):
         if not 0 <= size <= len(data):
             continue
         path.write_bytes(data[:size])
@@ -103,10 +103,10 @@ def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
         assert len(cache) == len(kept_keys)
         for key in entries:
             spec = {"x": (torch.Size([2]), torch.float32)}
-            back, fault = cache.read(key, spec)
+            read_tensors, fault = cache.read(key, spec)
             assert (fault is None) == (key in kept_keys)
             if fault:
-                assert back["x"].isnan().all()
+                assert read_tensors["x"].isnan().all()
                 assert "cannot be read" in fault
 
 
@@ -114,21 +114,21 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
     entries = {f"k{number}": drawn(number) | {"x": torch.ones(3)} for number in range(3)}
     path = write(tmp_path, entries)
     data = path.read_bytes()
-    draw, lost = random.Random(0), 0
+    draw, num_faults = random.Random(0), 0
     for offset in [*range(0, 8), *(draw.randrange(8, len(data)) for _ in range(400))]:
-        torn = bytearray(data)
-        torn[offset] ^= 1 << draw.randrange(8)
-        path.write_bytes(torn)
+        damaged_data = bytearray(data)
+        damaged_data[offset] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged_data)
         cache = TensorCache(tmp_path)
         for key, tensors in entries.items():
             try:
-                back, fault = cache.read(key, {})
+                read_tensors, fault = cache.read(key, {})
             except UnreadableError:  # the bit was one of the key: no entry of this name is there
-                lost += 1
+                num_faults += 1
                 continue
-            assert fault or same(back, tensors), offset
-            lost += fault is not None
-    assert lost > 100
+            assert fault or same(read_tensors, tensors), offset
+            num_faults += fault is not None
+    assert num_faults > 100
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,10 @@ def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> 
     for limit in (1e4, 9999.99, 0.1, 1e38):
         bits = torch.tensor(np.arange(2**16, dtype=np.uint16)).view(torch.float16).float()
         edge = torch.tensor(limit).to(dtype)
-        around = torch.stack([edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)])
-        for value in [*bits[::257].to(dtype), *around, *-around]:
+        edge_neighbours = torch.stack(
+            [edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)]
+        )
+        for value in [*bits[::257].to(dtype), *edge_neighbours, *-edge_neighbours]:
             expected = bool(value.double().abs() <= limit)
             assert is_in_range(value, limit) == expected, (value, limit)
             assert is_in_range(torch.stack([value * 0, value]), limit) == expected

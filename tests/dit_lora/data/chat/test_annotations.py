@@ -147,11 +147,11 @@ def test_a_video_of_llava_has_the_place_of_an_image(root: Path) -> None:
 
 
 def test_several_turns_and_a_system(root: Path) -> None:
-    more = [user("And now?"), {"role": "assistant", "content": " Two. "}]
+    second_turn = [user("And now?"), {"role": "assistant", "content": " Two. "}]
     system = {"role": "system", "content": "Be brief."}
     records = [
-        {"messages": [system, user("What is it?"), ANSWER, *more]},
-        {"messages": [user("What is it?"), ANSWER, *more], "system": "Be kind."},
+        {"messages": [system, user("What is it?"), ANSWER, *second_turn]},
+        {"messages": [user("What is it?"), ANSWER, *second_turn], "system": "Be kind."},
     ]
     brief, kind = read(root, records)
     assert (brief.system, kind.system) == ("Be brief.", "Be kind.")
@@ -324,8 +324,11 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
         "QA 3 lacks q",
     ):
         assert part in message
-    two = {"images": ["p.png", "sub/q.JPG"], "messages": [user("<image><image>"), ANSWER]}
-    assert words(root, two) == (
+    two_image_record = {
+        "images": ["p.png", "sub/q.JPG"],
+        "messages": [user("<image><image>"), ANSWER],
+    }
+    assert words(root, two_image_record) == (
         "it names 2 media, p.png, sub/q.JPG; a sample has at most one (record 1)"
     )
 
@@ -367,8 +370,8 @@ def test_media_may_be_elsewhere_and_a_link_is_followed(root: Path, tmp_path: Pat
 
 def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> None:
     (root / "one").mkdir()
-    many = [{"image": "p.png", "QA": [{"q": str(k), "a": "x"}]} for k in range(4)]
-    first_file = write(root, many)
+    annotations = [{"image": "p.png", "QA": [{"q": str(k), "a": "x"}]} for k in range(4)]
+    first_file = write(root, annotations)
     second = write(root / "one", [{"video": "a.mp4", "QA": QA}, {"video": "gone.mp4", "QA": QA}])
     sources = [
         {"path": str(first_file), "weight": 1, "loss_weight": 0.5},

@@ -52,10 +52,10 @@ def test_the_longest_questions_are_cut_to_one_level(
     fitted = fit_to_length(sample, len(sample) - drop)
     assert sorted(questions(fitted)) == sorted(left)
     assert len(fitted) == len(sample) - drop
-    dropped = [piece.num_dropped for piece in fitted.pieces if piece.part == "question"]
+    dropped_counts = [piece.num_dropped for piece in fitted.pieces if piece.part == "question"]
     assert [
         num_kept + num_dropped
-        for num_kept, num_dropped in zip(questions(fitted), dropped, strict=True)
+        for num_kept, num_dropped in zip(questions(fitted), dropped_counts, strict=True)
     ] == lengths
 
 
@@ -85,12 +85,17 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
 
 def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() -> None:
     sample = rendered([30, 3], [20, 5], media=64)
-    need = 2 + 64 + 25 + MIN_QUESTION_TOKENS + 3
-    assert len(fit_to_length(sample, need)) == need
-    with pytest.raises(TooLongError) as caught:
-        fit_to_length(sample, need - 1)
-    for message in ("media (64)", "answers (25)", f"need {need} tokens", f"is {need - 1}"):
-        assert message in str(caught.value)
+    min_length = 2 + 64 + 25 + MIN_QUESTION_TOKENS + 3
+    assert len(fit_to_length(sample, min_length)) == min_length
+    with pytest.raises(TooLongError) as error:
+        fit_to_length(sample, min_length - 1)
+    for message in (
+        "media (64)",
+        "answers (25)",
+        f"need {min_length} tokens",
+        f"is {min_length - 1}",
+    ):
+        assert message in str(error.value)
 
 
 def test_a_sample_without_a_label_is_refused_however_short() -> None:

@@ -40,7 +40,7 @@ def picture(number: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray
 def numbers(video: torch.Tensor) -> list[int]:
     """Of frames at the size they were drawn."""
     middles = video[:, :, HEIGHT // 2, 2::5].float().mean(1) > 127
-    return [sum(int(bit) << at for at, bit in enumerate(bits)) for bits in middles]
+    return [sum(int(bit) << position for position, bit in enumerate(bits)) for bits in middles]
 
 
 def write(path: Path, times_ms: list[int], codec: str = "libx264", **options: str) -> Path:
@@ -91,20 +91,22 @@ def test_the_frames_are_those_of_the_times(tmp_path: Path, kind: str) -> None:
     assert seen(path, times) == [7, 22, 37, 52, 67, 82, 97, 112]
     for number in range(5):
         times = sample_frame_times(COUNT / FPS, FPS, 7, start=0.2, end=4.6, generator=seed(number))
-        chosen = [round(second * FPS) for second in times]
-        assert seen(path, times) == chosen
-        assert 5 <= chosen[0] <= chosen[-1] < 115
+        frame_indices = [round(second * FPS) for second in times]
+        assert seen(path, times) == frame_indices
+        assert 5 <= frame_indices[0] <= frame_indices[-1] < 115
     assert seen(path, [0.0]) == [0]
     assert seen(path, [0, 0.015, 0.025, 4.76]) == [0, 0, 1, 119]
 
 
 def test_times_of_a_clip_of_uneven_frames_that_starts_late(tmp_path: Path) -> None:
     steps = np.random.default_rng(0).choice([10, 40, 70, 300], 60)
-    at = np.cumsum(steps).tolist()
-    path = write(tmp_path / "a.mkv", [700 + time for time in at], **{"x264-params": "keyint=9"})
-    since = (np.array(at) - at[0]) / 1000
-    times = sorted(np.random.default_rng(1).uniform(0, since[-1], 20).tolist())
-    assert seen(path, times) == [int(np.abs(since - time).argmin()) for time in times]
+    times_ms = np.cumsum(steps).tolist()
+    path = write(
+        tmp_path / "a.mkv", [700 + time for time in times_ms], **{"x264-params": "keyint=9"}
+    )
+    seconds = (np.array(times_ms) - times_ms[0]) / 1000
+    times = sorted(np.random.default_rng(1).uniform(0, seconds[-1], 20).tolist())
+    assert seen(path, times) == [int(np.abs(seconds - time).argmin()) for time in times]
 
 
 def test_only_groups_with_wanted_frames_are_decoded(
@@ -112,19 +114,19 @@ def test_only_groups_with_wanted_frames_are_decoded(
 ) -> None:
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
     path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
-    decoded: list[int] = []
+    decoded_indices: list[int] = []
     forwards = decode._check_forward
 
     def count(frames: Any) -> Any:
         for seconds, frame in forwards(frames):
-            decoded.append(round(seconds * FPS))
+            decoded_indices.append(round(seconds * FPS))
             yield seconds, frame
 
     monkeypatch.setattr(decode, "_check_forward", count)
     assert seen(path, [15 / FPS, 17 / FPS, 93 / FPS]) == [15, 17, 93]
-    assert decoded == [*range(10, 19), *range(90, 95)]
-    near = iter_nearest_frames(MediaFile(path), Instants((0.6, 3.0)), should_seek=True)
-    assert [warning.num_times for warning in near] == [1, 1]
+    assert decoded_indices == [*range(10, 19), *range(90, 95)]
+    nearest_frames = iter_nearest_frames(MediaFile(path), Instants((0.6, 3.0)), should_seek=True)
+    assert [warning.num_times for warning in nearest_frames] == [1, 1]
 
 
 def test_a_gif_is_a_video(tmp_path: Path) -> None:
@@ -175,9 +177,9 @@ def test_a_member_of_a_tar_is_read_as_a_file(tmp_path: Path) -> None:
 
 # The rule as published, of a clip of `length` frames.
 def published(count: int, length: int) -> list[tuple[int, int]]:
-    used = min(count, length)
-    edges = np.linspace(0, length, used + 1).astype(int).tolist()
-    return [(edges[k], edges[k + 1] - 1) for k in range(used)]
+    num_used = min(count, length)
+    edges = np.linspace(0, length, num_used + 1).astype(int).tolist()
+    return [(edges[k], edges[k + 1] - 1) for k in range(num_used)]
 
 
 @pytest.mark.parametrize("fps", [7.5, 24000 / 1001, 25, 30000 / 1001, 59.94])
@@ -225,31 +227,33 @@ def corners(path: Path) -> Path:
 def test_fits_and_boxes(tmp_path: Path) -> None:
     media = MediaFile(corners(tmp_path / "a.png"))
     options: dict[str, Any] = {"height": 21, "width": 35}
-    stretched = read_frames_at(media, (), fit="stretch", **options)
-    assert stretched.shape == (1, 3, 21, 35)
+    stretched_frames = read_frames_at(media, (), fit="stretch", **options)
+    assert stretched_frames.shape == (1, 3, 21, 35)
     expected = Image.open(media.path).resize((35, 21), Image.Resampling.BICUBIC)
-    assert np.array_equal(stretched[0].permute(1, 2, 0), np.asarray(expected))
-    covered = read_frames_at(media, (), fit="cover", **options)
-    assert torch.equal(covered, read_frames(media, frames=1, fps=None, **options))
-    assert not torch.equal(covered, stretched)
+    assert np.array_equal(stretched_frames[0].permute(1, 2, 0), np.asarray(expected))
+    covering_frames = read_frames_at(media, (), fit="cover", **options)
+    assert torch.equal(covering_frames, read_frames(media, frames=1, fps=None, **options))
+    assert not torch.equal(covering_frames, stretched_frames)
     blue = read_frames_at(media, (), fit="stretch", box=Box(0.55, 0.1, 0.4, 0.3), **options)
     assert torch.equal(blue, torch.tensor([0, 0, 255]).view(1, 3, 1, 1).expand(1, 3, 21, 35))
-    right = read_frames_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
-    assert right[0, :, 0, 0].tolist() == right[0, :, 0, -1].tolist() == [0, 255, 0]
-    assert right[0, :, -1, 0].tolist() == [255, 255, 255]
+    right_half = read_frames_at(media, (), fit="cover", box=Box(0, 0.5, 1, 0.5), **options)
+    assert right_half[0, :, 0, 0].tolist() == right_half[0, :, 0, -1].tolist() == [0, 255, 0]
+    assert right_half[0, :, -1, 0].tolist() == [255, 255, 255]
     point = read_frames_at(media, (), fit="stretch", box=Box(1.0, 1.0, 1e-9, 1e-9), **options)
     assert point.min() == 255
     full_picture = read_frames_at(media, (), fit="stretch", box=Box(0, 0, 1, 1), **options)
-    assert torch.equal(full_picture, stretched)
+    assert torch.equal(full_picture, stretched_frames)
 
 
 def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
-    turned = tmp_path / "b.png"
-    Image.open(corners(tmp_path / "a.png")).save(turned, exif=exif)
+    rotated_file = tmp_path / "b.png"
+    Image.open(corners(tmp_path / "a.png")).save(rotated_file, exif=exif)
     box = Box(0, 0, 0.4, 0.4)
-    first_frame = read_frames_at(MediaFile(turned), (), height=8, width=8, fit="stretch", box=box)
+    first_frame = read_frames_at(
+        MediaFile(rotated_file), (), height=8, width=8, fit="stretch", box=box
+    )
     assert first_frame.min() == 255  # white, stored at the lower right
 
 
@@ -280,12 +284,14 @@ def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> N
     share = rng.uniform(least, 1, 200_000)
     ratios = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3), 200_000))
     fits = (share * ratios / aspect <= 1) & (share * aspect / ratios <= 1)
-    for mine, theirs in ((area, share[fits]), (np.log(ratio), np.log(ratios[fits]))):
+    for actual, published_values in ((area, share[fits]), (np.log(ratio), np.log(ratios[fits]))):
         for part in (0.1, 0.25, 0.5, 0.75, 0.9):
-            assert np.quantile(mine, part) == pytest.approx(np.quantile(theirs, part), abs=0.02)
-    for offset, free in ((top, 1 - height), (x, 1 - width)):
-        assert np.mean(offset / free) == pytest.approx(0.5, abs=0.02)
-        assert np.std(offset / free) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
+            assert np.quantile(actual, part) == pytest.approx(
+                np.quantile(published_values, part), abs=0.02
+            )
+    for offset, max_offset in ((top, 1 - height), (x, 1 - width)):
+        assert np.mean(offset / max_offset) == pytest.approx(0.5, abs=0.02)
+        assert np.std(offset / max_offset) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
 
 
 @pytest.mark.parametrize(("aspect", "height", "width"), [(3, 1, 4 / 9), (1 / 3, 4 / 9, 1)])

@@ -164,8 +164,8 @@ def test_tokens_are_those_of_the_original(name: FormatName) -> None:
         before, after = upstream_text(name, sample, said_of(sample, seconds, timestamps))
         head = LLAMA(before, add_special_tokens=False).input_ids
         tail = LLAMA(after, add_special_tokens=False).input_ids
-        got = render_prompt(name, sample, LLAMA, MEDIA, 5, seconds, timestamps=timestamps)
-        assert got.ids == [LLAMA.bos_token_id, *head, *[MEDIA] * 5, *tail]
+        rendered = render_prompt(name, sample, LLAMA, MEDIA, 5, seconds, timestamps=timestamps)
+        assert rendered.ids == [LLAMA.bos_token_id, *head, *[MEDIA] * 5, *tail]
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
@@ -173,10 +173,10 @@ def test_labels_are_those_of_the_original(name: FormatName) -> None:
     for seed in range(120):
         sample, seconds = conversation(seed)
         _, after = upstream_text(name, sample, said_of(sample, seconds, True))
-        got = render_prompt(name, sample, LLAMA, MEDIA, 3, seconds)
+        rendered = render_prompt(name, sample, LLAMA, MEDIA, 3, seconds)
         expected = upstream_labels(name, after, LLAMA)
-        assert got.labels[-len(expected) :] == expected
-        assert set(got.labels[: -len(expected)]) == {IGNORE_INDEX}
+        assert rendered.labels[-len(expected) :] == expected
+        assert set(rendered.labels[: -len(expected)]) == {IGNORE_INDEX}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -187,16 +187,18 @@ def test_answers_and_their_ends_alone_are_learned(
     end = PROMPT_FORMATS[name].answer[1].strip()
     for seed in range(40):
         sample, seconds = conversation(seed, "image video text")
-        got = render_prompt(name, sample, tokenizer, MEDIA, 2, seconds)
+        rendered = render_prompt(name, sample, tokenizer, MEDIA, 2, seconds)
         answers = [
             tokenizer.decode(tokenizer(turn.answer).input_ids, skip_special_tokens=True)
             for turn in sample.turns
         ]
-        learned = decoded(got, "answer", tokenizer)
-        assert [text.removesuffix(end).strip() for text in learned] == [a.strip() for a in answers]
-        assert all(text.endswith(end) for text in learned)
+        answer_texts = decoded(rendered, "answer", tokenizer)
+        assert [text.removesuffix(end).strip() for text in answer_texts] == [
+            a.strip() for a in answers
+        ]
+        assert all(text.endswith(end) for text in answer_texts)
         questions = [turn.question for turn in sample.turns if turn.question]
-        assert decoded(got, "question", tokenizer) == questions
+        assert decoded(rendered, "question", tokenizer) == questions
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -215,10 +217,10 @@ def test_what_inference_sees_is_a_beginning_of_what_is_trained(
 
 def test_a_caption_follows_the_media_without_a_question() -> None:
     sample = Conversation("a", "image", None, (Turn("", "the cat"),))
-    got = render_prompt("mistral", sample, LLAMA, MEDIA, 1)
-    text = LLAMA.decode([token for token in got.ids if token != MEDIA])
+    rendered = render_prompt("mistral", sample, LLAMA, MEDIA, 1)
+    text = LLAMA.decode([token for token in rendered.ids if token != MEDIA])
     assert text == "<s> [INST] <Image> </Image> [/INST] the cat </s>"
-    assert not decoded(got, "question", LLAMA)
+    assert not decoded(rendered, "question", LLAMA)
 
 
 @pytest.mark.parametrize("instruction", ["", "look well"])
@@ -228,23 +230,23 @@ def test_text_has_no_media_turn(instruction: str) -> None:
         "a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c"))
     )
     text = f"{instruction}  [INST] the cat [/INST] a dog </s> [INST] b [/INST] c </s>".strip()
-    got = render_prompt("mistral", sample, LLAMA, MEDIA, 9, [0.5])
-    assert got.ids == [LLAMA.bos_token_id, *LLAMA(text, add_special_tokens=False).input_ids]
+    rendered = render_prompt("mistral", sample, LLAMA, MEDIA, 9, [0.5])
+    assert rendered.ids == [LLAMA.bos_token_id, *LLAMA(text, add_special_tokens=False).input_ids]
 
 
 def test_phi3_strips_questions_and_answers() -> None:
-    bare = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
+    captioned = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
     spaced = Conversation("a", "video", None, (Turn(" the cat\n", "\n a dog "), Turn(" b", "c ")))
     assert render_prompt("phi3", spaced, LLAMA, MEDIA, 2) == render_prompt(
-        "phi3", bare, LLAMA, MEDIA, 2
+        "phi3", captioned, LLAMA, MEDIA, 2
     )
 
 
 def test_a_video_marker_inside_a_question_is_text() -> None:
     sample = Conversation("a", "video", None, (Turn("is </Video> a <Video> tag?", "the cat"),))
-    got = render_prompt("mistral", sample, LLAMA, MEDIA, 3, [0.25, 1])
-    assert got.ids.count(MEDIA) == 3
-    assert decoded(got, "question", LLAMA) == ["is </Video> a <Video> tag?"]
+    rendered = render_prompt("mistral", sample, LLAMA, MEDIA, 3, [0.25, 1])
+    assert rendered.ids.count(MEDIA) == 3
+    assert decoded(rendered, "question", LLAMA) == ["is </Video> a <Video> tag?"]
 
 
 def test_instructions_are_what_the_q_former_reads() -> None:

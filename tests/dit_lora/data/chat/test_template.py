@@ -223,9 +223,9 @@ def test_answers_are_learned_with_their_end_of_turn(name: str) -> None:
     case = CASES[name]
     for seed in range(25):
         conversation = sample(seed, case)
-        got = render(case, conversation)
+        rendered = render(case, conversation)
         pieces = {
-            part: [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == part]
+            part: [case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == part]
             for part in ("answer", "question", "media")
         }
         ends = [case.end or ""] * (len(conversation.turns) - 1) + [
@@ -257,10 +257,10 @@ def test_what_inference_sees_is_a_beginning_of_what_is_trained(name: str) -> Non
 
 def test_one_beginning_of_text_whether_or_not_the_template_writes_it() -> None:
     case = CASES["llava-next-video"]
-    written = case._replace(template="{{ bos_token }}" + case.template)
+    case_with_bos = case._replace(template="{{ bos_token }}" + case.template)
     conversation = sample(3, case)
     assert render(case, conversation).ids.count(LLAMA.bos_token_id) == 1
-    assert render(written, conversation).ids.count(LLAMA.bos_token_id) == 1
+    assert render(case_with_bos, conversation).ids.count(LLAMA.bos_token_id) == 1
 
 
 def test_the_first_special_token_ends_an_answer() -> None:
@@ -269,8 +269,8 @@ def test_the_first_special_token_ends_an_answer() -> None:
     )
     case = CASES["qwen2.5-vl"]._replace(template=template)
     conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
-    learned = [BYTES.decode(p.ids) for p in render(case, conversation).pieces if p.part == "answer"]
-    assert learned == ["a dog<|im_end|>", "c<|im_end|>"]
+    answers = [BYTES.decode(p.ids) for p in render(case, conversation).pieces if p.part == "answer"]
+    assert answers == ["a dog<|im_end|>", "c<|im_end|>"]
 
 
 def test_a_question_that_the_system_text_quotes_is_found_where_it_is_asked() -> None:
@@ -283,9 +283,9 @@ def test_a_question_that_the_system_text_quotes_is_found_where_it_is_asked() -> 
 
 def test_white_space_around_questions_and_answers_is_removed() -> None:
     case = CASES["qwen2.5-vl"]
-    bare = Conversation("a", "video", None, (Turn("the cat", "a dog"),))
+    conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"),))
     spaced = Conversation("a", "video", None, (Turn("\n the cat ", "\n\na dog "),))
-    assert render(case, spaced) == render(case, bare)
+    assert render(case, spaced) == render(case, conversation)
 
 
 @pytest.mark.parametrize(
@@ -323,10 +323,10 @@ def test_a_template_that_rewrites_is_refused(template: str, said: str) -> None:
 def test_a_system_text_that_is_left_out_is_refused() -> None:
     conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="be brief")
     case = CASES["qwen3-vl"]
-    dropped = case._replace(template=QWEN3_VL.replace("{{- content.text }}", "", 1))
+    case_without_system = case._replace(template=QWEN3_VL.replace("{{- content.text }}", "", 1))
     assert render(case, conversation)
     with pytest.raises(DitLoraError, match="leaves out the system text"):
-        render(dropped, conversation)
+        render(case_without_system, conversation)
     with pytest.raises(DitLoraError, match="Only user and assistant"):
         render(
             CASES["llava-mistral"],
@@ -352,9 +352,9 @@ def test_the_medias_tokens_in_a_text_are_refused(question: str, answer: str, sai
 def test_the_indent_of_an_answer_is_learned(name: str) -> None:
     case, code = CASES[name], "    return 5\nend."
     turns = (Turn("the cat", f"\n \n{code}\n"), Turn("it's;", " the cat"))
-    got = render(case, Conversation("a", case.kind, None, turns))
+    rendered = render(case, Conversation("a", case.kind, None, turns))
     first_answer, last_answer = [
-        case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"
+        case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == "answer"
     ]
     assert code in first_answer
     assert "\n \n" not in first_answer
@@ -365,6 +365,6 @@ def test_a_template_may_trim_answers() -> None:
     case = CASES["qwen2.5-vl"]
     trimming = case.template.replace("{{ content['text'] }}", "{{ content['text'] | trim }}")
     turns = (Turn("the cat", "    return 5"),)
-    got = render(case._replace(template=trimming), Conversation("a", case.kind, None, turns))
-    (answer,) = [case.tokenizer.decode(p.ids) for p in got.pieces if p.part == "answer"]
+    rendered = render(case._replace(template=trimming), Conversation("a", case.kind, None, turns))
+    (answer,) = [case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == "answer"]
     assert answer == "return 5<|im_end|>"

@@ -22,7 +22,7 @@ SAMPLE = RenderedConversation(
 
 
 def test_every_tensor_of_one_sample() -> None:
-    got = to_tensors(SAMPLE, length=16, num_answers=7, instruction_length=5, pad_token_id=9)
+    tensors = to_tensors(SAMPLE, length=16, num_answers=7, instruction_length=5, pad_token_id=9)
     expected = {
         "input_ids": [1, 11, 900, 900, 900, 12, 13, 21, 22, 14, 23, 24, 2, 9, 9, 9],
         "labels": [21, 22, 23, 24, 2, IGNORE_INDEX, IGNORE_INDEX],
@@ -30,13 +30,13 @@ def test_every_tensor_of_one_sample() -> None:
         "instruction_ids": [101, 7, 102, 0, 0],
         "instruction_mask": [1, 1, 1, 0, 0],
     }
-    assert {name: tensor.tolist() for name, tensor in got.items()} == expected
-    assert {tensor.dtype for tensor in got.values()} == {torch.int64}
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == expected
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int64}
 
 
 def test_without_a_q_former_there_is_no_instruction() -> None:
-    got = to_tensors(SAMPLE, length=13, num_answers=5, instruction_length=None, pad_token_id=0)
-    assert set(got) == {"input_ids", "labels", "answer_positions"}
+    tensors = to_tensors(SAMPLE, length=13, num_answers=5, instruction_length=None, pad_token_id=0)
+    assert set(tensors) == {"input_ids", "labels", "answer_positions"}
 
 
 def test_gathered_losses_are_those_of_shifted_labels() -> None:
@@ -53,7 +53,7 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
         ]
         sample = RenderedConversation(tuple(pieces))
         logits = torch.randn(len(sample) + 3, 50, generator=generator, dtype=torch.float64)
-        got = to_tensors(
+        tensors = to_tensors(
             sample,
             length=len(sample) + 3,
             num_answers=sample.num_answer_tokens + 2,
@@ -62,9 +62,9 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
         )
         labels = torch.tensor(sample.labels)
         expected = torch.nn.functional.cross_entropy(logits[: len(sample) - 1], labels[1:])
-        gathered = logits[got["answer_positions"]]
+        answer_logits = logits[tensors["answer_positions"]]
         torch.testing.assert_close(
-            torch.nn.functional.cross_entropy(gathered, got["labels"]), expected
+            torch.nn.functional.cross_entropy(answer_logits, tensors["labels"]), expected
         )
 
 

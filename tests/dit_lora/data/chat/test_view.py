@@ -82,7 +82,7 @@ def test_what_was_left_out_stands_where_it_was(less: int) -> None:
     sample = rendered(LLAMA, less=less)
     piece = next(p for p in build_piece_views(sample, LLAMA) if p.part == "question")
     assert piece.num_dropped == less
-    before, after = ("".join(token.text for token in half) for half in piece.halves)
+    before, after = ("".join(token.text for token in tokens) for tokens in piece.halves)
     assert QUESTION.startswith(before.strip())
     assert QUESTION.endswith(after)
     assert len(before) > 10
@@ -98,9 +98,9 @@ def test_the_terminal_shows_the_sample_and_folds_its_media() -> None:
     assert "<64 media tokens>" in text
     assert "[... 20 tokens left out ...]" in text
     assert "Watch it." in text
-    learned = [line for line in text.splitlines() if line.startswith("learned")]
-    assert "two 🎻🎻↵naïve cats </s>" in learned[0]
-    assert "It sleeps. </s>" in learned[1]
+    answer_lines = [line for line in text.splitlines() if line.startswith("learned")]
+    assert "two 🎻🎻↵naïve cats </s>" in answer_lines[0]
+    assert "It sleeps. </s>" in answer_lines[1]
     assert str(MEDIA) not in text
 
 

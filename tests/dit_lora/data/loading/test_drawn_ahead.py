@@ -63,11 +63,11 @@ def test_whoever_reads_a_batch_draws_what_its_step_would(workers: int) -> None:
     for batch in loaded_batches:
         assert batch.random_inputs is not None
         for name, draw in noise_and_times(batch.tensors).items():
-            now = draw(RandomStreams(7, batch.sample_seeds)(name))
-            assert torch.equal(batch.random_inputs.tensors[name], now), name
+            expected = draw(RandomStreams(7, batch.sample_seeds)(name))
+            assert torch.equal(batch.random_inputs.tensors[name], expected), name
             single_draws = batch.select_sample(1).random_inputs
             assert single_draws is not None
-            assert torch.equal(single_draws.tensors[name], now[1:])
+            assert torch.equal(single_draws.tensors[name], expected[1:])
             assert single_draws.sample_seeds == batch.sample_seeds[1:]
     plain = batches(steps=3, size=2, workers=workers, draws=None)
     assert [batch.random_inputs for batch in plain] == [None] * 6

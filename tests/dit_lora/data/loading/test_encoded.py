@@ -51,10 +51,10 @@ def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
     """Settings of a run whose steps take one sample, unless the sampler says otherwise."""
     values = {"start_step": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "rank": 0, "ranks": 1}
     defaults = {"seed": 0, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
-    nowhere = Quarantine(Path("nowhere"))
+    empty_quarantine = Quarantine(Path("nowhere"))
     return Reading(
         sampler or PositionSampler(**values),
-        quarantine=nowhere,
+        quarantine=empty_quarantine,
         pin_memory=False,
         **{**defaults, **settings},
     )
@@ -132,7 +132,7 @@ def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> No
     )
     batches = list(build_loader(dataset, how(sampler)))
     batch = batches[1]  # positions 3, 4, 5
-    assert batch.draws == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
+    assert batch.sample_seeds == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
     for row, sample in enumerate(batch.ids):
         k = float(sample.removesuffix(".mp4"))
         assert (batch.tensors["latent_mean"][row] == k).all()
@@ -157,9 +157,9 @@ def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: Cach
         torch.manual_seed(seed)
         before = states()
         loader = build_loader(dataset, how(sampler))
-        loaded = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
+        max_values = [batch.tensors["prompt_embeds"].max().item() for batch in loader]
         assert states() == before
-        return loaded
+        return max_values
 
     assert texts(0) == texts(1)
 
@@ -175,7 +175,7 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
         loader = build_loader(dataset, how(sampler, workers=workers, prefetch=3))
         for number, batch in enumerate(loader):
             text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
-            rows = zip(batch.ids, batch.draws, text, strict=True)
+            rows = zip(batch.ids, batch.sample_seeds, text, strict=True)
             steps[number // accumulate] |= {
                 (sample, draw): caption for sample, draw, caption in rows
             }
@@ -199,12 +199,12 @@ def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
     )
     loader = build_loader(of(clips), how(sampler, workers=2, prefetch=1))
     folder = clips.videos.root
-    aside = folder.rename(folder.with_name("away"))
-    timer = threading.Timer(0.4, lambda: aside.rename(folder))
+    moved_folder = folder.rename(folder.with_name("away"))
+    timer = threading.Timer(0.4, lambda: moved_folder.rename(folder))
     timer.start()
-    read = list(loader)
+    batches = list(loader)
     timer.join()
-    assert not [batch.faults for batch in read if batch.faults]
+    assert not [batch.faults for batch in batches if batch.faults]
     assert capfd.readouterr().err.count("waiting up to 60 s for the folder") == 1
 
 
@@ -213,18 +213,18 @@ def test_workers_read_ahead_as_far_as_asked(clips: CachedClips, prefetch: int) -
     sampler = PositionSampler(
         start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, num_ranks=1
     )
-    ahead = [
+    loaders = [
         build_loader(of(clips), how(sampler, workers=workers, prefetch=prefetch))
         for workers in (1, 0)
     ]
-    assert [loader.prefetch_factor for loader in ahead] == [prefetch, None]
+    assert [loader.prefetch_factor for loader in loaders] == [prefetch, None]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_captions_drop_at_the_asked_rate(clips: CachedClips, share: float) -> None:
     dataset = of(clips, caption_dropout=share)
-    dropped = sum(not dataset[p].tensors["prompt_embeds"].any() for p in range(400)) / 400
-    assert abs(dropped - share) < 0.08  # over three standard deviations
+    dropped_share = sum(not dataset[p].tensors["prompt_embeds"].any() for p in range(400)) / 400
+    assert abs(dropped_share - share) < 0.08  # over three standard deviations
 
 
 def test_which_captions_drop_depends_on_the_seed(clips: CachedClips) -> None:
@@ -284,12 +284,12 @@ def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
     quarantine = Quarantine(Path("nowhere"), [left_out("2.mp4")])
     filtered = of(clips, caption_dropout=0.5, quarantine=quarantine)
     remaining_entries = [entry for entry in clips.entries if entry.id != "2.mp4"]
-    never = of(
+    dataset_without_bad = of(
         CachedClips(tuple(remaining_entries), "empty", clips.videos, clips.texts),
         caption_dropout=0.5,
     )
     for position in range(40):
-        filtered_sample, expected_sample = filtered[position], never[position]
+        filtered_sample, expected_sample = filtered[position], dataset_without_bad[position]
         assert (filtered_sample.ids, filtered_sample.sample_seeds) == (
             expected_sample.ids,
             expected_sample.sample_seeds,
@@ -297,16 +297,16 @@ def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
         assert torch.equal(
             filtered_sample.tensors["prompt_embeds"], expected_sample.tensors["prompt_embeds"]
         )
-    everyone = ids_of(of(clips), range(50))
-    assert ids_of(filtered, range(40)) == [sample for sample in everyone if sample != "2.mp4"]
+    all_ids = ids_of(of(clips), range(50))
+    assert ids_of(filtered, range(40)) == [sample for sample in all_ids if sample != "2.mp4"]
 
 
 def test_a_sample_that_is_out_for_one_epoch_is_back_in_the_next(clips: CachedClips) -> None:
-    once = Quarantine(Path("nowhere"), [left_out("1.mp4", 1, 1), left_out("3.mp4", 2)])
-    dataset = of(clips, quarantine=once)
+    quarantine = Quarantine(Path("nowhere"), [left_out("1.mp4", 1, 1), left_out("3.mp4", 2)])
+    dataset = of(clips, quarantine=quarantine)
     sizes = [5, 4, 4, 4]
-    placed = [clip_at(dataset, position) for position in range(sum(sizes))]
-    by_epoch = [sorted(entry.id for e, entry in placed if e == epoch) for epoch in range(4)]
+    clip_positions = [clip_at(dataset, position) for position in range(sum(sizes))]
+    by_epoch = [sorted(entry.id for e, entry in clip_positions if e == epoch) for epoch in range(4)]
     assert list(map(len, by_epoch)) == sizes
     missing = [{f"{k}.mp4" for k in range(5)} - set(epoch_ids) for epoch_ids in by_epoch]
     assert missing == [set(), {"1.mp4"}, {"3.mp4"}, {"3.mp4"}]
@@ -345,8 +345,8 @@ def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: Cach
     ]
     path = clips.videos.find_shard_path("m2")
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    (aside,) = dataset.clips.mark_bad_entries(["2.mp4"])
-    assert aside.exists()
+    (bad_file,) = dataset.clips.mark_bad_entries(["2.mp4"])
+    assert bad_file.exists()
     assert to_build_anew(clips, "mv") == ["m2"]
 
 
@@ -446,7 +446,7 @@ def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None
         local_sample, unpickled_sample = dataset[position], unpickled[position]
         assert (local_sample.ids, local_sample.sample_seeds) == (
             unpickled_sample.ids,
-            unpickled_sample.draws,
+            unpickled_sample.sample_seeds,
         )
         assert all(
             torch.equal(local_sample.tensors[name], unpickled_sample.tensors[name])

@@ -227,8 +227,8 @@ def test_leftovers_wait_for_the_next_epoch_and_nothing_is_lost() -> None:
     ]
     assert len(spans) > 5
     assert {len(span) for span in spans} == {3}
-    met = [draw for draw in draws if SHAPES[draw[2]] == "a"]
-    assert len(set(met)) == len(met)
+    bucket_draws = [draw for draw in draws if SHAPES[draw[2]] == "a"]
+    assert len(set(bucket_draws)) == len(bucket_draws)
 
 
 @pytest.mark.parametrize("times", [None, [1.0 + number % 4 * 0.75 for number in range(23)]])
@@ -251,9 +251,9 @@ def test_leaving_out_a_sample_changes_no_step_before_it(
                 for draw in before
                 if SHAPES[draw[2]] == shape and not (draw[2] == sample and draw >= first_draw)
             ]
-            now = [draw for draw in after if SHAPES[draw[2]] == shape]
-            assert now == remaining[: len(now)]
-            assert len(now) > 100
+            remaining_draws = [draw for draw in after if SHAPES[draw[2]] == shape]
+            assert remaining_draws == remaining[: len(remaining_draws)]
+            assert len(remaining_draws) > 100
 
 
 @pytest.mark.parametrize("bad", [["4.mp4"], ["1.mp4", "2.mp4"], ["0.mp4", "7.mp4", "14.mp4"]])
@@ -265,11 +265,11 @@ def test_samples_left_out_at_their_first_step_were_never_there(bad: list[str]) -
     run, steps = bucketed(times=times), []
     while len(steps) < 150:
         step_draws = named(run, range(4 * len(steps), 4 * len(steps) + 4))
-        met = {sample for _, _, sample in step_draws if sample in bad}
-        if not met:
+        bad_samples = {sample for _, _, sample in step_draws if sample in bad}
+        if not bad_samples:
             steps.append(step_draws)
             continue
-        for sample in met:
+        for sample in bad_samples:
             epoch, copy, _ = min(draw for draw in step_draws if draw[2] == sample)
             run.quarantine.add([left_out(sample, epoch, from_copy=copy)])
         run.reset()
@@ -277,14 +277,16 @@ def test_samples_left_out_at_their_first_step_were_never_there(bad: list[str]) -
 
 
 def test_a_bucket_that_is_all_out_stops_coming_and_the_others_go_on() -> None:
-    removed = [sample for sample in MANY if SHAPES[sample] == "a"]
-    run = bucketed(*(left_out(sample, 5) for sample in removed))
+    bucket_samples = [sample for sample in MANY if SHAPES[sample] == "a"]
+    run = bucketed(*(left_out(sample, 5) for sample in bucket_samples))
     draws = named(run, range(4 * 300))
-    last_position = max(position for position, draw in enumerate(draws) if draw[2] in removed)
+    last_position = max(
+        position for position, draw in enumerate(draws) if draw[2] in bucket_samples
+    )
     assert last_position < 200
     assert draws == walked(run, 300)
-    back = bucketed(*(left_out(sample, 5, 900) for sample in removed), group=3)
-    assert named(back, range(15_300, 15_900)) == walked(back, 5300)[15_300:15_900]
+    resumed_order = bucketed(*(left_out(sample, 5, 900) for sample in bucket_samples), group=3)
+    assert named(resumed_order, range(15_300, 15_900)) == walked(resumed_order, 5300)[15_300:15_900]
 
 
 def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
@@ -294,9 +296,9 @@ def test_times_are_how_often_a_sample_comes_in_an_epoch() -> None:
     max_epoch = max(epoch for epoch, _ in count)
     assert max_epoch > 300
     for index, expected in enumerate(times):
-        comes = [count[epoch, index] for epoch in range(max_epoch)]
-        assert {*comes} <= {math.floor(expected), math.ceil(expected)}
-        assert abs(sum(comes) - expected * max_epoch) <= 1
+        counts_by_epoch = [count[epoch, index] for epoch in range(max_epoch)]
+        assert {*counts_by_epoch} <= {math.floor(expected), math.ceil(expected)}
+        assert abs(sum(counts_by_epoch) - expected * max_epoch) <= 1
     assert len({run.get_occurrence(p) for p in range(4000)}) == 4000
 
 

@@ -46,8 +46,8 @@ def epochs(one: Order, count: int) -> list[list[str]]:
     """The samples of each of the first epochs, in order."""
     epoch_lists: list[list[str]] = [[] for _ in range(count)]
     position = 0
-    while (at := place(one, position))[0] < count:
-        epoch_lists[at[0]].append(one.ids[at[1]])
+    while (placement := place(one, position))[0] < count:
+        epoch_lists[placement[0]].append(one.ids[placement[1]])
         position += 1
     return epoch_lists
 
@@ -69,8 +69,10 @@ def test_another_seed_gives_another_order_and_the_same_seed_the_same() -> None:
 def test_the_order_is_of_names_and_not_of_the_places_where_they_stand() -> None:
     """Files that are listed in another order, or beside others, come in the same order."""
     assert sequence(order(ids=IDS[::-1]), 70) == sequence(order(), 70)
-    more = epochs(order(ids=["clips/new.mp4", *IDS]), 5)
-    assert [[name for name in epoch if name in IDS] for epoch in more] == epochs(order(), 5)
+    epochs_with_new_sample = epochs(order(ids=["clips/new.mp4", *IDS]), 5)
+    assert [[name for name in epoch if name in IDS] for epoch in epochs_with_new_sample] == epochs(
+        order(), 5
+    )
 
 
 @pytest.mark.parametrize("sample", IDS)
@@ -83,21 +85,21 @@ def test_without_a_sample_the_others_keep_their_order_in_all_epochs(sample: str)
 @pytest.mark.parametrize("bad", [IDS[:1], [IDS[4]], [IDS[2], IDS[6]]])
 def test_a_sample_left_out_where_it_is_first_met_was_never_there(bad: list[str]) -> None:
     """The run trips at its position, leaves it out of that epoch and goes on at the same position."""
-    never = order(ids=[name for name in IDS if name not in bad])
+    order_without_bad = order(ids=[name for name in IDS if name not in bad])
     run = order()
-    met = 0
-    used: list[tuple[int, str]] = []
-    while len(used) < 60:
-        epoch, index = place(run, len(used))
+    num_bad = 0
+    drawn_samples: list[tuple[int, str]] = []
+    while len(drawn_samples) < 60:
+        epoch, index = place(run, len(drawn_samples))
         if IDS[index] in bad:
             run.quarantine.add([left_out(IDS[index], from_epoch=epoch)])
             run.reset()
-            met += 1
+            num_bad += 1
         else:
-            used.append((epoch, IDS[index]))
-    assert met == len(bad)
-    assert used == sequence(never, 60)
-    assert sequence(run, 60) == sequence(never, 60)
+            drawn_samples.append((epoch, IDS[index]))
+    assert num_bad == len(bad)
+    assert drawn_samples == sequence(order_without_bad, 60)
+    assert sequence(run, 60) == sequence(order_without_bad, 60)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +133,12 @@ def test_several_records_of_one_sample_add_up() -> None:
 
 def test_positions_are_found_in_any_order_where_epochs_differ_in_length() -> None:
     records = [left_out(IDS[1], 1), left_out(IDS[4], 2, 3), left_out(IDS[6], 4, 4)]
-    ahead = sequence(order(*records), 40)
-    assert [epoch for epoch, _ in ahead] == sorted(epoch for epoch, _ in ahead)
-    assert [[e for e, _ in ahead].count(number) for number in range(6)] == [7, 6, 5, 5, 5, 6]
+    expected = sequence(order(*records), 40)
+    assert [epoch for epoch, _ in expected] == sorted(epoch for epoch, _ in expected)
+    assert [[e for e, _ in expected].count(number) for number in range(6)] == [7, 6, 5, 5, 5, 6]
     run = order(*records)
     for position in (39, 0, 12, 13, 6, 7, 25, 38, 5):
-        assert sequence(run, 1, first=position) == [ahead[position]]
+        assert sequence(run, 1, first=position) == [expected[position]]
 
 
 def test_the_order_learns_of_a_longer_quarantine_when_it_forgets() -> None:
@@ -161,9 +163,9 @@ def test_an_epoch_without_a_sample_is_an_error_that_names_the_file(tmp_path: Pat
 
 def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
     cat, dog = IDS[:2]
-    for_good = replace(left_out(cat, 2), from_copy=1)
-    once = replace(left_out(cat, 1, 1), from_copy=3)
-    quarantine = Quarantine(Path("nowhere"), [for_good, once])
+    lasting_record = replace(left_out(cat, 2), from_copy=1)
+    single_epoch_record = replace(left_out(cat, 1, 1), from_copy=3)
+    quarantine = Quarantine(Path("nowhere"), [lasting_record, single_epoch_record])
     assert [quarantine.count_kept_copies(cat, epoch) for epoch in range(5)] == [None, 3, 1, 0, 0]
     assert not quarantine.is_excluded(cat, 2)
     assert quarantine.is_excluded(cat, 2, copy=1)
@@ -173,7 +175,7 @@ def test_a_sample_is_out_from_its_epoch_and_copy_on() -> None:
     assert not quarantine.is_excluded(dog, 3)
     quarantine.add([left_out(cat, 2)])
     assert quarantine.count_kept_copies(cat, 2) == 0
-    assert quarantine.get_records(cat) == (for_good, once, left_out(cat, 2))
+    assert quarantine.get_records(cat) == (lasting_record, single_epoch_record, left_out(cat, 2))
     assert quarantine.get_records(dog) == ()
 
 
@@ -192,17 +194,17 @@ def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Quarantine.load(path).path == path
     quarantine.add([left_out("dog", 5)])
     quarantine.save()
-    loaded = Quarantine.load(path)
-    assert loaded.records == [*records, left_out("dog", 5)]
-    assert loaded.is_excluded("dog", 5)
+    loaded_quarantine = Quarantine.load(path)
+    assert loaded_quarantine.records == [*records, left_out("dog", 5)]
+    assert loaded_quarantine.is_excluded("dog", 5)
     assert len(path.read_text().splitlines()) == len(records) + 1
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_list_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    loaded = Quarantine.load(tmp_path / "none.jsonl")
-    assert loaded.records == []
-    loaded.save()
+    quarantine = Quarantine.load(tmp_path / "none.jsonl")
+    assert quarantine.records == []
+    quarantine.save()
     assert Quarantine.load(tmp_path / "none.jsonl").records == []
 
 
@@ -226,9 +228,11 @@ GOOD = json.dumps(
 def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn: int) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text(text)
-    loaded = Quarantine.load(path)
-    assert loaded.num_torn_lines == torn
-    assert [record.sample_id for record in loaded.records] == (["a"] if text != GOOD[:40] else [])
+    quarantine = Quarantine.load(path)
+    assert quarantine.num_torn_lines == torn
+    assert [record.sample_id for record in quarantine.records] == (
+        ["a"] if text != GOOD[:40] else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,14 +274,14 @@ def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
 
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    stored = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
+    quarantine = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
     with pytest.raises(
         DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"
     ):
-        stored.release([IDS[2], "clips/cow.mp4"])
-    assert len(stored.records) == 3
-    assert stored.release([IDS[1], IDS[1]]) == [IDS[1]]
-    stored.save()
+        quarantine.release([IDS[2], "clips/cow.mp4"])
+    assert len(quarantine.records) == 3
+    assert quarantine.release([IDS[1], IDS[1]]) == [IDS[1]]
+    quarantine.save()
     reloaded = Quarantine.load(path)
     assert [record.sample_id for record in reloaded.records] == [IDS[2]]
     assert (reloaded.is_excluded(IDS[1], 2), reloaded.is_excluded(IDS[2], 2)) == (False, True)

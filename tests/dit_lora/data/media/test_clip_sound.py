@@ -61,22 +61,22 @@ def test_mono_is_given_twice_at_the_models_rate(tmp_path: Path, name: str, tones
 
 def test_stereo_keeps_its_sides_and_is_averaged_for_one_channel(tmp_path: Path) -> None:
     path = write_clip(tmp_path / "a.mov", Tones(hertz=(300.0, 900.0), rate=48_000))
-    left_channel, right = read(path)
+    left_channel, right_channel = read(path)
     assert pitch(left_channel, 16_000) == pytest.approx(300, abs=0.5)
-    assert pitch(right, 16_000) == pytest.approx(900, abs=0.5)
+    assert pitch(right_channel, 16_000) == pytest.approx(900, abs=0.5)
     (channel,) = read(path, SoundFormat(16_000, 1))
-    np.testing.assert_allclose(channel, (left_channel + right) / 2, atol=1e-6)
+    np.testing.assert_allclose(channel, (left_channel + right_channel) / 2, atol=1e-6)
 
 
 def test_six_channels_are_mixed_to_two_within_the_range(tmp_path: Path) -> None:
     loud = Tones(hertz=(300.0,) * 6, rate=48_000, loud=1.0, codec="flac")
-    left_channel, right = read(write_clip(tmp_path / "a.mkv", loud))
+    left_channel, right_channel = read(write_clip(tmp_path / "a.mkv", loud))
     assert pitch(left_channel, 16_000) == pytest.approx(300, abs=0.5)
     middle = slice(4_000, 12_000)
     # Scaled, and not cut off at the full level.
     assert 0.5 < np.abs(left_channel[middle]).max() <= 1
     assert (np.abs(left_channel[middle]) > 0.999).mean() < 0.05
-    np.testing.assert_allclose(left_channel, right, atol=1e-4)
+    np.testing.assert_allclose(left_channel, right_channel, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["a.mov", "a.mkv"])
@@ -84,8 +84,8 @@ def test_a_window_has_the_sound_of_its_own_time(tmp_path: Path, name: str) -> No
     """A tone that begins at 1 s is heard from half of the window on that begins at 0.5 s, to the sample."""
     path = write_clip(tmp_path / name, Tones(silent_until=1.0, rate=48_000))
     channels = read(path, start=0.5)
-    heard = np.flatnonzero(np.abs(channels[0]) > 0.05)
-    assert abs(heard[0] - 8_000) <= 16  # Matroska's times are of 1 ms
+    loud_positions = np.flatnonzero(np.abs(channels[0]) > 0.05)
+    assert abs(loud_positions[0] - 8_000) <= 16  # Matroska's times are of 1 ms
     full_sound = read(path, frames=16)
     np.testing.assert_allclose(channels, full_sound[:, 8_000:24_000], atol=2e-3)
 
@@ -100,8 +100,8 @@ def test_pictures_that_begin_after_the_sound_are_not_shifted(tmp_path: Path) -> 
     """The first picture is at 0.5 s, so that its sound is what is heard from 0.5 s on."""
     tones = Tones(silent_until=1.0, seconds=2.5)
     channels = read(write_clip(tmp_path / "a.mkv", tones, shown_at=0.5))
-    heard = np.flatnonzero(np.abs(channels[0]) > 0.05)
-    assert abs(heard[0] - 8_000) <= 16
+    loud_positions = np.flatnonzero(np.abs(channels[0]) > 0.05)
+    assert abs(loud_positions[0] - 8_000) <= 16
 
 
 def test_a_gap_is_silence_and_what_follows_stays_in_its_place(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_sound_a_little_short_is_silent_there_and_shorter_is_refused(tmp_path: P
         read(path)
     read(path, frames=4)
     assert "0.50 s" not in (find_sound_problem(read_header(path), frames=4, fps=FPS) or "")
-    refused = find_sound_problem(read_header(path), frames=8, fps=FPS)
-    assert refused is not None
-    assert refused.startswith("sound_too_short")
+    problem = find_sound_problem(read_header(path), frames=8, fps=FPS)
+    assert problem is not None
+    assert problem.startswith("sound_too_short")
 
 
 def test_a_clip_or_picture_without_sound_is_refused_by_name(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_clip_or_picture_without_sound_is_refused_by_name(tmp_path: Path) -> N
 
 
 def test_a_header_says_when_sound_ends(tmp_path: Path) -> None:
-    later = Tones(offset=0.5, seconds=1.0)
-    header = read_header(write_clip(tmp_path / "a.mov", later))
+    late_tones = Tones(offset=0.5, seconds=1.0)
+    header = read_header(write_clip(tmp_path / "a.mov", late_tones))
     assert header.has_sound
     assert header.sound_ends == pytest.approx(1.5, abs=0.01)
-    assert read_header(write_clip(tmp_path / "a.mkv", later)).sound_ends is None
+    assert read_header(write_clip(tmp_path / "a.mkv", late_tones)).sound_ends is None
 
 
 def test_sound_in_a_tar_is_that_of_the_file(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_a_video_is_written_with_sound_that_reads_back(tmp_path: Path) -> None:
         write_video(tmp_path / f"{name}.mp4", video, 8, waveform)
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
     assert not read_header(tmp_path / "c.mp4").has_sound
-    left_channel, right = read(tmp_path / "a.mp4")
+    left_channel, right_channel = read(tmp_path / "a.mp4")
     assert pitch(left_channel, 16_000) == pytest.approx(500, abs=1)
-    heard = np.flatnonzero(np.abs(left_channel) > 0.1)
-    assert abs(heard[0] - 8_000) < 100
-    assert np.abs(left_channel).max() == pytest.approx(2 * np.abs(right).max(), rel=0.1)
+    loud_positions = np.flatnonzero(np.abs(left_channel) > 0.1)
+    assert abs(loud_positions[0] - 8_000) < 100
+    assert np.abs(left_channel).max() == pytest.approx(2 * np.abs(right_channel).max(), rel=0.1)
     mono = Sound(wave[None], 24_000)
     write_video(tmp_path / "one.mp4", video, 8, mono)
     assert read_header(tmp_path / "one.mp4").has_sound

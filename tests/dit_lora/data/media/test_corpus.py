@@ -33,9 +33,9 @@ def test_frames_are_those_that_ffmpeg_shows(name: str) -> None:
     times, expected = EXPECTED[f"{name}/times"], EXPECTED[f"{name}/frames"].astype(int)
     pictures = read_pictures(name, Instants(tuple(times.tolist())))
     assert len(pictures) == len(times)
-    chosen = pictures[[0, len(times) // 2, -1]]
-    assert chosen.shape == expected.shape
-    assert np.abs(chosen - expected).max() <= MAX_ROUNDING
+    chosen_pictures = pictures[[0, len(times) // 2, -1]]
+    assert chosen_pictures.shape == expected.shape
+    assert np.abs(chosen_pictures - expected).max() <= MAX_ROUNDING
     # A window in the middle is searched for by key frames.
     middle = len(times) // 2
     window = read_pictures(name, RegularTimes(1, 8.0, float(times[middle])))

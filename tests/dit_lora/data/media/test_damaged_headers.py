@@ -47,35 +47,41 @@ def whole_files(folder: Path) -> list[Path]:
 
 def damage(data: bytes, chance: random.Random) -> bytes:
     """Change a few bytes, most of them near the beginning; cut, repeat or remove a piece."""
-    changed = bytearray(data)
+    damaged_data = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 4, 16))):
-        at = min(int(chance.expovariate(1 / 200)), len(changed) - 1)
-        at = chance.choice((at, at, chance.randrange(len(changed))))
+        offset = min(int(chance.expovariate(1 / 200)), len(damaged_data) - 1)
+        offset = chance.choice((offset, offset, chance.randrange(len(damaged_data))))
         kind = chance.randrange(6)
         if kind <= 2:
-            changed[at] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
+            damaged_data[offset] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
         elif kind == 3:
-            changed[at : at + 4] = chance.choice((bytes(4), b"\xff" * 4, b"\x7f\xff\xff\xff"))
+            damaged_data[offset : offset + 4] = chance.choice(
+                (bytes(4), b"\xff" * 4, b"\x7f\xff\xff\xff")
+            )
         elif kind == 4:
-            del changed[at : at + chance.randrange(1, 40)]
+            del damaged_data[offset : offset + chance.randrange(1, 40)]
         else:
-            changed[at:at] = changed[max(0, at - 40) : at]
-        if not changed:
+            damaged_data[offset:offset] = damaged_data[max(0, offset - 40) : offset]
+        if not damaged_data:
             break
-    return bytes(changed[: chance.choice((len(changed), len(changed), len(changed) // 2))])
+    return bytes(
+        damaged_data[
+            : chance.choice((len(damaged_data), len(damaged_data), len(damaged_data) // 2))
+        ]
+    )
 
 
 def check(path: Path) -> None:
     """Every reader refuses the file in its own words, or reads it, and what the audit passes can be read."""
     begins = time.monotonic()
     messages = []
-    for read in (
+    for read_media in (
         lambda: read_header(path),
         lambda: read_frames(path, frames=1, height=16, width=16, fps=None),
         lambda: read_frames(path, frames=3, height=16, width=16, fps=8, start=0.5),
     ):
         try:
-            read()
+            read_media()
         except ClipError as error:
             messages.append(str(error))
     probed = probe_file(MediaFile(path))

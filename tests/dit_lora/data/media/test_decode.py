@@ -91,12 +91,14 @@ def remux(path: Path, target: Path, **change: Any) -> Path:
 
 
 def from_the_beginning(path: Path, wanted: RegularTimes) -> list[np.ndarray]:
-    chosen: list[np.ndarray] = []
-    for near in iter_nearest_frames(MediaFile(path), wanted, should_seek=False):
-        chosen += [
-            scale_to_cover(*to_upright_image(near.frame, near.pixel_aspect), HEIGHT, WIDTH)
-        ] * near.num_times
-    return chosen
+    frames: list[np.ndarray] = []
+    for nearest_frame in iter_nearest_frames(MediaFile(path), wanted, should_seek=False):
+        frames += [
+            scale_to_cover(
+                *to_upright_image(nearest_frame.frame, nearest_frame.pixel_aspect), HEIGHT, WIDTH
+            )
+        ] * nearest_frame.num_times
+    return frames
 
 
 def check_equal(path: Path, tries: int) -> None:
@@ -186,10 +188,10 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
     name, codec, options, ticks = FILES[kind]
     path = encode(tmp_path / name, codec, options, ticks)
     for start in (0.0, 0.8, 1.7, 2.5):
-        near = list(
+        nearest_frames = list(
             iter_nearest_frames(MediaFile(path), RegularTimes(4, 8.0, start), should_seek=True)
         )
-        assert sum(warning.num_times for warning in near) == 4
+        assert sum(warning.num_times for warning in nearest_frames) == 4
 
 
 def test_a_window_that_the_clip_does_not_hold_is_too_short(tmp_path: Path) -> None:
@@ -223,8 +225,8 @@ def test_a_header_tells_what_is_shown_upright_and_in_square_pixels(tmp_path: Pat
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
-    turned = read_header(tmp_path / "b.mp4")
-    assert (turned.height, turned.width) == (96, 32)
+    rotated_header = read_header(tmp_path / "b.mp4")
+    assert (rotated_header.height, rotated_header.width) == (96, 32)
 
 
 def test_the_header_of_wide_pixels_and_of_matroska(tmp_path: Path) -> None:

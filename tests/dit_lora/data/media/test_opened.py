@@ -27,8 +27,8 @@ LIBRARY = Path(opened.__file__).parents[2]
 def session(port: int) -> bytes:
     """An SDP text: FFmpeg binds the port and waits for packets."""
     lines = ("v=0", "o=- 0 0 IN IP4 127.0.0.1", "s=x", "c=IN IP4 127.0.0.1", "t=0 0")
-    more = (f"m=video {port} RTP/AVP 96", "a=rtpmap:96 H264/90000", "")
-    return "\r\n".join((*lines, *more)).encode()
+    video_lines = (f"m=video {port} RTP/AVP 96", "a=rtpmap:96 H264/90000", "")
+    return "\r\n".join((*lines, *video_lines)).encode()
 
 
 def playlist(port: int) -> bytes:
@@ -78,13 +78,13 @@ def test_a_text_that_names_addresses_opens_none(
     tmp_path: Path, text: Callable[[int], bytes], put: Callable[[Path, bytes], Media]
 ) -> None:
     """Neither where headers are read nor where frames are; and it is over at once."""
-    with socket.socket() as server, socket.socket(type=socket.SOCK_DGRAM) as free:
+    with socket.socket() as server, socket.socket(type=socket.SOCK_DGRAM) as free_socket:
         server.bind(("127.0.0.1", 0))
         server.listen()
         server.setblocking(False)
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if text is session else server.getsockname()[1]
-        free.close()
+        free_socket.bind(("127.0.0.1", 0))
+        port = free_socket.getsockname()[1] if text is session else server.getsockname()[1]
+        free_socket.close()
         media = put(tmp_path, text(port))
         messages: list[str] = []
 
@@ -98,9 +98,9 @@ def test_a_text_that_names_addresses_opens_none(
                 except ClipError as error:
                     messages.append(str(error))
 
-        thread, started = threading.Thread(target=read, daemon=True), time.monotonic()
+        thread, start = threading.Thread(target=read, daemon=True), time.monotonic()
         thread.start()
-        while thread.is_alive() and time.monotonic() - started < 5:
+        while thread.is_alive() and time.monotonic() - start < 5:
             assert port not in bound_ports()
         assert not thread.is_alive()
         assert [line.startswith(media.name) for line in messages] == [True, True]
@@ -206,7 +206,9 @@ def png(rows: int, *, bits: int = 8, colour: int = 2, interlaced: bool = False) 
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
     palette = chunk(b"PLTE", noise.bytes(3 * 2**bits)) if colour == 3 else b""
     packed = zlib.compress(data)
-    pixels = b"".join(chunk(b"IDAT", packed[at : at + 1000]) for at in range(0, len(packed), 1000))
+    pixels = b"".join(
+        chunk(b"IDAT", packed[offset : offset + 1000]) for offset in range(0, len(packed), 1000)
+    )
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + pixels + chunk(b"IEND", b"")
 
 
@@ -221,8 +223,8 @@ def jpeg(share: float, mode: str = "RGB", **how: object) -> bytes:
 
 def higher(data: bytes) -> bytes:
     """A JPEG whose header promises more rows."""
-    at = data.index(b"\xff\xc0") + 5
-    return data[:at] + struct.pack(">H", 400) + data[at + 2 :]
+    offset = data.index(b"\xff\xc0") + 5
+    return data[:offset] + struct.pack(">H", 400) + data[offset + 2 :]
 
 
 WHOLE = {

@@ -45,8 +45,8 @@ def picture(mode: str = "RGB") -> Image.Image:
 
 
 def upright(path: Path) -> np.ndarray:
-    with Image.open(path) as opened:
-        return np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+    with Image.open(path) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def check_as_pillow(path: Path) -> None:
@@ -99,17 +99,17 @@ def test_an_orientation_in_xmp_turns_size_and_pixels(tmp_path: Path, orientation
 
 @pytest.mark.parametrize("name", ["p3.png", "adobe.png"])
 def test_a_profile_is_converted_to_srgb(tmp_path: Path, name: str) -> None:
-    with Image.open(PROFILES / name) as opened:
-        stored, profile = opened.convert("RGB"), opened.info["icc_profile"]
+    with Image.open(PROFILES / name) as image:
+        unconverted, profile = image.convert("RGB"), image.info["icc_profile"]
     icc_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-    expected = ImageCms.profileToProfile(stored, icc_profile, ImageCms.createProfile("sRGB"))
+    expected = ImageCms.profileToProfile(unconverted, icc_profile, ImageCms.createProfile("sRGB"))
     assert expected is not None
     pixels = np.asarray(open_image(MediaFile(PROFILES / name)))
     assert np.array_equal(pixels, np.asarray(expected))
-    assert np.abs(pixels.astype(int) - np.asarray(stored)).max() > 20
+    assert np.abs(pixels.astype(int) - np.asarray(unconverted)).max() > 20
     # The transparent part of the same picture is white, and the rest has the same colours.
-    glass = stored.copy()
-    glass.putalpha(Image.new("L", stored.size, 255))
+    glass = unconverted.copy()
+    glass.putalpha(Image.new("L", unconverted.size, 255))
     glass.putpixel((0, 0), (9, 9, 9, 0))
     glass.save(tmp_path / "glass.png", icc_profile=profile)
     opened_pixels = np.asarray(open_image(MediaFile(tmp_path / "glass.png")))

@@ -55,9 +55,13 @@ def test_of_a_video_a_reference_is_the_frame_at_its_samples_start(tmp_path: Path
     video = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) * 30
     write_video(tmp_path / "a.mp4", video.expand(8, 32, 48, 3).contiguous(), 8)
     media = MediaFile(tmp_path / "a.mp4")
-    first_picture, later = (read_reference(media, None, 8.0, start) for start in (0.0, 0.5))
-    assert first_picture.shape == later.shape == (1, 3, 32, 48)
-    assert [round(picture.float().mean().item() / 30) for picture in (first_picture, later)] == [
+    first_picture, second_picture = (
+        read_reference(media, None, 8.0, start) for start in (0.0, 0.5)
+    )
+    assert first_picture.shape == second_picture.shape == (1, 3, 32, 48)
+    assert [
+        round(picture.float().mean().item() / 30) for picture in (first_picture, second_picture)
+    ] == [
         0,
         4,
     ]
@@ -84,17 +88,25 @@ def test_a_videos_pixels_are_square_in_a_reference(tmp_path: Path) -> None:
 def test_references_that_cannot_be_read_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torn, bomb, text_file = tmp_path / "torn.png", tmp_path / "bomb.png", tmp_path / "words.png"
+    torn_file, bomb, text_file = (
+        tmp_path / "torn.png",
+        tmp_path / "bomb.png",
+        tmp_path / "words.png",
+    )
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)
-    Image.fromarray(noise).save(torn)
-    torn.write_bytes(torn.read_bytes()[:2000])
+    Image.fromarray(noise).save(torn_file)
+    torn_file.write_bytes(torn_file.read_bytes()[:2000])
     text_file.write_text("no picture")
     Image.new("RGB", (41, 41)).save(bomb)
     monkeypatch.setattr(opened, "MAX_PIXELS", 1600)
-    for file, reason in ((torn, "truncated"), (bomb, "41 x 41"), (text_file, "cannot identify")):
-        with pytest.raises(ClipError, match=rf"{file.name}: .*{reason}") as caught:
+    for file, reason in (
+        (torn_file, "truncated"),
+        (bomb, "41 x 41"),
+        (text_file, "cannot identify"),
+    ):
+        with pytest.raises(ClipError, match=rf"{file.name}: .*{reason}") as error:
             read_reference(MediaFile(file), None, None)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)
 
 
 def saved(image: Image.Image, path: Path) -> Path:
@@ -110,17 +122,17 @@ def grey_masks() -> dict[str, Image.Image]:
     palette = Image.new("P", (8, 4))
     palette.putpalette([0, 0, 0, 102, 102, 102])
     palette.putdata((levels > 0).astype(np.uint8).ravel().tolist())
-    painted = Image.new("RGBA", (8, 4), (255, 255, 255, 0))  # what nobody painted is black
-    painted.paste((102, 102, 102, 255), (4, 0, 8, 4))
-    half = Image.new("LA", (8, 4), (255, 0))
-    half.paste((255, 102), (4, 0, 8, 4))
+    rgba_mask = Image.new("RGBA", (8, 4), (255, 255, 255, 0))  # what nobody painted is black
+    rgba_mask.paste((102, 102, 102, 255), (4, 0, 8, 4))
+    la_mask = Image.new("LA", (8, 4), (255, 0))
+    la_mask.paste((255, 102), (4, 0, 8, 4))
     return {
         "grey.png": grey,
         "colour.png": grey.convert("RGB"),
         "opaque.png": grey.convert("RGBA"),
         "palette.png": palette,
-        "painted.png": painted,
-        "half.png": half,
+        "painted.png": rgba_mask,
+        "half.png": la_mask,
         "16_bits.png": Image.fromarray(levels.astype(np.uint16) * 257),
         "32_bits.tif": Image.fromarray(levels.astype(np.int32) * 257),
         "cmyk.tif": grey.convert("RGB").convert("CMYK"),
@@ -137,9 +149,9 @@ def test_a_mask_is_its_grey_values_in_every_mode(tmp_path: Path, name: str) -> N
 
 
 def test_a_mask_of_two_levels_is_0_and_1(tmp_path: Path) -> None:
-    two = Image.fromarray(np.tile(np.arange(8) >= 4, (4, 1)))
-    assert two.mode == "1"
-    assert mask_of(saved(two, tmp_path / "a.png")).unique().tolist() == [0.0, 1.0]
+    mask_image = Image.fromarray(np.tile(np.arange(8) >= 4, (4, 1)))
+    assert mask_image.mode == "1"
+    assert mask_of(saved(mask_image, tmp_path / "a.png")).unique().tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif"])
@@ -223,10 +235,10 @@ def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "gone.png": "No such file",
     }
     for name, reason in faults.items():
-        with pytest.raises(ClipError, match=reason) as caught:
+        with pytest.raises(ClipError, match=reason) as error:
             mask_of(tmp_path / name)
-        assert str(caught.value).startswith(f"{tmp_path / name}: ")
-        assert "\n" not in str(caught.value)
+        assert str(error.value).startswith(f"{tmp_path / name}: ")
+        assert "\n" not in str(error.value)
 
 
 def test_a_mask_has_its_pictures_shape_but_for_rounding() -> None:

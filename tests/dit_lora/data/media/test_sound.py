@@ -45,8 +45,8 @@ def test_sound_is_read_back_channel_by_channel(hertz: tuple[int, ...], tmp_path:
     assert waveform.shape[1] == pytest.approx(RATE * SECONDS, abs=2048)
     for channel, expected in zip(waveform, sound.waveform.numpy(), strict=True):
         length = min(len(channel), len(expected)) - 1000
-        near = np.linalg.norm(channel[1000:length] - expected[1000:length])
-        assert near < 0.05 * np.linalg.norm(expected[1000:length])
+        distance = np.linalg.norm(channel[1000:length] - expected[1000:length])
+        assert distance < 0.05 * np.linalg.norm(expected[1000:length])
     write_video(tmp_path / "silent.mp4", video(), 8)
     with av.open(tmp_path / "silent.mp4") as container:
         silent = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -58,10 +58,10 @@ def test_sound_is_read_back_channel_by_channel(hertz: tuple[int, ...], tmp_path:
 def test_equal_sound_gives_equal_bytes_and_a_louder_one_is_cut(tmp_path: Path) -> None:
     sound = tones(500, 1300)
     loud = Sound(10 * sound.waveform, RATE)
-    cut = Sound(loud.waveform.clamp(-1, 1), RATE)
+    clamped = Sound(loud.waveform.clamp(-1, 1), RATE)
     a, b, c, d = (
         write_sample(tmp_path / str(number), video(), 8, tone).read_bytes()
-        for number, tone in enumerate((sound, sound, loud, cut))
+        for number, tone in enumerate((sound, sound, loud, clamped))
     )
     assert a == b
     assert a != c == d

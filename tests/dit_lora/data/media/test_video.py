@@ -131,11 +131,11 @@ def remux_turned(path: Path, turned: Path, degrees: int) -> None:
 )
 def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) -> None:
     """The flag says how far to turn the stored picture, counter-clockwise; the blue corner moves."""
-    path, turned = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    path, rotated_file = tmp_path / "a.mp4", tmp_path / "b.mp4"
     write_video(path, coloured(), 8)
-    remux_turned(path, turned, degrees)
+    remux_turned(path, rotated_file, degrees)
     height, width = (96, 64) if degrees % 180 else (64, 96)
-    frame = read_frames(turned, frames=3, height=height, width=width, fps=8)[0].float()
+    frame = read_frames(rotated_file, frames=3, height=height, width=width, fps=8)[0].float()
     vertical, horizontal = corner.split()
     rows = slice(0, 20) if vertical == "top" else slice(height - 20, height)
     columns = slice(0, 20) if horizontal == "left" else slice(width - 20, width)
@@ -176,8 +176,8 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     ramp = torch.linspace(0, 255, 48).view(1, 1, 48, 1).expand(5, 32, 48, 3)
     video = (ramp + torch.arange(5).view(5, 1, 1, 1)).clip(0, 255).to(torch.uint8)
     write_video(tmp_path / "deep" / "a.mp4", video, 8)
-    back = read_frames(tmp_path / "deep" / "a.mp4", frames=5, height=32, width=48, fps=8)
-    assert (back.permute(0, 2, 3, 1).int() - video.int()).abs().float().mean() < 3
+    read_video = read_frames(tmp_path / "deep" / "a.mp4", frames=5, height=32, width=48, fps=8)
+    assert (read_video.permute(0, 2, 3, 1).int() - video.int()).abs().float().mean() < 3
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.mp4"]
 
 
@@ -219,10 +219,10 @@ def test_an_image_is_one_frame_upright_and_cropped_at_the_centre(tmp_path: Path)
     assert frame.shape == (1, 3, 40, 40)
     assert frame.dtype == torch.uint8
     assert (frame[0, 0, :, 1:-1] == 200).all()
-    turned = Image.fromarray(pixels[:, :60])
+    rotated_image = Image.fromarray(pixels[:, :60])
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned by 90 degrees clockwise
-    turned.save(tmp_path / "b.jpg", exif=exif, quality=100, subsampling=0)
+    rotated_image.save(tmp_path / "b.jpg", exif=exif, quality=100, subsampling=0)
     upright = read_frames(tmp_path / "b.jpg", frames=1, height=60, width=40, fps=None)[0, 0].float()
     assert upright[:18].mean() < 10
     assert upright[22:].mean() > 190
@@ -256,7 +256,7 @@ def test_one_frame_is_written_as_png_and_more_as_mp4(tmp_path: Path) -> None:
     pixels = video.to(torch.uint8)
     image = write_sample(tmp_path / "new" / "a.b", pixels[:1], None)
     assert image.name == "a.b.png"
-    back = read_frames(image, frames=1, height=32, width=48, fps=None)
-    assert torch.equal(back[0].permute(1, 2, 0), pixels[0])
+    read_image = read_frames(image, frames=1, height=32, width=48, fps=None)
+    assert torch.equal(read_image[0].permute(1, 2, 0), pixels[0])
     assert write_sample(tmp_path / "new" / "c", pixels[:2], 8).name == "c.mp4"
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a.b.png", "c.mp4"]

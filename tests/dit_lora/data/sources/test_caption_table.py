@@ -48,7 +48,7 @@ def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("by\nhand ")
     table = CaptionTable.read(tmp_path)
     assert (table.captions, table.uncaptioned) == ({"a.mp4": "by hand"}, ["b.mp4"])
-    with pytest.raises(RuntimeError, match="within locked_table"):
+    with pytest.raises(RuntimeError, match="inside lock_table"):
         table.write_captions({"b.mp4": "made"})
     with lock_table(tmp_path) as table:
         table.write_captions({"b.mp4": "made"})
@@ -142,16 +142,16 @@ def test_a_table_keeps_its_mode_and_the_link_to_it(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
-    odd = os.fsdecode(b"caf\xe9.mp4")
-    folder(tmp_path, odd, "ok.mp4")
+    undecodable_name = os.fsdecode(b"caf\xe9.mp4")
+    folder(tmp_path, undecodable_name, "ok.mp4")
     captions = GeneratedCaptions(tmp_path)
     with captions.lock_folder():
-        captions.add(odd, "made")
+        captions.add(undecodable_name, "made")
         assert captions.merge_into_table(include_all=True) == 1
     put(tmp_path, {"ok.mp4": "ok"})
-    assert CaptionTable.read(tmp_path).captions == {odd: "made", "ok.mp4": "ok"}
+    assert CaptionTable.read(tmp_path).captions == {undecodable_name: "made", "ok.mp4": "ok"}
     clips = scan_sources(load_folder_config(str(tmp_path))).clips
-    assert {clip.id: clip.caption for clip in clips} == {odd: "made", "ok.mp4": "ok"}
+    assert {clip.id: clip.caption for clip in clips} == {undecodable_name: "made", "ok.mp4": "ok"}
 
 
 def test_a_folder_is_read_again_only_if_it_has_changed(

@@ -57,18 +57,18 @@ LISTS = [[picture(20), picture(21)], [], [picture(22)]]
 
 
 def test_a_column_holds_a_picture_or_a_list_of_them(tmp_path: Path) -> None:
-    saved = a_dataset(
+    dataset = a_dataset(
         first=(datasets.Image(), IMAGES), references=(datasets.List(datasets.Image()), LISTS)
     )
-    assert levels(scanned(saved, tmp_path / "a", reference_columns=["references"])) == {
+    assert levels(scanned(dataset, tmp_path / "a", reference_columns=["references"])) == {
         0: [20, 21],
         1: [],
         2: [22],
     }
-    scan_result = scanned(saved, tmp_path / "b", reference_columns=["references", "first"])
+    scan_result = scanned(dataset, tmp_path / "b", reference_columns=["references", "first"])
     assert levels(scan_result) == {0: [20, 21, 10], 1: [11], 2: [22]}
     assert not scan_result.problems
-    scan_result = scanned(saved, tmp_path / "c", reference_columns=["first", "references"])
+    scan_result = scanned(dataset, tmp_path / "c", reference_columns=["first", "references"])
     assert levels(scan_result) == {0: [10, 20, 21], 1: [11]}
     # Nothing of the third row's first column, and something behind it.
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
@@ -83,15 +83,15 @@ def test_a_column_called_references_is_read_unasked(tmp_path: Path, kind: str) -
         "LargeList": datasets.LargeList(datasets.Image()),
         "fixed": datasets.List(datasets.Image(), length=2),
     }[kind]
-    two = [[picture(20 + row), picture(30 + row)] for row in range(3)]
-    saved = a_dataset(references=(feature, two))
-    assert levels(scanned(saved, tmp_path)) == {row: [20 + row, 30 + row] for row in range(3)}
+    picture_rows = [[picture(20 + row), picture(30 + row)] for row in range(3)]
+    dataset = a_dataset(references=(feature, picture_rows))
+    assert levels(scanned(dataset, tmp_path)) == {row: [20 + row, 30 + row] for row in range(3)}
 
 
 def test_chosen_rows_have_their_own_references(tmp_path: Path) -> None:
-    saved = a_dataset(references=(datasets.List(datasets.Image()), LISTS)).select([2, 0])
-    assert levels(scanned(saved, tmp_path / "saved")) == {2: [22], 0: [20, 21]}
-    in_memory = saved.shuffle(seed=1)
+    dataset = a_dataset(references=(datasets.List(datasets.Image()), LISTS)).select([2, 0])
+    assert levels(scanned(dataset, tmp_path / "saved")) == {2: [22], 0: [20, 21]}
+    in_memory = dataset.shuffle(seed=1)
     assert in_memory._indices is not None
     cell_lists = hf_datasets._iter_list_cells("x", in_memory, "references", False)
     reference_levels = [[level(cell.media) for cell in cells if cell.media] for cells in cell_lists]
@@ -124,8 +124,8 @@ def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_mask_column_is_no_medium_and_a_row_may_have_none(tmp_path: Path) -> None:
     masks = [picture(200), None, picture(201)]
-    saved = a_dataset(mask=(datasets.Image(), masks)).select_columns(["mask", "target", "text"])
-    scan_result = scanned(saved, tmp_path, mask_column="mask")
+    dataset = a_dataset(mask=(datasets.Image(), masks)).select_columns(["mask", "target", "text"])
+    scan_result = scanned(dataset, tmp_path, mask_column="mask")
     mask_levels = {
         level(clip.media): clip.mask and level(clip.mask.media) for clip in scan_result.clips
     }
@@ -139,11 +139,11 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
     missing_file = {"bytes": None, "path": str(tmp_path / "gone.png")}
     text_cell = {"bytes": b"words, " * 50, "path": None}
     lists = [[picture(1), missing_file], [None, picture(2)], [picture(3), text_cell]]
-    saved = a_dataset(
+    dataset = a_dataset(
         references=(datasets.List(datasets.Image()), lists),
         mask=(datasets.Image(), [missing_file, picture(1), {"bytes": b"", "path": None}]),
     )
-    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: saved)
+    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: dataset)
     scan_result = hf_datasets.read_dataset(SourceConfig(path="in memory", mask_column="mask"))
     assert not scan_result.clips
     assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
@@ -166,11 +166,11 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
 
 
 def test_columns_that_are_not_there_or_hold_no_pictures_are_named(tmp_path: Path) -> None:
-    saved = a_dataset(names=(datasets.Value("string"), ["a", "b", "c"]))
+    source_dataset = a_dataset(names=(datasets.Value("string"), ["a", "b", "c"]))
     cases = {
         "reference_columns": (["names", "low"], "images called names, none of images called low"),
         "mask_column": ("names", "images called names"),
     }
     for number, (option, (dataset, reason)) in enumerate(cases.items()):
         with pytest.raises(DitLoraError, match=f"has no column of {reason}; it has target"):
-            scanned(saved, tmp_path / str(number), **{option: dataset})
+            scanned(source_dataset, tmp_path / str(number), **{option: dataset})

@@ -68,22 +68,22 @@ def test_images_and_the_names_of_their_classes(read: Callable[..., list[Clip]]) 
 
 def test_captions_and_a_column_of_ones_choice(read: Callable[..., list[Clip]]) -> None:
     text = datasets.Value("string")
-    saved = a_dataset(
+    dataset = a_dataset(
         caption=(text, ["a", "b", "c"]),
         label=(datasets.ClassLabel(names=["x", "y"]), [0, 1, 0]),
     )
-    assert [clip.caption for clip in read(saved)] == ["a", "b", "c"]
+    assert [clip.caption for clip in read(dataset)] == ["a", "b", "c"]
 
 
 def test_the_column_that_the_recipe_names_is_taken(read: Callable[..., list[Clip]]) -> None:
     text = datasets.Value("string")
-    saved = a_dataset(text=(text, ["a", "b", "c"]), short=(text, ["d", "e", "f"]))
-    assert [clip.caption for clip in read(saved, caption_column="short")] == ["d", "e", "f"]
+    dataset = a_dataset(text=(text, ["a", "b", "c"]), short=(text, ["d", "e", "f"]))
+    assert [clip.caption for clip in read(dataset, caption_column="short")] == ["d", "e", "f"]
     data = {"path": "unused", "caption_column": "long"}
     with pytest.raises(
         DitLoraError, match=r"no column of text or classes among long; it has picture"
     ):
-        read(saved.select([0, 1]), caption_column=data["caption_column"])
+        read(dataset.select([0, 1]), caption_column=data["caption_column"])
 
 
 def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]) -> None:
@@ -144,9 +144,9 @@ def test_videos_are_read_without_a_decoder_of_the_datasets_package(
     features = datasets.Features(
         first=datasets.Image(), clip=datasets.Video(), prompt=datasets.Value("string")
     )
-    saved = datasets.Dataset.from_dict(rows, features=features)
+    dataset = datasets.Dataset.from_dict(rows, features=features)
     options = {"frames": 3, "fps": 8.0}
-    clips = read(saved, **options, image_column="first")
+    clips = read(dataset, **options, image_column="first")
     assert [(clip.id, clip.caption) for clip in clips] == [
         ("00000000.mp4", "one"),
         ("00000001.mp4", "two"),
@@ -160,7 +160,7 @@ def test_videos_are_read_without_a_decoder_of_the_datasets_package(
     assert read_bytes(clips[0].image) == png["bytes"]
     assert clips[1].image is None
     with pytest.raises(DitLoraError, match="no column of images called start"):
-        read(saved, **options, image_column="start")
+        read(dataset, **options, image_column="start")
 
 
 def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
         image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])
     )
     labels = [0, 0, 0, 0, 0, -1, None]
-    saved = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
-    scan_result = found_in(saved)
+    dataset = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
+    scan_result = found_in(dataset)
     assert [(clip.id, clip.caption) for clip in scan_result.clips] == [("00000000.png", "cat")]
     assert scan_result.clips[0].media == MediaFile(tmp_path / "there.png")
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
@@ -208,8 +208,8 @@ def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
     (tmp_path / "mine.png").write_bytes(b"image")
     features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
     rows = {"image": cells, "text": ["a", "b", "c"]}
-    saved = datasets.Dataset.from_dict(rows, features=features)
-    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: saved)
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    monkeypatch.setattr(hf_datasets, "_load_dataset", lambda path: dataset)
     scan_result = hf_datasets.read_dataset(SourceConfig(path="somebody/images"))
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [
         ("00000000.png", "unsafe_path"),
@@ -231,8 +231,8 @@ def test_one_caption_needs_no_column() -> None:
 
 
 def test_the_column_of_first_images_is_not_what_is_trained_on() -> None:
-    both = a_dataset(after=(datasets.Image(), [Image.new("RGB", (9, 9), c) for c in COLOURS]))
-    scan_result = found_in(both, caption="x", image_column="picture")
+    dataset = a_dataset(after=(datasets.Image(), [Image.new("RGB", (9, 9), c) for c in COLOURS]))
+    scan_result = found_in(dataset, caption="x", image_column="picture")
     for clip in scan_result.clips:
         assert ":after/" in clip.media.name
         assert clip.image is not None
@@ -256,8 +256,8 @@ def test_the_split_called_train_is_taken_and_others_need_a_choice(
     dataset = labelled()
     splits = datasets.DatasetDict({"test": dataset.select([0]), "train": dataset.select([1, 2])})
     assert [clip.caption for clip in read(splits)] == ["red fox", "a/b"]
-    odd = datasets.DatasetDict({"a": dataset.select([0]), "b": dataset.select([1])})
-    odd.save_to_disk(tmp_path / "odd")
+    dataset_dict = datasets.DatasetDict({"a": dataset.select([0]), "b": dataset.select([1])})
+    dataset_dict.save_to_disk(tmp_path / "odd")
     with pytest.raises(DitLoraError, match="has the splits a, b, none called train"):
         read_clips(DataConfig(path=str(tmp_path / "odd"), height=24, width=16), tmp_path / "cache")
 
@@ -294,7 +294,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path: Pat
 def test_without_the_package_the_extra_is_named(
     read: Callable[..., list[Clip]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = labelled()
+    dataset = labelled()
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DitLoraError, match=r"pip install 'dit-lora\[datasets\]'"):
-        read(saved)
+        read(dataset)

@@ -34,25 +34,27 @@ def test_a_list_names_files_below_its_folder_alone(
     """Others are refused by name, first images too; an absolute name may say the folder itself."""
     outside_file = tmp_path_factory.mktemp("other") / "c.mp4"
     outside_file.write_bytes(b"video")
-    inside = folder / "table"
-    (inside / "sub").mkdir(parents=True)
-    (inside / "d.mp4").write_bytes(b"video")
-    (inside / "link").symlink_to(outside_file.parent)
-    names = [str(outside_file), "../a.mp4", "sub/../../a.mp4", f"{inside}/../a.mp4"]
-    allowed = [str(inside / "d.mp4"), "link/c.mp4"]
+    table_folder = folder / "table"
+    (table_folder / "sub").mkdir(parents=True)
+    (table_folder / "d.mp4").write_bytes(b"video")
+    (table_folder / "link").symlink_to(outside_file.parent)
+    names = [str(outside_file), "../a.mp4", "sub/../../a.mp4", f"{table_folder}/../a.mp4"]
+    allowed = [str(table_folder / "d.mp4"), "link/c.mp4"]
     rows = [{"file_name": name, "text": "x", "first": None} for name in (*names, *allowed)]
     # By the name: what `..` after a link would lead to is not asked.
     rows.append({"file_name": "link/../sub/../e.mp4", "text": "x", "first": None})
-    (inside / "e.mp4").write_bytes(b"video")
+    (table_folder / "e.mp4").write_bytes(b"video")
     rows.append({"file_name": "sub/f.mp4", "text": "x", "first": "../../a.mp4"})
-    (inside / "sub" / "f.mp4").write_bytes(b"video")
-    write_jsonl(inside, rows)
-    scan_result = scan_sources(config(inside, image_column="first"))
+    (table_folder / "sub" / "f.mp4").write_bytes(b"video")
+    write_jsonl(table_folder, rows)
+    scan_result = scan_sources(config(table_folder, image_column="first"))
     problems = [(finding.file, finding.code) for finding in scan_result.problems]
     assert problems == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
-    assert f"../../a.mp4 leads out of {inside}" in scan_result.problems[-1].message
+    assert f"../../a.mp4 leads out of {table_folder}" in scan_result.problems[-1].message
     media_paths = {clip.id: clip.media.location for clip in scan_result.clips}
-    assert media_paths == {name: str(inside / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
+    assert media_paths == {
+        name: str(table_folder / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")
+    }
     assert all(clip.media.exists() for clip in scan_result.clips)
 
 

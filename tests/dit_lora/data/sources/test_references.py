@@ -135,7 +135,7 @@ def test_columns_of_references_are_read_in_the_order_of_the_recipe(
 
 def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
     """Files beside a sample are refused as its own: what is not there, what leads out, what is no name."""
-    inside = write_files(tmp_path / "data", *ALL)
+    data_folder = write_files(tmp_path / "data", *ALL)
     (tmp_path / "secret.png").write_bytes(b"secret")
     rows = [
         {"file_name": "a.png", "references": ["in/gone.png", "in/1.png", "in/lost.png"]},
@@ -143,21 +143,21 @@ def test_what_a_row_names_wrongly_is_listed_whole(tmp_path: Path) -> None:
         {"file_name": "c.png", "references": [{"path": "in/1.png"}, 7], "mask": "m/gone.png"},
         {"file_name": "in/1.png", "references": ["in/1.png", None, "in/2.jpg"]},
     ]
-    write_rows(inside, "jsonl", [{"text": "x", **row} for row in rows])
-    scan_result = scan_sources(config(inside, mask_column="mask"))
+    write_rows(data_folder, "jsonl", [{"text": "x", **row} for row in rows])
+    scan_result = scan_sources(config(data_folder, mask_column="mask"))
     assert not scan_result.clips
     assert {(finding.file, finding.code): finding.message for finding in scan_result.problems} == {
-        ("a.png", "reference_missing"): f"no such reference: {inside}/in/gone.png; "
-        f"no such reference: {inside}/in/lost.png",
+        ("a.png", "reference_missing"): f"no such reference: {data_folder}/in/gone.png; "
+        f"no such reference: {data_folder}/in/lost.png",
         (
             "b.png",
             "unsafe_path",
-        ): f"../secret.png leads out of {inside}; set data.media to a folder "
-        f"that it is below; {tmp_path}/s.png leads out of {inside}; set data.media to a folder that "
+        ): f"../secret.png leads out of {data_folder}; set data.media to a folder "
+        f"that it is below; {tmp_path}/s.png leads out of {data_folder}; set data.media to a folder that "
         "it is below",
         ("c.png", "reference_missing"): "its reference is of type dict, not a name; "
         "its reference is of type int, not a name",
-        ("c.png", "mask_missing"): f"no such mask: {inside}/m/gone.png",
+        ("c.png", "mask_missing"): f"no such mask: {data_folder}/m/gone.png",
         (
             "in/1.png",
             "reference_missing",
@@ -182,8 +182,8 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def of_pairs(root: Path, *folders: str, **options: Any) -> Scan:
-    named = [str(root / folder) for folder in folders]
-    return scan_sources(config(root / "target", reference_folders=named, **options))
+    reference_folders = [str(root / folder) for folder in folders]
+    return scan_sources(config(root / "target", reference_folders=reference_folders, **options))
 
 
 def test_folders_beside_the_targets_hold_files_of_their_names(pairs: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_folder_that_cannot_be_meant_is_one_line(pairs: Path) -> None:
         "empty": r"no file in .*empty has the name .*; it has no picture and no video",
     }
     for folder, reason in cases.items():
-        with pytest.raises(DitLoraError, match=reason) as caught:
+        with pytest.raises(DitLoraError, match=reason) as error:
             of_pairs(pairs, folder)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)
         with pytest.raises(DitLoraError, match=reason.replace("reference_folders", "mask_folder")):
             scan_sources(config(pairs / "target", mask_folder=str(pairs / folder)))
 
@@ -354,10 +354,10 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacks = ["1.jpg", "1.txt"]
-    twice = ["2.jpg", "2.txt", "2.source.jpg", "2.source.png", "2.mask.png", "2.mask.jpg"]
+    duplicate_names = ["2.jpg", "2.txt", "2.source.jpg", "2.source.png", "2.mask.png", "2.mask.jpg"]
     single_names = ["3.source.jpg"]
     large = ["4.jpg", "4.txt", "4.source.jpg", "4.mask.png"]
-    write_tar(tmp_path / "a.tar", *lacks, *twice, *single_names, *large, "README.md")
+    write_tar(tmp_path / "a.tar", *lacks, *duplicate_names, *single_names, *large, "README.md")
     write_tar(tmp_path / "b.tar", "5.jpg", "5.txt", "5.reference.jpg", "5.reference.png")
     # Without columns, the same holds of what is called reference.
     assert problems(scan_sources(config(tmp_path / "b.tar"))) == [("5.jpg", "reference_ambiguous")]

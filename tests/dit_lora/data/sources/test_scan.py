@@ -260,12 +260,12 @@ def test_what_is_right_is_found_beside_what_is_wrong(folder: Path) -> None:
 
 def test_links_to_folders_are_followed_and_circles_are_not(folder: Path) -> None:
     write_layout(folder, "txt")
-    inside = folder / "root"
-    inside.mkdir()
-    (inside / "linked").symlink_to(folder / "sub")
+    root = folder / "root"
+    root.mkdir()
+    (root / "linked").symlink_to(folder / "sub")
     (folder / "sub" / "back").symlink_to(folder / "sub")
-    (inside / "again").symlink_to(inside)
-    assert [clip.id for clip in read_clips(config(inside))] == ["linked/b.mp4"]
+    (root / "again").symlink_to(root)
+    assert [clip.id for clip in read_clips(config(root))] == ["linked/b.mp4"]
 
 
 def test_one_caption_stands_for_all_in_every_layout(folder: Path) -> None:
@@ -306,16 +306,16 @@ def test_ids_of_several_sources_are_theirs_alone_and_stay_when_one_is_added(tmp_
 
 
 def test_repeats_and_weights_say_how_often_a_sample_comes(tmp_path: Path) -> None:
-    few = {"path": plain(tmp_path / "few", 2), "caption": "x", "loss_weight": 0.5}
-    many = {"path": plain(tmp_path / "many", 5), "caption": "y"}
-    clips = read_clips(several({**few, "repeats": 3}, many))
+    small_source = {"path": plain(tmp_path / "few", 2), "caption": "x", "loss_weight": 0.5}
+    large_source = {"path": plain(tmp_path / "many", 5), "caption": "y"}
+    clips = read_clips(several({**small_source, "repeats": 3}, large_source))
     assert [(clip.times_per_epoch, clip.loss_weight) for clip in clips] == [(3, 0.5)] * 2 + [
         (1, 1)
     ] * 5
     # Shares 3 to 1: the five come once, so the two make 15 in an epoch.
-    clips = read_clips(several({**few, "weight": 3}, {**many, "weight": 1}))
+    clips = read_clips(several({**small_source, "weight": 3}, {**large_source, "weight": 1}))
     assert [clip.times_per_epoch for clip in clips] == pytest.approx([7.5] * 2 + [1] * 5)
-    clips = read_clips(several({**few, "weight": 1}, {**many, "weight": 5}))
+    clips = read_clips(several({**small_source, "weight": 1}, {**large_source, "weight": 5}))
     assert [clip.times_per_epoch for clip in clips] == pytest.approx([1] * 2 + [2] * 5)
 
 

@@ -52,11 +52,11 @@ def test_of_parquet_only_the_columns_that_are_needed_are_read(
     write_parquet(folder, [{**row, "thumbnail": b"x"} for row in ROWS])
     from pyarrow import parquet
 
-    requested_columns, read = [], parquet.read_table
+    requested_columns, read_table = [], parquet.read_table
 
     def spy(path: Path, *, columns: list[str], **options: Any) -> Any:
         requested_columns.append(columns)
-        return read(path, columns=columns, **options)
+        return read_table(path, columns=columns, **options)
 
     monkeypatch.setattr(parquet, "read_table", spy)
     read_clips(config(folder))

@@ -176,8 +176,12 @@ def test_members_that_would_lie_elsewhere_are_refused_by_name(tmp_path: Path) ->
 def test_a_cut_tar_gives_what_comes_before_the_cut(tmp_path: Path, where: str) -> None:
     """Each member here is a header and one block of 512 bytes."""
     content = write_tar(tmp_path / "s.tar", [*pair("0"), *pair("1"), *pair("2")]).read_bytes()
-    cut = {"in data": 4 * 1024 + 515, "in a header": 4 * 1024 + 100, "between members": 4 * 1024}
-    (tmp_path / "s.tar").write_bytes(content[: cut.get(where, 6 * 1024)])
+    size_by_cut = {
+        "in data": 4 * 1024 + 515,
+        "in a header": 4 * 1024 + 100,
+        "between members": 4 * 1024,
+    }
+    (tmp_path / "s.tar").write_bytes(content[: size_by_cut.get(where, 6 * 1024)])
     scan_result = scan_sources(config(tmp_path / "s.tar"))
     before = ["0.png", "1.png", *(["2.png"] if where == "at the end" else [])]
     assert [clip.id for clip in scan_result.clips] == before
@@ -229,26 +233,26 @@ def test_no_media_is_read_to_index_a_tar(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path / "s.tar",
         [m for i in range(5) for m in ((f"{i}.mp4", bytes(size)), (f"{i}.txt", b"x"))],
     )
-    read = 0
+    num_bytes_read = 0
 
     class Counting(io.FileIO):
         def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-            nonlocal read
+            nonlocal num_bytes_read
             count = super().readinto(buffer)
-            read += count or 0
+            num_bytes_read += count or 0
             return count or 0
 
-    opened = Path.open
+    original_open = Path.open
 
     def counted(self: Path, mode: str = "r", *args: object, **options: object) -> object:
         if self == path:
             return io.BufferedReader(Counting(self, mode))
-        return opened(self, mode, *args, **options)  # type: ignore[call-overload]
+        return original_open(self, mode, *args, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Path, "open", counted)
     clips = read_clips(config(path), tmp_path / "cache")
     assert len(clips) == 5
-    assert 0 < read < size / 2
+    assert 0 < num_bytes_read < size / 2
 
 
 def test_an_index_is_kept_until_the_tar_changes(
@@ -268,8 +272,8 @@ def test_an_index_is_kept_until_the_tar_changes(
     with monkeypatch.context() as patch:
         patch.setattr(webdataset, "_build_index", None)
         assert scan_sources(config(path), cache) == first_scan
-        chosen = scan_sources(config(path, caption_column="short"), cache)
-        assert captions(chosen.clips) == {"2.png": "s"}
+        scan_result = scan_sources(config(path, caption_column="short"), cache)
+        assert captions(scan_result.clips) == {"2.png": "s"}
     (memo,) = (cache / "tars").iterdir()
     memo.write_text(memo.read_text()[:100])  # torn
     assert scan_sources(config(path), cache) == first_scan

@@ -51,8 +51,8 @@ def shown(video: torch.Tensor) -> tuple[str, str, float]:
     columns = torch.arange(WIDTH)
     middles = [float((frame * columns).sum() / frame.sum()) for frame in bright]
     rows = bright[0].sum(1)
-    full = float(rows[rows > 0].float().mean() / rows.max())  # a disc's rows differ, pi / 4
-    return nearest, "square" if full > 0.9 else "disc", middles[-1] - middles[0]
+    fill_ratio = float(rows[rows > 0].float().mean() / rows.max())  # a disc's rows differ, pi / 4
+    return nearest, "square" if fill_ratio > 0.9 else "disc", middles[-1] - middles[0]
 
 
 def test_answers_are_what_is_seen(conversations: list[Conversation]) -> None:
@@ -60,10 +60,10 @@ def test_answers_are_what_is_seen(conversations: list[Conversation]) -> None:
     assert len(clips) == 12
     variants = set()
     for clip in clips:
-        colour, shape, moved = shown(pixels(clip))
+        colour, shape, distance = shown(pixels(clip))
         answers = {turn.question: turn.answer for turn in clip.turns}
-        side = "right" if moved > 0 else "left"
-        assert abs(moved) > WIDTH / 4
+        side = "right" if distance > 0 else "left"
+        assert abs(distance) > WIDTH / 4
         assert answers == {
             "Which way does it move?": f"To the {side}.",
             "What colour is the shape?": f"{colour.title()}.",

@@ -160,7 +160,7 @@ def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
     del values["optim"]["groups"]["connector"]
     values["validation"]["prompts"] = ["goldfish"]
     checkpoint = opened(values)
-    assert checkpoint.classes.count == 1000
+    assert checkpoint.trained_classes.count == 1000
     assert checkpoint.index_changes() == {}
     labels = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))(
         ["tabby cat", "3", ""]
@@ -173,7 +173,7 @@ def test_a_label_outside_the_table_is_refused(values: Values) -> None:
     """A class of the data that `data.classes` has not."""
     values["data"]["classes"] = [name for name in NEW if name != "green disc"]
     checkpoint = opened(values)
-    assert checkpoint.classes.count == 1005
+    assert checkpoint.trained_classes.count == 1005
     encode = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
     with pytest.raises(DitLoraError, match=r"dit-tiny has no class 'green disc'; it has"):
         encode(["red disc", "green disc"])
@@ -256,8 +256,8 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
     reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
-    assert reopened.classes.row("red disc") == 1005
-    assert reopened.classes.null_row == 1000
+    assert reopened.trained_classes.row("red disc") == 1005
+    assert reopened.trained_classes.null_row == 1000
 
 
 def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(

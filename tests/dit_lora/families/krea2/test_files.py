@@ -60,5 +60,5 @@ def test_stock_diffusers_reads_what_comfyui_does(
     ],
 )
 def test_names_are_the_published_models(name: str, theirs: str | None) -> None:
-    key = get_family("krea2").comfyui.of(name)
+    key = get_family("krea2").comfyui.translate(name)
     assert key == (None if theirs is None else f"diffusion_model.{theirs}")

@@ -55,7 +55,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     batch = {name: torch.stack([encoding[name] for encoding in encodings]) for name in encodings[0]}
     batch |= encode_text(CAPTIONS)
     # Of the checkpoint's own density, as it is drawn.
-    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draws(batch).items()}
+    noise = {name: draw([generator] * 3) for name, draw in checkpoint.draw_functions(batch).items()}
     with torch.no_grad():
         transformer = checkpoint.load_transformer(torch.float32)
         ahead = RandomInputs(0, (0, 1, 2), noise)

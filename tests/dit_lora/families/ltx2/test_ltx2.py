@@ -160,7 +160,7 @@ def test_noise_levels_are_those_of_the_vendors_sampler(
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     size = torch.Size([8, 1, 1, tokens])
     assert checkpoint.mu(size) == pytest.approx(mu, rel=1e-6)
-    levels = checkpoint.objective.levels
+    levels = checkpoint.objective.distribution
     assert (levels.density, levels.mean, levels.std) == ("stretched_logit_normal", 0.0, 1.0)
     gaussian = torch.randn(100_000, generator=torch.Generator().manual_seed(7))
     sigmas = checkpoint.objective.compute_sigmas(gaussian, checkpoint.compute_shift(size))
@@ -221,7 +221,7 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert checkpoint.index_changes() == {"_class_name": "LTX2ImageToVideoPipeline"}
     batch = batch_of(checkpoint)
     random_inputs = {"image_dropout": torch.tensor([True, False, True])}
-    conditioning_mask = checkpoint.known(batch, random_inputs)
+    conditioning_mask = checkpoint.conditioning_mask(batch, random_inputs)
     assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
     token_timesteps = checkpoint.token_timesteps(
         torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
@@ -236,7 +236,7 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     assert torch.equal(clean[:, 6:], packed[:, 6:])
     assert not torch.equal(clean[0, :6], packed[0, :6])
     rows = [torch.Generator().manual_seed(seed) for seed in range(2000)]
-    assert 0.46 < checkpoint.draws(batch)["image_dropout"](rows).float().mean() < 0.54
+    assert 0.46 < checkpoint.draw_functions(batch)["image_dropout"](rows).float().mean() < 0.54
 
 
 NEWER = {
@@ -320,7 +320,7 @@ def test_what_would_get_no_gradient_without_sound_is_refused(
     with pytest.raises(DitLoraError, match=message):
         for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
     with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
-    assert with_sound.sound
+    assert with_sound.has_sound
     values = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
     assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).sound
 

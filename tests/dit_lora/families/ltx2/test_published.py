@@ -134,14 +134,17 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     grid = torch.Size((128, (shape.frames - 1) // 8 + 1, shape.height // 32, shape.width // 32))
     assert grid[1:].numel() == 6144
     assert "6,144 video tokens" in (RECIPES / f"{stem}.yaml").read_text()
-    assert checkpoint.sound == stem.endswith("_sound")
+    assert checkpoint.has_sound == stem.endswith("_sound")
     heard = count_audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
-    assert not checkpoint.sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
+    assert (
+        not checkpoint.has_sound
+        or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
+    )
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
     assert checkpoint.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)
     assert checkpoint.mu(torch.Size((128, 4, 16, 16))) == pytest.approx(0.95)
-    levels = checkpoint.objective.levels
+    levels = checkpoint.objective.distribution
     assert (levels.density, checkpoint.num_train_timesteps) == ("stretched_logit_normal", 1000)
     with pytest.raises(DitLoraError, match="width must be a multiple of 32; got 752"):
         checkpoint.check_shape(VideoShape(121, 512, 752))

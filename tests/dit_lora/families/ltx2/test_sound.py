@@ -192,7 +192,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
             )
             for reference in references
         ]
-        row |= encode.references(encoded_references, NATIVE)
+        row |= encode.encode_references(encoded_references, NATIVE)
     batch = {name: tensor[None] for name, tensor in row.items()}
     batch |= checkpoint.load_text_encoder(torch.float32, CPU)([CAPTIONS[1]])
     model = checkpoint.load_transformer(torch.float32).eval()
@@ -239,7 +239,9 @@ def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
-    random_inputs = checkpoint.draws({name: tensor.to("meta") for name, tensor in batch.items()})
+    random_inputs = checkpoint.draw_functions(
+        {name: tensor.to("meta") for name, tensor in batch.items()}
+    )
     rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
@@ -259,7 +261,7 @@ def test_samples_without_their_sound_are_refused_by_name(
 ) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     with pytest.raises(DitLoraError, match="cached without their sound"):
-        checkpoint.draws(batch_of(checkpoint))
+        checkpoint.draw_functions(batch_of(checkpoint))
     # Their text is the same: what was cached for video alone does for both.
     silent = opened(tiny_checkpoints["ltx-2.3"])
     assert silent.text_cache_key() == checkpoint.text_cache_key()
@@ -268,9 +270,9 @@ def test_samples_without_their_sound_are_refused_by_name(
 def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = with_sound(path, "t2v")
-    assert checkpoint.header() == {"sound": True}
+    assert checkpoint.training_metadata() == {"sound": True}
     assert opened(path).header() == {}
-    assert opened(path).with_training_metadata(checkpoint.header()).sound
+    assert opened(path).with_training_metadata(checkpoint.training_metadata()).sound
     assert not opened(path).with_training_metadata({}).sound
 
 
@@ -287,7 +289,7 @@ def test_samples_have_the_sound_that_was_trained(
     video, sound = checkpoint.generate_with_sound(pipeline, prompt_kwargs, sampling)
     expected = stock(
         **prompt_kwargs,
-        **checkpoint.arguments(NATIVE),
+        **checkpoint.shape_kwargs(NATIVE),
         num_inference_steps=2,
         guidance_scale=3.0,
         generator=torch.Generator("cpu").manual_seed(5),
@@ -321,7 +323,7 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
         "base_model": path.name,
         "transformer_digest": "",
         "video": video,
-        **checkpoint.header(),
+        **checkpoint.training_metadata(),
     }
     save_adapter(model, checkpoint.pipeline_class, tmp_path, metadata)
     request = SampleRequest(

@@ -104,7 +104,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     )
     pipeline(
         **checkpoint.prompt_kwargs(text),
-        **checkpoint.arguments(VideoShape(1, 48, 80)),
+        **checkpoint.shape_kwargs(VideoShape(1, 48, 80)),
         num_inference_steps=3,
         guidance_scale=0.0,
         generator=torch.Generator().manual_seed(1),
@@ -243,7 +243,9 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
     assert [name for name in linear if not pattern.fullmatch(name)] == []
-    assert [comfyui.of(name) for name in linear] == [f"transformer.{name}" for name in linear]
+    assert [comfyui.translate(name) for name in linear] == [
+        f"transformer.{name}" for name in linear
+    ]
 
 
 @pytest.mark.parametrize(

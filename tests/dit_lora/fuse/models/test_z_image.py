@@ -85,7 +85,7 @@ class TestZImage(Contract):
     ) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
         model, outputs = fuse_all(self.build()), []
-        for module, name in ((z_image, "_again"), (swiglu, "_hidden")):
+        for module, name in ((z_image, "_recompute_norm"), (swiglu, "_recompute_hidden")):
             patched = getattr(module, name)
 
             def counted(*args: Any, again: Any = patched, name: str = name) -> torch.Tensor:
@@ -94,7 +94,7 @@ class TestZImage(Contract):
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(outputs) == ["_again"] * 3 + ["_hidden"] * 3
+        assert sorted(outputs) == ["_recompute_norm"] * 3 + ["_recompute_hidden"] * 3
 
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(
         self, monkeypatch: pytest.MonkeyPatch

@@ -139,10 +139,10 @@ def test_a_copy_that_is_not_finite_is_saved_and_said(
     loop.step()
     with torch.no_grad():
         loop.model.out.weight[1, 2] = 1e5  # beyond fp16
-    copied = {name: p.detach().half() for name, p in loop.model.named_parameters()}
+    half_copies = {name: p.detach().half() for name, p in loop.model.named_parameters()}
     before = everything([loop.model], [])
     with caplog.at_level(logging.WARNING, logger="dit_lora"):
-        prefix = save(copied)
+        prefix = save(half_copies)
     (path,) = Path().glob("file.*")
     assert loop.kinds() == [(3, "non_finite_save", "report")]
     (message,) = caplog.messages
@@ -154,7 +154,7 @@ def test_a_copy_that_is_not_finite_is_saved_and_said(
     assert loop.guard.events[0]["verdict"]["cause"] == "unknown"
     assert same(everything([loop.model], []), before)
     if path.suffix == ".safetensors":
-        assert torch.equal(load_file(path)["out.weight"], copied["out.weight"])
+        assert torch.equal(load_file(path)["out.weight"], half_copies["out.weight"])
 
 
 def test_a_healthy_save_says_nothing_of_masks_and_of_plain_numbers() -> None:

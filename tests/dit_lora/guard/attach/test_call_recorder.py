@@ -171,13 +171,13 @@ def test_samples_have_the_loops_names_or_the_numbers_of_their_rows() -> None:
     outputs = [model(inputs()[0])]
     recorded.log.sample_names = ()
     outputs.append(model(inputs()[0][:2]))
-    named, numbered = recorded.calls
-    batch = named.to_micro_batch(model, step=8, micro_step=1, rank=2)
+    named_call, numbered_call = recorded.calls
+    batch = named_call.to_micro_batch(model, step=8, micro_step=1, rank=2)
     assert batch.ids == ("cat.mp4", "dog.mp4", "hen.mp4")
     assert (batch.step, batch.micro_step, batch.rank) == (8, 1, 2)
     single = batch.select_sample(1)
     assert (single.ids, single.step, single.micro_step) == (("dog.mp4",), 8, 1)
-    assert numbered.ids == ("row 0 of micro-batch 1", "row 1 of micro-batch 1")
+    assert numbered_call.ids == ("row 0 of micro-batch 1", "row 1 of micro-batch 1")
     assert [call.num_samples for call in recorded.calls] == [3, 2]
     assert [call.can_get_gradient for call in recorded.calls] == [True, True]
     outputs.clear()

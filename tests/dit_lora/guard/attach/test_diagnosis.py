@@ -183,10 +183,10 @@ def test_experiments_leave_no_trace_and_their_errors_end_nothing(sizes: tuple[in
             if guarded or number != 2:
                 optimizer.step()
         results.append([model.traces(), everything([model], [optimizer]), torch.rand(2)])
-    (bare_traces, bare, bare_draws), (traces, watched, draws) = results
-    assert traces == bare_traces
-    assert same(watched, bare)
-    assert torch.equal(draws, bare_draws)
+    (unguarded_traces, unguarded, unguarded_draws), (traces, watched, draws) = results
+    assert traces == unguarded_traces
+    assert same(watched, unguarded)
+    assert torch.equal(draws, unguarded_draws)
     assert guard is not None
     (event,) = guard.events
     assert (event["step"], event["action"]) == (3, "skip")

@@ -33,8 +33,8 @@ def parameters(request: pytest.FixtureRequest) -> list[nn.Parameter]:
 
 
 def checks_of(parameters: Sequence[nn.Parameter]) -> OptimizerChecks:
-    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-    return OptimizerChecks(named, torch.optim.AdamW(parameters))
+    named_parameters = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    return OptimizerChecks(named_parameters, torch.optim.AdamW(parameters))
 
 
 def set_last(tensor: torch.Tensor, value: float) -> float:

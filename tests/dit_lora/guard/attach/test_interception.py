@@ -31,21 +31,21 @@ class Derived(Base):
 
 
 def test_a_method_is_intercepted_for_one_object_without_a_trace_on_it() -> None:
-    watched, other_tensor, counted = Derived(), Derived(), Counted()
+    watched, other_tensor, counter = Derived(), Derived(), Counted()
     interceptions = Interceptions()
-    interceptions.intercept_method(watched, "step", counted.act)
+    interceptions.intercept_method(watched, "step", counter.act)
     assert (watched.step(1), other_tensor.step(2)) == (2, 3)
-    assert counted.calls == [((1,), {})]
+    assert counter.calls == [((1,), {})]
     assert vars(watched) == {}
     assert "step" not in vars(Base) or vars(Base)["step"] is Base.step
     interceptions.undo()
     assert "step" not in vars(Derived)
     assert watched.step(3) == 4
-    assert len(counted.calls) == 1
+    assert len(counter.calls) == 1
 
 
 def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
-    order: list[str] = []
+    names: list[str] = []
 
     class Named(Counted):
         def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
             self.name = name
 
         def act(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            order.append(self.name)
+            names.append(self.name)
             return original(*args, **kwargs)
 
     watched, handlers = Base(), [Named("first"), Named("second")]
@@ -61,19 +61,19 @@ def test_the_last_handler_is_the_outermost_and_each_is_removed_alone() -> None:
     for interceptions, handler in zip(interception_list, handlers, strict=True):
         interceptions.intercept_method(watched, "step", handler.act)
     watched.step(1)
-    assert order == ["second", "first"]
+    assert names == ["second", "first"]
     interception_list[0].undo()
-    order.clear()
+    names.clear()
     watched.step(1)
-    assert order == ["second"]
+    assert names == ["second"]
 
 
 def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
-    watched, counted = Derived(), Counted()
+    watched, counter = Derived(), Counted()
     interceptions = Interceptions()
-    interceptions.intercept_method(watched, "step", counted.act)
-    refs = [weakref.ref(watched), weakref.ref(counted)]
-    del counted, interceptions
+    interceptions.intercept_method(watched, "step", counter.act)
+    refs = [weakref.ref(watched), weakref.ref(counter)]
+    del counter, interceptions
     gc.collect()
     assert refs[1]() is None
     assert watched.step(1) == 2
@@ -84,7 +84,7 @@ def test_neither_the_object_nor_the_handlers_owner_is_kept() -> None:
 
 def test_an_attribute_of_the_object_keeps_its_marks() -> None:
     """As an optimizer's `step` that a schedule has wrapped."""
-    watched, counted = Base(), Counted()
+    watched, counter = Base(), Counted()
 
     def step(value: int) -> int:
         return value * 10
@@ -92,10 +92,10 @@ def test_an_attribute_of_the_object_keeps_its_marks() -> None:
     step.mark = True  # type: ignore[attr-defined]
     watched.step = step  # type: ignore[method-assign]
     interceptions = Interceptions()
-    interceptions.intercept_method(watched, "step", counted.act)
+    interceptions.intercept_method(watched, "step", counter.act)
     assert watched.step(2) == 20
     assert watched.step.mark  # type: ignore[attr-defined]
-    assert len(counted.calls) == 1
+    assert len(counter.calls) == 1
     interceptions.undo()
     assert watched.step is step
 
@@ -107,12 +107,12 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
         return value
 
     vars(module)["save"] = save
-    first_interceptions, second, counted = Interceptions(), Interceptions(), Counted()
-    first_interceptions.intercept_function(module, "save", counted.act)
+    first_interceptions, second, counter = Interceptions(), Interceptions(), Counted()
+    first_interceptions.intercept_function(module, "save", counter.act)
     assert module.save(1) == 1
     first_interceptions.undo()
     assert module.save is save
-    second.intercept_function(module, "save", counted.act)
+    second.intercept_function(module, "save", counter.act)
     intercepted = module.save
 
     def theirs(value: int) -> int:
@@ -125,12 +125,12 @@ def test_a_function_is_restored_unless_somebody_has_replaced_it_since() -> None:
 
 
 def test_a_model_is_called_and_its_class_is_pickled_by_its_name() -> None:
-    model, counted = nn.Linear(2, 2), Counted()
+    model, counter = nn.Linear(2, 2), Counted()
     interceptions = Interceptions()
-    interceptions.intercept_method(model, "__call__", counted.act)
+    interceptions.intercept_method(model, "__call__", counter.act)
     x = torch.ones(1, 2)
     assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
-    assert len(counted.calls) == 1
+    assert len(counter.calls) == 1
     assert type(model) is nn.Linear
     assert nn.Linear.__qualname__ == "Linear"
     interceptions.undo()

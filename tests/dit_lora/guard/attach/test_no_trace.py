@@ -78,17 +78,18 @@ def test_what_is_pickled_has_the_names_that_it_has_without_a_guard(name: str) ->
 
 
 def test_what_is_saved_has_the_bytes_that_it_has_without_a_guard() -> None:
-    guarded, bare = Loop(guarded=True), Loop(guarded=False)
-    assert saved(guarded.model) == saved(bare.model)
+    guarded, unguarded = Loop(guarded=True), Loop(guarded=False)
+    assert saved(guarded.model) == saved(unguarded.model)
     states = [
-        {"model": loop.model, "optimizer": loop.optimizer.state_dict()} for loop in (guarded, bare)
+        {"model": loop.model, "optimizer": loop.optimizer.state_dict()}
+        for loop in (guarded, unguarded)
     ]
     assert saved(states[0]) == saved(states[1])
 
 
 def test_a_model_and_an_optimizer_keep_the_attributes_and_hooks_that_they_had() -> None:
-    guarded, bare = Loop(guarded=True), Loop(guarded=False)
-    for module, bare_module in zip(guarded.model.modules(), bare.model.modules(), strict=True):
+    guarded, unguarded = Loop(guarded=True), Loop(guarded=False)
+    for module, bare_module in zip(guarded.model.modules(), unguarded.model.modules(), strict=True):
         assert vars(module).keys() == vars(bare_module).keys()
         hooks = {name: value for name, value in vars(module).items() if name.endswith("_hooks")}
         assert not any(hooks.values())
@@ -157,9 +158,9 @@ def objects_of_a_loop(*, accelerated: bool, fault: bool) -> dict[str, weakref.re
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("fault", [False, True])
 def test_nothing_outlives_the_loop(accelerated: bool, fault: bool) -> None:
-    dropped = objects_of_a_loop(accelerated=accelerated, fault=fault)
+    refs = objects_of_a_loop(accelerated=accelerated, fault=fault)
     gc.collect()
-    alive = {name for name, ref in dropped.items() if ref() is not None}
+    alive = {name for name, ref in refs.items() if ref() is not None}
     assert {name for name in alive if not name.startswith("batch ")} == set()
 
 
@@ -170,9 +171,9 @@ def test_the_batches_of_a_loop_do_not_outlive_its_guard(
     # Guards that other tests of this process still hold would hold the batches too.
     monkeypatch.setattr(EVENTS, "_listeners", [])
     monkeypatch.setattr(EVENTS, "_num_users", 0)
-    dropped = objects_of_a_loop(accelerated=accelerated, fault=False)
+    refs = objects_of_a_loop(accelerated=accelerated, fault=False)
     gc.collect()
-    assert {name for name, ref in dropped.items() if ref() is not None} == set()
+    assert {name for name, ref in refs.items() if ref() is not None} == set()
 
 
 def test_a_guard_that_nobody_holds_guards_on() -> None:
@@ -208,16 +209,16 @@ def test_a_schedule_that_is_made_late_moves_as_without_a_guard(name: str) -> Non
         before = everything([loop.model], [])
         step(loop.model, loop.optimizer, bad_batch(9))
         assert same(everything([loop.model], []), before) is guarded
-    (bare_rate, bare), (rate, watched) = results
-    assert rate == bare_rate
-    assert same(watched, bare)
+    (unguarded_rate, unguarded), (rate, watched) = results
+    assert rate == unguarded_rate
+    assert same(watched, unguarded)
 
 
 def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_command(
     tmp_path: Path,
 ) -> None:
-    overseer = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
-    with overseer.watch_script():
+    script_guard = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
+    with script_guard.watch_script():
         model = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         take_step = optimizer.step
@@ -227,15 +228,15 @@ def test_a_step_that_the_loop_has_kept_as_a_bound_method_is_guarded_by_the_comma
             model(bad_batch(1) if number == 1 else batch(number)).square().mean().backward()
             take_step()
             assert same(everything([model], []), before) is (number == 1)
-        (guard,) = overseer.guards
+        (guard,) = script_guard.guards
         assert [event["step"] for event in guard.events] == [2]
 
 
 def test_a_schedule_that_is_made_late_under_the_command_is_held_in_a_skipped_step(
     tmp_path: Path,
 ) -> None:
-    overseer = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
-    with overseer.watch_script():
+    script_guard = ScriptGuard(LoopConfig(), tmp_path, lambda message: None)
+    with script_guard.watch_script():
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -89,8 +89,8 @@ def test_a_bad_step_that_the_loop_leaves_out_says_nothing_about_the_next(
         loop.step(bad_batch(4), is_left_out=True)
         loop.step(batch(5))
         assert loop.moved == [True] * 3
-    bare, watched = loops
-    assert same(everything([bare.model], []), everything([watched.model], []))
+    unguarded, watched = loops
+    assert same(everything([unguarded.model], []), everything([watched.model], []))
     assert watched.guard is not None
     assert watched.guard.events == []
     assert watched.guard.format_summary() is None
@@ -206,15 +206,15 @@ def test_the_sample_is_named_before_torch_raises(
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     guard = Guard.watch(model, optimizer)
-    taken = 0
+    num_steps = 0
 
     def run() -> None:
-        nonlocal taken
+        nonlocal num_steps
         for x in bad_items():
             optimizer.zero_grad()
             raises_by_itself(model(x).square().mean(), model)
             optimizer.step()
-            taken += 1
+            num_steps += 1
 
     message = "returned nan values" if anomaly else "for gradients .* is non-finite"
     with (
@@ -224,7 +224,7 @@ def test_the_sample_is_named_before_torch_raises(
     ):
         run()
     assert type(error.value) is RuntimeError
-    assert taken == 2
+    assert num_steps == 2
     (event,) = guard.events
     assert (event["step"], event["verdict"]["cause"]) == (3, "data")
     assert event["sample_ids"] == ["dataset index 5"]
@@ -260,7 +260,7 @@ def test_an_index_out_of_range_keeps_its_type_and_message(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 1))
-    with pytest.raises(IndexError) as bare:
+    with pytest.raises(IndexError) as unguarded_error:
         model(torch.tensor([3, 9]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     guard = Guard.watch(model, optimizer)
@@ -273,11 +273,11 @@ def test_an_index_out_of_range_keeps_its_type_and_message(
 
     with (
         caplog.at_level(logging.WARNING, logger="dit_lora"),
-        pytest.raises(IndexError) as guarded,
+        pytest.raises(IndexError) as guarded_error,
     ):
         run()
-    assert type(guarded.value) is type(bare.value)
-    assert str(guarded.value) == str(bare.value)
+    assert type(guarded_error.value) is type(unguarded_error.value)
+    assert str(guarded_error.value) == str(unguarded_error.value)
     messages = [
         "guard: no table of the model has these indices\n  - b.txt: argument 0 has 9, 0 has 0..6"
     ]
@@ -313,12 +313,12 @@ class OptimizersInTheBackward:
 def test_an_optimizer_inside_the_backward_is_judged_by_its_own_gradient(
     optimizer_of: Callable[..., Any],
 ) -> None:
-    bare = OptimizersInTheBackward(optimizer_of, guarded=False)
+    unguarded = OptimizersInTheBackward(optimizer_of, guarded=False)
     loop = OptimizersInTheBackward(optimizer_of, guarded=True)
     assert loop.guard is not None
     for number in range(3):
-        assert loop.train(batch(number)) == bare.train(batch(number)) == [True] * 4
-    assert same(everything([loop.model], []), everything([bare.model], []))
+        assert loop.train(batch(number)) == unguarded.train(batch(number)) == [True] * 4
+    assert same(everything([loop.model], []), everything([unguarded.model], []))
     assert loop.guard.events == []
     # Backward comes to the first layer last, when the others have stepped.
     spoil_once(next(loop.model.parameters()), torch.nan)

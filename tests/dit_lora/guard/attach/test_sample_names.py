@@ -103,11 +103,11 @@ def test_items_of_a_loader_that_is_cycled_are_named_though_its_iterator_has_ende
 def read_ahead(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """As prefetchers do: the next batch is taken, and changed, before this one is used."""
     iterator = iter(batches)
-    upcoming = next(iterator)
+    next_batch = next(iterator)
     for following in iterator:
-        ready, upcoming = upcoming, following
+        ready, next_batch = next_batch, following
         yield ready
-    yield upcoming
+    yield next_batch
 
 
 def test_batches_that_are_kept_reversed_and_read_ahead_are_named_by_their_tensors() -> None:
@@ -183,8 +183,8 @@ def test_items_with_the_same_content_are_not_told_apart_by_it() -> None:
         ("data", ["dataset index 10"]),
     ]
     # As copies their content is that of two items; both are bad as they were loaded.
-    copied = train(lambda: list(DataLoader(Repeated(4), batch_size=12)), lambda x: x.flip(0))
-    assert copied == [("data", ["dataset index 4", "dataset index 10"])]
+    verdicts = train(lambda: list(DataLoader(Repeated(4), batch_size=12)), lambda x: x.flip(0))
+    assert verdicts == [("data", ["dataset index 4", "dataset index 10"])]
 
 
 def test_an_item_of_a_subset_is_named_by_both_indices() -> None:
@@ -321,11 +321,11 @@ class Pictures(Dataset[dict[str, torch.Tensor]]):
 
 def collate_pictures(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ids = torch.stack([item["input_ids"] for item in items])
-    joined = {
+    media_tensors = {
         name: torch.cat([item[name] for item in items])
         for name in ("pixel_values", "image_grid_thw")
     }
-    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **joined}
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **media_tensors}
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,9 @@ def train(name: str, bad_steps: tuple[int, ...], *, guarded: bool) -> tuple[Any,
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_healthy_loop_trains_alike_and_a_bad_step_is_skipped(name: str) -> None:
-    bare, _ = train(name, (), guarded=False)
+    unguarded, _ = train(name, (), guarded=False)
     watched, guard = train(name, (), guarded=True)
-    assert same(bare, watched)
+    assert same(unguarded, watched)
     assert guard is not None
     assert guard.events == []
     state, guard = train(name, (3,), guarded=True)

@@ -41,8 +41,8 @@ def test_parts_are_asked_where_the_whole_differs(
         calls.append(one.name)
         expected = {"other", *parts} if one.parent else {"other", "all"}
         assert {switch.name for switch in others} == expected - {one.name}
-        inside = {*parts, "glue"} if one.name == "all" else {one.name}
-        is_wrong = any(name in inside and name not in runs for name in wrong)
+        part_names = {*parts, "glue"} if one.name == "all" else {one.name}
+        is_wrong = any(name in part_names and name not in runs for name in wrong)
         return Difference(one.name, "block", 1.0) if is_wrong else None
 
     for name_found, difference in iter_differences(switches, compare):
@@ -89,8 +89,8 @@ def test_a_gradient_of_rounding_errors_is_no_difference(noise: float, differs: b
 def test_what_the_stock_model_makes_nan_of_shows_nothing() -> None:
     model = nn.Linear(3, 3)
     x = torch.full((2, 3), torch.nan)
-    nothing = Fallback("k", "kernel", nullcontext, lambda: None, "stock")
-    assert find_first_difference(nothing, lambda: model(x).sum(1), model) is None
+    unchanged_fallback = Fallback("k", "kernel", nullcontext, lambda: None, "stock")
+    assert find_first_difference(unchanged_fallback, lambda: model(x).sum(1), model) is None
 
 
 def test_dropout_of_other_draws_is_no_difference_and_is_on_again() -> None:

@@ -46,7 +46,7 @@ def test_every_tensor_gets_where_it_belongs(world: World) -> None:
     converted = load_file(world.folder / "out" / "model.safetensors")
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], expected[name]) for name in converted)
-    assert "11 layers merged at scale 2" in report.lora
+    assert "11 layers merged at scale 2" in report.lora_report
     assert not report.initialized
 
     model = opened(world)
@@ -125,7 +125,7 @@ def test_stage_2_alone_is_not_legacy_and_takes_text_from_stage_1(world: World) -
     assert extra.shape == (1, EXTRA, QFORMER)
     assert 0.01 < float(extra.std()) < 0.03
     assert not opened(world).config.legacy
-    assert report.lora == ""
+    assert report.lora_report == ""
 
 
 def test_legacy_is_the_callers_to_say(world: World) -> None:
@@ -135,7 +135,7 @@ def test_legacy_is_the_callers_to_say(world: World) -> None:
 
 def test_a_kept_adapter_computes_what_a_merged_one_does(world: World) -> None:
     report = world.convert(keep_adapter=True)
-    assert "11 layers kept in adapter/" in report.lora
+    assert "11 layers kept in adapter/" in report.lora_report
     converted = load_file(world.folder / "out" / "model.safetensors")
     assert torch.equal(converted["lm_head.weight"], world.base["lm_head.weight"])
     model = opened(world)
@@ -164,7 +164,7 @@ def test_bf16_weights_are_rounded_once(tmp_path: Path) -> None:
     assert not torch.equal(head, world.base["lm_head.weight"] + (2 * (b @ a)).bfloat16())
     assert (head != world.base["lm_head.weight"]).any()
     assert converted["model.projection.weight"].dtype == torch.float32
-    assert re.search(r"rounding to bfloat16 is off by 0\.\d\d% of the update", report.lora)
+    assert re.search(r"rounding to bfloat16 is off by 0\.\d\d% of the update", report.lora_report)
 
 
 def test_shards_are_read_as_one(world: World) -> None:

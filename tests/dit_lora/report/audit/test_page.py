@@ -203,10 +203,10 @@ def test_thousands_of_samples_stay_a_small_page_that_says_what_it_leaves_out(
 ) -> None:
     """Every code is shown, however many samples the others have."""
     big = jpeg(size=(1600, 1600)) + bytes(120_000)  # 160 kB of base64
-    rare = Finding("truncated", "cut off", "reject")
+    rare_finding = Finding("truncated", "cut off", "reject")
     finding = Finding("caption_long", "word " * 2000, "warn")
     samples = [AuditedSample(f"{n}.mp4", (BLACK,), {}, big) for n in range(3000)]
-    samples += [AuditedSample("rare.mp4", (rare,), {}, big)]
+    samples += [AuditedSample("rare.mp4", (rare_finding,), {}, big)]
     samples += [AuditedSample(f"w{n}.mp4", (finding, LOW), {}, big) for n in range(3000)]
     samples += [AuditedSample(f"l{n}.mp4", (LOW,)) for n in range(10)]
     page = write(tmp_path, samples)
@@ -282,8 +282,8 @@ def test_copies_are_grouped_with_what_they_are_copies_of(tmp_path: Path) -> None
 
 def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[AuditedSample]) -> None:
     row = BucketRow(VideoShape(49, 480, 720), 812, 1624, 0.8, 0.124, 0.31, 4, 1)
-    dropped = tuple((f"d{n}.mp4", DroppedClip("too_short", "12 frames")) for n in range(60))
-    report = BucketReport((row,), dropped, ("more ratios would help",)).as_dict()
+    dropped_clips = tuple((f"d{n}.mp4", DroppedClip("too_short", "12 frames")) for n in range(60))
+    report = BucketReport((row,), dropped_clips, ("more ratios would help",)).as_dict()
     buckets = write(tmp_path, judged, buckets=report).section("Buckets")
     assert buckets.startswith("more ratios would help")
     assert "49 720 x 480 812 1,624 80.0% 12% 31% 4" in buckets
@@ -292,21 +292,21 @@ def test_buckets_are_shown_with_their_advice(tmp_path: Path, judged: list[Audite
 
 
 def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> None:
-    odd = Finding("latent_outlier", "latent_mean: its mean is 9", "warn")
+    outlier = Finding("latent_outlier", "latent_mean: its mean is 9", "warn")
     _, encoded = check_encoded(
         [
             ("a.mp4", {"latent_mean": torch.tensor([[[-3.0, 5.0]], [[0.5, 0.5]]])}),
             ("b.mp4", {"prompt_embeds": torch.ones(2, 4096)}),
         ]
     )
-    page = write(tmp_path, [AuditedSample("a.mp4", (odd,))], encoded=encoded)
+    page = write(tmp_path, [AuditedSample("a.mp4", (outlier,))], encoded=encoded)
     part = page.section("Latents and embeddings")
     assert "warn a.mp4 latent_mean: its mean is 9" in part
     assert "latent_mean 1 samples, 2 channels; largest magnitude 5.000 in a.mp4" in part
     assert "prompt_embeds 1 samples, 4,096 channels" in part
-    named = [tag["title"] for tag in page.all("div") if "channel" in (tag.get("title") or "")]
-    assert len(named) == 2, "thousands of channels are not drawn"
-    assert named[0] == "channel 0: mean 1.000, standard deviation 4.000"
+    titles = [tag["title"] for tag in page.all("div") if "channel" in (tag.get("title") or "")]
+    assert len(titles) == 2, "thousands of channels are not drawn"
+    assert titles[0] == "channel 0: mean 1.000, standard deviation 4.000"
 
 
 def test_notes_are_shown(tmp_path: Path, judged: list[AuditedSample]) -> None:

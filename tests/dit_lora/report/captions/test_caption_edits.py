@@ -110,17 +110,17 @@ def test_line_ends_of_windows_stay_in_an_edited_caption(tmp_path: Path) -> None:
 
 def test_a_stale_edit_is_refused_with_what_is_there(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {"a.png": "old", "b.png": "other"})
-    first_edits, two = (CaptionEdits(folder, TextRules()) for _ in range(2))
+    first_edits, second_edits = (CaptionEdits(folder, TextRules()) for _ in range(2))
     version = Cards(first_edits.render_page(1, False)).by_name["a.png"]["version"]
-    assert version == Cards(two.render_page(1, False)).by_name["a.png"]["version"]
+    assert version == Cards(second_edits.render_page(1, False)).by_name["a.png"]["version"]
     first_edits.save_caption("a.png", "first", version)
-    for server in (first_edits, two):  # another tab of this server, and another server
-        with pytest.raises(StaleCaptionError) as refused:
+    for server in (first_edits, second_edits):  # another tab of this server, and another server
+        with pytest.raises(StaleCaptionError) as error:
             server.save_caption("a.png", "second", version)
-        assert refused.value.state.caption == "first"
+        assert error.value.state.caption == "first"
     assert CaptionTable.read(folder).captions["a.png"] == "first"
-    two.save_caption("b.png", "of another file", compute_caption_version("other"))
-    two.save_caption("a.png", "second", refused.value.state.version)
+    second_edits.save_caption("b.png", "of another file", compute_caption_version("other"))
+    second_edits.save_caption("a.png", "second", error.value.state.version)
     assert CaptionTable.read(folder).captions == {"a.png": "second", "b.png": "of another file"}
     # By hand, in a text editor.
     text = (folder / "metadata.jsonl").read_text().replace("second", "by hand")
@@ -164,12 +164,12 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     monkeypatch.setattr(captions, "load_answerer", lambda *_, **__: answerer)
     monkeypatch.setattr(captions, "require_finite_logits", nullcontext)
     monkeypatch.setattr(captions, "describe_file", lambda _, file, *__: f"made of {file.name}")
-    written = 0
+    num_written = 0
     for start in range(0, 200, 10):
         for number in range(start, start + 10):
             (folder / f"made_{number:03}.png").write_bytes(b"media")
-        written += caption_folder(CaptionRequest(folder, Path("model"))).num_written
-    assert written == 200
+        num_written += caption_folder(CaptionRequest(folder, Path("model"))).num_written
+    assert num_written == 200
     assert [editor.wait(600) for editor in editors] == [0, 0]
     table = CaptionTable.read(folder)
     caption_words = " ".join(table.captions[f"shared_{number}.png"] for number in range(8)).split()
@@ -181,14 +181,17 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
 
 
 def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> None:
-    odd = os.fsdecode(b"caf\xe9 100%25.png")
+    undecodable_name = os.fsdecode(b"caf\xe9 100%25.png")
     folder = write_folder(tmp_path / "clips", {"a.png": "a"})
-    (folder / odd).write_bytes(b"media")
+    (folder / undecodable_name).write_bytes(b"media")
     edits = CaptionEdits(folder, TextRules())
-    assert Cards(edits.render_page(1, False)).by_name[odd]["caption"] == ""
-    assert edits.find_media(decode_address(encode_address(odd))) == folder / odd
-    edits.save_caption(odd, "b", compute_caption_version(""))
-    assert CaptionTable.read(folder).captions == {"a.png": "a", odd: "b"}
+    assert Cards(edits.render_page(1, False)).by_name[undecodable_name]["caption"] == ""
+    assert (
+        edits.find_media(decode_address(encode_address(undecodable_name)))
+        == folder / undecodable_name
+    )
+    edits.save_caption(undecodable_name, "b", compute_caption_version(""))
+    assert CaptionTable.read(folder).captions == {"a.png": "a", undecodable_name: "b"}
     write_captions_page(folder / "captions.html", CaptionTable.read(folder), TextRules())
     write_captions_page(tmp_path / "page.html", CaptionTable.read(folder), TextRules())
 

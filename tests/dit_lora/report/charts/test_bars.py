@@ -64,8 +64,8 @@ def test_bars_are_as_long_as_their_values() -> None:
         "Loss", [Bar("a", 0.8, "0.8"), Bar("b", 0.2, "0.2"), Bar("c", math.nan, "NaN")]
     )
     assert [chart.percent(bar) for bar in chart.bars] == [100, 25, 0]
-    nothing = BarChart("Loss", [Bar("a", 0.0, "0"), Bar("b", -1.0, "-1")])
-    assert [nothing.percent(bar) for bar in nothing.bars] == [0, 0]
+    empty_chart = BarChart("Loss", [Bar("a", 0.0, "0"), Bar("b", -1.0, "-1")])
+    assert [empty_chart.percent(bar) for bar in empty_chart.bars] == [0, 0]
 
 
 def test_the_files_of_others_are_as_they_were_published() -> None:

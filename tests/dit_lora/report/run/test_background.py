@@ -31,21 +31,21 @@ def test_a_page_of_a_run_that_goes_on_links_its_samples_and_the_last_one_holds_t
 def test_training_waits_for_no_report_and_one_is_written_at_a_time(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, states = threading.Event(), threading.Event(), []
+    has_begun, may_finish, states = threading.Event(), threading.Event(), []
 
     def write_run_page(reader: Any, **how: Any) -> Path:
         states.append(how.get("state"))
-        begun.set()
-        assert go_on.wait(100)
+        has_begun.set()
+        assert may_finish.wait(100)
         return run_dir / "report.html"
 
     monkeypatch.setattr(background, "write_run_page", write_run_page)
     reporting = Reporting(run_dir, pytest.fail)
     for _ in range(3):
         reporting.update()  # returns although none is done
-    assert begun.wait(100)
+    assert has_begun.wait(100)
     assert states == ["running"]
-    go_on.set()
+    may_finish.set()
     reporting.finish()
     assert states == ["running", None]
 

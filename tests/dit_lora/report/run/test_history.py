@@ -32,7 +32,7 @@ def test_lines_come_once_and_a_half_written_one_when_it_is_whole(tmp_path: Path)
     assert not tail.reset_if_replaced()
     assert given(tail) == [3, 5]
     assert not tail.is_last_line_incomplete
-    assert tail.bad == [4]
+    assert tail.damaged_lines == [4]
     assert given(tail) == []
 
 
@@ -60,10 +60,10 @@ def test_a_reader_that_goes_on_finds_what_a_new_one_finds(run_dir: Path) -> None
         with path.open("a") as file:
             for step in range(first_step, last_step + 1):
                 file.write(json.dumps(metrics_line(step, loss=last_step + step / 8)) + "\n")
-        went_on, anew = reader.read(), RunReader(run_dir).read()
-        assert list(went_on.metrics.steps) == list(range(1, last_step + 1))
-        assert repr(went_on.metrics.columns) == repr(anew.metrics.columns)  # NaN and all
-        assert went_on.held_out == anew.held_out
+        continued_run, fresh_run = reader.read(), RunReader(run_dir).read()
+        assert list(continued_run.metrics.steps) == list(range(1, last_step + 1))
+        assert repr(continued_run.metrics.columns) == repr(fresh_run.metrics.columns)  # NaN and all
+        assert continued_run.held_out == fresh_run.held_out
 
 
 def test_the_fingerprint_changes_with_every_file_that_is_shown(run_dir: Path) -> None:

@@ -84,16 +84,16 @@ def test_a_config_that_is_a_link_or_a_pipe_is_one_line(run_dir: Path, private: P
     for plant in (a_link, a_pipe, a_sparse_file):
         config.unlink()
         plant(config, private)
-        with pytest.raises(DitLoraError, match=r"cannot read .*config\.yaml") as refused:
+        with pytest.raises(DitLoraError, match=r"cannot read .*config\.yaml") as error:
             write_report(run_dir)
-        assert "\n" not in str(refused.value)
-        assert PRIVATE not in str(refused.value)
+        assert "\n" not in str(error.value)
+        assert PRIVATE not in str(error.value)
 
 
 def test_samples_behind_a_link_are_not_served(run_dir: Path, private: Path) -> None:
-    elsewhere = private.with_name("elsewhere")
-    shutil.move(run_dir / "samples" / "step_000010", elsewhere)
-    (run_dir / "samples" / "step_000010").symlink_to(elsewhere)
+    target_folder = private.with_name("elsewhere")
+    shutil.move(run_dir / "samples" / "step_000010", target_folder)
+    (run_dir / "samples" / "step_000010").symlink_to(target_folder)
     with ReportServer(run_dir) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -114,8 +114,8 @@ def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> N
     file = get_checkpoint_path(run_dir, 20)
     file.parent.mkdir(parents=True)
     file.touch()
-    written: list[Path] = []
-    pages = ReportPages(run_dir, lambda file, form, out: written.append(out))
+    written_paths: list[Path] = []
+    pages = ReportPages(run_dir, lambda file, form, out: written_paths.append(out))
     (run_dir / "exports").symlink_to(outside)
     with pytest.raises(DitLoraError, match="through which nothing is written"):
         pages.export_step(20)
@@ -125,4 +125,4 @@ def test_no_export_is_written_through_a_link(run_dir: Path, tmp_path: Path) -> N
     file.symlink_to(outside)
     with pytest.raises(DitLoraError, match="no checkpoint of step 20"):
         pages.export_step(20)
-    assert written == [run_dir / "exports" / "step_000020"]
+    assert written_paths == [run_dir / "exports" / "step_000020"]

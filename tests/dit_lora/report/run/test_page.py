@@ -121,9 +121,9 @@ def test_all_videos_are_embedded_byte_for_byte_and_can_be_chosen(run_dir: Path) 
     page = report(run_dir)
     prefix = "data:video/mp4;base64,"
     videos = page.all("video")
-    decoded = [base64.b64decode((video["src"] or "").removeprefix(prefix)) for video in videos]
+    contents = [base64.b64decode((video["src"] or "").removeprefix(prefix)) for video in videos]
     expected = [run_dir / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 10, 20)]
-    assert decoded == [path.read_bytes() for path in expected]
+    assert contents == [path.read_bytes() for path in expected]
     assert all({"muted", "loop", "playsinline", "controls"} <= set(v) for v in videos)
     sound = Sound(torch.zeros(2, 48_000), 48_000)
     write_video(expected[1], torch.zeros(9, 32, 48, 3, dtype=torch.uint8), 8, sound)
@@ -153,8 +153,8 @@ def test_images_are_shown_as_images(run_dir: Path, monkeypatch: pytest.MonkeyPat
     page = report(run_dir)
     images = [image for image in page.all("img") if HOSTILE in (image["alt"] or "")]
     prefix = "data:image/png;base64,"
-    decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
-    assert decoded == [path.read_bytes() for path in paths]
+    contents = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
+    assert contents == [path.read_bytes() for path in paths]
     assert not page.all("video")
     monkeypatch.setattr(samples, "EMBED_LIMIT_BYTES", 1)
     sources = [image["src"] for image in report(run_dir).all("img")]
@@ -177,8 +177,8 @@ def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
     ]
     paths = [folder / f"prompt_00_{position}.jpg" for position in (1, 2, 10)]
     prefix = "data:image/jpeg;base64,"
-    decoded = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
-    assert decoded == [path.read_bytes() for path in paths]
+    contents = [base64.b64decode((image["src"] or "").removeprefix(prefix)) for image in images]
+    assert contents == [path.read_bytes() for path in paths]
     assert page.source.index("reference 3<") < page.source.index('data-step="0"')
     monkeypatch.setattr(samples, "EMBED_LIMIT_BYTES", 1)
     page = report(run_dir)
@@ -276,10 +276,10 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
 ) -> None:
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(DitLoraError, match=reason) as caught:
+    with pytest.raises(DitLoraError, match=reason) as error:
         write_report(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -298,10 +298,10 @@ def test_the_report_appears_whole_or_not_at_all(
 
     monkeypatch.setattr(os, "replace", replace)
     path = write_report(run_dir)
-    [(before, complete)] = observed
+    [(before, second_text)] = observed
     assert before == "old"
-    assert complete == path.read_text(encoding="utf-8")
-    assert complete.rstrip().endswith("</html>")
+    assert second_text == path.read_text(encoding="utf-8")
+    assert second_text.rstrip().endswith("</html>")
     assert not [name for name in os.listdir(run_dir) if "partial" in name]
 
 

@@ -93,9 +93,9 @@ class Opened:
 
     def is_quiet(self, own: str) -> bool:
         """Whether it printed nothing and requested only its own address."""
-        foreign = [url for url in self.asked if not url.startswith((own, "data:"))]
+        foreign_urls = [url for url in self.asked if not url.startswith((own, "data:"))]
         assert self.said == []
-        assert foreign == []
+        assert foreign_urls == []
         assert self.page.evaluate("window.hit") is None
         return True
 
@@ -104,8 +104,10 @@ class Opened:
 def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
     browser: Any, report: str, scheme: str
 ) -> None:
-    opened = Opened(browser, report, viewport={"width": 360, "height": 780}, color_scheme=scheme)
-    page = opened.page
+    opened_page = Opened(
+        browser, report, viewport={"width": 360, "height": 780}, color_scheme=scheme
+    )
+    page = opened_page.page
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     inks = page.evaluate(f"[...document.querySelectorAll('.curves canvas')].map({INK})")
@@ -121,7 +123,7 @@ def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
     assert (card > 0.5) == (scheme == "light")
     contrasts = [(max(card, ink) + 0.05) / (min(card, ink) + 0.05) for ink in inks]
     assert min(contrasts) > 4.5, contrasts
-    assert opened.is_quiet(report)
+    assert opened_page.is_quiet(report)
 
 
 def luminance(color: str) -> float:
@@ -132,13 +134,13 @@ def luminance(color: str) -> float:
 
 
 def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) -> None:
-    opened = Opened(browser, report)
-    page = opened.page
+    opened_page = Opened(browser, report)
+    page = opened_page.page
     if not page.evaluate(
         "document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.42E01E\"')"
     ):
         pytest.skip("this Chromium has no H.264")
-    opened.wait_for(f"{VIDEOS}.length === 2 && {VIDEOS}.every((one) => one.currentTime > 0.3)")
+    opened_page.wait_for(f"{VIDEOS}.length === 2 && {VIDEOS}.every((one) => one.currentTime > 0.3)")
     times = page.evaluate(f"{VIDEOS}.map((one) => one.currentTime)")
     assert abs(times[0] - times[1]) < 0.3
     page.click("#play")
@@ -146,7 +148,9 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.focus("#seek")  # as who drags it; else a playing video moves it
     page.evaluate("document.getElementById('seek').value = 500")
     page.dispatch_event("#seek", "input")
-    opened.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
+    opened_page.wait_for(
+        f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)"
+    )
     page.select_option("#right", "10")
     script = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
     assert page.evaluate(script) == ["0", "10"]
@@ -162,8 +166,8 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
 def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
     browser: Any, report: str
 ) -> None:
-    opened = Opened(browser, report)
-    page = opened.page
+    opened_page = Opened(browser, report)
+    page = opened_page.page
     chart = page.locator(".curves").first
     legend_table, tip, plot = (
         chart.locator(".u-legend"),
@@ -194,7 +198,7 @@ def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
     assert page.inner_text(".heat-map:not([hidden]) output") == "blocks.2, step 10: 0.2"
     page.select_option("#heat-grouping", "by layer")
     assert "by layer" in page.inner_text(".heat-map:not([hidden]) figcaption")
-    assert opened.is_quiet(report)
+    assert opened_page.is_quiet(report)
 
 
 def legend(locator: Any) -> str:
@@ -208,11 +212,11 @@ def legend(locator: Any) -> str:
 def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
     browser: Any, report: str
 ) -> None:
-    opened = Opened(browser, report)
-    page = opened.page
-    over = page.locator(".u-over").first
-    over.scroll_into_view_if_needed()
-    box = over.bounding_box()
+    opened_page = Opened(browser, report)
+    page = opened_page.page
+    chart_overlay = page.locator(".u-over").first
+    chart_overlay.scroll_into_view_if_needed()
+    box = chart_overlay.bounding_box()
     y = box["y"] + 60
 
     def first_step(chart: int) -> str:
@@ -229,7 +233,7 @@ def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
     assert (first_step(0), first_step(1)) == ("10", "10")
     page.mouse.dblclick(box["x"] + 30, y)
     assert (first_step(0), first_step(1)) == ("0", "1")
-    assert opened.is_quiet(report)
+    assert opened_page.is_quiet(report)
 
 
 def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) -> None:
@@ -239,10 +243,10 @@ def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) ->
     lines[1]["modules"] = {"blocks.0": {"grad_norm": 0.0}, "blocks.1": {"grad_norm": None}}
     colored = write_run(folder.parent / "colored")
     write_lines(colored / "metrics.jsonl", lines)
-    opened = Opened(browser, write_report(colored).as_uri())
-    read = "(canvas) => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
-    data = opened.page.locator(".heat canvas").first.evaluate(read)
-    pixels = [data[at : at + 4] for at in range(0, len(data), 4)]
+    opened_page = Opened(browser, write_report(colored).as_uri())
+    script = "(canvas) => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+    data = opened_page.page.locator(".heat canvas").first.evaluate(script)
+    pixels = [data[offset : offset + 4] for offset in range(0, len(data), 4)]
     low, zero, middle, bad, high, none = pixels
     assert sum(low[:3]) < sum(middle[:3]) < sum(high[:3])
     assert zero == [128, 128, 128, 255]
@@ -251,8 +255,8 @@ def test_a_heat_map_has_the_colours_of_its_values(browser: Any, folder: Path) ->
 
 
 def test_without_scripts_the_page_says_where_the_curves_are(browser: Any, report: str) -> None:
-    opened = Opened(browser, report, java_script_enabled=False)
-    text = opened.page.inner_text("body")
+    opened_page = Opened(browser, report, java_script_enabled=False)
+    text = opened_page.page.inner_text("body")
     assert "metrics.jsonl has their numbers" in text
     assert "Loss by timestep, at the end" in text
     assert "Steps" in text
@@ -271,18 +275,18 @@ def server(folder: Path) -> Iterator[ReportServer]:
 def test_a_served_page_follows_the_run_and_keeps_what_was_chosen(
     browser: Any, folder: Path, server: ReportServer
 ) -> None:
-    opened = Opened(browser, server.url)
-    page = opened.page
+    opened_page = Opened(browser, server.url)
+    page = opened_page.page
     page.select_option("#left", "10")
     page.evaluate("window.scrollTo(0, 700)")
     page.evaluate("document.querySelector('#samples').mine = true")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics_line(21)) + "\n")
-    opened.wait_for("document.querySelector('.figure .value').textContent === '21'")
+    opened_page.wait_for("document.querySelector('.figure .value').textContent === '21'")
     assert page.evaluate("window.scrollY") == 700
     assert page.input_value("#left") == "10"
     assert page.evaluate("document.querySelector('#samples').mine")  # unchanged: it plays on
-    opened.wait_for(f"{VIDEOS}.every((one) => one.readyState > 1)")
+    opened_page.wait_for(f"{VIDEOS}.every((one) => one.readyState > 1)")
     page.evaluate(f"{VIDEOS}[0].currentTime = 1.5")
-    opened.wait_for(f"!{VIDEOS}[0].seeking")
-    assert opened.is_quiet(server.url)
+    opened_page.wait_for(f"!{VIDEOS}[0].seeking")
+    assert opened_page.is_quiet(server.url)

@@ -65,8 +65,8 @@ def copied(base: Path, out: Path, dtype: torch.dtype = torch.float32, shards: in
         part = {name: tensors[name] for name in tensors if index[name] == filename}
         save_file(part, file.with_name(filename), metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
-    listed = {"metadata": {"total_size": size}, "weight_map": index}
-    file.with_name(f"{WEIGHTS}.index.json").write_text(json.dumps(listed))
+    weight_index = {"metadata": {"total_size": size}, "weight_map": index}
+    file.with_name(f"{WEIGHTS}.index.json").write_text(json.dumps(weight_index))
     return out
 
 
@@ -88,7 +88,7 @@ def test_stock_diffusers_loads_base_plus_adapter(
     updates, names = deltas(trained_adapter.model), dict(trained_adapter.model.named_parameters())
     old, new = stored(base), stored(output_folder)
     assert old.keys() == new.keys()
-    changed = set()
+    changed_names = set()
     for name, tensor in new.items():
         parameter = names.get(name, names.get(f"{name.removesuffix('.weight')}.base_layer.weight"))
         exact = old[name].double() if parameter is None else parameter.double()
@@ -99,10 +99,10 @@ def test_stock_diffusers_loads_base_plus_adapter(
             tensor, exact.to(tensor.dtype), msg=lambda m, n=name: f"{n}: {m}"
         )
         if not torch.equal(tensor, old[name]):
-            changed.add(name)
-    assert {f"{name}.weight" for name in updates} < changed
-    loaded = pipeline.transformer.state_dict()
-    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in new.items())
+            changed_names.add(name)
+    assert {f"{name}.weight" for name in updates} < changed_names
+    loaded_tensors = pipeline.transformer.state_dict()
+    assert all(torch.equal(loaded_tensors[name], tensor.float()) for name, tensor in new.items())
     base_files = {p.relative_to(base) for p in base.rglob("*") if p.is_file()}
     assert {
         p.relative_to(output_folder) for p in output_folder.rglob("*") if p.is_file()
@@ -127,14 +127,16 @@ def test_half_precision_in_several_files_is_rounded_once(
         "diffusion_pytorch_model-00002-of-00002.safetensors",
     }
     old, new, updates = stored(base), stored(output_folder), deltas(trained_adapter.model)
-    once = twice = 0
+    num_rounded_once = num_rounded_twice = 0
     for layer, delta in updates.items():
         weight = old[f"{layer}.weight"].double()
         merged_weight = new[f"{layer}.weight"]
-        once += int((merged_weight != (weight + delta).bfloat16()).sum())
-        twice += int((merged_weight != (weight + delta.bfloat16().double()).bfloat16()).sum())
-    assert once <= 20  # of 32,768, where fp32 and fp64 are on two sides of a tie
-    assert twice > 200
+        num_rounded_once += int((merged_weight != (weight + delta).bfloat16()).sum())
+        num_rounded_twice += int(
+            (merged_weight != (weight + delta.bfloat16().double()).bfloat16()).sum()
+        )
+    assert num_rounded_once <= 20  # of 32,768, where fp32 and fp64 are on two sides of a tie
+    assert num_rounded_twice > 200
     assert all(torch.equal(old[n], new[n]) for n in old if n.removesuffix(".weight") not in updates)
 
 
@@ -170,14 +172,14 @@ def test_what_cannot_be_merged_leaves_nothing(
         merged(trained_adapter)
     file = base / "transformer" / WEIGHTS
     weights = load_file(file)
-    narrow = {n: t.to(torch.float8_e4m3fn) if "to_q" in n else t for n, t in weights.items()}
-    save_file(narrow, file, metadata={"format": "pt"})
+    fp8_weights = {n: t.to(torch.float8_e4m3fn) if "to_q" in n else t for n, t in weights.items()}
+    save_file(fp8_weights, file, metadata={"format": "pt"})
     with pytest.raises(DitLoraError, match=r"in fp32, bf16 or fp16, to merge into\n  - .*F8_E4M3"):
         merged(trained_adapter)
     save_file(weights, file, metadata={"format": "pt"})
     config = json.loads((base / "transformer" / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}
-    (base / "transformer" / "config.json").write_text(json.dumps(quantised))
+    quantized_config = {**config, "quantization_config": {"quant_method": "bitsandbytes"}}
+    (base / "transformer" / "config.json").write_text(json.dumps(quantized_config))
     with pytest.raises(DitLoraError, match="is quantised; give --model the checkpoint"):
         merged(trained_adapter)
     (base / "transformer" / "config.json").write_text(json.dumps(config))

@@ -98,14 +98,14 @@ def test_a_merged_adapter_comes_back(
         shapes = {delta.shape[2:] for delta in expected.values()}
         assert len(shapes) > 1
     assert {layer.name for layer in extraction.layers} == expected.keys()
-    assert extraction.energy == pytest.approx(1, abs=1e-10)
-    assert not extraction.left_out
+    assert extraction.energy_share == pytest.approx(1, abs=1e-10)
+    assert not extraction.excluded_energy
     pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     step = tiny_step(tiny_checkpoints, variant)
     before = output(step, pipeline.transformer)
     pipeline.load_lora_weights(output_folder)
-    loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
-    assert_near(loaded, expected)
+    loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
+    assert_near(loaded_updates, expected)
     model = trained_adapter.checkpoint.transformer_class.from_pretrained(
         merged_folder, subfolder="transformer"
     )
@@ -164,26 +164,28 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
     change = {n: new[n].double() - old[n].double() for n in old if not new[n].equal(old[n])}
     squares = {name: delta.square().sum().item() for name, delta in change.items()}
     extraction = extracted(tuned, base, tmp_path / "out")
-    stored = load_file(tmp_path / "out" / ADAPTER_FILE)
+    tensors = load_file(tmp_path / "out" / ADAPTER_FILE)
     kept_energy = 0.0
     for layer in extraction.layers:
         u, s, v = torch.linalg.svd(change[f"{layer.name}.weight"], full_matrices=False)
         best = (u[:, :4] * s[:4]) @ v[:4]
-        a, b = (stored[f"transformer.{layer.name}.lora_{side}.weight"].double() for side in "AB")
+        a, b = (tensors[f"transformer.{layer.name}.lora_{side}.weight"].double() for side in "AB")
         assert (b @ a - best).norm() <= 1e-6 * best.norm()
         share = (s[:4].square().sum() / s.square().sum()).item()
         assert 0.5 < share < 0.99
-        assert layer.energy == pytest.approx(share, rel=1e-9)
+        assert layer.energy_share == pytest.approx(share, rel=1e-9)
         kept_energy += s[:4].square().sum().item()
     layers = sum(squares[f"{name}.weight"] for name in LAYERS)
-    assert extraction.energy == pytest.approx(kept_energy / layers, rel=1e-9)
-    assert extraction.of_all == pytest.approx(kept_energy / sum(squares.values()), rel=1e-9)
+    assert extraction.energy_share == pytest.approx(kept_energy / layers, rel=1e-9)
+    assert extraction.total_energy_share == pytest.approx(
+        kept_energy / sum(squares.values()), rel=1e-9
+    )
     record = extraction.record()
     assert record["left_out"] == {
         name: pytest.approx(squares[name] / sum(squares.values()))
         for name in ("norm_final.weight", "proj_out.bias")
     }
-    report = "\n".join(extraction.lines())
+    report = "\n".join(extraction.format_lines())
     assert "rank 4 keeps " in report
     assert re.search(
         r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", report
@@ -200,8 +202,8 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
     for layer in extraction.layers:
         name = f"{layer.name}.weight"
         energies = torch.linalg.svdvals(new[name].double() - old[name].double()).square()
-        reached = energies.cumsum(0) / energies.sum()
-        ranks[layer.name] = int((reached < 0.9).sum()) + 1
+        cumulative_share = energies.cumsum(0) / energies.sum()
+        ranks[layer.name] = int((cumulative_share < 0.9).sum()) + 1
         assert layer.factors.rank == ranks[layer.name]
         assert 0.9 <= layer.energy_share < 1
     assert len(set(ranks.values())) > 1
@@ -225,8 +227,8 @@ def test_both_experts_come_back_in_a_file_each(
     header = {"part": "transformer", "family": "wan"}
     for name, part in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
         metadata = {"format": "pt", "dit_lora": json.dumps({**header, "part": part})}
-        with safe_open(trained_adapter.folder / ADAPTER_FILE, framework="pt") as opened:
-            metadata = {**opened.metadata(), **metadata}
+        with safe_open(trained_adapter.folder / ADAPTER_FILE, framework="pt") as adapter_file:
+            metadata = {**adapter_file.metadata(), **metadata}
         tensors = load_file(trained_adapter.folder / ADAPTER_FILE)
         if part == "transformer_2":
             tensors = {n: -2 * t if "lora_B" in n else t for n, t in tensors.items()}
@@ -247,12 +249,12 @@ def test_both_experts_come_back_in_a_file_each(
     low = {n: d for n, d in deltas(pipeline.transformer_2).items() if d.any()}
     assert_near(low, {n: -2 * d for n, d in expected.items()})
     # Of one expert alone, what is written is one adapter.
-    only = tmp_path / "only"
+    folder = tmp_path / "only"
     first_folder = str(trained_adapter.folder)
     header_of = read_run_metadata(tmp_path / "out" / files[1])
     assert header_of["part"] == "transformer_2"
-    export(ExportRequest((Path(first_folder),), "merged", only, model=str(base)))
-    (single,) = extract(ExtractRequest(str(only), str(base), tmp_path / "one", RankChoice(4)))
+    export(ExportRequest((Path(first_folder),), "merged", folder, model=str(base)))
+    (single,) = extract(ExtractRequest(str(folder), str(base), tmp_path / "one", RankChoice(4)))
     assert single.part == "transformer"
     assert [path.name for path in (tmp_path / "one").iterdir()] == [ADAPTER_FILE]
 
@@ -268,23 +270,23 @@ def test_single_files_and_folders_of_a_transformer(
     tensors = load_file(tuned / WEIGHTS)
     prefixed = tmp_path / "prefixed.safetensors"
     save_file({f"model.diffusion_model.{n}": t for n, t in tensors.items()}, prefixed)
-    published = tmp_path / "published.safetensors"
+    published_file = tmp_path / "published.safetensors"
     renamed = {
         f"model.diffusion_model.{own_name(name)}": tensor for name, tensor in tensors.items()
     }
     assert len(renamed.keys() - {f"model.diffusion_model.{n}" for n in tensors}) > 4
-    save_file(renamed, published)
+    save_file(renamed, published_file)
     with pytest.raises(DitLoraError, match=r"neither .* is a pipeline's folder; give --model"):
         extracted(tuned, base / "transformer", tmp_path / "out")
     cases: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
         (tuned, base / "transformer", {"model": str(base)}),
         (tuned / WEIGHTS, base, {}),
         (prefixed, base / "transformer" / WEIGHTS, {"model": str(base)}),
-        (published, base, {}),
+        (published_file, base, {}),
     )
-    for number, (ours, theirs, more) in enumerate(cases):
+    for number, (tuned_source, base_source, options) in enumerate(cases):
         output_folder = tmp_path / f"out{number}"
-        extracted(ours, theirs, output_folder, **more)
+        extracted(tuned_source, base_source, output_folder, **options)
         pipeline = trained_adapter.checkpoint.pipeline(torch.float32, text=False)
         pipeline.load_lora_weights(output_folder)
         assert_near(deltas(pipeline.transformer), expected)
@@ -293,13 +295,13 @@ def test_single_files_and_folders_of_a_transformer(
 
 def own_name(name: str) -> str:
     """The published LTX-Video's name (single_file_utils.py, convert_ltx_transformer_checkpoint_to_diffusers)."""
-    for theirs, ours in (
+    for original_part, diffusers_part in (
         ("patchify_proj", "proj_in"),
         ("adaln_single", "time_embed"),
         ("q_norm", "norm_q"),
         ("k_norm", "norm_k"),
     ):
-        name = name.replace(ours, theirs)
+        name = name.replace(diffusers_part, original_part)
     return name
 
 
@@ -314,29 +316,37 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
 ) -> None:
     tuned = changed(base, tmp_path / "tuned", tune)
     out_option = ("--out", tmp_path / "out")
-    four = ("--rank", 4, *out_option)
-    assert "do not differ: there is nothing to extract" in refused(base, base, *four)
+    rank_options = ("--rank", 4, *out_option)
+    assert "do not differ: there is nothing to extract" in refused(base, base, *rank_options)
     sana = tiny_checkpoints["sana-600m"]
     assert "a SanaTransformer2DModel in transformer, and CogVideoXTransformer3DModel" in refused(
-        sana, base, *four
+        sana, base, *rank_options
     )
-    wide = changed(base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)}))
-    message = refused(wide, base, *four)
+    wide_folder = changed(
+        base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)})
+    )
+    message = refused(wide_folder, base, *rank_options)
     assert message.splitlines()[1:] == ["  - proj_out.bias: [7], the model has [16]"]
-    torn = changed(base, tmp_path / "torn", lambda t: t.pop("proj_out.bias"))
-    assert "  - proj_out.bias: not there, the model has [16]" in refused(base, torn, *four)
-    more = changed(base, tmp_path / "more", lambda t: t.update({"extra": torch.ones(2)}))
-    assert "  - extra: in one of them alone" in refused(more, base, *four)
-    narrow = changed(
+    torn_folder = changed(base, tmp_path / "torn", lambda t: t.pop("proj_out.bias"))
+    assert "  - proj_out.bias: not there, the model has [16]" in refused(
+        base, torn_folder, *rank_options
+    )
+    extra_folder = changed(base, tmp_path / "more", lambda t: t.update({"extra": torch.ones(2)}))
+    assert "  - extra: in one of them alone" in refused(extra_folder, base, *rank_options)
+    quantized_folder = changed(
         base,
         tmp_path / "narrow",
         lambda t: t.update({n: v.to(torch.float8_e4m3fn) for n, v in t.items()}),
     )
-    assert "narrow is quantised; give the checkpoint in fp32" in refused(narrow, base, *four)
+    assert "narrow is quantised; give the checkpoint in fp32" in refused(
+        quantized_folder, base, *rank_options
+    )
     bad = changed(base, tmp_path / "bad", lambda t: t["proj_out.weight"].fill_(float("nan")))
-    assert "proj_out.weight: not finite in one of the checkpoints" in refused(bad, base, *four)
+    assert "proj_out.weight: not finite in one of the checkpoints" in refused(
+        bad, base, *rank_options
+    )
     norms = changed(base, tmp_path / "norms", lambda t: t["norm_final.weight"].add_(1))
-    message = refused(norms, base, *four)
+    message = refused(norms, base, *rank_options)
     assert message.startswith("no layer of ")
     assert message.endswith("differs from " + str(base) + "; these do\n  - norm_final.weight")
     message = refused(tuned, base, "--rank", 500, *out_option)
@@ -345,11 +355,11 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     assert "--rank takes a number above 0, or auto; got 0" in refused(
         tuned, base, "--rank", 0, *out_option
     )
-    assert "--energy is for --rank auto" in refused(tuned, base, *four, "--energy", 0.5)
+    assert "--energy is for --rank auto" in refused(tuned, base, *rank_options, "--energy", 0.5)
     assert "--energy is a share above 0 and up to 1; got 2" in refused(
         tuned, base, "--rank", "auto", "--energy", 2, *out_option
     )
-    assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *four)
+    assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
     assert "exists already; give another folder" in refused(
         tuned, base, "--rank", 4, "--out", tuned
     )
@@ -357,7 +367,7 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     assert not (tmp_path / "out").exists()
     torn_file = tmp_path / "torn.safetensors"
     torn_file.write_bytes((base / "transformer" / WEIGHTS).read_bytes()[:-100])
-    assert "cannot be read: " in refused(torn_file, base, *four)
+    assert "cannot be read: " in refused(torn_file, base, *rank_options)
 
 
 def test_json_says_all_of_it(base: Path, tmp_path: Path) -> None:

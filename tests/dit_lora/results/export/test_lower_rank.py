@@ -56,15 +56,15 @@ def test_the_update_is_the_nearest_of_that_rank(
     )
     pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     pipeline.load_lora_weights(tmp_path / "out")
-    loaded = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
+    loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
     expected = deltas(trained_adapter.model)
-    assert loaded.keys() == expected.keys()
+    assert loaded_updates.keys() == expected.keys()
     kept_energy = total_energy = 0.0
     for layer in lowered_result.layers:
         delta = expected[layer.name]
         u, s, v = torch.linalg.svd(delta.flatten(1), full_matrices=False)
         best = ((u[:, :2] * s[:2]) @ v[:2]).reshape(delta.shape)
-        assert (loaded[layer.name] - best).norm() <= 1e-6 * best.norm()
+        assert (loaded_updates[layer.name] - best).norm() <= 1e-6 * best.norm()
         assert layer.energy_share == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
         assert layer.energy_share < 0.9
         kept_energy, total_energy = (
@@ -87,7 +87,7 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
         "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6
     )
     lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(3))
-    stored = load_file(tmp_path / "out" / ADAPTER_FILE)
+    tensors = load_file(tmp_path / "out" / ADAPTER_FILE)
     config = trained_adapter.model.peft_config["default"]
     assert isinstance(config, LoraConfig)
     wrapped = PeftModel(build_empty_model(trained_adapter.checkpoint), config, adapter_name="six")
@@ -101,10 +101,10 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
     )
     for name in deltas(trained_adapter.model):
         layer = wrapped.base_model.model.get_submodule(name)
-        theirs = layer.get_delta_weight("three").double()
-        a, b = (stored[f"transformer.{name}.lora_{side}.weight"].double() for side in "AB")
-        assert theirs.norm() > 0.1
-        assert (b @ a - theirs).norm() <= 1e-5 * theirs.norm()
+        peft_delta = layer.get_delta_weight("three").double()
+        a, b = (tensors[f"transformer.{name}.lora_{side}.weight"].double() for side in "AB")
+        assert peft_delta.norm() > 0.1
+        assert (b @ a - peft_delta).norm() <= 1e-5 * peft_delta.norm()
 
 
 def test_forms_of_other_trainers_and_base_weights(
@@ -125,9 +125,9 @@ def test_forms_of_other_trainers_and_base_weights(
         assert tensors.keys() == expected.keys()
         for name in tensors:
             torch.testing.assert_close(tensors[name].abs(), expected[name].abs())
-    wide = trained("cogvideox", base, tmp_path / "wide", rank=6, connector=True)
-    lowered(wide.folder, wide, tmp_path / "wide-2", RankChoice(2))
-    before, after = (load_file(f / BASE_FILE) for f in (wide.folder, tmp_path / "wide-2"))
+    wide_adapter = trained("cogvideox", base, tmp_path / "wide", rank=6, connector=True)
+    lowered(wide_adapter.folder, wide_adapter, tmp_path / "wide-2", RankChoice(2))
+    before, after = (load_file(f / BASE_FILE) for f in (wide_adapter.folder, tmp_path / "wide-2"))
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
 
@@ -140,11 +140,11 @@ def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_p
         trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(energy=0.8)
     )
     assert all(0.8 <= layer.energy_share < 1 for layer in lowered_result.layers)
-    less = {layer.name: layer.factors.rank - 1 for layer in lowered_result.layers}
+    lower_ranks = {layer.name: layer.factors.rank - 1 for layer in lowered_result.layers}
     for name, delta in deltas(trained_adapter.model).items():
         energies = torch.linalg.svdvals(delta).square()
-        assert energies[: less[name]].sum() < 0.8 * energies.sum()
-    assert len(set(less.values())) > 1
+        assert energies[: lower_ranks[name]].sum() < 0.8 * energies.sum()
+    assert len(set(lower_ranks.values())) > 1
     metadata = read_run_metadata(tmp_path / "out" / ADAPTER_FILE)
     ranks = {metadata["rank"], *metadata["rank_pattern"].values()}
     assert ranks == {layer.factors.rank for layer in lowered_result.layers}
@@ -155,9 +155,9 @@ def test_a_sum_is_lowered_and_written_in_any_form(
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     trained_adapter = trained("cogvideox", base, tmp_path / "one", rank=4)
-    two = trained("cogvideox", base, tmp_path / "two", rank=3, seed=2)
+    second_adapter = trained("cogvideox", base, tmp_path / "two", rank=3, seed=2)
     request = ExportRequest(
-        (trained_adapter.folder, two.folder),
+        (trained_adapter.folder, second_adapter.folder),
         "comfyui",
         tmp_path / "out",
         weights=(1.0, -0.5),
@@ -165,13 +165,13 @@ def test_a_sum_is_lowered_and_written_in_any_form(
         rank=RankChoice(2),
     )
     (result,) = export_and_report(request)
-    first_deltas, second = deltas(trained_adapter.model), deltas(two.model)
+    first_deltas, second = deltas(trained_adapter.model), deltas(second_adapter.model)
     assert {layer.name for layer in result.layers} == first_deltas.keys()
     for layer in result.layers:
         u, s, v = torch.linalg.svd(first_deltas[layer.name] - 0.5 * second[layer.name])
         best = (u[:, :2] * s[:2]) @ v[:2]
-        stored = layer.factors.b.double() @ layer.factors.a.double()
-        assert (stored - best).norm() <= 1e-6 * best.norm()
+        update = layer.factors.b.double() @ layer.factors.a.double()
+        assert (update - best).norm() <= 1e-6 * best.norm()
     file = tmp_path / "out" / "out.safetensors"
     assert read_run_metadata(file)["resized"]["rank"] == 7
     assert {len(t) for n, t in load_file(file).items() if ".lora_A." in n} == {2}
@@ -184,8 +184,8 @@ def test_a_layer_without_an_update_stays_without_one(
         "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4
     )
     file = trained_adapter.folder / ADAPTER_FILE
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
+    with safe_open(file, "pt") as adapter_file:
+        metadata = adapter_file.metadata()
     tensors = load_file(file)
     name = next(name for name in tensors if ".lora_B." in name)
     save_file({**tensors, name: torch.zeros_like(tensors[name])}, file, metadata=metadata)
@@ -215,11 +215,11 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(
     (tmp_path / "bare").mkdir()
     assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *output_folder)
     assert "is a whole pipeline, not an adapter" in refused(base, "--rank", 2, *output_folder)
-    stray = {
+    stray_tensors = {
         **load_file(trained_adapter.folder / ADAPTER_FILE),
         "gone.lora_A.weight": torch.ones(4, 8),
     }
-    save_file(stray, tmp_path / "stray.safetensors")
+    save_file(stray_tensors, tmp_path / "stray.safetensors")
     assert "layers are not in the model" in refused(
         tmp_path / "stray.safetensors", "--rank", 2, *output_folder
     )

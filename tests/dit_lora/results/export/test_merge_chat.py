@@ -63,10 +63,10 @@ def test_stock_transformers_loads_the_adapted_model(name: str, tmp_path: Path) -
         )
         == output_folder
     )
-    loaded, info = type(model).from_pretrained(output_folder, output_loading_info=True)
+    loaded_model, info = type(model).from_pretrained(output_folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    torch.testing.assert_close(logits(loaded.eval(), name), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(loaded_model.eval(), name), expected, rtol=1e-5, atol=1e-5)
     assert (before - expected).abs().max() > 0.1
     assert messages == ["loading base in float32", "merging 3 layers", f"writing {output_folder}"]
     assert json.loads((output_folder / "dit_lora.json").read_text()) == {"steps": 3}
@@ -90,15 +90,15 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     merge_adapter(tmp_path / "adapter", base, tmp_path / "out")
     old, new = stored(base), stored(tmp_path / "out")
     lora = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    once = twice = 0
+    num_rounded_once = num_rounded_twice = 0
     for layer in ("model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "lm_head"):
         a, b = (lora[f"base_model.model.{layer}.lora_{x}.weight"].double() for x in "AB")
         weight, delta = old[f"{layer}.weight"].double(), 7 / 4 * b @ a
         merged = new[f"{layer}.weight"]
-        once += int((merged != (weight + delta).bfloat16()).sum())
-        twice += int((merged != (weight + delta.bfloat16().double()).bfloat16()).sum())
-    assert once <= 3  # of 4096, where fp32 and fp64 are on two sides of a tie
-    assert twice > 100
+        num_rounded_once += int((merged != (weight + delta).bfloat16()).sum())
+        num_rounded_twice += int((merged != (weight + delta.bfloat16().double()).bfloat16()).sum())
+    assert num_rounded_once <= 3  # of 4096, where fp32 and fp64 are on two sides of a tie
+    assert num_rounded_twice > 100
     untouched = [
         k for k in old if "v_proj" not in k and k not in ("lm_head.weight", "model.norm.weight")
     ]
@@ -112,8 +112,8 @@ def test_base_weights_alone_are_merged_too(tmp_path: Path) -> None:
     train_a_little(model)
     save_chat_adapter(model, tmp_path / "adapter", {})
     merge_adapter(tmp_path / "adapter", base, tmp_path / "out")
-    loaded = type(model).from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
+    loaded_model = type(model).from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(loaded_model, "llava"), logits(model, "llava"))
 
 
 def test_a_checkpoint_in_two_dtypes_loses_nothing(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_checkpoint_in_two_dtypes_loses_nothing(tmp_path: Path) -> None:
     trained(model, "llava", tmp_path / "adapter")
     for file in base.glob("model-*.safetensors"):
         tensors = load_file(file)
-        halves = {k: v.bfloat16() if "embed_tokens" in k else v for k, v in tensors.items()}
-        save_file(halves, file, metadata={"format": "pt"})
+        mixed_tensors = {k: v.bfloat16() if "embed_tokens" in k else v for k, v in tensors.items()}
+        save_file(mixed_tensors, file, metadata={"format": "pt"})
     (base / "config.json").write_text(
         json.dumps({**json.loads((base / "config.json").read_text()), "dtype": "bfloat16"})
     )
@@ -149,11 +149,11 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match="is of another model"):
         merge_adapter(adapter, base, output_folder)
     config = json.loads((base / "config.json").read_text())
-    for changed, expected_message in (
+    for config_change, expected_message in (
         ({"architectures": ["NoSuchModel"]}, "Transformers has no class NoSuchModel"),
         ({"quantization_config": {}}, "is quantised"),
     ):
-        (base / "config.json").write_text(json.dumps({**config, **changed}))
+        (base / "config.json").write_text(json.dumps({**config, **config_change}))
         with pytest.raises(DitLoraError, match=expected_message):
             merge_adapter(adapter, base, output_folder)
     with pytest.raises(DitLoraError, match="is quantised"):  # whatever the family's class is
@@ -192,6 +192,6 @@ def test_every_kind_of_adapter_is_merged_and_loaded_as_trained(kind: Any, tmp_pa
     merge_adapter(tmp_path / "adapter", base, output_folder, **merge_options)
     merged = type(model).from_pretrained(output_folder).eval()
     torch.testing.assert_close(logits(merged, name), expected, rtol=1e-4, atol=1e-4)
-    fresh = type(model).from_pretrained(base)
-    load_chat_adapter(fresh, tmp_path / "adapter")
-    torch.testing.assert_close(logits(fresh.eval(), name), expected)
+    fresh_model = type(model).from_pretrained(base)
+    load_chat_adapter(fresh_model, tmp_path / "adapter")
+    torch.testing.assert_close(logits(fresh_model.eval(), name), expected)

@@ -34,8 +34,8 @@ def written(kind: AdapterKind, folder: Path) -> Path:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    named = ((n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer))
-    return {name.removeprefix("base_model.model."): module for name, module in named}
+    tuner_layers = ((n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer))
+    return {name.removeprefix("base_model.model."): module for name, module in tuner_layers}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,11 +70,11 @@ def test_it_goes_to_peft_and_back_bit_for_bit(
             (trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base)
         )
     )
-    fresh = trained_adapter.checkpoint.load_transformer(torch.float32)
-    loaded = layers(peft.PeftModel.from_pretrained(fresh, str(output_folder)).eval())
+    base_model = trained_adapter.checkpoint.load_transformer(torch.float32)
+    loaded_layers = layers(peft.PeftModel.from_pretrained(base_model, str(output_folder)).eval())
     for name, layer in layers(trained_adapter.model).items():
         x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(len(name)))
-        assert torch.equal(loaded[name](x), layer(x))
+        assert torch.equal(loaded_layers[name](x), layer(x))
     request = ExportRequest(
         (output_folder,), "diffusers", tmp_path / "again", model=str(trained_adapter.base)
     )
@@ -110,16 +110,16 @@ def test_comfyui_adds_the_same_update(
     )
     tensors = load_file(output_folder / "out.safetensors")
     names = get_family("flux2").comfyui
-    claimed = set()
+    expected_keys = set()
     for name, layer in layers(trained_adapter.model).items():
-        key = f"{names.of(name)}."
+        key = f"{names.translate(name)}."
         layer_tensors = {n.removeprefix(key): t for n, t in tensors.items() if n.startswith(key)}
-        claimed |= {f"{key}{suffix}" for suffix in layer_tensors}
+        expected_keys |= {f"{key}{suffix}" for suffix in layer_tensors}
         shape = layer.get_base_layer().weight.shape
         delta = layer.get_delta_weight("default")
         assert delta.abs().max() > 1e-4
         torch.testing.assert_close(comfyui_delta(layer_tensors, shape), delta)
-    assert claimed == tensors.keys()
+    assert expected_keys == tensors.keys()
 
 
 @pytest.mark.parametrize(
@@ -187,5 +187,5 @@ def test_a_file_that_does_not_fit_is_refused_by_name(
 
 
 def _metadata(file: Path) -> str:
-    with safe_open(file, framework="pt") as opened:
-        return str(opened.metadata()["lora_adapter_metadata"])
+    with safe_open(file, framework="pt") as adapter_file:
+        return str(adapter_file.metadata()["lora_adapter_metadata"])

@@ -47,7 +47,7 @@ def test_zeros_that_a_loader_adds_are_none_of_the_files(
     added: torch.Tensor, header: list[str], passes: bool
 ) -> None:
     """Wan's does for image keys of an adapter without them; layers that the header asks for have to be in the file."""
-    stored = {"attn2.to_k.lora_B.weight": torch.ones(2, 3)}
-    check = check_keys("WanImageToVideoPipeline", stored, {**stored, IDLE: added}, header, [])
+    tensors = {"attn2.to_k.lora_B.weight": torch.ones(2, 3)}
+    check = check_keys("WanImageToVideoPipeline", tensors, {**tensors, IDLE: added}, header, [])
     assert check.passed == passes
     assert (f"{IDLE}: not in the file" in check.message) != passes

@@ -31,12 +31,12 @@ def test_an_extreme_update_passes_where_it_is_meant(
         overrides = (f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / name}")
         lora_main([str(SMOKES / "cogvideox.yaml"), *args, *overrides])
 
-    with pytest.raises(DitLoraError) as caught:
+    with pytest.raises(DitLoraError) as error:
         trained("refused")
-    assert caught.value.exit_code == 1
-    assert "effect: extreme, an update of more than 10 times" in str(caught.value)
+    assert error.value.exit_code == 1
+    assert "effect: extreme, an update of more than 10 times" in str(error.value)
     trained("meant", "guard.allow_extreme_update=true")
     assert json.loads((tmp_path / "meant" / VERIFICATION_FILE).read_text())["passed"]
-    for more, code in (([], 1), (["--allow-extreme-update"], 0)):
-        result = CliRunner().invoke(app, ["verify", str(tmp_path / "refused"), *more])
+    for options, code in (([], 1), (["--allow-extreme-update"], 0)):
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / "refused"), *options])
         assert result.exit_code == code, result.output

@@ -25,10 +25,10 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
     checkpoint: Any = family.open(
         ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-2b"]))
     )
-    stock = DiffusionReferenceModel(checkpoint)
+    reference = DiffusionReferenceModel(checkpoint)
 
     def adapted(dtype: torch.dtype) -> Any:
-        model = stock.load_model(dtype)
+        model = reference.load_model(dtype)
         attach_lora(model, LoraConfig(rank=4, alpha=8), family.lora_targets, seed=0)
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -38,23 +38,25 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
 
     sizes = {"latent_mean": [4, 3, 4, 6], "latent_logvar": [4, 3, 4, 6], "prompt_embeds": [226, 32]}
     inputs = {name: {"shape": size, "dtype": "compute"} for name, size in sizes.items()}
-    noted = record_output(stock, adapted(torch.bfloat16), inputs, torch.bfloat16)
-    assert noted["louder"]["times"] > 10
+    recorded_output = record_output(reference, adapted(torch.bfloat16), inputs, torch.bfloat16)
+    assert recorded_output["louder"]["times"] > 10
     for dtype in (torch.bfloat16, torch.float32):
         model = adapted(dtype)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        as_it_was = compare_output(stock, model, noted, dtype, "the base")
-        assert as_it_was.passed, as_it_was
-        assert "bfloat16 on cpu then" in as_it_was.message
+        unchanged_result = compare_output(reference, model, recorded_output, dtype, "the base")
+        assert unchanged_result.passed, unchanged_result
+        assert "bfloat16 on cpu then" in unchanged_result.message
         assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
         for layer in tuner_layers(model):
             layer.scale_layer(2)
-        doubled = compare_output(stock, model, noted, dtype, "the base")
-        assert not doubled.passed
-        assert "does not act as trained" in doubled.message
-    quiet = {key: value for key, value in noted.items() if key != "louder"}
-    unseen = compare_output(stock, adapted(torch.float32), quiet, torch.float32, "the base")
-    assert "that the adapter acts is not seen" in unseen.message
+        doubled_result = compare_output(reference, model, recorded_output, dtype, "the base")
+        assert not doubled_result.passed
+        assert "does not act as trained" in doubled_result.message
+    output_without_scale = {key: value for key, value in recorded_output.items() if key != "louder"}
+    unseen_result = compare_output(
+        reference, adapted(torch.float32), output_without_scale, torch.float32, "the base"
+    )
+    assert "that the adapter acts is not seen" in unseen_result.message
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +74,22 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
     )
     model = DiffusionReferenceModel(checkpoint).load_model(torch.float32)
     attach_lora(model, LoraConfig(rank=2), get_family("sd3").lora_targets, seed=0)
-    stock = DiffusionReferenceModel(shifted)
-    noted = record_output(stock, model, stock.make_input_spec(clips, full_size=True), torch.float32)
-    return checkpoint, model, noted
+    reference = DiffusionReferenceModel(shifted)
+    recorded_output = record_output(
+        reference, model, reference.make_input_spec(clips, full_size=True), torch.float32
+    )
+    return checkpoint, model, recorded_output
 
 
 def test_an_output_is_compared_at_the_noise_level_that_it_was_noted_at(
     noted_at_other_levels: tuple[Any, Any, dict[str, Any]],
 ) -> None:
     """Independent of the checkpoint's default: `train.timesteps` does not take part."""
-    checkpoint, model, noted = noted_at_other_levels
-    (level,) = noted["inputs"]["draw/timestep"]["values"]
+    checkpoint, model, recorded_output = noted_at_other_levels
+    (level,) = recorded_output["inputs"]["draw/timestep"]["values"]
     assert 0 < level < 1
     check = compare_output(
-        DiffusionReferenceModel(checkpoint), model, noted, torch.float32, "the base"
+        DiffusionReferenceModel(checkpoint), model, recorded_output, torch.float32, "the base"
     )
     assert check.passed, check.message
     assert check.message.startswith("as trained")
@@ -94,23 +98,27 @@ def test_an_output_is_compared_at_the_noise_level_that_it_was_noted_at(
 def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
     noted_at_other_levels: tuple[Any, Any, dict[str, Any]],
 ) -> None:
-    checkpoint, model, noted = noted_at_other_levels
-    stock = DiffusionReferenceModel(checkpoint)
-    sizes = {k: value for k, value in noted["inputs"].items() if not k.startswith("draw/")}
-    earlier = {**noted, "inputs": sizes}
+    checkpoint, model, recorded_output = noted_at_other_levels
+    reference = DiffusionReferenceModel(checkpoint)
+    sizes = {
+        k: value for k, value in recorded_output["inputs"].items() if not k.startswith("draw/")
+    }
+    earlier = {**recorded_output, "inputs": sizes}
     same_base = compare_output(
-        stock, model, earlier, torch.float32, "the base", digest=stock.compute_digest()
+        reference, model, earlier, torch.float32, "the base", digest=reference.compute_digest()
     )
     assert same_base.passed
     assert same_base.message.startswith("not compared: its file is of an earlier version")
-    other_base = compare_output(stock, model, earlier, torch.float32, "the base", digest="0" * 64)
+    other_base = compare_output(
+        reference, model, earlier, torch.float32, "the base", digest="0" * 64
+    )
     assert not other_base.passed
     assert "the base differs" in other_base.message
     assert "did not record the noise level" in other_base.message
     # A file that says it has no such excuse.
-    inputs = {**noted["inputs"], "draw/timestep": {"values": [0.01], "dtype": "float32"}}
-    moved = {**noted, "inputs": inputs}
+    inputs = {**recorded_output["inputs"], "draw/timestep": {"values": [0.01], "dtype": "float32"}}
+    moved_output = {**recorded_output, "inputs": inputs}
     moved_result = compare_output(
-        stock, model, moved, torch.float32, "the base", digest=stock.compute_digest()
+        reference, model, moved_output, torch.float32, "the base", digest=reference.compute_digest()
     )
     assert not moved_result.passed

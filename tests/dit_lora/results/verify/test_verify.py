@@ -53,10 +53,10 @@ def run(
         "train.ema=0.9",
         "optim.groups.connector={lr: 1.0e-3}",
     )
-    heard = io.StringIO()
-    with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         lora_main([str(SMOKES / "cogvideox.yaml"), *args])
-    said["cogvideox"] = heard.getvalue()
+    said["cogvideox"] = output.getvalue()
     return output_folder / "run"
 
 
@@ -89,13 +89,13 @@ def test_a_run_verifies_its_own_result_and_says_so(run: Path, said: dict[str, st
 
 def test_the_command_finds_what_the_run_found(run: Path) -> None:
     """In a model loaded from the base's files: of the run's folder, the adapter's, and the file."""
-    written = json.loads((run / VERIFICATION_FILE).read_text())
+    verification = json.loads((run / VERIFICATION_FILE).read_text())
     for target in (run, run / "adapter", run / "adapter" / ADAPTER_FILE):
         result = CliRunner().invoke(app, ["verify", str(target), "--json"])
         assert result.exit_code == 0, result.output
         record = json.loads(result.stdout)
-        assert record["modules"] == written["modules"]
-        assert record["checks"].keys() == written["checks"].keys()
+        assert record["modules"] == verification["modules"]
+        assert record["checks"].keys() == verification["checks"].keys()
     output = CliRunner().invoke(app, ["verify", str(run)]).stdout
     assert "takes all 16 tensors of 8 modules, and 16 base weights beside it" in output
     assert "rank 4, alpha 8, as header and provenance say: updates are scaled by 2" in output
@@ -276,12 +276,12 @@ def test_what_cannot_be_checked_is_one_line_and_an_exit_code(
     run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter, base = run / "adapter" / ADAPTER_FILE, str(tiny_checkpoints["cogvideox-2b"])
-    torn, text = tmp_path / "torn.safetensors", tmp_path / "text.safetensors"
-    torn.write_bytes(adapter.read_bytes()[:-50])
+    torn_file, text = tmp_path / "torn.safetensors", tmp_path / "text.safetensors"
+    torn_file.write_bytes(adapter.read_bytes()[:-50])
     text.write_text("not tensors")
     (tmp_path / "empty").mkdir()
     cases: list[tuple[Path, str | None, int, str]] = [
-        (torn, base, 1, "not whole: copy it again"),
+        (torn_file, base, 1, "not whole: copy it again"),
         (text, base, 1, "it is not a safetensors file"),
         (tmp_path / "nothing", None, 2, "does not exist"),
         (tmp_path / "empty", None, 2, "no adapter in"),
@@ -290,10 +290,10 @@ def test_what_cannot_be_checked_is_one_line_and_an_exit_code(
         (tiny_checkpoints["cogvideox-2b"], base, 2, "--model does not apply"),
     ]
     for target, model, code, expected_message in cases:
-        with pytest.raises(DitLoraError, match=expected_message) as caught:
+        with pytest.raises(DitLoraError, match=expected_message) as error:
             verify_adapter(target, model)
-        assert caught.value.exit_code == code, expected_message
-        assert "\n" not in str(caught.value)
+        assert error.value.exit_code == code, expected_message
+        assert "\n" not in str(error.value)
 
 
 def test_a_result_that_fails_ends_the_run_with_1_and_stays(
@@ -315,10 +315,10 @@ def test_a_result_that_fails_ends_the_run_with_1_and_stays(
     monkeypatch.setattr(task, "save_adapter", spoiled)
     args = quick(shape_clips, tmp_path, f"model.path={tiny_checkpoints['cogvideox-2b']}")
     cache = f"data.cache={run.parent / 'cache'}"
-    with pytest.raises(DitLoraError) as caught:
+    with pytest.raises(DitLoraError) as error:
         lora_main([str(SMOKES / "cogvideox.yaml"), *args, cache])
-    assert caught.value.exit_code == 1
-    assert "scale: rank and alpha do not agree" in str(caught.value)
+    assert error.value.exit_code == 1
+    assert "scale: rank and alpha do not agree" in str(error.value)
     assert (tmp_path / "run" / "adapter" / ADAPTER_FILE).is_file()
     assert (tmp_path / "run" / "report.html").is_file()
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())

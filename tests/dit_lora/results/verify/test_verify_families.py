@@ -51,8 +51,10 @@ def test_every_diffusion_family_verifies_what_it_saves(
     assert result.exit_code == 0, result.output
     recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]
     args = [argument for argument in quick(tmp_path / "data", tmp_path) if "height" not in argument]
-    further = FURTHER.get(variant, [])
-    lora_main([*recipe, *(argument for argument in args if "width" not in argument), *further])
+    extra_overrides = FURTHER.get(variant, [])
+    lora_main(
+        [*recipe, *(argument for argument in args if "width" not in argument), *extra_overrides]
+    )
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
     assert record["passed"], record
     assert record["checks"]["output"]["words"].startswith("as trained")
@@ -96,8 +98,8 @@ def test_levers_change_nothing_of_what_is_verified(
         "bf16": ["model.dtype=bf16"],
     }
     base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
-    for name, more in levers.items():
-        args = quick(shape_clips, tmp_path, base, *more, f"run.dir={tmp_path / name}")
+    for name, lever_overrides in levers.items():
+        args = quick(shape_clips, tmp_path, base, *lever_overrides, f"run.dir={tmp_path / name}")
         lora_main([str(SMOKES / "cogvideox.yaml"), *args])
         output_check = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"][
             "output"
@@ -112,9 +114,9 @@ def test_ranks_note_together_and_the_command_compares(
 ) -> None:
     """Sharded weights are not compared when the run ends, and the record says so."""
     base = f"model.path={tiny_checkpoints['cogvideox-5b']}"
-    more = {"fsdp2": ["train.ema=0.9"], "context": ["train.context_parallel=2"]}
+    overrides_by_name = {"fsdp2": ["train.ema=0.9"], "context": ["train.context_parallel=2"]}
     cases = []
-    for name, overrides in more.items():
+    for name, overrides in overrides_by_name.items():
         args = quick(shape_clips, tmp_path, base, *overrides, f"run.dir={tmp_path / name}")
         recipe = str(SMOKES / "cogvideox.yaml")
         cases.append(Case("fsdp2" if name == "fsdp2" else "ddp", (recipe, *args)))
@@ -129,5 +131,5 @@ def test_ranks_note_together_and_the_command_compares(
         assert record["passed"]
         verification = verify_adapter(tmp_path / name)
         assert verification.checks["output"].message.startswith("as trained")
-        for overrides, theirs in zip(verification.modules, record["modules"], strict=True):
-            assert overrides.relative_norm == pytest.approx(theirs["relative"], rel=1e-5)
+        for overrides, recorded_module in zip(verification.modules, record["modules"], strict=True):
+            assert overrides.relative_norm == pytest.approx(recorded_module["relative"], rel=1e-5)

@@ -106,7 +106,7 @@ def peak(step: TinyStep, mode: CheckpointingMode) -> int:
     set_checkpointing(step.transformer, mode)
     with AllocationTracker([*step.transformer.parameters(), *step.transformer.buffers()]) as live:
         step.gradients()
-    return live.most
+    return live.max_bytes
 
 
 class Block(nn.Module):
@@ -303,11 +303,13 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     train = TrainConfig(steps=1, checkpointing=asked, batch_size=2, seed=0)
     run = SimpleNamespace(
         recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
-        engine=SimpleNamespace(bytes_in_flight=0, alone=nullcontext),
+        engine=SimpleNamespace(in_flight_bytes=0, enable_local_forward=nullcontext),
         session=SimpleNamespace(
             accelerator=SimpleNamespace(device=CPU, num_processes=1), say=messages.append
         ),
-        data=SimpleNamespace(clips=SimpleNamespace(largest=(None, specs), known=dict)),
+        data=SimpleNamespace(
+            training_set=SimpleNamespace(largest_shape=(None, specs), integer_inputs=dict)
+        ),
         checkpoint=step.checkpoint,
         transformer=step.transformer,
         optimizer=torch.optim.AdamW(trained),

@@ -42,7 +42,7 @@ def test_each_sample_has_its_kind_its_pixels_and_its_length(
         rendered, _ = clips.render(entry, None)
         assert len(rendered) <= entry.shape.length < len(rendered) + 2 * 32
         assert entry.shape.length % 32 == 0
-        assert entry.answers == rendered.answers
+        assert entry.answers == rendered.num_answer_tokens
 
 
 @pytest.mark.parametrize("variant", FAMILY_OF)
@@ -65,13 +65,13 @@ def test_no_draw_is_longer_than_its_bucket_nor_has_other_answers(
     for entry in clips.entries:
         for draw in range(12):
             rendered, _ = clips.render(entry, make_sample_generator(1, draw))
-            assert rendered.answers == entry.answers
+            assert rendered.num_answer_tokens == entry.answers
             assert len(rendered) <= entry.shape.length
-            assert len(rendered.instruction) <= entry.instruction
+            assert len(rendered.instruction) <= entry.num_instruction_tokens
             orders_by_id.setdefault(entry.id, set()).add((len(rendered), len(rendered.instruction)))
         lengths, counts = zip(*orders_by_id[entry.id], strict=True)
         assert max(lengths) == entry.shape.length
-        assert max(counts) == entry.instruction
+        assert max(counts) == entry.num_instruction_tokens
     if variant.startswith("videochat2"):
         assert (
             len(orders_by_id[clips.entries[0].id]) > 1

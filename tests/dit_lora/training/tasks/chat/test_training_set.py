@@ -95,7 +95,7 @@ def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
     clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path, length_step=256))
     assert len(clips.padded_lengths) == 1
     for entry in clips.entries:
-        labels = clips.sample(entry, 0).tensors["labels"]
+        labels = clips.read_sample(entry, 0).tensors["labels"]
         assert labels.shape == (1, clips.entries[1].answers)
         assert (labels != IGNORE_INDEX).sum() == entry.answers
 
@@ -107,9 +107,9 @@ def test_frames_are_of_the_part_that_is_asked_about(
     path = write_records(media, [{"video": "clips/00_red_disc_right.mp4", **part}])
     clips = set_of(recipe_of(tiny, path, tmp_path))
     (entry,) = clips.entries
-    assert clips.sample(entry, 0).tensors["seconds"][0].tolist() == [0.5, 0.625, 0.75, 0.875]
+    assert clips.read_sample(entry, 0).tensors["seconds"][0].tolist() == [0.5, 0.625, 0.75, 0.875]
     for draw in range(4):
-        seconds = clips.drawn(entry, draw, 1).tensors["seconds"]
+        seconds = clips.read_augmented(entry, draw, 1).tensors["seconds"]
         assert seconds.min() >= 0.5
         assert seconds.max() < 1
 
@@ -265,9 +265,9 @@ def test_a_clip_that_breaks_is_the_fault_of_its_sample(
     row = batch.ids.index("clips/broken.mp4")
     assert not batch.tensors["pixels"][row].any()
     assert batch.tensors["pixels"][1 - row].any()
-    missing = clips.sample(clips.entries[0], 0)  # and one that is not there at all
+    missing = clips.read_sample(clips.entries[0], 0)  # and one that is not there at all
     assert set(missing.faults) == {"clips/broken.mp4"}
-    assert same_shapes(missing, clips.sample(clips.entries[1], 0))
+    assert same_shapes(missing, clips.read_sample(clips.entries[1], 0))
 
 
 def same_shapes(one: Batch, other: Batch) -> bool:

@@ -64,7 +64,7 @@ def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
     """Computed with the stock model, one sample at a time."""
     total, count = 0.0, 0
     for entry in run.clips.entries:
-        tensors = run.clips.sample(entry, 0).tensors
+        tensors = run.clips.read_sample(entry, 0).tensors
         with torch.no_grad():
             logits = run.model(**run.checkpoint.inputs(tensors)).logits[0].double()
         labels, positions = tensors["labels"][0], tensors["answer_positions"][0]

@@ -54,7 +54,7 @@ def test_one_expert_is_on_the_device_at_a_time(
     pipeline = SimpleNamespace(
         **{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)}
     )
-    checkpoint: Any = SimpleNamespace(parts=EXPERT_NAMES, part=part)
+    checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part=part)
     with use_both_experts(pipeline, checkpoint, trained, None):
         for model in (trained, trained, other_expert, other_expert, trained, other_expert):
             model()
@@ -72,7 +72,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
     pipeline = SimpleNamespace(
         transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU)
     )
-    checkpoint: Any = SimpleNamespace(parts=EXPERT_NAMES, part="transformer")
+    checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part="transformer")
     with use_both_experts(pipeline, checkpoint, trained, None):
         trained()
         other_expert()
@@ -82,7 +82,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
     trained, other_expert = pair
     with use_both_experts(
-        SimpleNamespace(), SimpleNamespace(parts={}, part="transformer"), trained, None
+        SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer"), trained, None
     ):  # type: ignore[arg-type]
         trained()
     assert other_expert.place == CPU

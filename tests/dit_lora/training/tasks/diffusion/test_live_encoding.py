@@ -24,7 +24,7 @@ class _Decoding:
 
     has_masks = False
 
-    def silence(self, shape: VideoShape) -> None:
+    def make_silence(self, shape: VideoShape) -> None:
         return None
 
     def decode(self, sample: BucketedSample, *, mirrored: bool) -> DecodedSample:

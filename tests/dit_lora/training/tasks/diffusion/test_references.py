@@ -72,7 +72,7 @@ def test_a_reference_is_encoded_at_its_own_size(
     encoder: Any = get_family("flux2").open(model).load_video_encoder(torch.float32, CPU)
     entry = encoded.training_set.entries[1]
     assert entry.shape is not None
-    expected = encoder.references([frames], entry.shape)["reference_0"]
+    expected = encoder.encode_references([frames], entry.shape)["reference_0"]
     assert tuple(expected.shape[1:]) == (8, 10)
     assert torch.equal(sample(encoded, 1)["reference_0"][0], expected)
     assert not torch.equal(sample(encoded, 0)["reference_0"], sample(encoded, 1)["reference_0"])

@@ -14,7 +14,7 @@ PARTS = {"transformer": "high_noise", "transformer_2": "low_noise"}
 
 
 def checkpoint(part: str, parts: dict[str, str] | None = None) -> Any:
-    return SimpleNamespace(part=part, parts=PARTS if parts is None else parts)
+    return SimpleNamespace(part=part, expert_names=PARTS if parts is None else parts)
 
 
 @pytest.mark.parametrize("told", [True, False])
