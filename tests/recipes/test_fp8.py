@@ -41,8 +41,8 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
     monkeypatch.setattr(lora_linear.fp8, "multiply", counted)
     args = [*smoke, *ASKED, "train.steps=4", "train.save_every=2", f"run.dir={tmp_path / 'run'}"]
     lora_main(args)
-    said = capsys.readouterr().err
-    assert "kernels: fp8: 8 modules" in said
+    output = capsys.readouterr().err
+    assert "kernels: fp8: 8 modules" in output
     assert len(calls) > 4 * 2 * 8  # steps, forward and backward, layers
     assert (
         lines(tmp_path / "run", "events.jsonl") == []
