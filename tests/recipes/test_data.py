@@ -50,13 +50,13 @@ def mixed(smoke: list[str], shape_clips: Path, tmp_path: Path) -> list[str]:
 def test_a_run_over_buckets_windows_and_sources_resumes_bit_for_bit(
     lora_main: Main, mixed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
-    lora_main([*mixed, "train.steps=8", f"run.dir={straight}"])
+    uninterrupted, parts = tmp_path / "straight", tmp_path / "parts"
+    lora_main([*mixed, "train.steps=8", f"run.dir={uninterrupted}"])
     assert "17x48x32" in capsys.readouterr().err
     lora_main([*mixed, "train.steps=3", f"run.dir={parts}"])
     lora_main([*mixed, "train.steps=8", "train.resume=auto", f"run.dir={parts}"])
-    assert trajectory(parts) == trajectory(straight)
-    assert same_adapter(parts, straight)
+    assert trajectory(parts) == trajectory(uninterrupted)
+    assert same_adapter(parts, uninterrupted)
 
 
 def _without_draws(loader: Callable[..., Iterable[Batch]]) -> Callable[..., Iterable[Batch]]:

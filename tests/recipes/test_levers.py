@@ -169,10 +169,10 @@ def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
             loaded_pointers.add(parameter.data_ptr())
 
     def send_away(group: Any) -> None:
-        for parameter, home in zip(group.parameters, group._host_tensors, strict=True):
+        for parameter, host_tensor in zip(group.parameters, group._host_tensors, strict=True):
             loaded_pointers.remove(parameter.data_ptr())
             parameter.data.fill_(torch.nan)  # for who holds it still
-            parameter.data = home
+            parameter.data = host_tensor
 
     def checked(block: Any, *args: Any, **kwargs: Any) -> Any:
         assert block.norm1.linear.weight.data_ptr() in loaded_pointers or verifying

@@ -101,9 +101,9 @@ def test_its_state_is_checked_as_its_record_says() -> None:
     assert not can_skip_on_device(optimizer)
     names = {"adapter/weight/magnitude": torch.tensor([1.0, -1.0])}
     batch: Any = SimpleNamespace(step=1, rank=0, micro_step=0)
-    verdict = find_bad_state(batch, DiagnosisContext(model, names.items))
-    assert verdict is not None
-    assert "adapter/weight/magnitude must not be negative" in verdict.words
+    diagnosis = find_bad_state(batch, DiagnosisContext(model, names.items))
+    assert diagnosis is not None
+    assert "adapter/weight/magnitude must not be negative" in diagnosis.words
 
 
 def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itself() -> None:
