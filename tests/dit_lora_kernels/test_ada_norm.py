@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("several_rows_a_program")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_good_as_eager(case: Case, dtype: torch.dtype) -> None:
     tensors = make(case, dtype)
-    wide = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
-    exact = results(eager, case.norm, wide)
+    exact_inputs = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
+    exact = results(eager, case.norm, exact_inputs)
     stock = results(eager, case.norm, tensors)
     for name, value in results(ours, case.norm, tensors).items():
         assert value.dtype is dtype
@@ -123,8 +123,8 @@ def test_fp32_tables_and_bf16_rows() -> None:
     tensors = make(Case("layer", (2, 6, 1152), 2))
     for name in ("x", "y"):
         tensors[name] = tensors[name].detach().bfloat16().requires_grad_()
-    wide = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
-    exact = results(eager, "layer", wide)
+    exact_inputs = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
+    exact = results(eager, "layer", exact_inputs)
     stock = results(
         lambda norm, **t: tuple(v.bfloat16() for v in eager(norm, **t)), "layer", tensors
     )
@@ -180,10 +180,10 @@ def test_tables_are_chunks_of_one_linear(unsqueezed: bool) -> None:
 
 def test_one_row_for_all_tokens_beside_a_row_for_each() -> None:
     tensors = make(Case("layer", (2, 6, 40), 3))
-    wide = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
+    expanded = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
     tensors["gate"] = tensors["gate"].detach()[:, 1].requires_grad_()
-    wide["gate"] = tensors["gate"].detach()[:, None].repeat(1, 3, 1).requires_grad_()
-    single, three = results(ours, "layer", tensors), results(ours, "layer", wide)
+    expanded["gate"] = tensors["gate"].detach()[:, None].repeat(1, 3, 1).requires_grad_()
+    single, three = results(ours, "layer", tensors), results(ours, "layer", expanded)
     three["d_gate"] = three["d_gate"].sum(1)
     assert_same(single, three)
 

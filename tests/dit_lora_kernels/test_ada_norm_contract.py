@@ -47,8 +47,8 @@ HARD = {
 def test_hard_values(what: str, norm: str, dtype: torch.dtype) -> None:
     tensors = make(Case(norm, (2, 5, 72), without="y gate"), dtype)
     tensors["x"] = HARD[what](tensors["x"].detach()).requires_grad_()
-    wide = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
-    exact, stock = results(eager, norm, wide), results(eager, norm, tensors)
+    exact_inputs = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
+    exact, stock = results(eager, norm, exact_inputs), results(eager, norm, tensors)
     for name, value in results(ours, norm, tensors).items():
         assert torch.isfinite(value).all(), name
         # Both round the mean to its dtype: noise as large as the error that it leaves.
@@ -269,7 +269,7 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_saved_bytes() -> None:
     """x' plus mean and rstd per row, and nothing for a row without y; eager keeps the normalised rows too."""
     B, T, D = shape = (2, 7, 1152)
-    full, bare = (
+    full, minimal = (
         make(Case("layer", shape), torch.bfloat16),
         make(Case("rms", shape, without="y gate"), torch.bfloat16),
     )
@@ -279,7 +279,7 @@ def test_saved_bytes() -> None:
     ]
     assert saved[0] == rows + 2 * stats
     assert saved[1] >= saved[0] + rows
-    assert saved_bytes(lambda: ours("rms", **bare), [*bare.values()]) == stats
+    assert saved_bytes(lambda: ours("rms", **minimal), [*minimal.values()]) == stats
     full["gate"] = full["gate"].detach()  # then y is not needed either
     assert (
         saved_bytes(lambda: ours("layer", **full), [v for k, v in full.items() if k != "y"])

@@ -289,8 +289,8 @@ def test_a_strided_input_is_kept_as_it_is() -> None:
     """Not as the copy that a GEMM may need."""
     joint, p = randn(2, 60, 64, dtype=torch.float32), projection(64, 8, 4, 1.0, torch.float32)
     x = joint[:, 10:].requires_grad_()
-    besides = [joint, p.weight, *p.adapter[:2]]
-    num_bytes = saved_bytes(lambda: lora_linear(x, *p[:3]), besides)
+    excluded = [joint, p.weight, *p.adapter[:2]]
+    num_bytes = saved_bytes(lambda: lora_linear(x, *p[:3]), excluded)
     assert num_bytes == 100 * 4 * 4
 
 
@@ -310,8 +310,8 @@ def test_only_asked_gradients_are_computed_and_saved_for() -> None:
             tensor.requires_grad_(any(tensor is t for t in needed))
         x_bytes = 50 * 64 * 4 if any(a is t for t in needed) else 0
         assert saved_bytes(op, [p.weight, a]) == products + x_bytes
-        got = torch.autograd.grad(op().sum(), needed)
-        for tensor, gradient in zip(needed, got, strict=True):
+        actual = torch.autograd.grad(op().sum(), needed)
+        for tensor, gradient in zip(needed, actual, strict=True):
             (expected,) = [w for t, w in zip((x, a, b), full_grads, strict=True) if t is tensor]
             torch.testing.assert_close(gradient, expected)
 

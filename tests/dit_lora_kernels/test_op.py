@@ -98,8 +98,8 @@ def results(name: str, context: AbstractContextManager[Any]) -> tuple[list[Tenso
 
     with context, saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run(*inputs)
-        pulls = [noise(*output.shape, seed=7).to(output.dtype) for output in outputs]
-        gradients = torch.autograd.grad(outputs, inputs, pulls)
+        cotangents = [noise(*output.shape, seed=7).to(output.dtype) for output in outputs]
+        gradients = torch.autograd.grad(outputs, inputs, cotangents)
     return [*outputs, *gradients], saved
 
 

@@ -59,8 +59,8 @@ def test_from_the_input_where_the_weight_cannot_be_divided_by(name: str) -> None
     assert inputs.weight is not None
     inputs.weight[::3] = 0.0
     exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64))
-    mine = results(lambda *t: ours(layer, *t, from_output=False), inputs.to(torch.float32))
-    for key, value in mine.items():
+    actual = results(lambda *t: ours(layer, *t, from_output=False), inputs.to(torch.float32))
+    for key, value in actual.items():
         assert relative_error(value, exact[key]) < 1e-6, key
 
 
@@ -70,9 +70,9 @@ def test_only_the_weight_is_trained() -> None:
     inputs.x.requires_grad_(False)
     assert inputs.bias is not None
     inputs.bias.requires_grad_(False)
-    mine = results(lambda *t: ours(COGVIDEOX, *t), inputs)
-    assert mine.keys() == {"out", "dweight"}
-    assert relative_error(mine["dweight"], expected["dweight"]) < 1e-6
+    actual = results(lambda *t: ours(COGVIDEOX, *t), inputs)
+    assert actual.keys() == {"out", "dweight"}
+    assert relative_error(actual["dweight"], expected["dweight"]) < 1e-6
 
 
 def test_operands_of_different_dtypes() -> None:
@@ -83,9 +83,9 @@ def test_operands_of_different_dtypes() -> None:
     mixed.grad = mixed.grad.bfloat16()
     assert mixed.weight is not None
     mixed.weight = mixed.weight.half()
-    mine = results(lambda *t: ours(COGVIDEOX, *t), mixed)
-    assert mine["out"].dtype is mine["dx"].dtype is torch.bfloat16
-    assert all(relative_error(mine[key], exact[key]) < 2**-7 for key in mine)
+    actual = results(lambda *t: ours(COGVIDEOX, *t), mixed)
+    assert actual["out"].dtype is actual["dx"].dtype is torch.bfloat16
+    assert all(relative_error(actual[key], exact[key]) < 2**-7 for key in actual)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,11 @@ def test_offsets_beyond_32_bits(far: int) -> None:
             spread.grad = view
         else:
             spread.x = view.requires_grad_()
-        mine = results(lambda *t, kind=kind: ours(layer, *t, from_output=kind != "source"), spread)
-        assert torch.equal(mine["out"], clean["out"])
-        assert relative_error(mine["dx"], clean["dx"]) < 1e-5
+        actual = results(
+            lambda *t, kind=kind: ours(layer, *t, from_output=kind != "source"), spread
+        )
+        assert torch.equal(actual["out"], clean["out"])
+        assert relative_error(actual["dx"], clean["dx"]) < 1e-5
 
 
 def test_the_same_bits_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +256,8 @@ def test_a_mean_far_from_zero(name: str) -> None:
     inputs = operands(layer)
     inputs.x = inputs.x.clamp(-3, 3) + 100
     exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64))
-    mine = results(lambda *t: ours(layer, *t), inputs.to(torch.float32))
-    assert all(relative_error(mine[key], exact[key]) < 2e-5 for key in mine)
+    actual = results(lambda *t: ours(layer, *t), inputs.to(torch.float32))
+    assert all(relative_error(actual[key], exact[key]) < 2e-5 for key in actual)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -269,9 +271,9 @@ def test_rows_that_are_constant_or_extreme(norm: str, value: float) -> None:
         low = inputs.to(dtype)
         exact = results(lambda *t: stock(layer, *t), low.to(torch.float64))
         for from_output in (True, False):
-            mine = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), low)
-            assert all(torch.isfinite(v).all() for v in mine.values() if dtype is torch.float32)
-            assert relative_error(mine["out"], exact["out"]) < (
+            actual = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), low)
+            assert all(torch.isfinite(v).all() for v in actual.values() if dtype is torch.float32)
+            assert relative_error(actual["out"], exact["out"]) < (
                 2e-6 if dtype is torch.float32 else 2e-3
             )
 
@@ -285,10 +287,10 @@ def test_a_bad_row_stays_alone(name: str, bad: float) -> None:
     spoiled = inputs.x.detach().clone()
     spoiled[1, 4, 2, 5] = bad
     inputs.x = spoiled.requires_grad_()
-    mine = results(lambda *t: ours(layer, *t), inputs)
+    actual = results(lambda *t: ours(layer, *t), inputs)
     head = slice(None) if layer.across else slice(2, 3)
     is_unchanged = torch.ones_like(spoiled, dtype=torch.bool)
     is_unchanged[1, 4, head] = False
-    for key, value in mine.items():
+    for key, value in actual.items():
         assert torch.equal(value[is_unchanged], clean[key][is_unchanged]), key
         assert not torch.isfinite(value[1, 4, 2]).all(), key

@@ -101,16 +101,18 @@ def test_without_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for train, from_output in ((False, True), (layer.weight, False)):
         inputs = operands(layer).to(torch.float32, train)
         expected = results(lambda *t: stock(layer, *t), inputs)
-        mine = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), inputs)
-        assert all(relative_error(mine[key], expected[key]) < 2e-6 for key in expected)
+        actual = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), inputs)
+        assert all(relative_error(actual[key], expected[key]) < 2e-6 for key in expected)
 
 
 def test_the_reference_is_differentiable() -> None:
     for layer in LAYERS.values():
         inputs = operands(layer).to(torch.float64, train=True)
         expected = results(lambda *t, layer=layer: stock(layer, *t), inputs)
-        mine = results(lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), inputs)
-        assert all(relative_error(mine[key], expected[key]) < 1e-12 for key in expected)
+        actual = results(
+            lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), inputs
+        )
+        assert all(relative_error(actual[key], expected[key]) < 1e-12 for key in expected)
 
 
 def test_nothing_to_do() -> None:
@@ -127,9 +129,9 @@ def test_empty(shape: tuple[int, ...], train: bool) -> None:
     inputs = operands(layer).to(torch.float32, train)
     if layer.rows == 0:
         inputs.cos = inputs.sin = None
-    mine = results(lambda *t: ours(layer, *t), inputs)
-    assert mine["out"].shape == mine["dx"].shape == shape
-    assert not train or not mine["dweight"].any()
+    actual = results(lambda *t: ours(layer, *t), inputs)
+    assert actual["out"].shape == actual["dx"].shape == shape
+    assert not train or not actual["dweight"].any()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -52,7 +52,7 @@ def run(function: Callable[..., Tensor], *args: Any) -> list[Tensor]:
 
 def stock(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """SanaLinearAttnProcessor2_0, or 3_0 with tables: its rotation and its normaliser are in the inputs' dtype."""
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    accumulation_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     q, k = q.relu(), k.relu()
 
     def rotated(x: Tensor) -> Tensor:
@@ -64,10 +64,12 @@ def stock(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | Non
         output[..., 1::2] = x[..., 0::2] * s[..., 1::2] + x[..., 1::2] * c[..., 0::2]
         return output
 
-    state = torch.einsum("bshd,bshe->bhde", rotated(k).to(wide), v.to(wide))
-    result = torch.einsum("bshd,bhde->bshe", rotated(q).to(wide), state)
+    state = torch.einsum(
+        "bshd,bshe->bhde", rotated(k).to(accumulation_dtype), v.to(accumulation_dtype)
+    )
+    result = torch.einsum("bshd,bhde->bshe", rotated(q).to(accumulation_dtype), state)
     if cos is None:
-        q, k = q.to(wide), k.to(wide)
+        q, k = q.to(accumulation_dtype), k.to(accumulation_dtype)
     den = torch.einsum("bshd,bhd->bsh", q, k.sum(1)) + 1e-15
     return (result * (1 / den[..., None])).to(v.dtype)
 
@@ -168,8 +170,8 @@ def test_operands_of_different_dtypes() -> None:
     q, v = q.bfloat16(), v.half()
     ours = run(relu_linear_attention, q, k, v, grad.bfloat16())
     assert [x.dtype for x in ours] == [q.dtype, q.dtype, k.dtype, v.dtype]
-    wide = run(relu_linear_attention, q.float(), k, v.float(), grad.bfloat16().float())
-    for value, expected_value in zip(ours, wide, strict=True):
+    fp32_results = run(relu_linear_attention, q.float(), k, v.float(), grad.bfloat16().float())
+    for value, expected_value in zip(ours, fp32_results, strict=True):
         assert_close(value.float(), expected_value, rtol=2**-7, atol=1e-6)
 
 
@@ -371,7 +373,7 @@ def test_empty(shape: Shape) -> None:
 def test_refuses_what_does_not_fit() -> None:
     q, k, v, _ = inputs((2, 5, 2, 16))
     cos, sin = tables((5, 16))
-    wide = torch.zeros(1, 2, 1, 144, device=DEVICE)
+    wide_head = torch.zeros(1, 2, 1, 144, device=DEVICE)
     odd = (q[..., :15], k[..., :15], v[..., :15])
     table = r"\(5,16\), \(1,5,16\) or \(2,5,16\).*"
     for args, message in (
@@ -381,7 +383,7 @@ def test_refuses_what_does_not_fit() -> None:
         ((q, k, v, cos[:4], sin[:4]), table + r"\(4, 16\)"),
         ((q, k, v, cos, sin[None]), r"\(5, 16\) and \(1, 5, 16\)"),
         ((*odd, cos[:, :15], sin[:, :15]), "last dimension even"),
-        ((wide, wide, wide), "at most 128 channels, got 144"),
+        ((wide_head, wide_head, wide_head), "at most 128 channels, got 144"),
     ):
         with pytest.raises(ValueError, match=message):
             relu_linear_attention(*args)

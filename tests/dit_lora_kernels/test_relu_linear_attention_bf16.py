@@ -29,8 +29,8 @@ def test_no_further_from_fp32_than_rounding(width: int, rotated: bool, mean: flo
     angle = angle.repeat_interleave(2, -1)
     tables = [angle.cos(), angle.sin()] if rotated else []
     names = ("out", "dq", "dk", "dv")
-    wide = results([x.float() for x in low], tables)
-    for name, ours, exact in zip(names, results(low, tables), wide, strict=True):
+    fp32_results = results([x.float() for x in low], tables)
+    for name, ours, exact in zip(names, results(low, tables), fp32_results, strict=True):
         # The interpreter truncates results to 8 bits, a GPU rounds them. Where bits cancel fp32 is 1 % off itself.
         excess_error = ((ours - exact).abs() - 2**-7 * exact.abs()).clamp(min=0)
         allowed = 3e-2 if mean and not rotated else 3e-4

@@ -164,9 +164,9 @@ def test_only_wanted_gradients_are_computed(
 ) -> None:
     inputs = operands((2, 2, 3, 3))
     expected_grads = run(silu_dwconv_glu, inputs)[1:]
-    some = [
-        t.detach().requires_grad_(want)
-        for t, want in zip(inputs, wanted, strict=True)
+    partial_inputs = [
+        t.detach().requires_grad_(needs_grad)
+        for t, needs_grad in zip(inputs, wanted, strict=True)
         if t is not None
     ]
     if not kernel:
@@ -174,8 +174,8 @@ def test_only_wanted_gradients_are_computed(
     for name, needed in (("launch_input", wanted[0]), ("launch_filter", any(wanted[1:]))):
         if not needed:
             monkeypatch.setattr(module, name, None)
-    actual = run(silu_dwconv_glu, (some[0], some[1], some[2]))[1:]
-    expected = [grad for grad, want in zip(expected_grads, wanted, strict=True) if want]
+    actual = run(silu_dwconv_glu, (partial_inputs[0], partial_inputs[1], partial_inputs[2]))[1:]
+    expected = [grad for grad, needs_grad in zip(expected_grads, wanted, strict=True) if needs_grad]
     for grad, expected_value in zip(actual, expected, strict=True):
         torch.testing.assert_close(grad, expected_value, rtol=1e-5, atol=1e-5)
 

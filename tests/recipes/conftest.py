@@ -23,8 +23,8 @@ def without(shape_clips: Path, tmp_path: Path, bad_clip: str) -> str:
     for path in folder.glob(f"{Path(bad_clip).stem}.*"):
         path.unlink()
     table = folder / "metadata.jsonl"
-    kept = [line for line in table.read_text().splitlines(True) if bad_clip not in line]
-    table.write_text("".join(kept))
+    clean_lines = [line for line in table.read_text().splitlines(True) if bad_clip not in line]
+    table.write_text("".join(clean_lines))
     return f"data.path={folder}"
 
 

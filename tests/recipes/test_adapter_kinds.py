@@ -75,22 +75,24 @@ def arguments(
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
     """What its last checkpoint holds, the optimizer's state too."""
-    last = max((run / "checkpoints").glob("step_*"))
-    return load_file(last / "trainable.safetensors") | load_file(last / "optimizer.safetensors")
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    return load_file(checkpoint / "trainable.safetensors") | load_file(
+        checkpoint / "optimizer.safetensors"
+    )
 
 
 def resumed(main: Main, args: list[str], folder: Path) -> Path:
     """Train four steps at once, and two and two; return the first run, once both ended with the same bits."""
-    whole, parts = folder / "whole", folder / "parts"
+    uninterrupted, parts = folder / "whole", folder / "parts"
     args = [*args, "train.save_every=2"]
-    main([*args, "train.steps=4", f"run.dir={whole}"])
+    main([*args, "train.steps=4", f"run.dir={uninterrupted}"])
     main([*args, "train.steps=2", f"run.dir={parts}"])
     main([*args, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
-    ours, theirs = trained(whole), trained(parts)
+    ours, theirs = trained(uninterrupted), trained(parts)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert not lines(whole, "events.jsonl")
-    return whole
+    assert not lines(uninterrupted, "events.jsonl")
+    return uninterrupted
 
 
 def rows() -> list[Any]:
@@ -105,13 +107,13 @@ def rows() -> list[Any]:
 def test_it_trains_resumes_bit_for_bit_and_is_loaded_as_trained(
     lora_main: Main, arguments: Callable[[str], list[str]], tmp_path: Path, name: str, kind: str
 ) -> None:
-    whole = resumed(lora_main, [*arguments(name), *words_of(kind)], tmp_path)
+    run = resumed(lora_main, [*arguments(name), *words_of(kind)], tmp_path)
     # By its own library, from disk, over the base from disk.
-    verification = verify_adapter(whole)
+    verification = verify_adapter(run)
     assert verification.passed, "\n".join(verification.format_lines())
     assert "as trained" in verification.checks["output"].message
     assert len(verification.modules) > 0
-    assert all(0 < one.norm < torch.inf for one in verification.modules)
+    assert all(0 < module.norm < torch.inf for module in verification.modules)
 
 
 REFUSED = {("dora", "int8"), ("dora", "fp8"), ("dora", "nf4"), ("lokr", "nf4"), ("loha", "nf4")}
@@ -146,8 +148,8 @@ def test_it_goes_with_what_a_run_may_have(
         with pytest.raises(DitLoraError, match=f"quantised to {further}"):
             lora_main([*args, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
         return
-    whole = resumed(lora_main, args, tmp_path)
-    verification = verify_adapter(whole)
+    run = resumed(lora_main, args, tmp_path)
+    verification = verify_adapter(run)
     assert verification.passed, "\n".join(verification.format_lines())
 
 
@@ -162,4 +164,4 @@ def test_these_pipelines_take_lokr_by_load_lora_weights(
     stored = load_file(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors")
     state = get_peft_model_state_dict(pipeline.transformer, adapter_name="default_0")
     assert {f"transformer.{key}" for key in state} == stored.keys()
-    assert all(torch.equal(one, stored[f"transformer.{key}"]) for key, one in state.items())
+    assert all(torch.equal(tensor, stored[f"transformer.{key}"]) for key, tensor in state.items())

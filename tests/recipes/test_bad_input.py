@@ -89,9 +89,9 @@ def test_an_unknown_key_and_a_wrong_type(refused: Callable[..., str]) -> None:
 
 
 def test_guidance_below_0(refused: Callable[..., str]) -> None:
-    said = refused("validation.guidance_scale=-0.5")
-    assert "validation.guidance_scale" in said
-    assert "greater than or equal to 0; got -0.5" in said
+    message = refused("validation.guidance_scale=-0.5")
+    assert "validation.guidance_scale" in message
+    assert "greater than or equal to 0; got -0.5" in message
 
 
 def test_a_missing_checkpoint(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_hub_id_that_cannot_be_had(refused: Callable[..., str]) -> None:
 def test_a_checkpoint_of_another_family(
     refused: Callable[..., str], tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    other = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
-    index = json.loads((other / "model_index.json").read_text())
+    checkpoint = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
+    index = json.loads((checkpoint / "model_index.json").read_text())
     index["_class_name"] = "SanaPipeline"
-    (other / "model_index.json").write_text(json.dumps(index))
-    message = refused(f"model.path={other}")
+    (checkpoint / "model_index.json").write_text(json.dumps(index))
+    message = refused(f"model.path={checkpoint}")
     assert "is a SanaPipeline checkpoint; family cogvideox trains CogVideoXPipeline" in message
     assert "no family 'sana3'; model.family is one of cogvideox" in refused("model.family=sana3")
 
@@ -133,10 +133,10 @@ def test_a_checkpoint_of_another_family(
 def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-def]
     refused, tiny_checkpoints, tmp_path, component: str, change: dict, words: str
 ) -> None:
-    other = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
-    config = json.loads((other / component).read_text())
-    (other / component).write_text(json.dumps({**config, **change}))
-    assert words in refused(f"model.path={other}")
+    checkpoint = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other")
+    config = json.loads((checkpoint / component).read_text())
+    (checkpoint / component).write_text(json.dumps({**config, **change}))
+    assert words in refused(f"model.path={checkpoint}")
 
 
 @pytest.mark.usefixtures("nothing_encoded")
@@ -152,12 +152,12 @@ def test_a_checkpoint_that_contradicts_the_family(  # type: ignore[no-untyped-de
 def test_a_checkpoint_that_is_not_whole_is_refused_before_any_encoding(  # type: ignore[no-untyped-def]
     refused, tiny_checkpoints, tmp_path: Path, file: str, damage: int | None, words: str
 ) -> None:
-    other = Path(shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other"))
-    data = (other / file).read_bytes()
-    (other / file).unlink()
+    damaged = Path(shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "other"))
+    data = (damaged / file).read_bytes()
+    (damaged / file).unlink()
     if damage:
-        (other / file).write_bytes(data[:damage])
-    assert words in refused(f"model.path={other}")
+        (damaged / file).write_bytes(data[:damage])
+    assert words in refused(f"model.path={damaged}")
     assert not (tmp_path / "cache").exists()
 
 
@@ -300,7 +300,7 @@ def test_a_quarantine_list_that_leaves_no_sample(
 def test_from_the_shell_it_is_a_message_and_exit_code_2(
     launch, smoke: list[str], tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
-    done = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
-    assert done.returncode == 2
-    assert "error: data.path: no folder nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
+    assert result.returncode == 2
+    assert "error: data.path: no folder nowhere" in result.stderr
+    assert "Traceback" not in result.stderr

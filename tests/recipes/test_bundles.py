@@ -29,10 +29,10 @@ def bundle(lora_main: Main, poisoned: list[str], tmp_path: Path) -> Path:
 def test_a_bundle_comes_to_the_recorded_verdict_here_and_elsewhere(
     bundle: Path, bad_clip: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    here = replay_bundle(bundle)
+    local_replay = replay_bundle(bundle)
     elsewhere = Path(shutil.copytree(bundle, tmp_path / "mail" / "attached"))
-    there = replay_bundle(elsewhere, model=str(tiny_checkpoints["cogvideox-5b"]))
-    for replayed in (here, there):
+    moved_replay = replay_bundle(elsewhere, model=str(tiny_checkpoints["cogvideox-5b"]))
+    for replayed in (local_replay, moved_replay):
         assert replayed.diagnosis is not None
         assert replayed.diagnosis.cause == replayed.recorded_event["verdict"]["cause"] == "data"
         assert replayed.diagnosis.sample_ids == (bad_clip,)
@@ -44,14 +44,14 @@ def test_a_bundle_comes_to_the_recorded_verdict_here_and_elsewhere(
 def test_a_bundle_on_another_base_model_says_so(
     bundle: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    other = Path(shutil.copytree(tiny_checkpoints["cogvideox-5b"], tmp_path / "other"))
-    (weights,) = (other / "transformer").glob("*.safetensors")
+    changed_base = Path(shutil.copytree(tiny_checkpoints["cogvideox-5b"], tmp_path / "other"))
+    (weights,) = (changed_base / "transformer").glob("*.safetensors")
     tensors = load_file(weights)
     next(iter(tensors.values())).add_(1e-3)
     save_file(tensors, weights, metadata={"format": "pt"})
     assert (
         "base model's files are not those of the run"
-        in replay_bundle(bundle, model=str(other)).notes[0]
+        in replay_bundle(bundle, model=str(changed_base)).notes[0]
     )
 
 

@@ -63,7 +63,9 @@ def test_every_chat_family_has_a_smoke_recipe() -> None:
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -84,24 +86,28 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
         f"validation.conversations={data / 'held_out.json'}",
         "validation.max_answer_tokens=4",
     ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lora_main([*args, f"run.dir={whole}", "train.steps=4"])
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    lora_main([*args, f"run.dir={uninterrupted}", "train.steps=4"])
     lora_main([*args, f"run.dir={parts}", "train.steps=2"])
     lora_main([*args, f"run.dir={parts}", "train.steps=4", "train.resume=auto"])
-    assert state(parts, 4) == state(whole, 4)
-    kinds = {kind for one in lines(whole, "metrics.jsonl") for kind in one["loss_by_media"]}
+    assert state(parts, 4) == state(uninterrupted, 4)
+    kinds = {
+        kind for line in lines(uninterrupted, "metrics.jsonl") for kind in line["loss_by_media"]
+    }
     assert len(kinds) > 1
-    held_out = [(one["step"], one["held_out_loss"]) for one in lines(whole, "held_out.jsonl")]
+    held_out = [
+        (line["step"], line["held_out_loss"]) for line in lines(uninterrupted, "held_out.jsonl")
+    ]
     assert [step for step, _ in held_out] == [0, 4]
     assert held_out[0][1] != held_out[1][1]
     assert lines(parts, "held_out.jsonl")[-1]["held_out_loss"] == held_out[1][1]
-    written = json.loads((whole / "samples" / "step_000004" / "answers.json").read_text())
-    assert [one["prompt"] for one in written] == [question]
+    written = json.loads((uninterrupted / "samples" / "step_000004" / "answers.json").read_text())
+    assert [answer["prompt"] for answer in written] == [question]
 
-    said = invoke("chat", whole, "--video", clip, "--prompt", question, "--max-tokens", 4)
-    assert said.rstrip("\n") == written[0]["answer"]
-    invoke("export", whole, "--out", tmp_path / "merged")
-    _the_merged_checkpoint_is_the_trained_model(whole, tmp_path / "merged", base, clip)
+    output = invoke("chat", uninterrupted, "--video", clip, "--prompt", question, "--max-tokens", 4)
+    assert output.rstrip("\n") == written[0]["answer"]
+    invoke("export", uninterrupted, "--out", tmp_path / "merged")
+    _the_merged_checkpoint_is_the_trained_model(uninterrupted, tmp_path / "merged", base, clip)
 
 
 def _the_merged_checkpoint_is_the_trained_model(
@@ -112,21 +118,24 @@ def _the_merged_checkpoint_is_the_trained_model(
 
     logits = []
     for target in (run, merged, base):
-        found = load_answerer(target, frames=4)
-        found.checkpoint = found.checkpoint.with_vision_settings(
+        answerer = load_answerer(target, frames=4)
+        answerer.checkpoint = answerer.checkpoint.with_vision_settings(
             load_answerer(run).checkpoint.vision_settings
         )
-        seen = found.read_media(MediaFile(clip))
+        media = answerer.read_media(MediaFile(clip))
         about = Conversation("", "video", None, (Turn("What shape is it?", "A disc.", "Look."),))
-        rendered = found.checkpoint.render(about, seen.shape, seen.seconds)
-        batch = {"input_ids": torch.tensor([rendered.ids]), "seconds": torch.tensor([seen.seconds])}
-        assert seen.pixels is not None
-        batch["pixels"] = seen.pixels[None]
+        rendered = answerer.checkpoint.render(about, media.shape, media.seconds)
+        batch = {
+            "input_ids": torch.tensor([rendered.ids]),
+            "seconds": torch.tensor([media.seconds]),
+        }
+        assert media.pixels is not None
+        batch["pixels"] = media.pixels[None]
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
         with torch.no_grad():
-            logits.append(found.model(**found.checkpoint.inputs(batch)).logits)
+            logits.append(answerer.model(**answerer.checkpoint.inputs(batch)).logits)
     trained, exported, untrained = logits
     torch.testing.assert_close(exported, trained, rtol=1e-4, atol=1e-4)
     assert (trained - untrained).abs().max() > 0.01
@@ -160,15 +169,15 @@ def test_the_average_of_the_weights_is_what_is_saved(
     run = tmp_path / "run"
     lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "train.ema=0.9"])
     folder = run / "checkpoints" / "step_000003"
-    average, last = (load_file(folder / f"{name}.safetensors") for name in ("ema", "trainable"))
+    average, trained = (load_file(folder / f"{name}.safetensors") for name in ("ema", "trainable"))
     saved = load_file(run / "adapter" / "adapter_model.safetensors")
     saved |= load_file(run / "adapter" / "base_weights.safetensors")
     for name in ("lm_head.lora_B.default.weight", "model.query_tokens"):
-        (kept,) = (one for key, one in average.items() if key.endswith(name))
+        (averaged_tensor,) = (tensor for key, tensor in average.items() if key.endswith(name))
         inside = f"base_model.model.{name.replace('.default.', '.')}"
-        found = saved[name] if name in saved else saved[inside]
-        assert torch.equal(found, kept)
-        assert not torch.equal(found, last[name])
+        saved_tensor = saved[name] if name in saved else saved[inside]
+        assert torch.equal(saved_tensor, averaged_tensor)
+        assert not torch.equal(saved_tensor, trained[name])
 
 
 def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
@@ -193,13 +202,13 @@ def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
     ]
     with pytest.raises(DitLoraError) as refused:
         lora_main(args)
-    for words in (
+    for message in (
         "broken.mp4",
         f"no such file: {bad / 'gone.mp4'}",
         f"{CLIPS[1]}#2",
         "chat.max_tokens is",
     ):
-        assert words in str(refused.value)
+        assert message in str(refused.value)
     assert not (run / "metrics.jsonl").exists()
     lora_main([*args, "data.rejects=skip"])
     assert len(lines(run, "metrics.jsonl")) == 2
@@ -241,20 +250,26 @@ def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-unty
         "train.steps=8",
         f"validation.conversations={data / 'held_out.json'}",
     ]
-    done = launch([*args, "train.batch_size=2", f"run.dir={tmp_path / 'two'}"], ranks=2)
-    assert done.returncode == 0, done.stderr
+    result = launch([*args, "train.batch_size=2", f"run.dir={tmp_path / 'two'}"], ranks=2)
+    assert result.returncode == 0, result.stderr
     lora_main([*args, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'one'}"])
-    one, two = (lines(tmp_path / run, "metrics.jsonl") for run in ("one", "two"))
-    assert {kind for line in one for kind in line["loss_by_media"]} == {"text", "image", "video"}
-    assert [line["samples"] for line in one] == [line["samples"] for line in two]
+    one_process, two_ranks = (lines(tmp_path / run, "metrics.jsonl") for run in ("one", "two"))
+    assert {kind for line in one_process for kind in line["loss_by_media"]} == {
+        "text",
+        "image",
+        "video",
+    }
+    assert [line["samples"] for line in one_process] == [line["samples"] for line in two_ranks]
     for name in ("loss", "grad_norm"):
-        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-4)
-    held = [
+        assert [line[name] for line in two_ranks] == pytest.approx(
+            [line[name] for line in one_process], rel=1e-4
+        )
+    eval_losses = [
         line["held_out_loss"]
         for run in ("one", "two")
         for line in lines(tmp_path / run, "held_out.jsonl")
     ]
-    assert held[:2] == pytest.approx(held[2:], rel=1e-4)
+    assert eval_losses[:2] == pytest.approx(eval_losses[2:], rel=1e-4)
 
 
 def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: int) -> None:
@@ -279,7 +294,7 @@ def overfit(lora_main: Main, args: list[str], folder: Path, run: Path, steps: in
         ]
     )
     records = json.loads((folder / "qa.json").read_text())
-    expected = [one["a"] for record in records for one in record["QA"]]
+    expected = [turn["a"] for record in records for turn in record["QA"]]
     assert len(expected) == 8
     tuned = load_answerer(run)
     assert answers_of(tuned, folder, records) == expected

@@ -123,16 +123,16 @@ def said(name: str) -> set[int]:
     """The counts of parameters in the header."""
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
     header = text[: text.index("model:")]
-    return {int(one.replace(",", "")) for one in re.findall(r"\d+(?:,\d{3})+", header)}
+    return {int(number.replace(",", "")) for number in re.findall(r"\d+(?:,\d{3})+", header)}
 
 
 def test_every_recipe_of_a_chat_family_is_tried_here() -> None:
-    found = {
+    recipe_names = {
         f"{path.parent.name}/{path.stem}"
         for folder in CHAT_FAMILIES
         for path in (ROOT / "recipes" / folder).glob("*.yaml")
     }
-    assert found == set(RECIPES)
+    assert recipe_names == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -142,23 +142,26 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
     checkpoint = family.open(recipe.model, recipe)
     assert checkpoint.shape("video", 480, 720) == SHAPES[name]
     model = built(recipe, checkpoint)
-    whole = sum(p.numel() for p in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     groups = recipe.optim.groups
     loaded: Any = SimpleNamespace(load_model=lambda dtype: model)
     with torch.device("meta"):
-        _, made, _ = ChatTask().load_trainable(recipe, family, loaded, torch.bfloat16)
-    counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in made}
-    assert all(p.dtype == torch.float32 for group in made for p in group["params"])
+        _, param_groups, _ = ChatTask().load_trainable(recipe, family, loaded, torch.bfloat16)
+    counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in param_groups}
+    assert all(p.dtype == torch.float32 for group in param_groups for p in group["params"])
     expected = {"adapter": lora_count(recipe, config)} if groups.adapter else {}
     if recipe.model.family == "videochat2":
-        rest = whole - MISTRAL - PROJECTION_AND_QUERIES
-        expected |= {"connector": PROJECTION_AND_QUERIES, "backbone": rest}
+        num_backbone = num_parameters - MISTRAL - PROJECTION_AND_QUERIES
+        expected |= {"connector": PROJECTION_AND_QUERIES, "backbone": num_backbone}
         headed = {MISTRAL, *expected.values(), sum(expected.values())}
     else:
         headed = {FROZEN[config], expected["adapter"], CONNECTORS[config]}
         assert connector_count(name, recipe, model) == CONNECTORS[config]
     assert counts == expected
-    assert whole - sum(expected.get(one, 0) for one in ("connector", "backbone")) == FROZEN[config]
+    assert (
+        num_parameters - sum(expected.get(part, 0) for part in ("connector", "backbone"))
+        == FROZEN[config]
+    )
     assert said(name) == headed
     # bf16, and fp32 weight, gradient and two moments.
     gib = (2 * FROZEN[config] + 16 * sum(expected.values())) / 2**30
@@ -168,15 +171,17 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
 def connector_count(name: str, recipe: Recipe, model: Any) -> int:
     """Of the group that the recipe has as a comment."""
     text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-    (line,) = [one for one in text.splitlines() if one.strip().startswith("# connector:")]
+    (line,) = [row for row in text.splitlines() if row.strip().startswith("# connector:")]
     group = yaml.safe_load(line.replace("# connector", "connector"))["connector"]
     groups = GroupsConfig(adapter=recipe.optim.groups.adapter, connector=GroupConfig(**group))
-    made = build_recipe_groups(model, groups, get_family("chat").group_patterns)
-    (own,) = [one for one in made if one["name"] == "connector"]
-    return sum(p.numel() for p in own["params"])
+    param_groups = build_recipe_groups(model, groups, get_family("chat").group_patterns)
+    (connector,) = [
+        param_group for param_group in param_groups if param_group["name"] == "connector"
+    ]
+    return sum(p.numel() for p in connector["params"])
 
 
-@pytest.mark.parametrize("name", [one for one in RECIPES if one.startswith("videochat2")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("videochat2")])
 def test_a_videochat2_recipe_gives_the_media_their_tokens_and_the_text_the_originals(
     name: str,
 ) -> None:

@@ -32,10 +32,10 @@ def test_alpha_is_the_runs(
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     file = run(lora_main, base, shape_clips, tmp_path, "lora.rank=4", "lora.alpha=12")
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     pipeline = (
         get_family("cogvideox")
         .open(ModelConfig(family="cogvideox", path=str(base)))
@@ -46,10 +46,10 @@ def test_alpha_is_the_runs(
     layers = [name.removesuffix(".lora_A.default.weight") for name in stored if "lora_A" in name]
     a, b = ({n: stored[f"{n}.lora_{part}.default.weight"] for n in layers} for part in "AB")
     expected = {n: 3 * b[n].double() @ a[n].double() for n in layers}
-    found = deltas(pipeline.transformer)
-    assert found.keys() == expected.keys()
+    loaded_deltas = deltas(pipeline.transformer)
+    assert loaded_deltas.keys() == expected.keys()
     for name, delta in expected.items():
-        torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(loaded_deltas[name], delta, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.thorough
@@ -61,12 +61,12 @@ def test_a_checkpoint_that_does_not_say_alpha_is_refused_with_the_folder_to_give
     run(lora_main, base, shape_clips, tmp_path / "one", "lora.rank=4", "lora.alpha=12")
     init = f"lora.init={tmp_path / 'one' / 'run'}"
     file = run(lora_main, base, shape_clips, tmp_path / "two", init, *OF_THE_FILE)
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
     )
-    said = str(done.exception)
-    assert "does not say its alpha" in said
-    assert said.endswith(f"give its folder: {tmp_path / 'two' / 'run'}")
+    message = str(result.exception)
+    assert "does not say its alpha" in message
+    assert message.endswith(f"give its folder: {tmp_path / 'two' / 'run'}")
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,22 @@ def test_the_averages_of_a_checkpoint_are_exported_as_the_run_saves_them(
     base = tiny_checkpoints["cogvideox-2b"]
     more = ["train.ema=0.5", f"lora.kind={kind}", *options]
     file = run(lora_main, base, shape_clips, tmp_path, *more)
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, ["export", str(file), f"--to={form}", f"--out={out}"])
-    assert done.exit_code == 0, done.output
+    output_dir = tmp_path / "out"
+    result = CliRunner().invoke(app, ["export", str(file), f"--to={form}", f"--out={output_dir}"])
+    assert result.exit_code == 0, result.output
     (saved,) = (tmp_path / "run" / "adapter").glob("*.safetensors")
-    (exported,) = out.glob("*.safetensors")
-    made = read_run_metadata(exported)
-    assert (made["family"], made["steps"], made["video"]["height"]) == ("cogvideox", 3, 32)
-    assert "output" not in made
-    first, last = load_file(saved), load_file(exported)
-    assert first.keys() == last.keys()
-    assert all(torch.equal(first[name], last[name]) for name in first)
+    (exported,) = output_dir.glob("*.safetensors")
+    metadata = read_run_metadata(exported)
+    assert (metadata["family"], metadata["steps"], metadata["video"]["height"]) == (
+        "cogvideox",
+        3,
+        32,
+    )
+    assert "output" not in metadata
+    saved_tensors, exported_tensors = load_file(saved), load_file(exported)
+    assert saved_tensors.keys() == exported_tensors.keys()
+    assert all(torch.equal(saved_tensors[name], exported_tensors[name]) for name in saved_tensors)
     raw, averages = load_file(file), load_file(file.with_name("ema.safetensors"))
-    assert not any(torch.equal(raw[n.removeprefix("ema/")], one) for n, one in averages.items())
+    assert not any(
+        torch.equal(raw[n.removeprefix("ema/")], average) for n, average in averages.items()
+    )

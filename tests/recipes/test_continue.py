@@ -26,8 +26,8 @@ Main = Callable[[list[str]], None]
 def first(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
     """A run of rank 3 with alpha 5, on two of attention's layers."""
     run = tmp_path / "first"
-    own = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, to_out.0]"]
-    lora_main([*smoke, *own, "train.steps=4", "validation.held_out_draws=2", f"run.dir={run}"])
+    options = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, to_out.0]"]
+    lora_main([*smoke, *options, "train.steps=4", "validation.held_out_draws=2", f"run.dir={run}"])
     return run
 
 
@@ -35,9 +35,9 @@ def first(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
 def onward(smoke: list[str], tmp_path: Path) -> list[str]:
     """The recipe without a rank of its own: its file's YAML has one."""
     recipe = tmp_path / "onward.yaml"
-    kept = Path(smoke[0]).read_text().splitlines()
+    recipe_lines = Path(smoke[0]).read_text().splitlines()
     recipe.write_text(
-        "\n".join(line for line in kept if "rank:" not in line and "alpha:" not in line)
+        "\n".join(line for line in recipe_lines if "rank:" not in line and "alpha:" not in line)
     )
     return [str(recipe), *smoke[1:]]
 
@@ -46,8 +46,8 @@ def relabelled(file: Path, out: Path, **changes: Any) -> Path:
     """Write the file with another provenance, and all else of its header."""
     with safe_open(file, framework="pt") as opened:
         header = opened.metadata()
-    made = {**read_run_metadata(file), **changes}
-    save_file(load_file(file), out, metadata={**header, "dit_lora": json.dumps(made)})
+    metadata = {**read_run_metadata(file), **changes}
+    save_file(load_file(file), out, metadata={**header, "dit_lora": json.dumps(metadata)})
     return out
 
 
@@ -63,10 +63,10 @@ def test_a_run_starts_where_the_file_ended(
     lora_main([*args, "validation.held_out_draws=2"])
     # What the base's loss was before the first step is the trained adapter's.
     assert held_out(run)[0] == held_out(first)[4]
-    made = read_run_metadata(run / "adapter" / ADAPTER_FILE)
-    assert (made["rank"], made["alpha"]) == (3, 5)
-    assert made["continued"] == {"name": "first", "sha256": made["continued"]["sha256"]}
-    assert str(tmp_path) not in json.dumps(made)
+    metadata = read_run_metadata(run / "adapter" / ADAPTER_FILE)
+    assert (metadata["rank"], metadata["alpha"]) == (3, 5)
+    assert metadata["continued"] == {"name": "first", "sha256": metadata["continued"]["sha256"]}
+    assert str(tmp_path) not in json.dumps(metadata)
     before, after = adapter(first), adapter(run)
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
@@ -86,8 +86,8 @@ def test_whichever_form_the_file_has_training_is_the_same(
     lora_main: Main, onward: list[str], first: Path, tmp_path: Path, form: Any
 ) -> None:
     lora_main([*onward, f"lora.init={first}", "train.steps=2", f"run.dir={tmp_path / 'plain'}"])
-    out = export(ExportRequest((first,), form, tmp_path / "out"))
-    lora_main([*onward, f"lora.init={out}", "train.steps=2", f"run.dir={tmp_path / 'other'}"])
+    exported = export(ExportRequest((first,), form, tmp_path / "out"))
+    lora_main([*onward, f"lora.init={exported}", "train.steps=2", f"run.dir={tmp_path / 'other'}"])
     assert same_adapter(tmp_path / "other", tmp_path / "plain")
 
 
@@ -117,16 +117,16 @@ def test_other_weights_of_the_same_architecture_are_told_of(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    other = tmp_path / "another-base"
-    get_family("cogvideox").build_tiny("cogvideox-5b", other, 9)
-    words = (
+    other_base = tmp_path / "another-base"
+    get_family("cogvideox").build_tiny("cogvideox-5b", other_base, 9)
+    message = (
         "lora.init: first was trained on cogvideox-5b, with other weights than this another-base"
     )
     args = [*onward, f"lora.init={first}", "train.steps=1"]
     lora_main([*args, f"run.dir={tmp_path / 'same'}"])
     assert "with other weights" not in capsys.readouterr().err
-    lora_main([*args, f"model.path={other}", f"run.dir={tmp_path / 'other'}"])
-    assert words in capsys.readouterr().err
+    lora_main([*args, f"model.path={other_base}", f"run.dir={tmp_path / 'other'}"])
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_that_changes_nothing_of_the_file_is_refused(
@@ -142,8 +142,8 @@ def test_a_run_that_changes_nothing_of_the_file_is_refused(
 def test_layers_of_several_ranks_are_trained_saved_and_verified(
     lora_main: Main, onward: list[str], first: Path, tmp_path: Path
 ) -> None:
-    out = export(ExportRequest((first,), "kohya", tmp_path / "out"))
-    tensors = load_file(out / "out.safetensors")
+    exported = export(ExportRequest((first,), "kohya", tmp_path / "out"))
+    tensors = load_file(exported / "out.safetensors")
     key = "lora_unet__transformer_blocks_1_attn1_to_q"
     tensors[f"{key}.lora_down.weight"] = tensors[f"{key}.lora_down.weight"][:2].clone()
     tensors[f"{key}.lora_up.weight"] = tensors[f"{key}.lora_up.weight"][:, :2].clone()
@@ -156,14 +156,14 @@ def test_layers_of_several_ranks_are_trained_saved_and_verified(
     ranks = {name: len(t) for name, t in adapter(run).items() if "lora_A" in name}
     uneven = "transformer.transformer_blocks.1.attn1.to_q.lora_A.weight"
     assert {name for name, rank in ranks.items() if rank != 3} == {uneven}
-    made = read_run_metadata(run / "adapter" / ADAPTER_FILE)
-    assert (made["rank"], made["alpha"]) == (3, 5)
-    assert list(made["rank_pattern"].values()) == [2]
-    assert list(made["alpha_pattern"].values()) == [1.5]
+    metadata = read_run_metadata(run / "adapter" / ADAPTER_FILE)
+    assert (metadata["rank"], metadata["alpha"]) == (3, 5)
+    assert list(metadata["rank_pattern"].values()) == [2]
+    assert list(metadata["alpha_pattern"].values()) == [1.5]
     verified = json.loads((run / "verification.json").read_text())
     assert verified["passed"]
-    words = verified["checks"]["scale"]["words"]
-    assert "rank 2, alpha 1.5; rank 3, alpha 5" in words
+    message = verified["checks"]["scale"]["words"]
+    assert "rank 2, alpha 1.5; rank 3, alpha 5" in message
     # A loader that takes the usual rank and alpha for every layer would not pass.
     file = run / "adapter" / ADAPTER_FILE
     flat = relabelled(file, file, rank_pattern={}, alpha_pattern={})
@@ -191,9 +191,9 @@ def test_a_start_that_is_not_there_or_no_adapter(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     """In one line, and before anything is encoded."""
-    said = refused("lora.init=kaimming")
+    message = refused("lora.init=kaimming")
     assert (
-        said
+        message
         == "lora.init: no file or folder kaimming; a start is kaiming, gaussian, or a LoRA to continue from"
     )
     assert "and the Hub did not give it" in refused("lora.init=nobody/nothing-here")
@@ -202,8 +202,8 @@ def test_a_start_that_is_not_there_or_no_adapter(
     assert "no LoRA in" in refused(f"lora.init={tmp_path / 'empty'}")
     for name in ("one", "two"):
         save_file({}, tmp_path / "empty" / f"{name}.safetensors")
-    said = refused(f"lora.init={tmp_path / 'empty'}")
-    assert said.endswith(
+    message = refused(f"lora.init={tmp_path / 'empty'}")
+    assert message.endswith(
         "has several files; name one of them\n  - one.safetensors\n  - two.safetensors"
     )
     (tmp_path / "old.pt").write_bytes(b"x")
@@ -211,8 +211,8 @@ def test_a_start_that_is_not_there_or_no_adapter(
         f"lora.init={tmp_path / 'old.pt'}"
     )
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
-    said = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
-    assert "torn.safetensors is not a safetensors adapter: " in said
+    message = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
+    assert "torn.safetensors is not a safetensors adapter: " in message
     assert not (tmp_path / "cache").exists()
 
 
@@ -220,25 +220,25 @@ def test_an_adapter_of_another_model_or_with_more_than_a_lora(
     refused: Callable[..., str], first: Path, tmp_path: Path
 ) -> None:
     file = first / "adapter" / ADAPTER_FILE
-    other = relabelled(file, tmp_path / "other.safetensors", family="sana")
+    sana_file = relabelled(file, tmp_path / "other.safetensors", family="sana")
     renamed = {
         f"transformer.x{number}.{name}": t
-        for number, (name, t) in enumerate(load_file(other).items())
+        for number, (name, t) in enumerate(load_file(sana_file).items())
     }
-    header = {"dit_lora": json.dumps(read_run_metadata(other))}
-    save_file(renamed, other, metadata=header)  # of which nothing fits
-    said = refused(f"lora.init={other}")
-    assert said == f"lora.init: {other} is an adapter of family sana, not of cogvideox"
+    header = {"dit_lora": json.dumps(read_run_metadata(sana_file))}
+    save_file(renamed, sana_file, metadata=header)  # of which nothing fits
+    message = refused(f"lora.init={sana_file}")
+    assert message == f"lora.init: {sana_file} is an adapter of family sana, not of cogvideox"
     expert = relabelled(file, tmp_path / "expert.safetensors", part="transformer_2")
-    said = refused(f"lora.init={expert}")
-    assert said == f"lora.init: {expert} is an adapter of part transformer_2, not of transformer"
+    message = refused(f"lora.init={expert}")
+    assert message == f"lora.init: {expert} is an adapter of part transformer_2, not of transformer"
     tensors = load_file(file)
     moved = {key.replace("_blocks.1.", "_blocks.7."): value for key, value in tensors.items()}
     save_file(moved, tmp_path / "moved.safetensors")
-    said = refused(f"lora.init={tmp_path / 'moved.safetensors'}")
-    assert "2 of its layers are not in the model" in said
-    assert "transformer_blocks.7.attn1.to_out.0: not in the model" in said
-    said = refused(f"lora.init={first}", "lora.rank=8")
-    assert "lora.rank: 8 is given, and 3 is in pytorch_lora_weights.safetensors" in said
+    message = refused(f"lora.init={tmp_path / 'moved.safetensors'}")
+    assert "2 of its layers are not in the model" in message
+    assert "transformer_blocks.7.attn1.to_out.0: not in the model" in message
+    message = refused(f"lora.init={first}", "lora.rank=8")
+    assert "lora.rank: 8 is given, and 3 is in pytorch_lora_weights.safetensors" in message
     save_file({"x": torch.ones(1)}, first / "adapter" / "base_weights.safetensors")
     assert "has base weights beside its LoRA" in refused(f"lora.init={first}")

@@ -50,13 +50,13 @@ def mixed(smoke: list[str], shape_clips: Path, tmp_path: Path) -> list[str]:
 def test_a_run_over_buckets_windows_and_sources_resumes_bit_for_bit(
     lora_main: Main, mixed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
-    lora_main([*mixed, "train.steps=8", f"run.dir={straight}"])
+    uninterrupted, parts = tmp_path / "straight", tmp_path / "parts"
+    lora_main([*mixed, "train.steps=8", f"run.dir={uninterrupted}"])
     assert "17x48x32" in capsys.readouterr().err
     lora_main([*mixed, "train.steps=3", f"run.dir={parts}"])
     lora_main([*mixed, "train.steps=8", "train.resume=auto", f"run.dir={parts}"])
-    assert trajectory(parts) == trajectory(straight)
-    assert same_adapter(parts, straight)
+    assert trajectory(parts) == trajectory(uninterrupted)
+    assert same_adapter(parts, uninterrupted)
 
 
 def _without_draws(loader: Callable[..., Iterable[Batch]]) -> Callable[..., Iterable[Batch]]:
@@ -69,10 +69,10 @@ def test_noise_has_the_same_bits_whoever_draws_it(
     """Two workers ahead, the step's own process as it reads, and the step itself; over shapes of several sizes."""
     mixed = [*mixed, "train.steps=6", "train.accumulate=2"]
     runs = {"worker": ["data.workers=2"], "reader": [], "step": []}
-    for name, how in runs.items():
+    for name, options in runs.items():
         if name == "step":
             monkeypatch.setattr(CachedClips, "make_loader", _without_draws(CachedClips.make_loader))
-        lora_main([*mixed, *how, f"run.dir={tmp_path / name}"])
+        lora_main([*mixed, *options, f"run.dir={tmp_path / name}"])
     for name in runs:
         assert trajectory(tmp_path / name) == trajectory(tmp_path / "step")
         assert same_adapter(tmp_path / name, tmp_path / "step")
@@ -81,12 +81,12 @@ def test_noise_has_the_same_bits_whoever_draws_it(
 def test_how_a_step_over_buckets_is_split_changes_only_rounding(
     lora_main: Main, mixed: list[str], tmp_path: Path
 ) -> None:
-    whole, split = tmp_path / "whole", tmp_path / "split"
-    lora_main([*mixed, "train.steps=6", f"run.dir={whole}"])
+    unsplit, split = tmp_path / "whole", tmp_path / "split"
+    lora_main([*mixed, "train.steps=6", f"run.dir={unsplit}"])
     halves = ["train.batch_size=1", "train.accumulate=2"]
     lora_main([*mixed, *halves, "train.steps=6", f"run.dir={split}"])
-    one, other = (torch.tensor(trajectory(run)) for run in (whole, split))
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+    losses, split_losses = (torch.tensor(trajectory(run)) for run in (unsplit, split))
+    torch.testing.assert_close(losses, split_losses, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("flip", [False, True], ids=["clips", "mirrored images"])
@@ -115,7 +115,7 @@ def test_a_clip_that_breaks_while_it_is_encoded_on_the_fly_is_left_out(
     run = tmp_path / "run"
     live = ["data.precompute=false", f"data.path={folder}", "train.steps=6", "train.batch_size=2"]
     lora_main([*smoke, *live, f"run.dir={run}"])
-    events = [one for one in lines(run, "events.jsonl") if one["sample_ids"] == [broken.name]]
+    events = [line for line in lines(run, "events.jsonl") if line["sample_ids"] == [broken.name]]
     assert [event["verdict"]["cause"] for event in events] == ["data"]
     assert "decoded" in events[0]["verdict"]["words"]
     assert all(torch.isfinite(tensor).all() for tensor in adapter(run).values())
@@ -241,6 +241,6 @@ def test_a_run_makes_its_prior_and_trains_on_it(
     sources = json.dumps([{"path": str(shape_clips)}, prior])
     quick = ["validation.inference_steps=1", "train.steps=4", "train.batch_size=2"]
     lora_main([*smoke, "data.path=", f"data.sources={sources}", *quick, f"run.dir={tmp_path}/run"])
-    made = sorted(path.name for path in (tmp_path / "prior").iterdir())
-    assert made == ["prior_000000.mp4", "prior_000001.mp4"]
+    file_names = sorted(path.name for path in (tmp_path / "prior").iterdir())
+    assert file_names == ["prior_000000.mp4", "prior_000001.mp4"]
     assert len(TensorCache(tmp_path / "cache" / "videos")) == 7

@@ -33,13 +33,13 @@ def test_two_ranks_with_half_the_batch_each_train_alike(
     sources = [{"path": str(shape_clips)}, {"path": str(tmp_path / "stills"), "loss_weight": 0.5}]
     common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "validation.held_out_draws=2"]
     common += ["data.path=", f"data.sources={json.dumps(sources)}", "data.buckets={frames: [1, 9]}"]
-    done = launch(
+    result = launch(
         [*common, "train.batch_size=2", "train.accumulate=2", f"run.dir={tmp_path / 'two'}"],
         ranks=2,
         really=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert "2 process(es) on cpu" in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "2 process(es) on cpu" in result.stderr
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
     assert environment["processes"] == 2
     lora_main([*common, "train.batch_size=8", f"run.dir={tmp_path / 'one'}"])
@@ -66,21 +66,21 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     sample = sorted(path.name for path in shape_clips.glob("*.mp4"))[3]
     entry = poison(tmp_path / "cache", sample)
 
-    done = launch([*smoke, *split, "train.steps=9", f"run.dir={run}"], ranks=ranks)
-    assert done.returncode != 0
+    result = launch([*smoke, *split, "train.steps=9", f"run.dir={run}"], ranks=ranks)
+    assert result.returncode != 0
     event = json.loads((run / "events.jsonl").read_text())
     step = event["step"]
     assert event["sample_ids"] == [sample]
     assert event["kind"] == "non_finite_loss"
     assert event["action"] == "stop"
     assert (run / event["bundle"] / "bundle.json").exists()  # whichever rank wrote it
-    assert done.stderr.count(f"step {step}: non finite loss") == 1  # said once, by one rank
+    assert result.stderr.count(f"step {step}: non finite loss") == 1  # said once, by one rank
     assert (
         f"{sample} (rank {event['rank']}): in its cache entry {entry.key[:16]} of {entry.path}"
-        in done.stderr
+        in result.stderr
     )
-    assert "1 NaN" in done.stderr
-    assert "weights are those of step" in done.stderr
+    assert "1 NaN" in result.stderr
+    assert "weights are those of step" in result.stderr
     assert not (run / "adapter").exists()
     assert sample in (run / "report.html").read_text()
     assert len(metrics(run)) == step - 1
@@ -92,12 +92,14 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     stopped_at = before.read_bytes()
     healed = launch([*args, f"run.dir={run}", "train.resume=auto"], ranks=ranks)
     assert healed.returncode == 0, healed.stderr
-    done = launch([*args, f"run.dir={clean}", "train.save_every=1", "train.keep=100"], ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    result = launch(
+        [*args, f"run.dir={clean}", "train.save_every=1", "train.keep=100"], ranks=ranks
+    )
+    assert result.returncode == 0, result.stderr
     undisturbed = clean / "checkpoints" / f"step_{step - 1:06d}" / "trainable.safetensors"
     assert stopped_at == undisturbed.read_bytes()
-    last = "checkpoints/step_000009/trainable.safetensors"
-    assert (run / last).read_bytes() == (clean / last).read_bytes()
+    final_weights = "checkpoints/step_000009/trainable.safetensors"
+    assert (run / final_weights).read_bytes() == (clean / final_weights).read_bytes()
 
 
 _FAILING = """
@@ -130,9 +132,9 @@ def test_an_error_of_one_rank_loses_no_line_of_a_step_that_was_taken(
     script.write_text(_FAILING.format(script=str(ROOT / "recipes" / "lora.py")))
     quiet = ["guard.preflight=false", "guard.monitor_every=0", "guard.parity_every=0"]
     steps = ["train.steps=5", "train.batch_size=1", "train.accumulate=1"]
-    done = started([rank, *smoke, *quiet, *steps, f"run.dir={run}"], 2, script=script).wait()
-    assert done.returncode == 1, done.stderr
-    assert "no memory" in done.stderr
+    result = started([rank, *smoke, *quiet, *steps, f"run.dir={run}"], 2, script=script).wait()
+    assert result.returncode == 1, result.stderr
+    assert "no memory" in result.stderr
     assert [line["step"] for line in metrics(run)] == [1, 2]
 
 
@@ -143,13 +145,13 @@ def test_asking_for_two_processes_and_getting_one_is_refused(smoke, tmp_path) ->
     from launching import SCRIPT, launch_environment
 
     head = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*head, str(SCRIPT), *smoke, f"run.dir={tmp_path / 'run'}"],
         env=launch_environment(),
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert done.returncode != 0
-    assert "several processes were asked for and the run has 1" in done.stderr
+    assert result.returncode != 0
+    assert "several processes were asked for and the run has 1" in result.stderr
     assert not (tmp_path / "run").exists()

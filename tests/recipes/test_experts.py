@@ -140,24 +140,24 @@ def test_each_expert_draws_in_its_own_range_and_gets_its_share(
 ) -> None:
     lora_main([*args, "train.steps=8", "train.high_noise_share=0.25", "validation.prompts=[]"])
     for name, steps, low, high in (("high_noise", 2, BOUNDARY, 999), ("low_noise", 6, 0, 874)):
-        taken = lines(tmp_path / "run" / name, "metrics.jsonl")
-        assert len(taken) == steps
-        for line in taken:
+        step_lines = lines(tmp_path / "run" / name, "metrics.jsonl")
+        assert len(step_lines) == steps
+        for line in step_lines:
             for part in line["drawn_by_timestep"]:
-                first, _, last = part.partition("-")
-                assert low <= int(first) <= int(last) <= high
+                start, _, end = part.partition("-")
+                assert low <= int(start) <= int(end) <= high
 
 
 def test_the_second_experts_samples_are_made_with_the_firsts_adapter(run: Path) -> None:
     """After training they are the stock pipeline's with both; before it, with the first expert's alone."""
-    first, last = (
+    low_before, low_after = (
         (run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4").read_bytes()
         for step in (0, 2)
     )
-    begun = (run / "high_noise" / "samples" / "step_000000" / "prompt_00.mp4").read_bytes()
-    ended = (run / "high_noise" / "samples" / "step_000002" / "prompt_00.mp4").read_bytes()
-    assert first == ended != begun
-    assert last != first
+    high_before = (run / "high_noise" / "samples" / "step_000000" / "prompt_00.mp4").read_bytes()
+    high_after = (run / "high_noise" / "samples" / "step_000002" / "prompt_00.mp4").read_bytes()
+    assert low_before == high_after != high_before
+    assert low_after != low_before
 
 
 def test_one_expert_alone_trains_the_same_file(
@@ -172,10 +172,10 @@ def test_one_expert_alone_trains_the_same_file(
             f"run.dir={tmp_path / 'alone'}",
         ]
     )
-    alone = load_file(tmp_path / "alone" / "adapter" / "pytorch_lora_weights.safetensors")
+    single_expert = load_file(tmp_path / "alone" / "adapter" / "pytorch_lora_weights.safetensors")
     pair = load_file(run / "adapter" / PAIR[1])
-    assert alone.keys() == pair.keys()
-    assert all(torch.equal(tensor, pair[name]) for name, tensor in alone.items())
+    assert single_expert.keys() == pair.keys()
+    assert all(torch.equal(tensor, pair[name]) for name, tensor in single_expert.items())
 
 
 def test_an_interrupted_run_goes_on_with_the_expert_that_it_was_at(
@@ -185,7 +185,7 @@ def test_an_interrupted_run_goes_on_with_the_expert_that_it_was_at(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = [load_file(run / "adapter" / name) for name in PAIR]
+    expected_tensors = [load_file(run / "adapter" / name) for name in PAIR]
     shutil.rmtree(run / "adapter")
     low = run / "low_noise"
     for path in (low / "checkpoints" / "step_000002", low / "adapter"):
@@ -201,7 +201,7 @@ def test_an_interrupted_run_goes_on_with_the_expert_that_it_was_at(
     monkeypatch.setattr(diffusion_task.DiffusionTask, "load_trainable", counted)
     lora_main([*args, "train.resume=auto"])
     assert trained == ["transformer_2"]  # the first has ended well, and is not loaded again
-    for before, name in zip(whole, PAIR, strict=True):
+    for before, name in zip(expected_tensors, PAIR, strict=True):
         after = load_file(run / "adapter" / name)
         assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
@@ -211,14 +211,14 @@ def test_memory_holds_one_expert_at_a_time(
 ) -> None:
     """When the second is loaded, nothing of the first is left."""
     alive: list[int] = []
-    seen: list[weakref.ref[Any]] = []
+    earlier_models: list[weakref.ref[Any]] = []
     original = diffusion_task.DiffusionTask.load_trainable
 
     def watched(self: Any, *rest: Any) -> Any:
         gc.collect()
-        alive.append(sum(one() is not None for one in seen))
+        alive.append(sum(model_ref() is not None for model_ref in earlier_models))
         loaded = original(self, *rest)
-        seen.append(weakref.ref(loaded[0]))
+        earlier_models.append(weakref.ref(loaded[0]))
         return loaded
 
     monkeypatch.setattr(diffusion_task.DiffusionTask, "load_trainable", watched)
@@ -231,24 +231,24 @@ def test_two_ranks_train_both_alike(
 ) -> None:
     """Their second run has the process group of the first."""
     split = ["train.batch_size=1", f"run.dir={tmp_path / 'two'}"]
-    done = launch([*args, *split], ranks=2)
-    assert done.returncode == 0, done.stderr
+    result = launch([*args, *split], ranks=2)
+    assert result.returncode == 0, result.stderr
     for name in ("high_noise", "low_noise"):
-        one, two = (
+        one_process, two_ranks = (
             torch.tensor([line["loss"] for line in lines(folder / name, "metrics.jsonl")])
             for folder in (run, tmp_path / "two")
         )
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=0)
+        torch.testing.assert_close(one_process, two_ranks, rtol=1e-5, atol=0)
 
 
 def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     runner = CliRunner()
-    done = runner.invoke(app, ["verify", str(run), "--json"])
-    record = json.loads(done.stdout)
+    result = runner.invoke(app, ["verify", str(run), "--json"])
+    record = json.loads(result.stdout)
     assert record["passed"]
     assert record["high_noise"]["passed"]
     assert record["low_noise"]["passed"]
-    made = write_samples(
+    samples = write_samples(
         SampleRequest(
             run, ("a red disc",), inference_steps=4, guidance_scale=1.0, output_folder=tmp_path
         )
@@ -256,15 +256,15 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     before, after = (
         run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)
     )
-    assert apart(made[0], after) < apart(after, before) / 10
+    assert apart(samples[0], after) < apart(after, before) / 10
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
     page = (run / "low_noise" / "report.html").read_text()
     assert "the expert for low noise" in page
-    done = runner.invoke(app, ["report", str(run), "--serve"])
-    assert isinstance(done.exception, DitLoraError)
-    assert "--serve shows one run" in str(done.exception)
+    result = runner.invoke(app, ["report", str(run), "--serve"])
+    assert isinstance(result.exception, DitLoraError)
+    assert "--serve shows one run" in str(result.exception)
     assert all(
-        verify_adapter(one, str(base)).passed for one in find_expert_results(run / "adapter")
+        verify_adapter(expert, str(base)).passed for expert in find_expert_results(run / "adapter")
     )
 
 
@@ -272,10 +272,10 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
 def test_an_export_of_both_makes_the_trained_video(
     run: Path, base: Path, tmp_path: Path, form: str
 ) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["export", str(run), "--to", form, "--out", str(tmp_path / "kitten")]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     files = [
         tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")
     ]
@@ -287,10 +287,10 @@ def test_an_export_of_both_makes_the_trained_video(
 def test_comfyuis_names_load_in_the_stock_pipeline_into_their_own_experts(
     run: Path, base: Path, tmp_path: Path
 ) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["export", str(run), "--to", "comfyui", "--out", str(tmp_path / "kitten")]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     files = [
         tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")
     ]
@@ -301,10 +301,10 @@ def test_comfyuis_names_load_in_the_stock_pipeline_into_their_own_experts(
 
 
 def test_a_merged_pipeline_has_both_experts_merged(run: Path, base: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["export", str(run), "--to", "merged", "--out", str(tmp_path / "whole")]
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     expected = stock_video(base, *(run / "adapter" / name for name in PAIR))
     merged = stock_video(tmp_path / "whole", None, None)
     np.testing.assert_allclose(merged, expected, rtol=0, atol=1e-4)
@@ -320,9 +320,9 @@ def test_a_push_has_both_files_and_its_code_makes_the_video(run: Path) -> None:
     assert f'pipe.load_lora_weights("me/kitten", weight_name="{PAIR[0]}")' in card
     assert f'weight_name="{PAIR[1]}", load_into_transformer_2=True)' in card
     assert "steps of the expert for high noise" in card
-    alone = prepare_publication(run / "low_noise", "me/kitten")
-    assert PAIR[1] in alone.files
-    assert PAIR[0] not in alone.files
+    expert_publication = prepare_publication(run / "low_noise", "me/kitten")
+    assert PAIR[1] in expert_publication.files
+    assert PAIR[0] not in expert_publication.files
     assert str(run.parent) not in card
 
 
@@ -330,7 +330,7 @@ def test_what_does_not_fit_is_refused_before_anything_trains(
     lora_main: Main, args: list[str], run: Path, tmp_path: Path, tiny_checkpoints: dict[str, Path]
 ) -> None:
     fresh = f"run.dir={tmp_path / 'fresh'}"
-    for overrides, words in (
+    for overrides, message in (
         (["model.part="], "model.part is missing: .* has two experts"),
         (
             [f"model.path={tiny_checkpoints['wan-2.1-t2v']}"],
@@ -342,7 +342,7 @@ def test_what_does_not_fit_is_refused_before_anything_trains(
         ),
         (["train.timesteps={t_min: 0.5}"], "is not within the noise levels that transformer"),
     ):
-        with pytest.raises(DitLoraError, match=words) as error:
+        with pytest.raises(DitLoraError, match=message) as error:
             lora_main([*args, fresh, *overrides])
         assert error.value.exit_code == 2
         assert not (tmp_path / "fresh").exists()

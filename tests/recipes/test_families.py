@@ -78,28 +78,30 @@ def trains_resumes_and_samples(
         "kernels.finite_norm=on",
         *smoke.sampled(images, references),
     ]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lora_main([*common, f"run.dir={whole}", "train.steps=5"])
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    lora_main([*common, f"run.dir={uninterrupted}", "train.steps=5"])
     lora_main([*common, f"run.dir={parts}", "train.steps=3"])
     lora_main([*common, f"run.dir={parts}", "train.steps=5", "train.resume=auto"])
 
-    assert state(parts) == state(whole)
+    assert state(parts) == state(uninterrupted)
     samples = sorted(path.parent.name for path in (parts / "samples").rglob("prompt_00.*"))
     assert samples == ["step_000000", "step_000003", "step_000005"]
-    kept = [path.stem for path in (parts / "samples" / "references").glob("*")]
-    assert sorted(kept) == [f"prompt_00_{number + 1}" for number in range(len(references))]
-    trained = load_recipe(whole / "config.yaml").train
-    result = whole / ("adapter" if trained.mode == "lora" else "model")
+    reference_names = [path.stem for path in (parts / "samples" / "references").glob("*")]
+    assert sorted(reference_names) == [
+        f"prompt_00_{number + 1}" for number in range(len(references))
+    ]
+    trained = load_recipe(uninterrupted / "config.yaml").train
+    result = uninterrupted / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))
-    given = {field.removesuffix("s"): image for field, image in images.items()}
+    image_kwargs = {field.removesuffix("s"): image for field, image in images.items()}
     request = SampleRequest(
-        whole, (smoke.prompt,), inference_steps=2, references=references, **given
+        uninterrupted, (smoke.prompt,), inference_steps=2, references=references, **image_kwargs
     )
-    (made,) = write_samples(request)
-    assert made.stat().st_size > 0
-    assert read_header(made).has_sound == recipe.data.sound
-    shown = list((parts / "samples").rglob("prompt_00.*"))
-    assert {read_header(path).has_sound for path in shown} == {recipe.data.sound}
+    (sample,) = write_samples(request)
+    assert sample.stat().st_size > 0
+    assert read_header(sample).has_sound == recipe.data.sound
+    validation_samples = list((parts / "samples").rglob("prompt_00.*"))
+    assert {read_header(path).has_sound for path in validation_samples} == {recipe.data.sound}
     if trained.mode == "full":
         with pytest.raises(DitLoraError, match="--model does not apply"):
             write_samples(replace(request, model="elsewhere"))

@@ -36,49 +36,49 @@ def test_the_base_is_shown_after_the_first_step_as_it_was_before(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit: its loss and its samples, and what is trained. Nothing of the second step is under way."""
-    found: list[tuple[int, int, bool]] = []
+    validations: list[tuple[int, int, bool]] = []
     validate = fitting.validate
 
     def noted(run: Run, step: int) -> None:
-        taken = len(lines(run.setup.session.dir, "metrics.jsonl"))
+        num_steps = len(lines(run.setup.session.dir, "metrics.jsonl"))
         no_gradient = all(p.grad is None for p in run.setup.transformer.parameters())
-        found.append((step, taken, no_gradient))
+        validations.append((step, num_steps, no_gradient))
         validate(run, step)
 
     monkeypatch.setattr(fitting, "validate", noted)
     later, before = tmp_path / "later", tmp_path / "before"
     lora_main([*args, f"run.dir={later}"])
-    assert found == [(0, 1, True)]
+    assert validations == [(0, 1, True)]
     with monkeypatch.context() as patch:
         patch.setattr("dit_lora.training.base_output.has_only_idle_adapters", lambda model: False)
         lora_main([*args, f"run.dir={before}"])
-    assert found[1:] == [(0, 0, True)]
+    assert validations[1:] == [(0, 0, True)]
     assert same_adapter(later, before)
     assert trajectory(later) == trajectory(before)
     losses = lines(later, "held_out.jsonl")
-    assert [one["step"] for one in losses] == [0, 3]
+    assert [line["step"] for line in losses] == [0, 3]
     assert losses == lines(before, "held_out.jsonl")
     assert losses[0] != losses[1]
     samples = [sorted((run / "samples").rglob("*.mp4")) for run in (later, before)]
     assert [path.parent.name for path in samples[0]] == ["step_000000", "step_000003"]
-    for one, other in zip(*samples, strict=True):
-        assert one.read_bytes() == other.read_bytes()
+    for sample, expected in zip(*samples, strict=True):
+        assert sample.read_bytes() == expected.read_bytes()
 
 
 def test_what_trains_from_other_values_than_zero_is_shown_before_it_is_trained(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[int] = []
+    steps_before: list[int] = []
     validate = fitting.validate
 
     def noted(run: Run, step: int) -> None:
-        taken.append(len(lines(run.setup.session.dir, "metrics.jsonl")))
+        steps_before.append(len(lines(run.setup.session.dir, "metrics.jsonl")))
         validate(run, step)
 
     monkeypatch.setattr(fitting, "validate", noted)
     full = ["train.mode=full", "lora={}", "optim.groups={backbone: {lr: 1e-4}}"]
     lora_main([*args, *full, f"run.dir={tmp_path / 'run'}"])
-    assert taken == [0]
+    assert steps_before == [0]
 
 
 def test_samples_that_fail_are_left_out_and_the_run_goes_on(
@@ -107,7 +107,7 @@ def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
     def asked(_launcher: object) -> Iterator[Callable[[], int]]:
         yield lambda: 143
 
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    stopped, uninterrupted = tmp_path / "stopped", tmp_path / "whole"
     args = [*args, "validation.every=1"]
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "handle_stop_signals", asked)
@@ -117,11 +117,11 @@ def test_a_run_that_is_stopped_in_its_first_step_shows_its_base_when_it_goes_on(
     assert not lines(stopped, "held_out.jsonl")
     assert not (stopped / "samples").exists()
     lora_main([*args, f"run.dir={stopped}", "train.resume=auto"])
-    lora_main([*args, f"run.dir={whole}"])
-    assert lines(stopped, "held_out.jsonl") == lines(whole, "held_out.jsonl")
-    assert same_adapter(stopped, whole)
+    lora_main([*args, f"run.dir={uninterrupted}"])
+    assert lines(stopped, "held_out.jsonl") == lines(uninterrupted, "held_out.jsonl")
+    assert same_adapter(stopped, uninterrupted)
     sample = Path("samples", "step_000000", "prompt_00.mp4")
-    assert (stopped / sample).read_bytes() == (whole / sample).read_bytes()
+    assert (stopped / sample).read_bytes() == (uninterrupted / sample).read_bytes()
 
 
 def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
@@ -147,9 +147,9 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
     monkeypatch.setattr(CogVideoXCheckpoint, "losses", counted)
     monkeypatch.setattr(checking, "_check_with_cache", judged)
     lora_main([*smoke, "train.steps=1", f"run.dir={tmp_path / 'run'}"])
-    words = {finding.check: finding.words for finding in findings}
-    assert words["attention"].startswith("every one of 1 attention calls")
-    assert words["attention backend math"].startswith("right at 1 of 1 calls")
+    messages = {finding.check: finding.words for finding in findings}
+    assert messages["attention"].startswith("every one of 1 attention calls")
+    assert messages["attention backend math"].startswith("right at 1 of 1 calls")
 
 
 @pytest.mark.thorough
@@ -157,12 +157,12 @@ def test_what_is_imported_is_no_matter_for_the_garbage_collector(lora_main: Main
     """And at the end of the process nothing is reported as a leak."""
     assert gc.isenabled()
     assert gc.get_freeze_count() > 100_000
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(SCRIPT), "--help"],
         env=launch_environment(),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "usage: accelerate launch" in done.stdout
-    assert "leak" not in done.stderr
+    assert "usage: accelerate launch" in result.stdout
+    assert "leak" not in result.stderr

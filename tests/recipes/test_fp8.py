@@ -41,8 +41,8 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
     monkeypatch.setattr(lora_linear.fp8, "multiply", counted)
     args = [*smoke, *ASKED, "train.steps=4", "train.save_every=2", f"run.dir={tmp_path / 'run'}"]
     lora_main(args)
-    said = capsys.readouterr().err
-    assert "kernels: fp8: 8 modules" in said
+    output = capsys.readouterr().err
+    assert "kernels: fp8: 8 modules" in output
     assert len(calls) > 4 * 2 * 8  # steps, forward and backward, layers
     assert (
         lines(tmp_path / "run", "events.jsonl") == []
@@ -56,8 +56,8 @@ def test_a_run_trains_in_it_and_goes_on_without_it_where_it_fails(
 
     monkeypatch.setattr(lora_linear.fp8, "multiply", broken)
     lora_main([*args, f"run.dir={tmp_path / 'broken'}"])
-    verdicts = [line["verdict"] for line in lines(tmp_path / "broken", "events.jsonl")]
-    assert [(v["cause"], v["switch"]) for v in verdicts] == [("kernel", "fp8")]
+    diagnoses = [line["verdict"] for line in lines(tmp_path / "broken", "events.jsonl")]
+    assert [(v["cause"], v["switch"]) for v in diagnoses] == [("kernel", "fp8")]
     assert len(lines(tmp_path / "broken", "metrics.jsonl")) == 4
     with pytest.raises(DitLoraError, match=r"kernels\.fp8"):  # another trajectory
         lora_main([*args, "kernels.fp8=off", "train.steps=6", "train.resume=auto"])

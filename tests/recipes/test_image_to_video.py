@@ -52,26 +52,28 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
         get_family("cogvideox").open(model).load_video_encoder(torch.float32, torch.device("cpu"))
     )
     size = {"height": 32, "width": 48}
-    seen = 0
+    num_images = 0
     videos = TensorCache(tmp_path / "cache" / "videos")
     for entry in videos.iter_entries():
-        clip, found = entry.sample, videos.read(entry.key, {})[0]["image_latent_mean"]
+        clip, latent_mean = entry.sample, videos.read(entry.key, {})[0]["image_latent_mean"]
         pixels = read_frames(tmp_path / "data" / clip, frames=9, fps=8, **size)
-        own = tmp_path / "data" / f"{int(clip[:2])}.png"
-        image = read_frames(own, frames=1, fps=None, **size)[0] if own.exists() else None
-        assert found.shape == (1, 4, 1, 4, 6)
-        assert torch.equal(found[0], encode(pixels, image)["image_latent_mean"][0])
-        seen += own.exists()
-    assert seen == 4
+        image_path = tmp_path / "data" / f"{int(clip[:2])}.png"
+        image = (
+            read_frames(image_path, frames=1, fps=None, **size)[0] if image_path.exists() else None
+        )
+        assert latent_mean.shape == (1, 4, 1, 4, 6)
+        assert torch.equal(latent_mean[0], encode(pixels, image)["image_latent_mean"][0])
+        num_images += image_path.exists()
+    assert num_images == 4
 
 
 @pytest.mark.usefixtures("nothing_encoded")
 def test_a_validation_image_that_is_not_there_is_refused_before_any_encoding(
     lora_main: Main, args: list[str], tmp_path: Path
 ) -> None:
-    given = ["validation.prompts=[a]", f"validation.images=[{tmp_path / 'lost.png'}]"]
+    options = ["validation.prompts=[a]", f"validation.images=[{tmp_path / 'lost.png'}]"]
     with pytest.raises(DitLoraError, match=r"validation\.images: no such file\n.*lost\.png"):
-        lora_main([*args, *given])
+        lora_main([*args, *options])
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

@@ -36,13 +36,13 @@ def test_a_run_says_what_it_replaced_and_what_it_did_not(
     lora_main: Main, smoke: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lora_main([*smoke, *ON, "train.steps=2", f"run.dir={tmp_path / 'run'}"])
-    said = capsys.readouterr().err
-    assert "kernels: lora_linear: 8 modules" in said
-    assert "kernels: ada_norm: 2 modules" in said
-    assert "kernels: qk_norm_rope: 2 modules" in said
-    assert "kernels: finite_norm: on" in said
-    assert "relu_linear_attention, silu_dwconv_glu: off" in said
-    assert "checkpointing: none" in said
+    output = capsys.readouterr().err
+    assert "kernels: lora_linear: 8 modules" in output
+    assert "kernels: ada_norm: 2 modules" in output
+    assert "kernels: qk_norm_rope: 2 modules" in output
+    assert "kernels: finite_norm: on" in output
+    assert "relu_linear_attention, silu_dwconv_glu: off" in output
+    assert "checkpointing: none" in output
     assert not lines(tmp_path / "run", "events.jsonl")
 
 
@@ -60,8 +60,8 @@ def wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     joint_ada_norm = cogvideox.joint_ada_norm
 
     def wrong(streams: Any, *args: Any, **kwargs: Any) -> Any:
-        first = [s._replace(shift=s.shift[:1].expand_as(s.shift)) for s in streams]
-        return joint_ada_norm(first, *args, **kwargs)
+        shared_streams = [s._replace(shift=s.shift[:1].expand_as(s.shift)) for s in streams]
+        return joint_ada_norm(shared_streams, *args, **kwargs)
 
     monkeypatch.setattr(cogvideox, "joint_ada_norm", wrong)
 
@@ -131,8 +131,10 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     rope, steps = attention.qk_norm_rope, []
 
     def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = rope(heads, *args, **kwargs)
-        return torch.cat([out[:, :-1], out[:, -1:] * 1e38 * 10], dim=1) if steps else out
+        rotated = rope(heads, *args, **kwargs)
+        return (
+            torch.cat([rotated[:, :-1], rotated[:, -1:] * 1e38 * 10], dim=1) if steps else rotated
+        )
 
     def noted(line: dict[str, Any]) -> None:
         if line["step"] == 1:
@@ -180,8 +182,8 @@ def test_kernels_that_were_right_are_remembered_for_the_same_and_nothing_else(
     def compares(name: str, *settings: str) -> bool:
         compared.clear()
         lora_main([*args, f"run.dir={tmp_path / name}", *settings])
-        said = "compared with the stock model before" in capsys.readouterr().err
-        assert said is not bool(compared)
+        was_remembered = "compared with the stock model before" in capsys.readouterr().err
+        assert was_remembered is not bool(compared)
         return bool(compared)
 
     with monkeypatch.context() as patch:

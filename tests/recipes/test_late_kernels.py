@@ -36,10 +36,10 @@ def thorough(*values: Any) -> Any:
 
 def apart(one: Path, other: Path) -> float:
     """How far a run's adapter is from another's, of what training has changed."""
-    first, second = adapter(one), adapter(other)
-    names = [name for name in first if "lora_B" in name]
-    difference = sum((first[n] - second[n]).float().square().sum() for n in names)
-    size = sum(second[n].float().square().sum() for n in names)
+    first_weights, second_weights = adapter(one), adapter(other)
+    names = [name for name in first_weights if "lora_B" in name]
+    difference = sum((first_weights[n] - second_weights[n]).float().square().sum() for n in names)
+    size = sum(second_weights[n].float().square().sum() for n in names)
     return float((difference / size).sqrt())
 
 
@@ -74,9 +74,9 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     with monkeypatch.context() as patch:
         plant(patch, op, fault, step)
         lora_main([*args, f"run.dir={tmp_path / 'run'}"])
-    found = lines(tmp_path / "run", "events.jsonl")
-    assert [event["verdict"]["switch"] for event in found] == [op], found
-    (event,) = found
+    events = lines(tmp_path / "run", "events.jsonl")
+    assert [event["verdict"]["switch"] for event in events] == [op], events
+    (event,) = events
     assert event["verdict"]["cause"] == "kernel"
     assert event["kind"] == ("parity" if step else "preflight")
     assert step <= event["step"] <= step + EVERY
@@ -102,9 +102,9 @@ def test_a_comparison_changes_no_bit_of_the_run(
     """With all that draws: dropout of adapters and captions, two micro-steps, averages."""
     args = [*smoke, "train.steps=5", "lora.dropout=0.2", "data.caption_dropout=0.3"]
     args += ["train.batch_size=1", "train.accumulate=2", "train.ema=0.9", "guard.preflight=true"]
-    for every in (0, 1):
-        folder = tmp_path / str(every)
-        lora_main([*args, f"guard.parity_every={every}", f"run.dir={folder}"])
+    for interval in (0, 1):
+        folder = tmp_path / str(interval)
+        lora_main([*args, f"guard.parity_every={interval}", f"run.dir={folder}"])
     assert same_adapter(tmp_path / "0", tmp_path / "1")
     losses = [[m["loss"] for m in lines(tmp_path / name, "metrics.jsonl")] for name in ("0", "1")]
     assert losses[0] == losses[1]
@@ -127,8 +127,8 @@ def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
         for name, (fault, step) in runs.items()
     ]
     for rank in on_ranks(2, run_planted, cases, timeout=1200):
-        assert [(seen.exit_code, seen.error) for seen in rank] == [(0, "")] * 3
-        assert all(seen.sharded for seen in rank)
+        assert [(outcome.exit_code, outcome.error) for outcome in rank] == [(0, "")] * 3
+        assert all(outcome.sharded for outcome in rank)
     (late,), (before,) = (lines(tmp_path / name, "events.jsonl") for name in ("late", "before"))
     assert (late["kind"], late["step"], late["action"]) == ("parity", 2, "rollback")
     assert before["kind"] == "preflight"
@@ -154,9 +154,9 @@ def test_what_no_comparison_reached_is_said_and_is_not_on_by_itself(
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     events = {e["verdict"]["switch"]: e for e in lines(tmp_path / "run", "events.jsonl")}
     assert {*events} == {"ada_norm", "qk_norm_rope", "lora_linear"}
-    words = events["ada_norm"]["verdict"]["words"]
-    assert "was not compared with its reference: there was no memory for it" in words
-    assert words.endswith("asked for by name" if mode == "on" else "switched off for this run")
+    message = events["ada_norm"]["verdict"]["words"]
+    assert "was not compared with its reference: there was no memory for it" in message
+    assert message.endswith("asked for by name" if mode == "on" else "switched off for this run")
     assert events["ada_norm"]["action"] == ("report" if mode == "on" else "fallback")
 
 
@@ -168,15 +168,15 @@ def test_one_clip_and_a_bucket_of_few_are_compared_by_rows_that_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a batch of two equal rows, the first one's tables are right for both."""
-    one = tmp_path / "one"
-    one.mkdir()
+    one_clip_dir = tmp_path / "one"
+    one_clip_dir.mkdir()
     clip = sorted(shape_clips.glob("*.mp4"))[0]
     for path in shape_clips.glob(f"{clip.stem}.*"):
-        shutil.copy(path, one)
+        shutil.copy(path, one_clip_dir)
     table = (shape_clips / "metadata.jsonl").read_text().splitlines(True)
-    (one / "metadata.jsonl").write_text("".join(t for t in table if clip.name in t))
+    (one_clip_dir / "metadata.jsonl").write_text("".join(t for t in table if clip.name in t))
     plant(monkeypatch, "ada_norm", "wrong rows", 0)
-    args = [*smoke, f"data.path={one}", "train.batch_size=2", "train.steps=1"]
+    args = [*smoke, f"data.path={one_clip_dir}", "train.batch_size=2", "train.steps=1"]
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
     (event,) = lines(tmp_path / "run", "events.jsonl")
     assert event["verdict"]["switch"] == "ada_norm"
@@ -199,10 +199,10 @@ def test_where_nothing_is_held_the_steps_are_said_and_where_nothing_may_be_done_
 
 def test_blocks_of_a_deep_model_are_compared_in_turn() -> None:
     names = ["embed", *(f"blocks.{number}" for number in range(20)), "out"]
-    seen, turn = set(), 0
+    compared_blocks, turn = set(), 0
     for _ in range(3):
-        taken, turn = parity_watch.choose_blocks(names, turn)
-        assert {"embed", "blocks.0", "blocks.19", "out"} <= taken
-        assert len(taken) == 2 + parity_watch._MAX_BLOCKS
-        seen |= taken
-    assert seen == {*names}
+        chosen_blocks, turn = parity_watch.choose_blocks(names, turn)
+        assert {"embed", "blocks.0", "blocks.19", "out"} <= chosen_blocks
+        assert len(chosen_blocks) == 2 + parity_watch._MAX_BLOCKS
+        compared_blocks |= chosen_blocks
+    assert compared_blocks == {*names}

@@ -61,13 +61,17 @@ def recipe_of(
 
 def trained(run: Path) -> dict[str, torch.Tensor]:
     """What its last checkpoint holds, the optimizer's state too."""
-    last = max((run / "checkpoints").glob("step_*"))
-    return load_file(last / "trainable.safetensors") | load_file(last / "optimizer.safetensors")
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    return load_file(checkpoint / "trainable.safetensors") | load_file(
+        checkpoint / "optimizer.safetensors"
+    )
 
 
 def same_state(one: Path, other: Path) -> bool:
-    first, second = trained(one), trained(other)
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+    first_state, second_state = trained(one), trained(other)
+    return first_state.keys() == second_state.keys() and all(
+        torch.equal(first_state[n], second_state[n]) for n in first_state
+    )
 
 
 def loads(run: Path, name: str, base: Path, clip: Path) -> bool:
@@ -76,11 +80,11 @@ def loads(run: Path, name: str, base: Path, clip: Path) -> bool:
         pipe = STOCK[name].from_pretrained(base)
         pipe.load_lora_weights(run / "adapter")
         return bool(pipe.get_active_adapters()) and bool(adapter(run))
-    said = [
+    answers = [
         answerer.ask(MediaFile(clip), "What shape is it?", max_tokens=4)
         for answerer in (load_answerer(run), with_peft(run))
     ]
-    return said[0] == said[1]
+    return answers[0] == answers[1]
 
 
 @pytest.mark.thorough
@@ -108,18 +112,18 @@ def test_inductor_trains_as_eager_does_and_resumes_with_the_same_bits_from_its_c
         return int(torch._dynamo.utils.counters["inductor"][event])
 
     plain = run("plain", 4)
-    whole = run("whole", 4, COMPILED)
+    uninterrupted = run("whole", 4, COMPILED)
     assert counted("fxgraph_cache_miss") > 0
     assert any((tmp_path / "cache" / "compile").iterdir())
     run("half", 2, COMPILED)
     half = run("half", 4, COMPILED, "train.resume=auto")
     assert (counted("fxgraph_cache_hit") > 0, counted("fxgraph_cache_miss")) == (True, 0)
-    torch.testing.assert_close(trajectory(whole), trajectory(plain), rtol=1e-3, atol=0)
-    assert trajectory(half) == trajectory(whole)
-    assert same_state(half, whole)
-    assert not same_state(whole, plain)
-    assert lines(whole, "events.jsonl") == []  # compiled to the end
-    assert loads(whole, name, base, next(conversations.rglob("*.mp4")))
+    torch.testing.assert_close(trajectory(uninterrupted), trajectory(plain), rtol=1e-3, atol=0)
+    assert trajectory(half) == trajectory(uninterrupted)
+    assert same_state(half, uninterrupted)
+    assert not same_state(uninterrupted, plain)
+    assert lines(uninterrupted, "events.jsonl") == []  # compiled to the end
+    assert loads(uninterrupted, name, base, next(conversations.rglob("*.mp4")))
 
 
 @pytest.mark.thorough
@@ -139,12 +143,12 @@ def test_a_chat_recipe_trains_resumes_and_loads(
     monkeypatch.setattr(compiled, "_BACKEND", "aot_eager")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compile"))
     args = [*recipe_of(name), "train.checkpointing=auto"]
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    lora_main([*args, "train.steps=4", f"run.dir={whole}", *[given] * (given is COMPILED)])
+    uninterrupted, half = tmp_path / "whole", tmp_path / "half"
+    lora_main([*args, "train.steps=4", f"run.dir={uninterrupted}", *[given] * (given is COMPILED)])
     lora_main([*args, given, "train.steps=2", f"run.dir={half}"])
     lora_main([*args, given, "train.steps=4", f"run.dir={half}", "train.resume=auto"])
-    assert trajectory(half) == trajectory(whole)
-    assert same_state(half, whole)
+    assert trajectory(half) == trajectory(uninterrupted)
+    assert same_state(half, uninterrupted)
     assert lines(half, "events.jsonl") == []
     base = tiny_checkpoints[VARIANTS[name]]
     assert loads(half, name, base, next(conversations.rglob("*.mp4")))
@@ -152,7 +156,7 @@ def test_a_chat_recipe_trains_resumes_and_loads(
 
 def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
     """Let no CogVideoX block train with weights that are at home. Counts its computations."""
-    there: set[int] = set()
+    loaded_pointers: set[int] = set()
     verify = running.verify_result
     verifying: list[bool] = []
     computed: list[bool] = []
@@ -162,16 +166,16 @@ def only_on_the_device(patch: pytest.MonkeyPatch) -> list[bool]:
         group._host_tensors = [parameter.data for parameter in group.parameters]
         for parameter in group.parameters:
             parameter.data = parameter.data.clone()
-            there.add(parameter.data_ptr())
+            loaded_pointers.add(parameter.data_ptr())
 
     def send_away(group: Any) -> None:
-        for parameter, home in zip(group.parameters, group._host_tensors, strict=True):
-            there.remove(parameter.data_ptr())
+        for parameter, host_tensor in zip(group.parameters, group._host_tensors, strict=True):
+            loaded_pointers.remove(parameter.data_ptr())
             parameter.data.fill_(torch.nan)  # for who holds it still
-            parameter.data = home
+            parameter.data = host_tensor
 
     def checked(block: Any, *args: Any, **kwargs: Any) -> Any:
-        assert block.norm1.linear.weight.data_ptr() in there or verifying
+        assert block.norm1.linear.weight.data_ptr() in loaded_pointers or verifying
         computed.append(True)
         return forward(block, *args, **kwargs)
 
@@ -225,11 +229,11 @@ def test_two_ranks_train_as_one_process_does(  # type: ignore[no-untyped-def]
 ) -> None:
     """Each rank holds the frozen base in its own host memory, and compiles its own blocks."""
     args = [*recipe_of("cogvideox"), "train.steps=4", "train.checkpointing=auto"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    done = launch([*args, given, "train.batch_size=1", f"run.dir={two}"], ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "2 process(es) on cpu" in done.stderr
-    lora_main([*args, "train.batch_size=2", f"run.dir={one}"])
-    torch.testing.assert_close(trajectory(two), trajectory(one), rtol=1e-4, atol=0)
-    found, expected = adapter(two), adapter(one)
-    assert found.keys() == expected.keys()
+    one_process, two_ranks = tmp_path / "one", tmp_path / "two"
+    result = launch([*args, given, "train.batch_size=1", f"run.dir={two_ranks}"], ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert "2 process(es) on cpu" in result.stderr
+    lora_main([*args, "train.batch_size=2", f"run.dir={one_process}"])
+    torch.testing.assert_close(trajectory(two_ranks), trajectory(one_process), rtol=1e-4, atol=0)
+    actual, expected = adapter(two_ranks), adapter(one_process)
+    assert actual.keys() == expected.keys()

@@ -17,11 +17,11 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, seen = tmp_path / "run", []
+    run, reports = tmp_path / "run", []
 
     def write_run_page(reader: Any, **how: Any) -> Path:
         files = reader.read(how.get("state"))
-        seen.append((how.get("state"), files.done, files.status["state"]))
+        reports.append((how.get("state"), files.done, files.status["state"]))
         if how.get("state") == "running":
             raise ZeroDivisionError("a chart")
         return page.write_run_page(reader, **how)
@@ -29,14 +29,14 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
     monkeypatch.setattr(background, "write_run_page", write_run_page)
     # One at a time, each at its step: a run of milliseconds would be over before the first.
     monkeypatch.setattr(background.Reporting, "update", _and_wait(background.Reporting.update))
-    every = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
-    lora_main([*smoke, *every, f"run.dir={run}"])
-    assert seen == [("running", step, "running") for step in (0, 1, 3, 4, 6)] + [
+    options = ["train.steps=6", "train.save_every=4", "validation.every=3", "guard.preflight=false"]
+    lora_main([*smoke, *options, f"run.dir={run}"])
+    assert reports == [("running", step, "running") for step in (0, 1, 3, 4, 6)] + [
         (None, 6, "finished")
     ]
-    told = capsys.readouterr().err
-    assert told.count("warning: no report: ZeroDivisionError: a chart") == 1
-    assert f"report:  {run / 'report.html'}" in told
+    output = capsys.readouterr().err
+    assert output.count("warning: no report: ZeroDivisionError: a chart") == 1
+    assert f"report:  {run / 'report.html'}" in output
     assert json.loads((run / "status.json").read_text()) == {
         "state": "finished",
         "recipe": "cogvideox.yaml",

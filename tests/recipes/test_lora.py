@@ -164,11 +164,11 @@ def test_a_batch_may_be_split_into_micro_steps(
     """Same losses and gradient norms as batch 4 x 1, within fp32 rounding; caption dropout included."""
     common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "optim.clip=0.02"]
     lora_main([*common, "train.batch_size=4", f"run.dir={tmp_path / 'whole'}"])
-    whole = torch.tensor(trajectory(tmp_path / "whole"))
+    expected = torch.tensor(trajectory(tmp_path / "whole"))
     for name, split in SPLITS.items():
         lora_main([*common, *split, f"run.dir={tmp_path / name}"])
         torch.testing.assert_close(
-            torch.tensor(trajectory(tmp_path / name)), whole, rtol=1e-5, atol=0, msg=name
+            torch.tensor(trajectory(tmp_path / name)), expected, rtol=1e-5, atol=0, msg=name
         )
 
 
@@ -194,8 +194,10 @@ def test_7_and_13_resumed_steps_equal_20(
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
     adapters = [tmp_path / name / "adapter" for name in ("parts", "whole")]
     for file in ("pytorch_lora_weights.safetensors", "base_weights.safetensors"):
-        one, other = (load_file(adapter / file) for adapter in adapters)
-        assert all(torch.equal(one[name], other[name]) for name in {**one, **other})
+        resumed, uninterrupted = (load_file(adapter / file) for adapter in adapters)
+        assert all(
+            torch.equal(resumed[name], uninterrupted[name]) for name in {**resumed, **uninterrupted}
+        )
 
 
 @pytest.mark.slow
@@ -233,10 +235,10 @@ def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
         assert process.poll() is None
         time.sleep(0.002)
     process.send_signal(number)
-    done = process.wait()
-    assert done.returncode == code
-    assert "continue with train.resume=auto" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = process.wait()
+    assert result.returncode == code
+    assert "continue with train.resume=auto" in result.stderr
+    assert "Traceback" not in result.stderr
     lora_main([*common, f"run.dir={run}", "train.resume=auto"])
     lora_main([*common, f"run.dir={tmp_path / 'whole'}"])
     assert state(run, 60) == state(tmp_path / "whole", 60)
@@ -262,8 +264,8 @@ def test_an_untested_environment_is_refused_before_anything_is_written(
 
     from dit_lora.training.session import session
 
-    found = session.probe_environment()
-    newer = dataclasses.replace(found, versions={**found.versions, "peft": "1.0.0"})
+    environment = session.probe_environment()
+    newer = dataclasses.replace(environment, versions={**environment.versions, "peft": "1.0.0"})
     monkeypatch.setattr(session, "probe_environment", lambda: newer)
     args = [*smoke, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
     with pytest.raises(

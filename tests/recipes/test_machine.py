@@ -59,10 +59,10 @@ def test_a_data_worker_that_is_killed(ended: Callable[..., str]) -> None:
 
         patch.setattr(TensorCache, "read", killed)
 
-    said = ended(kill, "data.workers=1")
-    assert "a process that reads data has ended: DataLoader worker" in said
-    assert "Lower data.workers or data.prefetch" in said
-    assert "is saved in" in said
+    message = ended(kill, "data.workers=1")
+    assert "a process that reads data has ended: DataLoader worker" in message
+    assert "Lower data.workers or data.prefetch" in message
+    assert "is saved in" in message
 
 
 def test_a_disk_that_does_not_give_what_it_has(ended: Callable[..., str], tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_disk_that_does_not_give_what_it_has(ended: Callable[..., str], tmp_pa
         patch.setattr(os, "preadv", failed)
         patch.setattr(storage, "MAX_WAIT_S", 0.3)
 
-    said = ended(fail)
-    assert f"waited 0.3 s for the folder {tmp_path / 'cache' / 'videos'}" in said
-    assert "Input/output error" in said
-    assert "is saved in" in said
+    message = ended(fail)
+    assert f"waited 0.3 s for the folder {tmp_path / 'cache' / 'videos'}" in message
+    assert "Input/output error" in message
+    assert "is saved in" in message
     assert not (tmp_path / "run" / "quarantine.jsonl").exists()
 
 
@@ -99,9 +99,9 @@ def test_a_disk_that_is_full_for_a_moment_loses_no_line(ended: Callable[..., str
 
         patch.setattr(journal, "append_line", full)
 
-    first, second = ended(fill).splitlines()
-    assert first.endswith("metrics.jsonl: No space left on device")
-    assert second.startswith("step 4 is saved in ")
+    first_line, second_line = ended(fill).splitlines()
+    assert first_line.endswith("metrics.jsonl: No space left on device")
+    assert second_line.startswith("step 4 is saved in ")
 
 
 def test_what_only_looks_at_a_run_never_ends_it(
@@ -137,7 +137,7 @@ def test_what_only_looks_at_a_run_never_ends_it(
     lora_main([*args, *options, broken, 'run.trackers=["tensorboard"]'])
     assert same_adapter(tmp_path / "run", tmp_path / "clean")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for line in (
         "samples are left out from here on: out of memory; training goes on",
         "left out: samples of steps 0, 2, 4: out of memory",
@@ -146,4 +146,4 @@ def test_what_only_looks_at_a_run_never_ends_it(
         "warning: no report: MemoryError",
         "verified: ",
     ):
-        assert line in said
+        assert line in output

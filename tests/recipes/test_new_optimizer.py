@@ -38,7 +38,7 @@ class Leaning(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for parameter in [one for one in group["params"] if one.grad is not None]:
+            for parameter in [param for param in group["params"] if param.grad is not None]:
                 state = self.state[parameter]
                 if not state:
                     state["magnitude"] = torch.zeros_like(parameter)
@@ -51,7 +51,7 @@ class Leaning(torch.optim.Optimizer):
 RECORD = OptimizerRecord(
     description="steps by signs.",
     class_path=f"{__name__}:Leaning",
-    state_bytes=lambda parameters: sum(one.nbytes for one in parameters),
+    state_bytes=lambda parameters: sum(parameter.nbytes for parameter in parameters),
     class_kwargs={"bold": True},
     smaller_variant="adamw_8bit",
     nonnegative_state=("magnitude",),
@@ -68,15 +68,15 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_trains_and_resumes_with_it_bit_for_bit(
     lora_main: Main, smoke: list[str], tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     args = [*smoke, "optim.name=leaning", "train.steps=4", "train.save_every=2", "train.keep=9"]
-    lora_main([*args, f"run.dir={whole}"])
+    lora_main([*args, f"run.dir={uninterrupted}"])
     lora_main([*args, f"run.dir={parts}"])
     shutil.rmtree(parts / "checkpoints" / "step_000004")  # as if killed after step 2
     lora_main([*args, f"run.dir={parts}", "train.resume=auto"])
-    assert same_adapter(parts, whole)
-    assert any(tensor.any() for name, tensor in adapter(whole).items() if "lora_B" in name)
-    rates = [line["lr_groups"]["adapter"] for line in lines(whole, "metrics.jsonl")]
+    assert same_adapter(parts, uninterrupted)
+    assert any(tensor.any() for name, tensor in adapter(uninterrupted).items() if "lora_B" in name)
+    rates = [line["lr_groups"]["adapter"] for line in lines(uninterrupted, "metrics.jsonl")]
     assert [rate / rates[0] for rate in rates] == [1, 0.5, 0.25, 0.125]
     state = load_file(parts / "checkpoints" / "step_000004" / "optimizer.safetensors")
     assert state["adapter/lean"].item() == 0.5**4
@@ -101,9 +101,9 @@ def test_its_state_is_checked_as_its_record_says() -> None:
     assert not can_skip_on_device(optimizer)
     names = {"adapter/weight/magnitude": torch.tensor([1.0, -1.0])}
     batch: Any = SimpleNamespace(step=1, rank=0, micro_step=0)
-    verdict = find_bad_state(batch, DiagnosisContext(model, names.items))
-    assert verdict is not None
-    assert "adapter/weight/magnitude must not be negative" in verdict.words
+    diagnosis = find_bad_state(batch, DiagnosisContext(model, names.items))
+    assert diagnosis is not None
+    assert "adapter/weight/magnitude must not be negative" in diagnosis.words
 
 
 def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itself() -> None:

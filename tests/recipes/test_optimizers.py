@@ -90,18 +90,18 @@ def test_faults_and_a_resume_change_no_bit(  # type: ignore[no-untyped-def]
     adapter, base = OPTIMIZERS[optimizer]
     args += [*QUICK, f"optim.name={optimizer}", f"optim.groups.adapter.lr={adapter}"]
     args += [f"optim.groups.{group}.lr={base}" for group in groups]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    lora_main([*args, f"run.dir={whole}"])
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    lora_main([*args, f"run.dir={uninterrupted}"])
     lora_main([*args, f"run.dir={parts}", "train.save_every=2", "train.keep=9"])
     shutil.rmtree(parts / "checkpoints" / "step_000004")  # as if killed after step 2
     two_faults()
     lora_main([*args, f"run.dir={parts}", "train.save_every=2", "train.resume=auto"])
     actions = [(event["step"], event["action"]) for event in lines(parts, "events.jsonl")]
     assert actions == [(3, "retry"), (4, "rollback")]
-    assert state(parts) == state(whole)
+    assert state(parts) == state(uninterrupted)
     rates = [line["lr_groups"]["adapter"] for line in lines(parts, "metrics.jsonl")]
-    assert rates == [line["lr_groups"]["adapter"] for line in lines(whole, "metrics.jsonl")]
-    moments = load_file(whole / "checkpoints" / "step_000004" / "optimizer.safetensors")
+    assert rates == [line["lr_groups"]["adapter"] for line in lines(uninterrupted, "metrics.jsonl")]
+    moments = load_file(uninterrupted / "checkpoints" / "step_000004" / "optimizer.safetensors")
     if optimizer == "prodigy":
         assert rates[0] == 1e-6  # its first estimate, times lr
         assert moments["adapter/k"].item() == moments["connector/k"].item() == STEPS
@@ -112,9 +112,9 @@ def test_faults_and_a_resume_change_no_bit(  # type: ignore[no-untyped-def]
             torch.float32,
         }
     if family == "videochat2":
-        with_peft(whole)
+        with_peft(uninterrupted)
     else:
-        loads_in_its_pipeline(tiny_checkpoints, family, whole)
+        loads_in_its_pipeline(tiny_checkpoints, family, uninterrupted)
 
 
 def recipe_of(

@@ -19,13 +19,13 @@ PRESERVE = "train.preserve={trigger: red, class_words: painted}"
 def test_it_is_trained_and_resumes_bit_for_bit(
     lora_main: Main, smoke: list[str], tmp_path: Path
 ) -> None:
-    whole, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
-    lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={whole}"])
+    uninterrupted, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
+    lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={uninterrupted}"])
     lora_main([*smoke, PRESERVE, "train.steps=2", f"run.dir={parts}"])
     lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={parts}", "train.resume=auto"])
-    assert same_adapter(whole, parts)
+    assert same_adapter(uninterrupted, parts)
     lora_main([*smoke, "train.steps=4", f"run.dir={plain}"])
-    ours, theirs = trajectory(whole), trajectory(plain)
+    ours, theirs = trajectory(uninterrupted), trajectory(plain)
     assert ours[0][:2] == theirs[0][:2]  # a new adapter has moved nothing yet
     assert ours[-1][1] != theirs[-1][1]
     with pytest.raises(DitLoraError, match=r"train\.preserve"):
@@ -38,13 +38,15 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
     run = tmp_path / "run"
     lora_main([*smoke, PRESERVE, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
     texts = TensorCache(tmp_path / "cache" / "texts")
-    entry = next(one for one in texts.iter_entries() if "painted" in str(one.facts["caption"]))
+    entry = next(
+        cached for cached in texts.iter_entries() if "painted" in str(cached.facts["caption"])
+    )
     overwrite(entry, "prompt_embeds", 5, torch.tensor([torch.nan]))
     lora_main([*smoke, PRESERVE, "train.steps=8", f"run.dir={run}"])
-    events = [one for one in lines(run, "events.jsonl") if one["action"] != "report"]
+    events = [event for event in lines(run, "events.jsonl") if event["action"] != "report"]
     assert events
-    assert all(one["verdict"]["cause"] == "data" for one in events)
-    assert all("prompt_embeds has 1 NaN" in one["verdict"]["words"] for one in events)
+    assert all(event["verdict"]["cause"] == "data" for event in events)
+    assert all("prompt_embeds has 1 NaN" in event["verdict"]["words"] for event in events)
     assert lines(run, "metrics.jsonl")[-1]["step"] == 8
     replayed = replay_bundle(run / events[0]["bundle"])
     assert replayed.diagnosis is not None
@@ -84,9 +86,13 @@ def test_what_cannot_be_kept_is_refused_by_name(
 def test_it_goes_with_what_a_run_may_have(
     lora_main: Main, smoke: list[str], tmp_path: Path, further: list[str]
 ) -> None:
-    whole, parts, words = tmp_path / "whole", tmp_path / "parts", [*smoke, PRESERVE, *further]
-    lora_main([*words, "train.steps=3", f"run.dir={whole}"])
-    lora_main([*words, "train.steps=2", f"run.dir={parts}"])
-    lora_main([*words, "train.steps=3", f"run.dir={parts}", "train.resume=auto"])
-    assert same_adapter(whole, parts)
-    assert not lines(whole, "events.jsonl")
+    uninterrupted, parts, args = (
+        tmp_path / "whole",
+        tmp_path / "parts",
+        [*smoke, PRESERVE, *further],
+    )
+    lora_main([*args, "train.steps=3", f"run.dir={uninterrupted}"])
+    lora_main([*args, "train.steps=2", f"run.dir={parts}"])
+    lora_main([*args, "train.steps=3", f"run.dir={parts}", "train.resume=auto"])
+    assert same_adapter(uninterrupted, parts)
+    assert not lines(uninterrupted, "events.jsonl")

@@ -107,7 +107,7 @@ def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_mode
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, dropout of the adapters and all; the base takes as many bytes as were computed from its shapes."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     if name in RUNS:
         RUNS[name].prepare(monkeypatch)
     args = [
@@ -115,22 +115,28 @@ def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_mode
         f"model.quantize={kind}",
         "lora.dropout=0.1",
     ]
-    lora_main([*args, f"run.dir={whole}"])
-    said = capsys.readouterr().err
-    computed, wide = computed_bytes(whole, kind), computed_bytes(whole, None)
-    assert computed < 0.9 * wide
-    assert f"takes {computed / 2**20:.4g} MiB in place of {wide / 2**20:.4g}" in said
-    assert "lora_linear: off" not in said
-    assert "could not be counted" not in said
-    assert not lines(whole, "events.jsonl")
+    lora_main([*args, f"run.dir={uninterrupted}"])
+    output = capsys.readouterr().err
+    quantized_bytes, unquantized_bytes = (
+        computed_bytes(uninterrupted, kind),
+        computed_bytes(uninterrupted, None),
+    )
+    assert quantized_bytes < 0.9 * unquantized_bytes
+    assert (
+        f"takes {quantized_bytes / 2**20:.4g} MiB in place of {unquantized_bytes / 2**20:.4g}"
+        in output
+    )
+    assert "lora_linear: off" not in output
+    assert "could not be counted" not in output
+    assert not lines(uninterrupted, "events.jsonl")
 
-    lora_main([*args, f"run.dir={parts}", f"train.resume={whole}/checkpoints/step_000002"])
-    assert [one["step"] for one in lines(parts, "metrics.jsonl")] == [3, 4]
-    expected, found = trained(whole, 4), trained(parts, 4)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    lora_main([*args, f"run.dir={parts}", f"train.resume={uninterrupted}/checkpoints/step_000002"])
+    assert [line["step"] for line in lines(parts, "metrics.jsonl")] == [3, 4]
+    expected, resumed = trained(uninterrupted, 4), trained(parts, 4)
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[key], resumed[key]) for key in expected)
 
-    stock = stock_lora(whole)
+    stock = stock_lora(uninterrupted)
     assert stock.keys() == {key for key in expected if ".lora_" in key}
     assert all(torch.equal(stock[key], expected[key]) for key in stock)
 

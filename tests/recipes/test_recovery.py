@@ -86,16 +86,16 @@ def test_an_earlier_runs_quarantine_leaves_the_sample_out_from_the_start(
     lora_main: Main, poisoned: list[str], without: str, bad_clip: str, tmp_path: Path
 ) -> None:
     """Only what was left out for good; and the new run keeps a list of its own, which a resume goes on with."""
-    first, run, never = (tmp_path / name for name in ("first", "run", "never"))
-    lora_main([*poisoned, f"run.dir={first}"])
-    record = lines(first, "quarantine.jsonl")[0]
+    earlier, run, never = (tmp_path / name for name in ("first", "run", "never"))
+    lora_main([*poisoned, f"run.dir={earlier}"])
+    record = lines(earlier, "quarantine.jsonl")[0]
     once = {**record, "sample_id": "00_red_disc.mp4", "from_epoch": 0, "to_epoch": 0}
-    given = tmp_path / "given.jsonl"
-    given.write_text(f"{json.dumps({**record, 'from_epoch': 2})}\n{json.dumps(once)}\n")
-    seeded = [*poisoned, f"run.dir={run}", f"guard.quarantine={given}"]
+    quarantine_file = tmp_path / "given.jsonl"
+    quarantine_file.write_text(f"{json.dumps({**record, 'from_epoch': 2})}\n{json.dumps(once)}\n")
+    seeded = [*poisoned, f"run.dir={run}", f"guard.quarantine={quarantine_file}"]
     lora_main([*seeded, "train.steps=5"])
     assert [r["sample_id"] for r in lines(run, "quarantine.jsonl")] == [bad_clip]
-    given.unlink()
+    quarantine_file.unlink()
     lora_main([*seeded, "train.resume=auto"])
     lora_main([*poisoned, without, f"run.dir={never}"])
     assert same_adapter(run, never)
@@ -156,17 +156,17 @@ def test_a_lowered_learning_rate_and_what_was_spent_survive_a_resume(
     lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad twice at step 5: the second rollback goes further back, to step 2, and halves the rates."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     with monkeypatch.context() as patch:
         WeightFault(patch, [5, 5])
-        lora_main([*args, f"run.dir={whole}"])
+        lora_main([*args, f"run.dir={uninterrupted}"])
     with monkeypatch.context() as patch:
         WeightFault(patch, [5, 5])
         lora_main([*args, f"run.dir={parts}", "train.steps=6"])
     lora_main([*args, f"run.dir={parts}", "train.resume=auto"])
     assert [m["lr"] for m in lines(parts, "metrics.jsonl")] == [1e-3] * 2 + [5e-4] * 7
-    assert trajectory(parts) == trajectory(whole)
-    assert same_adapter(parts, whole)
+    assert trajectory(parts) == trajectory(uninterrupted)
+    assert same_adapter(parts, uninterrupted)
     guard = json.loads((parts / "checkpoints/step_000009/state.json").read_text())["guard"]
     assert guard["state"] == {"lr_scale": 0.5, "switched_off": []}
     assert guard["policy"] == {"skips": 0, "rollbacks": 2, "last_rollback_step": 5}
@@ -224,10 +224,10 @@ def test_a_backend_that_was_switched_off_stays_off_after_a_resume(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     broken_flash(monkeypatch)
     with preserve_attention_backends():
-        lora_main([*args, f"run.dir={whole}"])
+        lora_main([*args, f"run.dir={uninterrupted}"])
     with preserve_attention_backends():
         lora_main([*args, f"run.dir={parts}", "train.steps=4"])
     with preserve_attention_backends():
@@ -237,7 +237,7 @@ def test_a_backend_that_was_switched_off_stays_off_after_a_resume(
         assert (event["step"], event["action"]) == (1, "fallback")
         assert event["verdict"]["switch"] == "attention:flash"
     assert "attention:flash stays off: an earlier verdict" in capsys.readouterr().err
-    assert same_adapter(parts, whole)
+    assert same_adapter(parts, uninterrupted)
 
 
 def test_a_bundle_of_bad_weights_holds_them(
@@ -257,10 +257,10 @@ def test_two_ranks_leave_the_sample_out_and_end_as_two_ranks_without_it(  # type
 ) -> None:
     run, never = tmp_path / "run", tmp_path / "never"
     split = ["train.accumulate=1", "train.seed=2"]  # the clip comes to rank 1
-    done = launch([*poisoned, *split, f"run.dir={run}"], ranks=2)
-    assert done.returncode == 0, done.stderr
-    done = launch([*poisoned, *split, without, f"run.dir={never}"], ranks=2)
-    assert done.returncode == 0, done.stderr
+    result = launch([*poisoned, *split, f"run.dir={run}"], ranks=2)
+    assert result.returncode == 0, result.stderr
+    result = launch([*poisoned, *split, without, f"run.dir={never}"], ranks=2)
+    assert result.returncode == 0, result.stderr
     assert same_adapter(run, never)
     assert trajectory(run) == trajectory(never)
     (event,) = lines(run, "events.jsonl")

@@ -32,14 +32,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What every call of the family's losses saw that computed them."""
-    seen: list[dict[str, Any]] = []
+    recorded_calls: list[dict[str, Any]] = []
     losses = CogVideoXCheckpoint.losses
 
     def spy(self: Any, transformer: Any, batch: Any, streams: RandomStreams) -> LossOutput:
         counted = isinstance(batch["prompt_embeds"], FakeTensor)  # memory is, nothing computed
         if counted or streams.seed == SEED:  # or the result is noted, with made-up inputs
             return losses(self, transformer, batch, streams)
-        seen.append(
+        recorded_calls.append(
             {
                 "training": transformer.training,
                 "grad": torch.is_grad_enabled(),
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return losses(self, transformer, batch, streams)
 
     monkeypatch.setattr(CogVideoXCheckpoint, "losses", spy)
-    return seen
+    return recorded_calls
 
 
 def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own(
@@ -88,8 +88,8 @@ def test_validation_looks_with_dropout_off_without_gradients_at_draws_of_its_own
     assert len(set(streams)) == 15
     assert {seed for seed, _ in streams} == {derive_seed(42, "held_out")}
     first_epoch = {(42, (make_sample_seed(path.name, 0),)) for path in shape_clips.glob("*.mp4")}
-    drawn = [call["streams"] for call in training]
-    assert len(set(drawn) & first_epoch) == 2
+    training_streams = [call["streams"] for call in training]
+    assert len(set(training_streams) & first_epoch) == 2
 
 
 def test_checkpointing_and_cudnn_are_set(
@@ -113,13 +113,13 @@ def test_deterministic_algorithms_are_those_of_the_run_alone_and_change_nothing_
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     losses = []
-    for asked in ("false", "true"):
+    for deterministic in ("false", "true"):
         calls.clear()
-        run = tmp_path / asked
-        args = ["train.steps=2", f"train.deterministic={asked}", f"run.dir={run}"]
+        run = tmp_path / deterministic
+        args = ["train.steps=2", f"train.deterministic={deterministic}", f"run.dir={run}"]
         lora_main([*smoke, *UNCOMPARED, *args])
-        assert {call["deterministic"] for call in calls} == {asked == "true"}
-        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (asked == "true")
+        assert {call["deterministic"] for call in calls} == {deterministic == "true"}
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == (deterministic == "true")
         assert not torch.are_deterministic_algorithms_enabled()
         losses.append([line["loss"] for line in metrics(run)])
     assert losses[0] == losses[1]
@@ -257,17 +257,17 @@ def test_the_held_out_loss_of_a_base_is_remembered_for_the_same_data_and_draws(
 
     def losses(name: str, *settings: str) -> tuple[list[float], bool]:
         lora_main([*args, f"run.dir={tmp_path / name}", *settings])
-        taken = [line["held_out_loss"] for line in lines(tmp_path / name, "held_out.jsonl")]
-        return taken, "it was measured before" in capsys.readouterr().err
+        eval_losses = [line["held_out_loss"] for line in lines(tmp_path / name, "held_out.jsonl")]
+        return eval_losses, "it was measured before" in capsys.readouterr().err
 
-    first, was_known = losses("first")
+    first_losses, was_known = losses("first")
     assert not was_known
-    assert first[0] != first[1]
-    again, was_known = losses("again")
+    assert first_losses[0] != first_losses[1]
+    repeated_losses, was_known = losses("again")
     assert was_known
-    assert again == first
-    other, was_known = losses("other", "train.seed=7")
+    assert repeated_losses == first_losses
+    other_seed_losses, was_known = losses("other", "train.seed=7")
     assert not was_known
-    assert other[0] != first[0]
-    assert losses("anew", "guard.preflight=anew") == (first, False)
+    assert other_seed_losses[0] != first_losses[0]
+    assert losses("anew", "guard.preflight=anew") == (first_losses, False)
     assert not losses("fewer", "validation.held_out_clips=1")[1]

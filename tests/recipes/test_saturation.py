@@ -30,13 +30,13 @@ def test_a_saturating_sana_trains_and_says_so_and_without_its_limit_is_refused(
         "validation.prompts=[]",
     ]
     lora_main([*recipe, f"run.dir={tmp_path / 'run'}"])
-    said = capsys.readouterr().err
-    assert "saturation: attention is clamped at +-65504 as in fp16" in said
-    assert "warning:" not in said
+    output = capsys.readouterr().err
+    assert "saturation: attention is clamped at +-65504 as in fp16" in output
+    assert "warning:" not in output
 
     keep = "dit_lora.families.sana.checkpoint.keep_linear_attention_fp32"
     monkeypatch.setattr(keep, lambda transformer, saturates: None)
     with pytest.raises((DitLoraError, SystemExit)) as refused:
         lora_main([*recipe, f"run.dir={tmp_path / 'other'}"])
-    shown = capsys.readouterr()
-    assert "beyond fp16's 65504" in f"{refused.value} {shown.out} {shown.err}"
+    captured = capsys.readouterr()
+    assert "beyond fp16's 65504" in f"{refused.value} {captured.out} {captured.err}"

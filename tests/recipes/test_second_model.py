@@ -49,23 +49,30 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
     lora_main([*common, f"validation.model={turbo}", f"run.dir={run}"])
     # Nothing of it reaches training, or the held-out loss.
     assert same_adapter(run, plain)
-    assert [one["held_out_loss"] for one in lines(run, "held_out.jsonl")] == [
-        one["held_out_loss"] for one in lines(plain, "held_out.jsonl")
+    assert [line["held_out_loss"] for line in lines(run, "held_out.jsonl")] == [
+        line["held_out_loss"] for line in lines(plain, "held_out.jsonl")
     ]
     guidance = 0.0 if "validation.guidance_scale=0" in further else 6.0
-    made = {step: run / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)}
+    samples = {step: run / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)}
     if "model.quantize=int8" in further:  # whose rounding no stock pipeline repeats
-        others = plain / "samples" / "step_000002" / "prompt_00.mp4"
-        assert made[0].read_bytes() != made[2].read_bytes() != others.read_bytes()
+        plain_sample = plain / "samples" / "step_000002" / "prompt_00.mp4"
+        assert samples[0].read_bytes() != samples[2].read_bytes() != plain_sample.read_bytes()
         return
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=str(turbo)))
-    how = Sampling(VideoShape(9, 32, 48), 2, guidance, 3)
+    sampling = Sampling(VideoShape(9, 32, 48), 2, guidance, 3)
     pipeline = checkpoint.pipeline(torch.float32)
-    expected = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), how)
-    assert made[0].read_bytes() == write_sample(tmp_path / "base", expected, 8).read_bytes()
-    asked = {"inference_steps": 2, "guidance_scale": guidance, "seed": 3, "out": tmp_path / "out"}
-    (file,) = write_samples(SampleRequest(run, ("a red square",), model=str(turbo), **asked))
-    assert made[2].read_bytes() == file.read_bytes() != made[0].read_bytes()
+    expected = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), sampling)
+    assert samples[0].read_bytes() == write_sample(tmp_path / "base", expected, 8).read_bytes()
+    sample_kwargs = {
+        "inference_steps": 2,
+        "guidance_scale": guidance,
+        "seed": 3,
+        "out": tmp_path / "out",
+    }
+    (file,) = write_samples(
+        SampleRequest(run, ("a red square",), model=str(turbo), **sample_kwargs)
+    )
+    assert samples[2].read_bytes() == file.read_bytes() != samples[0].read_bytes()
     header = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert header["samples_from"] == "tiny-turbo"
     assert str(tmp_path) not in json.dumps(header)
@@ -76,18 +83,18 @@ def test_it_is_held_while_samples_are_made_and_no_longer(
 ) -> None:
     import weakref
 
-    held: list[Any] = []
+    pipeline_refs: list[Any] = []
     write = validation._write_samples
 
     def noting(*args: Any) -> None:
-        assert not any(one() is not None for one in held)
+        assert not any(pipeline_ref() is not None for pipeline_ref in pipeline_refs)
         write(*args)
-        held.append(weakref.ref(args[-1]))
+        pipeline_refs.append(weakref.ref(args[-1]))
 
     monkeypatch.setattr(validation, "_write_samples", noting)
     args = [*smoke, *SHOWN, f"validation.model={turbo}", "train.steps=2", "validation.every=1"]
     lora_main([*args, f"run.dir={tmp_path / 'run'}"])
-    assert len(held) == 3
+    assert len(pipeline_refs) == 3
 
 
 @pytest.fixture
@@ -111,16 +118,16 @@ def test_another_architecture_is_refused_in_one_line(
     changed = {**config, "num_layers": 3, "_name_or_path": "elsewhere"}
     (wider / "transformer" / "config.json").write_text(json.dumps(changed))
     base = tiny_checkpoints["cogvideox-5b"]
-    said = refused(f"validation.model={wider}")
-    assert said == (
+    message = refused(f"validation.model={wider}")
+    assert message == (
         f"validation.model: {wider} is of another architecture than {base}: num_layers 3, not 2"
     )
-    said = refused(f"validation.model={tiny_checkpoints['sana-600m']}")
-    assert said.startswith("validation.model: ")
-    assert "is a SanaPipeline checkpoint; family cogvideox trains" in said
-    assert "\n" not in said
-    said = refused("validation.model=./nowhere")
-    assert said.startswith(
+    message = refused(f"validation.model={tiny_checkpoints['sana-600m']}")
+    assert message.startswith("validation.model: ")
+    assert "is a SanaPipeline checkpoint; family cogvideox trains" in message
+    assert "\n" not in message
+    message = refused("validation.model=./nowhere")
+    assert message.startswith(
         "validation.model: no folder ./nowhere; give a Diffusers checkpoint folder"
     )
     assert not (tmp_path / "cache").exists()
@@ -129,10 +136,10 @@ def test_another_architecture_is_refused_in_one_line(
 def test_what_has_no_adapter_alone_is_refused(refused: Callable[..., str], turbo: Path) -> None:
     second = f"validation.model={turbo}"
     assert "nothing is sampled from it" in refused(second, "validation.prompts=[]")
-    said = refused(second, "optim.groups.connector.lr=1e-5")
-    assert "take the adapter alone, and " in said
+    message = refused(second, "optim.groups.connector.lr=1e-5")
+    assert "take the adapter alone, and " in message
     source = "{path: prior, caption: a, generate: 3}"
     data = "data.sources=[{path: clips}, " + source + "]"
     assert "generate them in a run without it first" in refused(second, "data.path=null", data)
-    said = refused(second, "data.precompute=false")
-    assert "has another text encoder than model.path" in said
+    message = refused(second, "data.precompute=false")
+    assert "has another text encoder than model.path" in message

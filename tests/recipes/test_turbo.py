@@ -39,8 +39,8 @@ def under(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> Path:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
             for matrix, size in (("A", (3, module.in_features)), ("B", (module.out_features, 3))):
-                drawn = 0.2 * torch.randn(size, generator=generator)
-                tensors[f"diffusion_model.{name}.lora_{matrix}.weight"] = drawn
+                weight = 0.2 * torch.randn(size, generator=generator)
+                tensors[f"diffusion_model.{name}.lora_{matrix}.weight"] = weight
     assert len(tensors) == 2 * 2 * 8
     save_file(tensors, tmp_path / "training_adapter.safetensors")
     return tmp_path / "training_adapter.safetensors"
@@ -66,9 +66,13 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     lora_main([*common, f"lora.under=[{json.dumps(str(under))}]", f"run.dir={run}"])
     assert "distilled: " not in capsys.readouterr().err
 
-    first = [json.loads((one / "held_out.jsonl").read_text().splitlines()[0]) for one in
-             (run, tmp_path / "alone")]  # fmt: skip
-    assert first[0]["held_out_loss"] != pytest.approx(first[1]["held_out_loss"], rel=1e-4)
+    first_evals = [
+        json.loads((folder / "held_out.jsonl").read_text().splitlines()[0])
+        for folder in (run, tmp_path / "alone")
+    ]
+    assert first_evals[0]["held_out_loss"] != pytest.approx(
+        first_evals[1]["held_out_loss"], rel=1e-4
+    )
     trained = run / "adapter" / ADAPTER_FILE
     assert not any("under" in name or "feed_forward" in name for name in adapter(run))
     assert read_run_metadata(trained)["under"][0]["name"] == under.name
@@ -76,13 +80,13 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     # Samples are the stock pipeline's, with what trained and nothing else.
     checkpoint = get_family("z_image").open(ModelConfig(family="z_image", path=str(base)))
     pipeline = checkpoint.pipeline(torch.float32)
-    how = Sampling(VideoShape(1, 64, 96), 2, 0.0, 0)
+    sampling = Sampling(VideoShape(1, 64, 96), 2, 0.0, 0)
     for step in (0, 3):
         if step:
             pipeline.load_lora_weights(trained.parent, weight_name=trained.name)
-        made = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), how)
-        shown = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
-        assert shown.read_bytes() == write_sample(tmp_path / f"{step}", made, 8).read_bytes()
+        frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red disc"), sampling)
+        sample = run / "samples" / f"step_{step:06d}" / "prompt_00.png"
+        assert sample.read_bytes() == write_sample(tmp_path / f"{step}", frames, 8).read_bytes()
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(3e38, marks=pytest.mark.thorough)])

@@ -33,8 +33,8 @@ SHOWN = [
 def under(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
     """An adapter of other layers and rank than the recipe's, strong enough to be seen."""
     run, file = tmp_path / "earlier", tmp_path / "under.safetensors"
-    own = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, ff.net.2, proj_out]"]
-    lora_main([*smoke, *own, "train.steps=1", f"run.dir={run}"])
+    options = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, ff.net.2, proj_out]"]
+    lora_main([*smoke, *options, "train.steps=1", f"run.dir={run}"])
     generator = torch.Generator().manual_seed(4)
     tensors = {
         name: 0.1 * torch.randn(tensor.shape, generator=generator)
@@ -65,13 +65,13 @@ def sampled(model: str, out: Path, **adapters: Path) -> Path:
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=name)
     if adapters:
         pipeline.set_adapters([*adapters])
-    how = Sampling(VideoShape(9, 32, 48), 2, 6.0, 0)
-    frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), how)
+    sampling = Sampling(VideoShape(9, 32, 48), 2, 6.0, 0)
+    frames = checkpoint.generate(pipeline, checkpoint.prompt_kwargs("a red square"), sampling)
     return write_sample(out, frames, 8)
 
 
 def model_of(smoke: list[str]) -> str:
-    return next(one for one in smoke if one.startswith("model.path=")).partition("=")[2]
+    return next(arg for arg in smoke if arg.startswith("model.path=")).partition("=")[2]
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -94,19 +94,23 @@ def test_it_is_in_training_in_no_file_and_in_samples_as_said(
     # The file holds what trained, and the stock pipeline what samples show.
     assert adapter(run).keys() == adapter(plain).keys()
     file = run / "adapter" / ADAPTER_FILE
-    model, others = model_of(smoke), {"under": under} if on else {}
-    base = sampled(model, tmp_path / "base", **others)
-    trained = sampled(model, tmp_path / "with", trained=file, **others)
+    model, adapters = model_of(smoke), {"under": under} if on else {}
+    base = sampled(model, tmp_path / "base", **adapters)
+    trained = sampled(model, tmp_path / "with", trained=file, **adapters)
     assert apart(shown(run, 0), base) < apart(base, trained) / 10
     assert apart(shown(run, 3), trained) < apart(base, trained) / 10
     verified = json.loads((run / "verification.json").read_text())
     assert verified["passed"]
     assert verified["checks"]["output"]["words"].startswith("as trained")
-    made = read_run_metadata(file)
-    (told,) = made["under"]
-    assert (told["name"], told["scale"], told["in_samples"]) == ("under.safetensors", 1.0, on)
-    assert len(told["sha256"]) == 64
-    assert str(tmp_path) not in json.dumps(made)
+    metadata = read_run_metadata(file)
+    (recorded,) = metadata["under"]
+    assert (recorded["name"], recorded["scale"], recorded["in_samples"]) == (
+        "under.safetensors",
+        1.0,
+        on,
+    )
+    assert len(recorded["sha256"]) == 64
+    assert str(tmp_path) not in json.dumps(metadata)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +139,9 @@ def test_resuming_is_bit_for_bit_and_the_result_is_verified(
         tmp_path / "whole" / "checkpoints" / "step_000004" / "trainable.safetensors"
     )
     assert not any("under_" in name for name in weights)
-    for other in (entry(moved, scale=0.5), "lora.under=[]"):
+    for override in (entry(moved, scale=0.5), "lora.under=[]"):
         with pytest.raises(DitLoraError, match=r"belongs to another recipe(.|\n)*lora\.under: "):
-            lora_main([*parts, other, "train.steps=5", "train.resume=auto"])
+            lora_main([*parts, override, "train.steps=5", "train.resume=auto"])
 
 
 def test_a_second_model_for_samples_has_it_too_where_samples_have_it(
@@ -186,12 +190,12 @@ def test_what_is_no_adapter_of_this_model_is_refused_by_its_number(
         return str(error.value)
 
     shutil.rmtree(tmp_path / "cache")
-    said = refused(f"lora.under={json.dumps([str(under), './nowhere'])}")
-    assert said == "lora.under[1]: no file or folder ./nowhere"
-    other = {f"x.{name}": tensor for name, tensor in load_file(under).items()}
-    save_file(other, tmp_path / "other.safetensors")
-    said = refused(entry(tmp_path / "other.safetensors"))
-    assert "5 of its layers are not in the model" in said
+    message = refused(f"lora.under={json.dumps([str(under), './nowhere'])}")
+    assert message == "lora.under[1]: no file or folder ./nowhere"
+    renamed = {f"x.{name}": tensor for name, tensor in load_file(under).items()}
+    save_file(renamed, tmp_path / "other.safetensors")
+    message = refused(entry(tmp_path / "other.safetensors"))
+    assert "5 of its layers are not in the model" in message
     assert "at scale 0 it does nothing" in refused(entry(under, scale=0))
     assert "in_sample: unknown key" in refused(entry(under, in_sample=True))
     assert not (tmp_path / "cache").exists()

@@ -18,14 +18,20 @@ Main = Callable[[list[str]], None]
 def encoders() -> list[Any]:
     """All that are in memory, collected or not."""
     return [
-        one for one in gc.get_objects() if type(one) in (AutoencoderKLCogVideoX, T5EncoderModel)
+        instance
+        for instance in gc.get_objects()
+        if type(instance) in (AutoencoderKLCogVideoX, T5EncoderModel)
     ]
 
 
 def alive(known: list[Any]) -> list[str]:
     """Encoders in memory, but for those that other tests hold."""
-    found = [one for one in encoders() if all(one is not other for other in known)]
-    return sorted(type(one).__name__ for one in found)
+    instances = [
+        instance
+        for instance in encoders()
+        if all(instance is not known_encoder for known_encoder in known)
+    ]
+    return sorted(type(instance).__name__ for instance in instances)
 
 
 @pytest.mark.usefixtures("nothing_encoded")
@@ -33,24 +39,24 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     lora_main: Main, smoke: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
-    known = encoders()  # held, so that none of a later one's has its place in memory
-    beside: dict[str, list[str]] = {}
+    existing_encoders = encoders()  # held, so that none of a later one's has its place in memory
+    loaded_encoders: dict[str, list[str]] = {}
     settings: list[tuple[bool, bool]] = []
     load, generate = CogVideoXCheckpoint.load_transformer, CogVideoXCheckpoint.generate
     load_vae = CogVideoXCheckpoint.load_video_encoder
 
     def loading(self: Any, dtype: Any) -> Any:
-        beside["training"] = alive(known)
+        loaded_encoders["training"] = alive(existing_encoders)
         return load(self, dtype)
 
     def generating(self: Any, pipeline: Any, *args: Any) -> Any:
         if isinstance(pipeline, DiffusionPipeline):  # and not what notes its arguments
-            beside["sampling"] = alive(known)
+            loaded_encoders["sampling"] = alive(existing_encoders)
             settings.append((pipeline.vae.use_tiling, pipeline.vae.use_slicing))
         return generate(self, pipeline, *args)
 
     def encoding(self: Any, *args: Any, **given: Any) -> Any:
-        beside["encoding"] = alive(known)
+        loaded_encoders["encoding"] = alive(existing_encoders)
         return load_vae(self, *args, **given)
 
     monkeypatch.setattr(CogVideoXCheckpoint, "load_transformer", loading)
@@ -58,8 +64,12 @@ def test_encoders_go_before_the_transformer_comes_and_the_vae_alone_comes_back(
     monkeypatch.setattr(CogVideoXCheckpoint, "load_video_encoder", encoding)
     args = [*smoke, "train.steps=1", "validation.prompts=[a]", "validation.inference_steps=2"]
     lora_main([*args, f"run.dir={tmp_path / 'plain'}"])
-    assert beside == {"encoding": [], "training": [], "sampling": ["AutoencoderKLCogVideoX"]}
-    assert alive(known) == []
+    assert loaded_encoders == {
+        "encoding": [],
+        "training": [],
+        "sampling": ["AutoencoderKLCogVideoX"],
+    }
+    assert alive(existing_encoders) == []
     videos = TensorCache(tmp_path / "cache" / "videos")
     entries = len(list(videos.iter_entries()))
     both = ["data.vae_tiling=true", "data.vae_slicing=true"]

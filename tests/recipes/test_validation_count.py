@@ -8,9 +8,9 @@ Main = Callable[[list[str]], None]
 
 def test_each_sample_is_that_of_its_seed(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     more = ["validation.prompts=[a red disc, a blue square]", "validation.inference_steps=1"]
-    words = [*smoke, *more, "train.steps=1", "validation.seed=4"]
-    lora_main([*words, "validation.count=2", f"run.dir={tmp_path / 'both'}"])
-    lora_main([*words, "validation.seed=5", f"run.dir={tmp_path / 'second'}"])
+    args = [*smoke, *more, "train.steps=1", "validation.seed=4"]
+    lora_main([*args, "validation.count=2", f"run.dir={tmp_path / 'both'}"])
+    lora_main([*args, "validation.seed=5", f"run.dir={tmp_path / 'second'}"])
     samples = "samples/step_000001"
     both = [(tmp_path / "both" / samples / f"prompt_{n:02d}.mp4").read_bytes() for n in range(4)]
     second = [

@@ -48,7 +48,7 @@ def test_a_run_at_other_noise_levels_is_verified(
         result = CliRunner().invoke(app, ["verify", str(run)])
         assert result.exit_code == 0, result.output
         assert "every check passed" in result.output
-        alone = ["verify", str(run / "adapter"), "--model", recipe.model.path]
-        result = CliRunner().invoke(app, alone)
+        adapter_args = ["verify", str(run / "adapter"), "--model", recipe.model.path]
+        result = CliRunner().invoke(app, adapter_args)
         assert result.exit_code == 0, result.output
         assert "as trained" in result.output

@@ -43,11 +43,11 @@ def test_losses_and_gradients_are_the_stock_models_of_each_sample_alone(name: st
     losses = add_answer_losses(model)(**tiny.batch(samples))
     assert losses.dtype is torch.float32
     (losses @ WEIGHTS).backward()
-    got = gradients(model)
+    actual = gradients(model)
     torch.testing.assert_close(losses, single_losses)
-    assert got.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for parameter, gradient in expected.items():
-        torch.testing.assert_close(got[parameter], gradient, msg=parameter)
+        torch.testing.assert_close(actual[parameter], gradient, msg=parameter)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
@@ -66,9 +66,9 @@ def test_without_answers_the_stock_forward_runs() -> None:
     expected = model(**sample.inputs, labels=sample.labels)
     answer = model.generate(**sample.inputs, max_new_tokens=4, do_sample=False)
     assert add_answer_losses(model) is model
-    got = model(**sample.inputs, labels=sample.labels)
-    assert torch.equal(got.logits, expected.logits)
-    assert torch.equal(got.loss, expected.loss)
+    actual = model(**sample.inputs, labels=sample.labels)
+    assert torch.equal(actual.logits, expected.logits)
+    assert torch.equal(actual.loss, expected.loss)
     assert torch.equal(model.generate(**sample.inputs, max_new_tokens=4, do_sample=False), answer)
     assert inspect.signature(model.forward) == inspect.signature(type(model)(model.config).forward)
 
@@ -98,9 +98,9 @@ def test_an_adapter_on_the_head_and_in_the_blocks_trains() -> None:
     expected = gradients(model)
     model.zero_grad()
     (model(**tiny.batch(samples)) @ WEIGHTS).backward()
-    got = gradients(model)
+    actual = gradients(model)
     assert sum("lm_head" in parameter for parameter in expected) == 2
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_accelerates_autocast_reaches_trunk_and_head(accelerator: Accelerator) -
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch)
     prepared = accelerator.prepare(model)
-    got = prepared(**batch)
-    assert got.dtype is torch.float32
-    assert torch.equal(got, expected)
-    assert not torch.equal(got, stock)
-    got.sum().backward()
+    actual = prepared(**batch)
+    assert actual.dtype is torch.float32
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, stock)
+    actual.sum().backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
     twin = copy.deepcopy(prepared)
     nn.init.normal_(twin.lm_head.weight)

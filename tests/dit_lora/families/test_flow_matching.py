@@ -109,8 +109,8 @@ def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: 
         expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min
         == 0.875
     )
-    narrow = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
-    levels = levels_of(narrow)
+    narrow_range = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
+    levels = levels_of(narrow_range)
     assert levels.min() >= 0.9
     assert levels.max() < 0.95
     for options in ({"t_min": 0.5}, {"t_max": 0.5}, {"t_min": 0.1, "t_max": 0.4}):
@@ -180,11 +180,11 @@ def test_weighted_errors_are_divided_by_the_sum_of_their_weights() -> None:
     target = torch.randn(3, 7, 5, generator=generator)
     weights = torch.rand(3, 1, 5, generator=generator)
     losses = compute_mean_squared_error(prediction, target, weights)
-    wide = prediction.detach().double().requires_grad_()
-    full = weights.double().expand_as(wide)
-    exact = ((wide - target.double()).square() * full).sum((1, 2)) / full.sum((1, 2))
+    double_prediction = prediction.detach().double().requires_grad_()
+    full = weights.double().expand_as(double_prediction)
+    exact = ((double_prediction - target.double()).square() * full).sum((1, 2)) / full.sum((1, 2))
     torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=0)
     spread = torch.tensor([1.0, -2.0, 0.5])
     (gradient,) = torch.autograd.grad(losses @ spread, prediction)
-    (expected,) = torch.autograd.grad(exact @ spread.double(), wide)
+    (expected,) = torch.autograd.grad(exact @ spread.double(), double_prediction)
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-8)

@@ -96,11 +96,11 @@ def in_policy(model: nn.Module, dtype: torch.dtype) -> None:
 def test_it_keeps_less_for_backward_under_the_policys_autocast(model_subject: Subject) -> None:
     model, batch = adapted(model_subject).train(), encoded_batch(model_subject)
     in_policy(model, torch.bfloat16)
-    besides = [*model.parameters(), *model.buffers(), *batch.values()]
+    excluded = [*model.parameters(), *model.buffers(), *batch.values()]
 
     def kept() -> int:
         with torch.autocast("cpu", torch.bfloat16):
-            return saved_bytes(lambda: losses(model_subject, model, batch), besides)
+            return saved_bytes(lambda: losses(model_subject, model, batch), excluded)
 
     stock = kept()
     fuse_all(model)

@@ -72,9 +72,9 @@ def test_no_gradient_comes_from_outside_of_a_mask(subject: Subject) -> None:
     assert gradient is not None
     # The first half of a network that learns its variance is the prediction.
     for part in gradient.split(expected.shape[1], dim=1):
-        got = part != 0
-        assert not (got & ~expected).any()
-        assert got.flatten(1).any(1).all()
+        has_gradient = part != 0
+        assert not (has_gradient & ~expected).any()
+        assert has_gradient.flatten(1).any(1).all()
     head = gradient[:, : expected.shape[1]]
     # Some frames are given to the network: nothing is learned there, masked or not.
     full = losses(checkpoint, {**batch, LOSS_MASK: torch.ones_like(batch[LOSS_MASK])})

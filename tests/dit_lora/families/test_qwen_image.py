@@ -144,16 +144,18 @@ def test_unequal_captions_in_a_batch_are_each_as_alone(checkpoint: Any) -> None:
     g = torch.Generator().manual_seed(1)
     noisy, timesteps = torch.randn(3, 15, 64, generator=g), torch.tensor([900.0, 40.0, 333.0])
     with torch.no_grad():
-        together = checkpoint.predict(transformer, noisy, timesteps, batch)
+        batched_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
             single_prediction = checkpoint.predict(
                 transformer, noisy[row : row + 1], timesteps[[row]], single_batch
             )
-            torch.testing.assert_close(together[row], single_prediction[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                batched_prediction[row], single_prediction[0], rtol=1e-5, atol=1e-6
+            )
         batch["prompt_embeds"][~batch["prompt_mask"]] = 5.0
         second_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
-    torch.testing.assert_close(second_prediction, together, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second_prediction, batched_prediction, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("captions", "padded"), [(("a cat", "a dog"), False), (CAPTIONS, True)])

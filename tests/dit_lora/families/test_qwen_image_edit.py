@@ -61,8 +61,8 @@ def cached(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp
     write_edit_pairs(tmp_path / "pairs", pairs=2, height=64, width=64)
 
     def run(variant: str, **data: Any) -> DiffusionTrainingData:
-        where = {"path": str(tmp_path / "pairs"), "cache": str(tmp_path / "cache")}
-        recipe = recipe_of(recipe_values, tiny_checkpoints[variant], **where, **data)
+        data_folders = {"path": str(tmp_path / "pairs"), "cache": str(tmp_path / "cache")}
+        recipe = recipe_of(recipe_values, tiny_checkpoints[variant], **data_folders, **data)
         AcceleratorState._reset_state(reset_partial_state=True)
         with running(recipe) as session:
             checkpoint = get_family("qwen_image").open(recipe.model, recipe)
@@ -93,16 +93,17 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
     )
     sampling = Sampling(SHAPE, inference_steps=2, guidance_scale=4.0, seed=3, references=files)
     full_pipeline = checkpoint.pipeline(torch.float32)
-    bare = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
-    assert bare.processor is None
-    for pipeline in (full_pipeline, bare):
+    textless_pipeline = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
+    assert textless_pipeline.processor is None
+    for pipeline in (full_pipeline, textless_pipeline):
         pipeline.set_progress_bar_config(disable=True)
     video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     assert torch.equal(
-        checkpoint.generate(bare, checkpoint.prompt_kwargs(prompt, empty), sampling), video_of_text
+        checkpoint.generate(textless_pipeline, checkpoint.prompt_kwargs(prompt, empty), sampling),
+        video_of_text,
     )
     other_video = checkpoint.generate(
-        bare, checkpoint.prompt_kwargs(prompt, other_prompt), sampling
+        textless_pipeline, checkpoint.prompt_kwargs(prompt, other_prompt), sampling
     )
     assert not torch.equal(other_video, video_of_text)
 

@@ -143,9 +143,9 @@ def test_a_short_text_in_a_batch_sees_only_its_own_tokens(tiny_checkpoints: Tiny
     noisy, t = batch["latent_mean"], torch.tensor([5, 500, 990])
     with torch.no_grad():
         full_prediction = checkpoint.predict(transformer, noisy, t, batch)
-        behind = torch.where(batch["prompt_mask"][..., None], batch["prompt_embeds"], 99.0)
+        altered_padding = torch.where(batch["prompt_mask"][..., None], batch["prompt_embeds"], 99.0)
         same_prediction = checkpoint.predict(
-            transformer, noisy, t, {**batch, "prompt_embeds": behind}
+            transformer, noisy, t, {**batch, "prompt_embeds": altered_padding}
         )
         torch.testing.assert_close(same_prediction, full_prediction, rtol=0, atol=0)
         for row in range(3):

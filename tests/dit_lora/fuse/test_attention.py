@@ -245,11 +245,11 @@ def test_diffusers_operator_of_flash_attention_3_still_has_no_backward() -> None
 
     assert isinstance(_wrapped_flash_attn_3, CustomOpDef)
     assert _wrapped_flash_attn_3._backward_fn is None
-    bare = custom_op(
+    op_without_backward = custom_op(
         "dit_lora_test::bare", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
-        bare(torch.ones(2, requires_grad=True)).sum().backward()
+        op_without_backward(torch.ones(2, requires_grad=True)).sum().backward()
 
 
 def test_backends_that_take_no_mask_are_those_of_diffusers_that_refuse_one() -> None:

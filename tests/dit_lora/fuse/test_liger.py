@@ -69,8 +69,8 @@ def in_fp64(
     function: Callable[..., Any], inputs: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Outputs, and gradients of their weighed sum, of the same numbers."""
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    return results(function, wide, [weight.double() for weight in weights])
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    return results(function, exact_inputs, [weight.double() for weight in weights])
 
 
 def results(
@@ -158,8 +158,8 @@ def test_the_rotation_is_that_of_fp64(turned: int, order: str) -> None:
 
     weights = [drawn(2, 3, 5, 8).detach(), drawn(2, 1, 5, 8).detach()]
     before = query.detach().clone(), key.detach().clone()
-    got = results(rotate(fused, cos, sin), [query, key], weights)
-    assert_right(got, in_fp64(rotate(apply_rotary_pos_emb, cos, sin), [query, key], weights))
+    actual = results(rotate(fused, cos, sin), [query, key], weights)
+    assert_right(actual, in_fp64(rotate(apply_rotary_pos_emb, cos, sin), [query, key], weights))
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])
 
@@ -250,13 +250,13 @@ def test_a_model_is_the_stock_one_and_given_back_bit_for_bit(name: str) -> None:
     norms = 5 if name == "qwen3" else 3
     assert len(get_fusion(model).patched_modules) == norms + 2
     with Calls() as ran:
-        got = gradients(model)
+        actual = gradients(model)
     for op in ("rms_norm", "swiglu", "rotation"):
         assert f"dit_lora::liger_{op}" in ran.names, op
-    assert sum("norm" in parameter for parameter in got) == norms
-    assert got.keys() == expected_grads.keys()
+    assert sum("norm" in parameter for parameter in actual) == norms
+    assert actual.keys() == expected_grads.keys()
     for parameter, tensor in expected_grads.items():
-        torch.testing.assert_close(got[parameter], tensor, rtol=1e-4, atol=1e-5, msg=parameter)
+        torch.testing.assert_close(actual[parameter], tensor, rtol=1e-4, atol=1e-5, msg=parameter)
     with find_fallback(list_model_fallbacks(model), "liger").disable_temporarily():
         stock = gradients(model)
     unfuse(model)
@@ -324,9 +324,9 @@ def test_what_it_cannot_take_runs_the_stock_code(inputs: tuple[torch.Tensor, ...
     norm = MistralRMSNorm(4)
     norm.weight = nn.Parameter(weight)
     with torch.no_grad():
-        got, expected = liger.norm_forward(norm, x), norm(x)
-    assert got.dtype is expected.dtype
-    assert torch.equal(got, expected)
+        actual, expected = liger.norm_forward(norm, x), norm(x)
+    assert actual.dtype is expected.dtype
+    assert torch.equal(actual, expected)
 
 
 def test_another_activation_keeps_its_own_code() -> None:

@@ -89,12 +89,12 @@ def test_the_same_layers(kind: str, dtype: torch.dtype, shared: bool) -> None:
         ours = step(model, x, lora.project((model.k, model.v), x) if shared else model(x))
         theirs = step(stock, x, stock(x))
     assert [t.dtype for t in ours] == [t.dtype for t in theirs]
-    wide = x.detach().double().requires_grad_()
-    trues = step(model, wide, exact(model, wide))
+    exact_x = x.detach().double().requires_grad_()
+    exact_results = step(model, exact_x, exact(model, exact_x))
     unit = torch.finfo(dtype).eps
-    assert worst(ours, trues) <= 1.25 * worst(theirs, trues) + unit
+    assert worst(ours, exact_results) <= 1.25 * worst(theirs, exact_results) + unit
     # int8 on a GPU rounds its inputs too.
-    assert worst(ours, trues) < (0.05 if DEVICE == "cuda" and kind == "int8" else 4 * unit)
+    assert worst(ours, exact_results) < (0.05 if DEVICE == "cuda" and kind == "int8" else 4 * unit)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,10 +112,10 @@ def test_what_is_not_the_plain_case() -> None:
     merged = build("nf4", torch.float32).k
     merged.merge()
     assert lora.find_lora_problem(merged) == "its adapter is merged"
-    bare = build("nf4", torch.float32).k
-    del bare.base_layer.weight.quant_state
-    bare.base_layer.weight.quant_state = None
-    assert lora.find_lora_problem(bare) == "its base is not quantized, or transposed"
+    dequantized = build("nf4", torch.float32).k
+    del dequantized.base_layer.weight.quant_state
+    dequantized.base_layer.weight.quant_state = None
+    assert lora.find_lora_problem(dequantized) == "its base is not quantized, or transposed"
     sixteen = build("int8", torch.float32).k
     sixteen.base_layer.state.has_fp16_weights = True
     assert lora.find_lora_problem(sixteen) == "its int8 base keeps 16-bit weights"

@@ -181,15 +181,15 @@ def test_pads_on_the_right_are_not_seen_without_a_mask(name: str, backend: str) 
     inputs = {n: t for n, t in batch.items() if not n.startswith("answer")}
     if backend == "eager":
         fuse(model, OFF, attention="eager", check=False)
-        bare, masked = logits(model, **inputs), logits(model, **inputs, attention_mask=mask)
+        maskless, masked = logits(model, **inputs), logits(model, **inputs, attention_mask=mask)
     else:
         with use_only_backend(backend):
-            bare = logits(model, **inputs)
+            maskless = logits(model, **inputs)
         masked = logits(model, **inputs, attention_mask=mask)
-    torch.testing.assert_close(bare[mask == 1], masked[mask == 1])
+    torch.testing.assert_close(maskless[mask == 1], masked[mask == 1])
     for row, sample in enumerate(samples):
         expected = logits(model, **sample.inputs)[0]
-        torch.testing.assert_close(bare[row, : len(expected)], expected)
+        torch.testing.assert_close(maskless[row, : len(expected)], expected)
 
 
 def together(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:

@@ -130,8 +130,8 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
 
 def converted(state: State, config_values: dict[str, Any]) -> Any:
     model: Any = VideoDiTTransformer3DModel.from_config(config_values)
-    placed = convert_opendit(state, config_values).transformer
-    model.load_state_dict({name: tensor.float() for name, tensor in placed.items()}, strict=True)
+    weights = convert_opendit(state, config_values).transformer
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return model
 
 

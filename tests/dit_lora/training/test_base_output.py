@@ -138,11 +138,11 @@ def test_a_resume_compares_itself_with_the_first_start(
     start(*BOTH, "train.steps=2", "train.save_every=1", "train.keep=9")
     record = (tmp_path / "run" / BASE_OUTPUT).read_text()
     assert json.loads(record)["since"] == 0
-    goes_on = (*BOTH, "train.steps=4", "train.resume=auto")
+    resume_args = (*BOTH, "train.steps=4", "train.resume=auto")
     shutil.copytree(tmp_path / "run", tmp_path / "old")
     shutil.copytree(tmp_path / "run", tmp_path / "other")
 
-    messages = start(*goes_on)
+    messages = start(*resume_args)
     assert "no record" not in messages
     assert (tmp_path / "run" / BASE_OUTPUT).read_text() == record
     assert same_adapter(tmp_path / "run", tmp_path / "whole")
@@ -152,7 +152,7 @@ def test_a_resume_compares_itself_with_the_first_start(
     assert (tmp_path / "elsewhere" / BASE_OUTPUT).read_text() == record
 
     (tmp_path / "old" / BASE_OUTPUT).unlink()  # of a version that wrote none
-    messages = start(*goes_on, run="old")
+    messages = start(*resume_args, run="old")
     assert "what the base was before step 2 is not known" in messages
     assert json.loads((tmp_path / "old" / BASE_OUTPUT).read_text())["since"] == 2
     assert same_adapter(tmp_path / "old", tmp_path / "whole")
@@ -165,7 +165,7 @@ def test_a_resume_compares_itself_with_the_first_start(
 
     monkeypatch.setattr(preparing, "record_base_fingerprint", damaged)
     with pytest.raises(DitLoraError, match="the base is not what it was at this run's first start"):
-        start(*goes_on, run="other")
+        start(*resume_args, run="other")
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, times: float) -> Callable[[Any], None]:

@@ -140,8 +140,8 @@ def test_frozen_adapters_stay_on_for_the_target() -> None:
         assert torch.equal(model(*x)[0], frozen(*x)[0])
     assert torch.equal(model(*x)[0], both)
     assert not torch.equal(both, frozen(*x)[0])
-    wants = {name: p.requires_grad for name, p in model.named_parameters()}
-    assert wants["enter.lora_A.default.weight"]
+    requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert requires_grad["enter.lora_A.default.weight"]
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -135,14 +135,14 @@ def losses_by_diffusers(
         pictures = 2 * (sent.permute(0, 3, 1, 2)[:, :, None] / 255) - 1
         latents = (vae.encode(pictures).latent_dist.mean - mean) / std
         noisy[:, :frame], timestep[:, :frame] = latents.flatten(2).mT, 0
-    level, heard = sigma, torch.zeros(len(clean), 1, 16)
+    level, noisy_sound = sigma, torch.zeros(len(clean), 1, 16)
     if sound is not None:
         level = drawn["audio_timestep"]
-        heard = sound + level[:, None, None] * (drawn["audio_noise"] - sound)
+        noisy_sound = sound + level[:, None, None] * (drawn["audio_noise"] - sound)
     video, audio = velocities_by_vendor(
         transformer,
         video=Modality(noisy, text, timestep, 1000 * sigma),
-        sound=Modality(heard, of_sound, 1000 * level, 1000 * level),
+        sound=Modality(noisy_sound, of_sound, 1000 * level, 1000 * level),
         mask=mask,
         grid=size[2:],
         attend_to_each_other=sound is not None,

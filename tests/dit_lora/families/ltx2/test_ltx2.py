@@ -113,15 +113,17 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
     """Behind the connectors, without text encoder and connectors; and the calls of one step."""
     checkpoint = opened(tiny_checkpoints[variant])
     sampling = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
-    full_pipeline, bare = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
-    assert bare.text_encoder is None
-    assert bare.connectors is None
+    full_pipeline, textless_pipeline = (
+        checkpoint.pipeline(torch.float32, text=text) for text in (True, False)
+    )
+    assert textless_pipeline.text_encoder is None
+    assert textless_pipeline.connectors is None
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     tensors, empty = encode([CAPTIONS[1]]), encode([""])
     samples, calls = [], []
     for pipeline, conditions in (
         (full_pipeline, checkpoint.prompt_kwargs(CAPTIONS[1])),
-        (bare, checkpoint.prompt_kwargs(tensors, empty)),
+        (textless_pipeline, checkpoint.prompt_kwargs(tensors, empty)),
     ):
         pipeline.set_progress_bar_config(disable=True)
         recorded_calls: list[Any] = []
@@ -135,7 +137,7 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
         calls.append(len(recorded_calls) / sampling.inference_steps)
         assert {call["fps"] for call in recorded_calls} == {FPS}
     assert torch.equal(*samples)
-    assert bare.connectors is None
+    assert textless_pipeline.connectors is None
     # With and without the prompt in one call; without sound; and of 2.3 with perturbed attention.
     expected = 1 if guidance == 1 else {"ltx-2": 2, "ltx-2.3": 3}[variant]
     assert calls == [expected, expected]
@@ -335,8 +337,8 @@ def test_stock_diffusers_reads_what_comfyui_does(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Every kind of layer, in the names of the published checkpoint, without alpha, which its loader refuses."""
-    around = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out", "linear", "linear_1")
-    targets = (*("to_q", "to_out.0", "to_gate_logits", "net.0.proj", "net.2"), *around)
+    outer_layers = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out", "linear", "linear_1")
+    targets = (*("to_q", "to_out.0", "to_gate_logits", "net.0.proj", "net.2"), *outer_layers)
     adapter = trained("ltx2", tiny_checkpoints["ltx-2.3"], tmp_path / "run", targets=targets)
     output_dir = export(
         ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))

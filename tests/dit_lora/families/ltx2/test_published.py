@@ -104,20 +104,26 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
     stem = next(stem for stem, (kind_name, _) in KINDS.items() if kind_name == name)
     checkpoint = opened(stem, tmp_path)
     with torch.device("meta"):
-        bare: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(False)
-    assert sum(p.numel() for p in bare.parameters()) == num_parameters == counted(config_of(name))
+        meta_model: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(
+            False
+        )
+    assert (
+        sum(p.numel() for p in meta_model.parameters())
+        == num_parameters
+        == counted(config_of(name))
+    )
     with torch.device("meta"):
         targets = checkpoint.lora_targets(FAMILY.lora_targets)
-        report = attach_lora(bare, LoraConfig(rank=16), targets, seed=0)
-    layers = adapted(bare)
+        report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
+    layers = adapted(meta_model)
     assert report.num_adapted == len(layers) == 48 * 2 * 4 == 384
     assert report.num_parameters == 16 * sum(layers.values()) == 50_331_648
     assert not [layer for layer in layers if layer.split(".")[2] in SOUND]
-    bare.delete_adapters("default")
+    meta_model.delete_adapters("default")
     with torch.device("meta"):
         targets = replace(checkpoint, sound=True).lora_targets(FAMILY.lora_targets)
-        report = attach_lora(bare, LoraConfig(rank=16), targets, seed=0)
-    layers = adapted(bare)
+        report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
+    layers = adapted(meta_model)
     assert report.num_adapted == len(layers) == 48 * 6 * 4 == 1152
     assert report.num_parameters == 16 * sum(layers.values()) == 106_954_752
     assert {layer.split(".")[2] for layer in layers} == {"attn1", "attn2", *SOUND}

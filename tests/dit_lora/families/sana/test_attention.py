@@ -148,10 +148,10 @@ def test_it_repeats_in_fp32_what_the_stock_processor_does_in_fp16() -> None:
         half.to_out[0].weight *= 3e4
     full = copy.deepcopy(half)
     full.set_processor(SaturatingLinearAttention(SanaLinearAttnProcessor2_0()))
-    bare = copy.deepcopy(half)
+    unpatched = copy.deepcopy(half)
     with torch.no_grad():
         fp16 = half.half()(tokens(torch.float16)).float()
-        ours, unclamped = full(tokens()), bare(tokens())
+        ours, unclamped = full(tokens()), unpatched(tokens())
     saturated = fp16.abs() == FP16_MAX
     assert 0.1 < saturated.float().mean() < 0.9
     assert unclamped.abs().max() > 3 * FP16_MAX

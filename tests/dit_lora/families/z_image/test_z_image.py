@@ -134,10 +134,10 @@ def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> 
                 transformer, noisy[row : row + 1], t[row : row + 1], single_batch
             )
             torch.testing.assert_close(prediction[0], full_prediction[row], rtol=1e-5, atol=1e-5)
-        behind = ~batch["prompt_attention_mask"]
+        is_padding = ~batch["prompt_attention_mask"]
         changed_batch = {
             **batch,
-            "prompt_embeds": batch["prompt_embeds"].masked_fill(behind[..., None], 7),
+            "prompt_embeds": batch["prompt_embeds"].masked_fill(is_padding[..., None], 7),
         }
         assert torch.equal(
             checkpoint.predict(transformer, noisy, t, changed_batch), full_prediction

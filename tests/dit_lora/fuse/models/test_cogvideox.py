@@ -200,10 +200,10 @@ def block_bytes(model: nn.Module) -> float:
     video = torch.randn(2, 3 * 64, 512, generator=generator).bfloat16().requires_grad_()
     text = torch.randn(2, 24, 512, generator=generator).bfloat16().requires_grad_()
     temb = torch.randn(2, 10, generator=generator).bfloat16()
-    besides = [*model.parameters(), *model.buffers(), *rotary, temb]
+    excluded = [*model.parameters(), *model.buffers(), *rotary, temb]
     block = model.transformer_blocks[0]
     with torch.autocast("cpu", torch.bfloat16):
-        num_bytes = saved_bytes(lambda: block(video, text, temb, rotary), besides)
+        num_bytes = saved_bytes(lambda: block(video, text, temb, rotary), excluded)
     return num_bytes / (2 * (3 * 64 + 24) * 512 * 2)
 
 

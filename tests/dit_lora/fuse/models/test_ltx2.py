@@ -116,10 +116,10 @@ class Joint(Contract):
         )
         text, of_sound = random(2, 5, 32), random(2, 5, 32)
         block = model.transformer_blocks[0]
-        besides = [text, of_sound, *rows, *(table for pair in rotary for table in pair)]
+        excluded = [text, of_sound, *rows, *(table for pair in rotary for table in pair)]
         return (
             lambda: block(tokens, sound, text, of_sound, *rows, *rotary),
-            [tensor for tensor in besides if tensor is not None],
+            [tensor for tensor in excluded if tensor is not None],
             tokens.numel() + sound.numel(),
         )
 

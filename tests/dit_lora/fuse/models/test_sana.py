@@ -196,15 +196,15 @@ def block_units(model: nn.Module, kind: str) -> float:
     text = torch.randn(2, 25, 32, generator=generator).bfloat16()
     mask = torch.zeros(2, 1, 25).bfloat16()
     time = torch.randn(2, 6 * 32, generator=generator).bfloat16()
-    besides = [*model.parameters(), *model.buffers(), text, mask, time]
+    excluded = [*model.parameters(), *model.buffers(), text, mask, time]
     new_shape: list[Any] = list(shape)
     if kind == "sana-video":
         time = time[:, None]
         rotary = model.rope(torch.zeros(1, 4, 4, 16, 16))
-        new_shape, besides = [*new_shape, rotary], [*besides, *rotary]
+        new_shape, excluded = [*new_shape, rotary], [*excluded, *rotary]
     with torch.autocast("cpu", torch.bfloat16):
         num_bytes = saved_bytes(
-            lambda: model.transformer_blocks[0](x, None, text, mask, time, *new_shape), besides
+            lambda: model.transformer_blocks[0](x, None, text, mask, time, *new_shape), excluded
         )
     return num_bytes / (2 * 256 * 32 * 2)
 

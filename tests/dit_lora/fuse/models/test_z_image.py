@@ -77,8 +77,8 @@ class TestZImage(Contract):
         adaln = torch.randn(2, 32, generator=generator).bfloat16()
         block = model.layers[0]
         # All blocks share the tables.
-        besides = [adaln, rotations, *get_rotary_tables(rotations)]
-        return lambda: block(x, None, rotations, adaln), besides, x.numel()
+        excluded = [adaln, rotations, *get_rotary_tables(rotations)]
+        return lambda: block(x, None, rotations, adaln), excluded, x.numel()
 
     def test_norms_and_hidden_values_are_computed_again_for_adapters(
         self, monkeypatch: pytest.MonkeyPatch

@@ -125,8 +125,8 @@ def test_generate_with_a_cache_is_step_by_step_argmax() -> None:
         expected.append(inputs["input_ids"][0, -6:])
     inputs = batch | {"input_ids": padded, "attention_mask": mask}
     for use_cache in (True, False):
-        got = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=use_cache)
-        assert torch.equal(got[:, -6:], torch.stack(expected))
+        actual = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=use_cache)
+        assert torch.equal(actual[:, -6:], torch.stack(expected))
     assert len(torch.stack(expected).unique()) > 3
 
 

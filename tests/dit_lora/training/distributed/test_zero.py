@@ -179,20 +179,20 @@ def on_two(path: Path) -> dict[str, Any]:
     moved = Training(path, accelerator, zero=False)
     moved.engine.load_state(*half)
     last_state = zero.states[STEPS]
-    undone = Training(path, accelerator, zero=True)
-    engine = undone.engine
+    rewound = Training(path, accelerator, zero=True)
+    engine = rewound.engine
     snapshots = Snapshots(
         engine.local_state_dict, interval_steps=1, write_back=engine.load_scalar_state
     )
     snapshots.take(0)
-    undone.take(0, HALF)
+    rewound.take(0, HALF)
     snapshots.take(HALF)
-    undone.take(HALF, STEPS)
+    rewound.take(HALF, STEPS)
     engine.drop_optimizer_state(snapshots.restore(HALF))
-    rolled_back = equal(copied(engine.local_state_dict()), undone.states[HALF])
-    rolled_back &= equal(undone.take(HALF, STEPS).states[STEPS], last_state)
+    rolled_back = equal(copied(engine.local_state_dict()), rewound.states[HALF])
+    rolled_back &= equal(rewound.take(HALF, STEPS).states[STEPS], last_state)
     engine.drop_optimizer_state(snapshots.restore(0))  # its moments were born since
-    rolled_back &= equal(undone.take(0, STEPS).states[STEPS], last_state)
+    rolled_back &= equal(rewound.take(0, STEPS).states[STEPS], last_state)
     return {
         "held": {
             name: tensor.numel() for name, tensor in last_state.items() if name.endswith("/exp_avg")
@@ -284,8 +284,8 @@ def test_it_resumes_bit_for_bit_and_from_ddp_and_to_ddp(two: list[dict[str, Any]
     for rank_result in two:
         assert rank_result["resumed"]
         assert rank_result["same ranks"]
-        for which in ("ddp to zero", "zero to ddp"):
-            close(rank_result["rows"][which], rank_result["rows"]["ddp"])
+        for direction in ("ddp to zero", "zero to ddp"):
+            close(rank_result["rows"][direction], rank_result["rows"]["ddp"])
 
 
 def test_four_ranks_train_alike_and_two_go_on_from_their_checkpoint(

@@ -53,8 +53,8 @@ class Elsewhere:
             self.there.append(group)
             self.early.append(group is not self.offload._last_two_groups[1])
             self.most = max(self.most, len(self.there))
-            for parameter, home in zip(group.parameters, self.home[group], strict=True):
-                parameter.data = home.clone()
+            for parameter, host_tensor in zip(group.parameters, self.home[group], strict=True):
+                parameter.data = host_tensor.clone()
 
         def send_away(group: Any) -> None:
             self.there.remove(group)
@@ -150,11 +150,11 @@ def test_what_trains_never_moves(
     base: Any = repeated_blocks(step.transformer)[1].get_parameter("norm1.linear.weight")
     base.requires_grad_()
     trained = {n: p for n, p in step.transformer.named_parameters() if p.requires_grad}
-    where = {name: parameter.data_ptr() for name, parameter in trained.items()}
+    addresses = {name: parameter.data_ptr() for name, parameter in trained.items()}
     device = Elsewhere(step.transformer, monkeypatch)
     grads = step.gradients()
-    assert grads.keys() == where.keys()
-    assert {name: parameter.data_ptr() for name, parameter in trained.items()} == where
+    assert grads.keys() == addresses.keys()
+    assert {name: parameter.data_ptr() for name, parameter in trained.items()} == addresses
     assert not any(p.requires_grad for group in device.home for p in group.parameters)
 
 
@@ -164,7 +164,9 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     step = deep(tiny_checkpoints)
     expected = step.gradients()
     offloader = Offload(step.transformer, CPU)
-    home = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
+    host_addresses = {
+        p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters
+    }
     block = repeated_blocks(step.transformer)[2]
 
     def fail(*_: Any) -> None:
@@ -185,7 +187,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     grads = step.gradients()
     assert offloader.resident_groups == []
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
-    assert {p: p.data_ptr() for p in home} == home
+    assert {p: p.data_ptr() for p in host_addresses} == host_addresses
 
 
 def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
@@ -194,7 +196,9 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
     """It puts other values in the weights' place, for a while."""
     step = deep(tiny_checkpoints, mixed="bf16")
     offloader, recorded = Offload(step.transformer, CPU), []
-    home = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
+    host_addresses = {
+        p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters
+    }
     for block, group in offloader.groups.items():
         block.register_forward_pre_hook(
             lambda _block, _inputs, group=group: recorded.append(
@@ -204,7 +208,7 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
     with convert_to_fp32(step.transformer):
         step.loss().backward()
     assert recorded == 2 * LAYERS * [{torch.float32}]
-    assert {p: p.data_ptr() for p in home} == home
+    assert {p: p.data_ptr() for p in host_addresses} == host_addresses
 
 
 def accelerator() -> Accelerator:
@@ -320,10 +324,10 @@ def test_a_recipe_trains_samples_and_resumes_with_the_same_bits(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_on_cuda_holds_two_blocks_of_the_base(tiny_checkpoints: dict[str, Path]) -> None:
     """Blocks of 100 MiB and more each, so that activations of a step are small in comparison."""
-    wide = {"num_layers": 8, "num_attention_heads": 32, "attention_head_dim": 64}
+    wide_config = {"num_layers": 8, "num_attention_heads": 32, "attention_head_dim": 64}
     gpu, peaks, results = torch.device("cuda"), {}, {}
     for mode in ("none", "group"):
-        step = tiny_step(tiny_checkpoints, "cogvideox-5b", scratch=wide)
+        step = tiny_step(tiny_checkpoints, "cogvideox-5b", scratch=wide_config)
         set_checkpointing(step.transformer, "full")
         if mode == "group":
             offloader = Offload(step.transformer, gpu)

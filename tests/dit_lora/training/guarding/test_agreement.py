@@ -27,9 +27,9 @@ def test_one_of_three_is_outvoted_and_two_are_weighed_by_how_far_they_moved() ->
 
 def test_ranks_that_differ_again_at_one_step_are_no_learning_rate() -> None:
     policy = Policy(LadderConfig())
-    verdict = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
-    assert policy.choose(4, [verdict], []) == Action("rollback", should_lower_lr=False)
-    second_choice = policy.choose(4, [verdict], [])
+    diagnosis = Diagnosis("weights", "differs", step=4, rank=1, evidence={"ranks": [1]})
+    assert policy.choose(4, [diagnosis], []) == Action("rollback", should_lower_lr=False)
+    second_choice = policy.choose(4, [diagnosis], [])
     assert (second_choice.kind, "leave that machine out" in second_choice.reason) == ("stop", True)
 
 

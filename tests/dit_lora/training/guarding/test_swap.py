@@ -27,6 +27,6 @@ def test_a_sample_is_at_fault_only_where_it_fails_on_every_rank(
     outcomes: Sequence[Sequence[bool | None]], cause: Cause, blamed: tuple[str, ...]
 ) -> None:
     """A rank that is out of memory has no evidence: `unknown`, which drops no sample permanently."""
-    verdict = _conclude_from_outcomes(DATA, outcomes)
-    assert (verdict.cause, verdict.sample_ids) == (cause, blamed)
-    assert ("does not fit into memory" in verdict.words) is (cause == "unknown")
+    diagnosis = _conclude_from_outcomes(DATA, outcomes)
+    assert (diagnosis.cause, diagnosis.sample_ids) == (cause, blamed)
+    assert ("does not fit into memory" in diagnosis.words) is (cause == "unknown")

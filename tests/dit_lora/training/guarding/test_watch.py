@@ -40,16 +40,16 @@ def watcher(**parts: Any) -> StepWatcher:
 
 
 def test_a_watcher_without_parts_does_nothing() -> None:
-    bare = watcher()
-    with bare.watch_forward(50):
+    idle_watcher = watcher()
+    with idle_watcher.watch_forward(50):
         pass
-    bare.collect_gradients(50)
-    bare.before_update(50)
-    bare.after_update(50)
-    assert bare.get_clip_bound("adapter") is None
-    assert bare.collect_statistics(50) is None
-    assert bare.find_hidden_infinities(50) == []
-    assert bare.observe(line(1.0)) == []
+    idle_watcher.collect_gradients(50)
+    idle_watcher.before_update(50)
+    idle_watcher.after_update(50)
+    assert idle_watcher.get_clip_bound("adapter") is None
+    assert idle_watcher.collect_statistics(50) is None
+    assert idle_watcher.find_hidden_infinities(50) == []
+    assert idle_watcher.observe(line(1.0)) == []
 
 
 def test_statistics_are_of_the_steps_that_are_due_and_of_no_other() -> None:

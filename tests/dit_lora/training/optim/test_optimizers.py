@@ -147,15 +147,15 @@ def without_rates(everything: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spoiled", SHAPES)
 def test_a_tripped_step_leaves_weights_and_all_state_bit_for_bit(name: str, spoiled: str) -> None:
-    tripped, clean = Training(name), Training(name)
-    tripped.take(1, spoiled=spoiled)
-    tripped.train(1, 3)
-    before = without_rates(tripped.everything())
-    tripped.take(4, spoiled=spoiled)
-    assert_same(without_rates(tripped.everything()), before)
-    tripped.train(4, 5)
+    recovered, clean = Training(name), Training(name)
+    recovered.take(1, spoiled=spoiled)
+    recovered.train(1, 3)
+    before = without_rates(recovered.everything())
+    recovered.take(4, spoiled=spoiled)
+    assert_same(without_rates(recovered.everything()), before)
+    recovered.train(4, 5)
     clean.train(1, 5)
-    assert_same(tripped.everything(), clean.everything())
+    assert_same(recovered.everything(), clean.everything())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -339,18 +339,18 @@ def test_bad_state_is_named_with_its_parameter(
 ) -> None:
     run = Training(name)
     run.train(1, 2)
-    suspects = DiagnosisContext(run.model, lambda: optimizer_state(run.optimizer).items())
+    context = DiagnosisContext(run.model, lambda: optimizer_state(run.optimizer).items())
     batch: Any = SimpleNamespace(step=3, rank=0, micro_step=0)
-    assert find_bad_state(batch, suspects) is None
+    assert find_bad_state(batch, context) is None
     if key == "d":
         run.optimizer.param_groups[0]["d"] = value
     else:
         parameter, _, state = key.partition("/")
         run.optimizer.state[run.model.get_parameter(parameter)][state].view(-1)[1] = value
-    verdict = find_bad_state(batch, suspects)
-    assert verdict is not None
-    assert verdict.cause == "optimizer"
-    assert named in verdict.words
+    diagnosis = find_bad_state(batch, context)
+    assert diagnosis is not None
+    assert diagnosis.cause == "optimizer"
+    assert named in diagnosis.words
 
 
 @pytest.mark.gpu

@@ -58,8 +58,8 @@ def elsewhere(tmp_path: Path) -> Holder:
 
 
 def age(folder: Path, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(folder / LOCK_FILE, (then, then))
+    modified_at = time.time() - seconds
+    os.utime(folder / LOCK_FILE, (modified_at, modified_at))
 
 
 def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_nobody(

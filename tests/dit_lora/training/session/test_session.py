@@ -38,7 +38,7 @@ def test_the_first_signal_asks_and_the_second_acts(
     number: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(number)
-    acts = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+    expected_error = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     with handle_stop_signals() as is_requested:
         assert is_requested() == 0
         os.kill(os.getpid(), number)
@@ -46,7 +46,7 @@ def test_the_first_signal_asks_and_the_second_acts(
         os.kill(os.getpid(), number)  # torchrun passes on what the ranks were sent too
         assert is_requested() == code
         monkeypatch.setattr(session, "_FORWARDED_SIGNAL_S", 0.0)
-        with pytest.raises(acts) as raised:
+        with pytest.raises(expected_error) as raised:
             os.kill(os.getpid(), number)
         assert getattr(raised.value, "code", 130) == code
     assert signal.getsignal(number) is before

@@ -221,18 +221,20 @@ def test_trackio_goes_on_with_its_run(world: World, offline: Path) -> None:
         rows = database.execute(
             "select run_name, step, metrics from metrics order by id"
         ).fetchall()
-        mine = [(step, json.loads(text)) for name, step, text in rows if name == f"kitten-{run_id}"]
+        run_rows = [
+            (step, json.loads(text)) for name, step, text in rows if name == f"kitten-{run_id}"
+        ]
         alerts = database.execute("select title, text, step, level from alerts").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
-    losses = [(step, values["loss"]) for step, values in mine if "loss" in values]
+    losses = [(step, values["loss"]) for step, values in run_rows if "loss" in values]
     assert losses == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (3, 10 / 3), (4, 2.5)]
-    sample_row = next(values for _, values in mine if "samples/prompt_00" in values)
+    sample_row = next(values for _, values in run_rows if "samples/prompt_00" in values)
     assert sample_row["samples/prompt_00"]["_type"] == "trackio.video"
     assert sample_row["samples/prompt_01"]["_type"] == "trackio.image"
     media = offline / "trackio" / "media" / sample_row["samples/prompt_00"]["file_path"]
     original = world.folder / "samples" / "step_000003" / "prompt_00.mp4"
     assert media.read_bytes() == original.read_bytes()
-    assert any("samples/answers" in values for _, values in mine)
+    assert any("samples/answers" in values for _, values in run_rows)
     assert ("guard: non_finite_loss", "step 3: in 5e0c (quarantine)", 3, "warn") in alerts
     assert json.loads(config)["optim.groups.adapter.lr"] == 1e-3
 
@@ -301,13 +303,13 @@ def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb.teardown()  # its service keeps the environment that it began with
-    nobody = {
+    unreachable = {
         "MODE": "online",
         "API_KEY": "0" * 40,
         "BASE_URL": "http://127.0.0.1:9",
         "INIT_TIMEOUT": "0.5",
     }
-    for name, value in nobody.items():
+    for name, value in unreachable.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     world = World(tmp_path)
     trackers = world.started(("wandb",))

@@ -152,9 +152,9 @@ def test_a_sources_weight_and_times_are_its_samples(
     values["data"] |= {"path": None, "sources": sources}
     clips = set_of(parse_recipe(values, "test"))
     batches = steps(clips, tmp_path, size=4, steps=6)
-    came = Counter(sample for batch in batches for sample in batch.ids)
-    names = sorted(came)
-    assert [came[name] for name in names] == [18, 6]
+    counts = Counter(sample for batch in batches for sample in batch.ids)
+    names = sorted(counts)
+    assert [counts[name] for name in names] == [18, 6]
     answers = {entry.id: entry.answers for entry in clips.entries}
     for batch in batches:
         tokens = sum(answers[sample] for sample in batch.ids)

@@ -76,9 +76,9 @@ def test_the_held_out_loss_is_the_mean_over_answer_tokens(run: Any) -> None:
     assert loss == pytest.approx(total / count, rel=1e-5)
     assert ChatTask().compute_eval_loss(run) == loss
     (first_entry, *_) = run.clips.entries
-    few = ChatTask().compute_eval_loss(validating(run, held_out_clips=1))
-    assert few is not None
-    assert few != pytest.approx(loss)
+    single_clip_loss = ChatTask().compute_eval_loss(validating(run, held_out_clips=1))
+    assert single_clip_loss is not None
+    assert single_clip_loss != pytest.approx(loss)
     assert first_entry.answers < count
 
 

@@ -108,9 +108,9 @@ def test_references_have_an_order(encode: Encode, pairs: Path) -> None:
 def test_without_a_cache_a_sample_is_the_same_bit_for_bit(encode: Encode) -> None:
     cached, live = encode(mask_column="mask"), encode(mask_column="mask", precompute=False)
     for index in range(3):
-        expected, got = sample(cached, index), sample(live, index)
-        assert expected.keys() == got.keys() >= {"reference_0", LOSS_MASK}
-        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        expected, actual = sample(cached, index), sample(live, index)
+        assert expected.keys() == actual.keys() >= {"reference_0", LOSS_MASK}
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     spec = live.training_set.video_specs[live.training_set.entries[0].shape]
     assert {name: entry[0] for name, entry in spec.items()} == {
         name: tensor.shape[1:] for name, tensor in expected.items() if name in spec
