@@ -253,7 +253,7 @@ def _finite_norms(name: str, shape: Shape, device: torch.device) -> Case:
     """Return the guard's norms of all adapters' gradients, in two groups."""
     make, d, groups = _Maker(device), shape.width, 2
     given = {}
-    for layer in range(shape.num_adapted):
+    for layer in range(shape.adapted):
         given[f"a{layer}"] = make(shape.rank, d, dtype=torch.float32, std=1e-4)
         given[f"b{layer}"] = make(d, shape.rank, dtype=torch.float32, std=1e-4)
     index = [i % groups for i in range(len(given))]

@@ -119,5 +119,5 @@ def write(folder: Path, about: dict[str, str], text: str, rows: Sequence[Row]) -
     device = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
     path = folder / f"{device}_{about['date']}.md"
     path.write_text(text)
-    lines = [json.dumps({"about": about}), *(json.dumps(row.build_audit_json()) for row in rows)]
+    lines = [json.dumps({"about": about}), *(json.dumps(row.as_json()) for row in rows)]
     path.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
