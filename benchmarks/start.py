@@ -75,7 +75,7 @@ def restart(recipe: Recipe) -> tuple[float, float, float]:
         clips = precompute(session, checkpoint).training_set
         planned = time.perf_counter()
         quarantine = Quarantine(Path(recipe.run.dir) / "quarantine.jsonl")
-        topology = {"batch_size": 4, "accumulate": 1, "rank": 0, "ranks": 1}
+        topology = {"batch_size": 4, "accumulate": 1, "rank": 0, "num_ranks": 1}
         sampler = PositionSampler(start_step=0, steps=1, **topology)
         config = Reading(
             sampler,

@@ -67,7 +67,7 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
         "inference_steps": 2,
         "guidance_scale": guidance,
         "seed": 3,
-        "out": tmp_path / "out",
+        "output_folder": tmp_path / "out",
     }
     (file,) = write_samples(
         SampleRequest(run, ("a red square",), model=str(turbo), **sample_kwargs)

@@ -105,7 +105,7 @@ def test_several_adapters_act_as_stock_set_adapters_weighs_them(
             pipeline.load_lora_weights(folder, adapter_name=name)
         pipeline.set_adapters(["a", "b"], [0.75, -0.5])
 
-    adapter_options = {"others": ((adapters[1], -0.5),), "weight": 0.75}
+    adapter_options = {"other_adapters": ((adapters[1], -0.5),), "weight": 0.75}
     (path,) = write_samples(request(adapters[0], base, tmp_path, seed=1, **adapter_options))
     assert np.array_equal(pixels(path), stock(base, 1, put))
 
@@ -124,7 +124,9 @@ def test_a_second_adapter_may_be_in_another_programs_form(
     (file,) = comfyui.glob("*.safetensors")
     images = [
         pixels(
-            write_samples(request(first_folder, base, tmp_path / name, others=other_adapters))[0]
+            write_samples(
+                request(first_folder, base, tmp_path / name, other_adapters=other_adapters)
+            )[0]
         ).astype(int)
         for name, other_adapters in (
             ("alone", ()),
@@ -158,11 +160,13 @@ def test_what_has_no_strength_is_refused_by_name(
 ) -> None:
     wide_folder = trained("sana", base, tmp_path / "wider", connector=True).folder
     assert (wide_folder / BASE_FILE).is_file()
-    for options in ({"strengths": (0.5,)}, {"others": ((adapters[0], 1.0),)}):
+    for options in ({"strengths": (0.5,)}, {"other_adapters": ((adapters[0], 1.0),)}):
         with pytest.raises(DitLoraError, match="base weights trained beside"):
             write_samples(request(wide_folder, base, tmp_path / "out", **options))
     with pytest.raises(DitLoraError, match="base weights trained beside"):
-        write_samples(request(adapters[0], base, tmp_path / "out", others=((wide_folder, 1.0),)))
+        write_samples(
+            request(adapters[0], base, tmp_path / "out", other_adapters=((wide_folder, 1.0),))
+        )
     for arguments, message in (
         (["--strengths", "0,x"], "takes numbers"),
         (["--strengths", "1,1"], "each once"),

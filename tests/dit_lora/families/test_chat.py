@@ -179,7 +179,7 @@ def test_prompts_are_the_beginning_of_what_is_trained(folder: Path) -> None:
     full_sample = checkpoint.render(talk, shape, times)
     question = checkpoint.render(talk, shape, times, include_answer=False)
     assert question.ids == full_sample.ids[: len(question)]
-    assert question.num_answer_tokens < full_sample.answers
+    assert question.num_answer_tokens < full_sample.num_answer_tokens
     assert checkpoint.tokenizer.decode(full_sample.ids[-1:]) == TINY[folder.name].end_token
 
 
@@ -246,7 +246,7 @@ def test_a_wrong_number_of_placeholders_is_refused_by_the_model(
     batch = batched([rendered_sample(checkpoint, "video", generator=draws)])
     if "qwen" in folder.name:
         layout: Any = checkpoint.layout
-        batch["pixels"] = batch["pixels"][..., : -layout.patch * layout.merge]
+        batch["pixels"] = batch["pixels"][..., : -layout.patch_size * layout.merge_size]
     else:
         batch["pixels"] = batch["pixels"][:, 1:]
     # SmolVLM's code indexes beyond its images in Transformers 5.17.
@@ -340,7 +340,7 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
         4, checkpoint.vision_settings.height, checkpoint.vision_settings.width, timestamps=False
     )
     if folder.name in ("llava-next-video", "internvl"):
-        assert checkpoint.with_vision_settings(untimed).how == untimed
+        assert checkpoint.with_vision_settings(untimed).vision_settings == untimed
         return
     with pytest.raises(DitLoraError, match="always told when"):
         checkpoint.with_vision_settings(untimed)

@@ -58,7 +58,7 @@ def stock_options(checkpoint: Any) -> dict[str, Any]:
     budget = settings.height * settings.width
     if kind == "smolvlm":
         return {
-            "size": {"longest_edge": min(layout.longest, settings.height)},
+            "size": {"longest_edge": min(layout.max_long_side, settings.height)},
             "return_row_col_info": True,
         }
     if kind == "internvl":

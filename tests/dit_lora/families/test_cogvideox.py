@@ -117,10 +117,10 @@ def test_the_cache_holds_the_vaes_posterior_of_pixels_from_minus_one_to_one(
 @pytest.mark.parametrize(
     ("facts", "file"),
     [
-        ("video_facts", "vae/config.json"),
-        ("video_facts", "vae/diffusion_pytorch_model.safetensors"),
-        ("text_facts", "text_encoder/model.safetensors"),
-        ("text_facts", "tokenizer/tokenizer.json"),
+        ("latent_cache_key", "vae/config.json"),
+        ("latent_cache_key", "vae/diffusion_pytorch_model.safetensors"),
+        ("text_cache_key", "text_encoder/model.safetensors"),
+        ("text_cache_key", "tokenizer/tokenizer.json"),
     ],
 )
 def test_a_changed_file_of_an_encoder_changes_what_its_entries_are_keyed_by(

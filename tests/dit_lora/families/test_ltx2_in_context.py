@@ -181,10 +181,13 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     assert checkpoint.index_changes() == {"_class_name": "LTX2InContextPipeline"}
     assert checkpoint.training_metadata()["reference_resolution"] == 48
     assert checkpoint.training_metadata()["reference_downscale_factor"] == 2
-    assert in_context(tiny_checkpoints["ltx-2.3"], None).header() == {
+    assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {
         "reference_downscale_factor": 1
     }
-    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).header()
+    assert (
+        "reference_downscale_factor"
+        not in opened(tiny_checkpoints["ltx-2.3"], **TASK).training_metadata()
+    )
     assert checkpoint.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 
 

@@ -67,8 +67,8 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
     recipe = load_recipe(ROOT / "recipes" / "dit" / "xl2_256_lora.yaml", overrides)
     checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
     assert (
-        checkpoint.trained_classes.row("tabby cat"),
-        checkpoint.trained_classes.row("my dog"),
+        checkpoint.trained_classes.find_row("tabby cat"),
+        checkpoint.trained_classes.find_row("my dog"),
     ) == (281, 1001)
     assert checkpoint.pipeline_class.__module__.startswith("diffusers.")
     assert checkpoint.should_train_variance
@@ -96,7 +96,7 @@ def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(
     overrides = [f"run.dir={tmp_path / 'run'}"]
     recipe = load_recipe(ROOT / "recipes" / "dit" / "cifar10_scratch.yaml", overrides)
     checkpoint = opened(recipe, tmp_path).apply_recipe(recipe)
-    assert [checkpoint.trained_classes.row(name) for name in CIFAR10] == list(range(10))
+    assert [checkpoint.trained_classes.find_row(name) for name in CIFAR10] == list(range(10))
     assert checkpoint.trained_classes.null_row == 10
     with torch.device("meta"):
         config = {**checkpoint.transformer_config}

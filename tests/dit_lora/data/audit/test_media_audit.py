@@ -217,7 +217,7 @@ if __name__ == "__main__":
     from test_media_audit import *
     folder = Path({str(tmp_path)!r})
     clips = [Clip("a.mp4", MediaFile(folder / "a.mp4"), ""), Clip("b.mp4", Trap("b.mp4", time.sleep, 3600), "")]
-    audit_media(clips, None, workers=1, memo=AuditMemo(folder / "memo.jsonl"), progress=True)
+    audit_media(clips, None, workers=1, memo=AuditMemo(folder / "memo.jsonl"), show_progress=True)
 """
     )
     process = subprocess.Popen(

@@ -244,7 +244,7 @@ def test_what_inference_sees_is_a_beginning_of_what_is_trained(name: str) -> Non
     case = CASES[name]
     for seed in range(25):
         conversation = sample(seed, case)
-        full, prompt = render(case, conversation), render(case, conversation, answered=False)
+        full, prompt = render(case, conversation), render(case, conversation, include_answer=False)
         text = Template(case.tokenizer, case.template).apply_chat_template(
             messages(conversation)[:-1], tokenize=False, add_generation_prompt=True
         )

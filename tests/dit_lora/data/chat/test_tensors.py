@@ -72,12 +72,12 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
     ("given", "said"),
     [
         ({"length": 12}, "13 tokens do not fit into 12"),
-        ({"answers": 4}, "5 answer tokens do not fit into 4"),
-        ({"instruction": 2}, "3 instruction tokens do not fit into 2"),
+        ({"num_answers": 4}, "5 answer tokens do not fit into 4"),
+        ({"instruction_length": 2}, "3 instruction tokens do not fit into 2"),
     ],
 )
 def test_nothing_is_cut_off(given: dict[str, int], said: str) -> None:
-    sizes = {"length": 13, "answers": 5, "instruction": 3} | given
+    sizes = {"length": 13, "num_answers": 5, "instruction_length": 3} | given
     with pytest.raises(ValueError, match=said):
         to_tensors(SAMPLE, pad_token_id=0, **sizes)
 

@@ -49,7 +49,14 @@ def clips(tmp_path: Path) -> CachedClips:
 
 def how(sampler: PositionSampler | None = None, **settings: Any) -> Reading:
     """Settings of a run whose steps take one sample, unless the sampler says otherwise."""
-    values = {"start_step": 0, "steps": 1, "batch_size": 1, "accumulate": 1, "rank": 0, "ranks": 1}
+    values = {
+        "start_step": 0,
+        "steps": 1,
+        "batch_size": 1,
+        "accumulate": 1,
+        "rank": 0,
+        "num_ranks": 1,
+    }
     defaults = {"seed": 0, "caption_dropout": 0.0, "workers": 0, "prefetch": 2}
     empty_quarantine = Quarantine(Path("nowhere"))
     return Reading(
@@ -88,7 +95,7 @@ def to_build_anew(clips: CachedClips, kinds: str = "v") -> list[str]:
 
 
 def positions(**values: int) -> list[list[int]]:
-    return list(PositionSampler(**{"start_step": 0, "rank": 0, "ranks": 1, **values}))
+    return list(PositionSampler(**{"start_step": 0, "rank": 0, "num_ranks": 1, **values}))
 
 
 def flat(lists: list[list]) -> list:
@@ -103,7 +110,7 @@ def test_a_steps_samples_do_not_depend_on_its_split() -> None:
     assert [flat(micro[4 * s : 4 * s + 4]) for s in range(3)] == expected
     for batch_size, accumulate in ((2, 1), (1, 2)):
         ranks = [
-            positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, ranks=2)
+            positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, num_ranks=2)
             for rank in (0, 1)
         ]
         for step in range(3):
@@ -169,7 +176,12 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
     batch_size, accumulate, ranks = split
     steps: list[dict] = [{} for _ in range(5)]
     for rank in range(ranks):
-        sizes = {"batch_size": batch_size, "accumulate": accumulate, "rank": rank, "ranks": ranks}
+        sizes = {
+            "batch_size": batch_size,
+            "accumulate": accumulate,
+            "rank": rank,
+            "num_ranks": ranks,
+        }
         sampler = PositionSampler(start_step=0, steps=5, **sizes)
         dataset = of(clips, seed=3, caption_dropout=0.5)
         loader = build_loader(dataset, how(sampler, workers=workers, prefetch=3))
@@ -371,7 +383,7 @@ def mixed(clips: CachedClips) -> CachedClips:
 def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
     steps: list[set] = [set() for _ in range(20)]
     for rank in (0, 1):
-        sizes = {"batch_size": 1, "accumulate": 2, "rank": rank, "ranks": 2}
+        sizes = {"batch_size": 1, "accumulate": 2, "rank": rank, "num_ranks": 2}
         sampler = PositionSampler(start_step=0, steps=20, **sizes)
         loader = build_loader(ClipDataset(mixed, how(sampler)), how(sampler))
         for number, batch in enumerate(loader):

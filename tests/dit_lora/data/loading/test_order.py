@@ -190,7 +190,12 @@ def test_a_position_is_found_without_hashing_all_epochs_before_it(
     shapes = ["one", *(f"{number % 9}" for number in range(999))]
     times = [1.0 + number % 3 / 2 for number in range(1000)]
     quarantine = Quarantine(Path("nowhere"), [left_out("5", 3)])
-    options = {"buckets": shapes, "times": times, "group": 32, "quarantine": quarantine}
+    options = {
+        "buckets": shapes,
+        "times_per_epoch": times,
+        "samples_per_step": 32,
+        "quarantine": quarantine,
+    }
     assert Order(ids, seed=0, **options).get_occurrence(10**9).epoch > 600_000
     assert hashes < 4500  # an epoch has 1500
     hashes = 0

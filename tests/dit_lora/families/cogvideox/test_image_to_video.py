@@ -224,7 +224,7 @@ def test_without_image_noise_the_clean_encoding_is_alone_under_a_key_of_its_own(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     noised = open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"])
-    clean = replace(noised, image_noise=False)
+    clean = replace(noised, has_image_noise=False)
     encoded = clean.load_video_encoder(torch.float32, CPU)(frames_and_image()[0])
     assert encoded["image_latent_mean"].shape == (1, 4, 1, 8, 12)
     assert clean.latent_cache_key() != noised.latent_cache_key()
@@ -277,10 +277,10 @@ def for_recipe(values: dict[str, Any]) -> Any:
 
 
 def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, Any]) -> None:
-    assert for_recipe(image_recipe).image_noise
+    assert for_recipe(image_recipe).has_image_noise
     assert for_recipe(image_recipe).image_dropout == 0
     image_recipe["data"] |= {"image_noise": False, "image_dropout": 0.25}
-    assert not for_recipe(image_recipe).image_noise
+    assert not for_recipe(image_recipe).has_image_noise
     assert for_recipe(image_recipe).image_dropout == 0.25
 
 

@@ -48,12 +48,12 @@ def test_names_have_the_stock_pipelines_rows(tiny: Path, tmp_path: Path) -> None
     index = json.loads((path / "model_index.json").read_text())
     index["id2label"] |= {"134": "crane", "517": "crane"}
     (path / "model_index.json").write_text(json.dumps(index))
-    table = get_family("dit").open(ModelConfig(family="dit", path=str(path))).classes
+    table = get_family("dit").open(ModelConfig(family="dit", path=str(path))).trained_classes
     labels = DiTPipeline.from_pretrained(path).labels
     assert len(labels) > 1000
-    assert {name: table.row(name) for name in labels} == labels
-    assert table.row("crane") == 517
-    assert table.row("tabby, tabby cat") == table.row("tabby cat, tabby") == 281
+    assert {name: table.find_row(name) for name in labels} == labels
+    assert table.find_row("crane") == 517
+    assert table.find_row("tabby, tabby cat") == table.find_row("tabby cat, tabby") == 281
 
 
 def test_a_number_is_a_row_where_no_class_has_one_for_a_name() -> None:
@@ -136,7 +136,7 @@ def opened(values: Values) -> Any:
 
 
 def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> None:
-    assert opened(values).classes.count == 1006
+    assert opened(values).trained_classes.count == 1006
     groups = values["optim"]["groups"]
     connector = groups.pop("connector")
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> No
     with pytest.raises(DitLoraError, match=r"a weight decay of 0.0001, which would wear off"):
         opened(values)
     values["optim"]["weight_decay"] = 0
-    assert opened(values).classes.row("red disc") == 1005
+    assert opened(values).trained_classes.find_row("red disc") == 1005
 
 
 def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
     reopened = get_family("dit").open(ModelConfig(family="dit", path=str(folder / "model")))
-    assert reopened.trained_classes.row("red disc") == 1005
+    assert reopened.trained_classes.find_row("red disc") == 1005
     assert reopened.trained_classes.null_row == 1000
 
 

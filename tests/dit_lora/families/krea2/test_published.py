@@ -100,7 +100,7 @@ def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> Non
         f"text_fusion.{kind}_blocks.{i}" for kind in ("layerwise", "refiner") for i in (0, 1)
     ]
     assert names == {f"{block}.attn.{layer}" for block in blocks for layer in ATTENTION}
-    assert (report.num_adapted, report.parameters) == (160, 25_034_752)
+    assert (report.num_adapted, report.num_parameters) == (160, 25_034_752)
 
 
 def test_the_longer_list_of_the_recipe_names_what_it_should(checkpoint: Any) -> None:
@@ -130,8 +130,8 @@ def test_the_text_encoder_has_the_layers_that_the_transformer_takes(checkpoint: 
     text = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["text_config"]
     transformer_config = checkpoint.transformer_config
     assert transformer_config["text_hidden_dim"] == text["hidden_size"]
-    assert len(checkpoint.layers) == transformer_config["num_text_layers"]
-    assert max(checkpoint.layers) <= text["num_hidden_layers"]
+    assert len(checkpoint.text_encoder_layers) == transformer_config["num_text_layers"]
+    assert max(checkpoint.text_encoder_layers) <= text["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("name", ["Krea-2-Raw", "Krea-2-Turbo"])

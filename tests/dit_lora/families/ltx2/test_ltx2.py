@@ -324,7 +324,7 @@ def test_what_would_get_no_gradient_without_sound_is_refused(
     with_sound = for_recipe(tiny_checkpoints["ltx-2.3"], **sections, data={"sound": True})
     assert with_sound.has_sound
     values = {"lora": {"targets": ["attn1.to_q", "ff.net.2", "attn2.to_gate_logits"]}}
-    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).sound
+    assert not for_recipe(tiny_checkpoints["ltx-2.3"], **values).has_sound
 
 
 def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None:

@@ -121,7 +121,7 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
     assert not [layer for layer in layers if layer.split(".")[2] in SOUND]
     meta_model.delete_adapters("default")
     with torch.device("meta"):
-        targets = replace(checkpoint, sound=True).lora_targets(FAMILY.lora_targets)
+        targets = replace(checkpoint, has_sound=True).lora_targets(FAMILY.lora_targets)
         report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
     layers = adapted(meta_model)
     assert report.num_adapted == len(layers) == 48 * 6 * 4 == 1152

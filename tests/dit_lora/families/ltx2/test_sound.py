@@ -271,9 +271,9 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     path = tiny_checkpoints["ltx-2.3"]
     checkpoint = with_sound(path, "t2v")
     assert checkpoint.training_metadata() == {"sound": True}
-    assert opened(path).header() == {}
-    assert opened(path).with_training_metadata(checkpoint.training_metadata()).sound
-    assert not opened(path).with_training_metadata({}).sound
+    assert opened(path).training_metadata() == {}
+    assert opened(path).with_training_metadata(checkpoint.training_metadata()).has_sound
+    assert not opened(path).with_training_metadata({}).has_sound
 
 
 def test_samples_have_the_sound_that_was_trained(
