@@ -23,7 +23,7 @@ class Fp32LinearAttention:
     """
 
     def __init__(self, processor: Callable[..., torch.Tensor]) -> None:
-        self.wrapped_processor = processor
+        self.stock = processor
 
     # Attention.forward passes only the arguments that this signature names.
     def __call__(
@@ -38,12 +38,12 @@ class Fp32LinearAttention:
         rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
         kind = hidden_states.device.type
         if not torch.is_autocast_enabled(kind):
-            return self.wrapped_processor(
+            return self.stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, **rotary
             )
         outer = _wrap_for_autocast(attn, kind, torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return self.wrapped_processor(
+            return self.stock(
                 outer, hidden_states, encoder_hidden_states, attention_mask, **rotary
             )
 

@@ -141,7 +141,7 @@ def test_a_decoder_that_draws_noise_makes_one_video_of_a_seed(
     """0.9.1's, which is told a timestep too; what it draws is taken from nobody else."""
     older, newer = (opened(tiny_checkpoints[variant]) for variant in FAMILY.tiny_variants)
     decoding = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-    added_options = newer.shape_kwargs(SHAPE).items() - older.arguments(SHAPE).items()
+    added_options = newer.shape_kwargs(SHAPE).items() - older.shape_kwargs(SHAPE).items()
     assert dict(added_options) == decoding
     pipeline = quiet(newer.pipeline(torch.float32))
     torch.manual_seed(11)
