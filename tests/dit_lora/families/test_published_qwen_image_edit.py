@@ -49,7 +49,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
         ((90, 160), (768, 1376)),
         ((600, 400), (1248, 832)),
     ):
-        assert takes.shape(*size, VideoShape(1, 64, 64)) == VideoShape(1, *scaled)
+        assert takes.encoded_shape(*size, VideoShape(1, 64, 64)) == VideoShape(1, *scaled)
     shift = checkpoint.compute_shift(torch.Size([16, 1, 128, 128]))
     assert shift == pytest.approx(math.exp(0.5 + (4096 - 256) * 0.4 / 7936))
 

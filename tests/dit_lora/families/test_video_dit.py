@@ -83,7 +83,7 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         expected = error + bound.flatten(1).mean(1) / math.log(2)
         torch.testing.assert_close(output.losses.double(), expected, rtol=1e-4, atol=0)
         assert bound.abs().max() > 1e-3
-        plain = type(checkpoint)(**{**vars(checkpoint), "vlb": False})
+        plain = type(checkpoint)(**{**vars(checkpoint), "should_train_variance": False})
         losses = plain.losses(transformer, batch, streams).losses
         torch.testing.assert_close(losses.double(), error, rtol=1e-5, atol=0)
 
@@ -381,8 +381,8 @@ def test_options_that_do_not_apply_are_refused(
         recipe: Recipe = parse_recipe(merged, "test")
         return get_family(VARIANTS[variant]).open(recipe.model, recipe)
 
-    assert prepared().vlb
-    assert not prepared(train={"vlb": False}).vlb
+    assert prepared().should_train_variance
+    assert not prepared(train={"should_train_variance": False}).vlb
     with pytest.raises(DitLoraError, match=r"data\.image_dropout: family"):
         prepared(data={"image_dropout": 0.1})
     if variant == "video-dit-class":

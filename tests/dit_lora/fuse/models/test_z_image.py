@@ -94,7 +94,7 @@ class TestZImage(Contract):
 
             monkeypatch.setattr(module, name, counted)
         self.run(model)
-        assert sorted(outputs) == ["_recompute_norm"] * 3 + ["_recompute_hidden"] * 3
+        assert sorted(outputs) == ["_recompute_hidden"] * 3 + ["_recompute_norm"] * 3
 
     def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(
         self, monkeypatch: pytest.MonkeyPatch
