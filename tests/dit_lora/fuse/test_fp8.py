@@ -199,7 +199,7 @@ def test_a_quantised_base_is_refused_by_name(
     step = step_of(tiny_checkpoints)
     for layer in [m for m in step.transformer.modules() if isinstance(m, LoraLayer)]:
         layer.base_layer = QuantizedLinear(layer.base_layer, "int8")
-    with pytest.raises(DitLoraError, match="its base is a NarrowLinear, quantised already"):
+    with pytest.raises(DitLoraError, match="its base is a QuantizedLinear, quantised already"):
         fuse(step.transformer, WITH, check=False)
     report = fuse(step.transformer, {"fp8": "auto"}, check=False)
     assert "fp8: not in" in str(report)

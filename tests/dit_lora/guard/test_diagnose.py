@@ -221,7 +221,7 @@ def test_ranks_in_step_try_fp32_only_where_it_surely_fits(
     available = 4 * sum(p.numel() for p in half_parameters) + more
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
     PartialState(cpu=True)
-    verdict = diagnosed(batch(model), model, lockstep=True)
+    verdict = diagnosed(batch(model), model, collective_forward=True)
     assert half_parameters
     assert verdict.cause == cause
     assert ("fp32" in verdict.evidence) is (cause == "unknown")
