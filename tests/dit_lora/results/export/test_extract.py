@@ -180,7 +180,7 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
     assert extraction.total_energy_share == pytest.approx(
         kept_energy / sum(squares.values()), rel=1e-9
     )
-    record = extraction.record()
+    record = extraction.to_dict()
     assert record["left_out"] == {
         name: pytest.approx(squares[name] / sum(squares.values()))
         for name in ("norm_final.weight", "proj_out.bias")
