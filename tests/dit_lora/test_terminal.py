@@ -81,6 +81,6 @@ def test_everything_that_is_printed_is_printable() -> None:
                 continue
             argument = ast.unparse(node.args[0]) if node.args else "''"
             literal = bool(node.args) and isinstance(node.args[0], ast.Constant)
-            if not (literal or "printable(" in argument or "indented(" in argument):
+            if not (literal or "make_printable(" in argument or "indent_lines(" in argument):
                 unprintable.append(f"{path.relative_to(LIBRARY)}:{node.lineno}: {argument}")
     assert not unprintable
