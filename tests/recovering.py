@@ -119,7 +119,7 @@ class Guarded:
             for p in range(2 * step - 2, 2 * step)
         ]
 
-    def trip(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
+    def fail_step(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
         """Let the step trip with these verdicts, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
         by_micro_step = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}

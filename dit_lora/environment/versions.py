@@ -55,9 +55,8 @@ TESTED: Mapping[str, TestedVersions] = {
     "huggingface_hub": TestedVersions("1.32", "2.4.0", 3),
     "safetensors": TestedVersions("0.8", "0.8.0", 1),
     "av": TestedVersions("17.1", "18.1.0", 19),  # 19 hangs in forked workers that read clips
-    "triton": TestedVersions(
-        "3.6", "3.9.0", 4, required=False
-    ),  # the floor is what torch 2.11 pins
+    # The oldest version is the one that torch 2.11 pins.
+    "triton": TestedVersions("3.6", "3.9.0", 4, required=False),
     "flash-attn": TestedVersions("2.7", None, 3, required=False),
     "liger-kernel": TestedVersions("0.8.5", "0.8.5", 1, required=False),
     "bitsandbytes": TestedVersions("0.50", "0.50.2", 1, required=False),

@@ -69,9 +69,8 @@ class FlowCheckpoint(Checkpoint):
             stored_objective, shift=shift, distribution=replace(levels, **overrides)
         )
         if shift is not None:
-            objective.compute_sigmas(
-                torch.zeros(1)
-            )  # raises if the range is too narrow to sample from
+            # Raises if the range is too narrow to sample from.
+            objective.compute_sigmas(torch.zeros(1))
         return objective
 
     def mu(self, size: torch.Size) -> float:

@@ -43,10 +43,9 @@ def write_card(contents: Contents, repo_id: str) -> str:
     """The card's text: YAML metadata for the Hub, then Markdown. Captions are escaped so that they are not markup."""
     template = resources.files("dit_lora.hub").joinpath("card.md").read_text(encoding="utf-8")
     # The example code uses a validation prompt, so that its result can be compared with the gallery.
-    prompt = next(
-        (card_sample.prompt for card_sample in contents.card_samples), _choose_prompt(contents)
-    )
     trigger = contents.facts["data"].get("caption_prefix")
+    prompts = [card_sample.prompt for card_sample in contents.card_samples]
+    prompt = prompts[0] if prompts else trigger or "a prompt of yours"
     # Rows of the table of samples: Markdown of the prompt and of both outputs.
     pairs = [
         {
@@ -222,11 +221,6 @@ def _write_summary(contents: Contents) -> str:
         expert_contents.run.num_steps_taken for expert_contents in contents.experts or (contents,)
     )
     return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {metadata['version']}."
-
-
-def _choose_prompt(contents: Contents) -> str:
-    """A prompt for the example code if there are no samples."""
-    return contents.facts["data"].get("caption_prefix") or "a prompt of yours"
 
 
 def _format_sample(sample: Any, stage: str) -> str:

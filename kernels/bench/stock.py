@@ -39,6 +39,7 @@ def ada_norm(given: Operands, norm: str, eps: float) -> Outputs:
     for i in range(sum(name.startswith("x") for name in given)):
         x, shift, scale = (given[f"{name}{i}"] for name in ("x", "shift", "scale"))
         if f"y{i}" in given:
+            # (B, 1, D): one row for all tokens of a sample.
             gate, y = given[f"gate{i}"][:, None], given[f"y{i}"]
             # Wan's tables are in fp32, and its block rounds the sum to the stream's dtype again.
             x = (wide(x) + y * gate).type_as(x) if norm == "fp32" else x + gate * y
@@ -51,11 +52,13 @@ def ada_norm(given: Operands, norm: str, eps: float) -> Outputs:
             normed = layer_norm(x, given.get("weight"), given.get("bias"), eps)
         out = normed * (1 + scale[:, None]) + shift[:, None]
         outs.append(out.type_as(x) if norm == "fp32" else out)
+    # Streams follow one another along the tokens, as attention reads them.
     return (outs[0] if len(outs) == 1 else torch.cat(outs, 1), *residuals)
 
 
 def _turned(x: Tensor) -> Tensor:
     """Return (-b, a) for every pair (a, b) of the last dimension."""
+    # (..., D) to (..., D / 2, 2), whose last dimension is the pair.
     real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([-imaginary, real], dim=-1).flatten(-2)
 

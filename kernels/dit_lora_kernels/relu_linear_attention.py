@@ -98,9 +98,8 @@ def _compute_reference(
         )
         z = c.sum(1)
         state = torch.einsum("bshd,bshe->bhde", _apply_rotation(c, cos, sin), v)
-        output = torch.einsum(
-            "bshd,bhde->bshe", _apply_rotation(p, cos, sin), state
-        ) * _compute_reciprocal(p, z, eps)
+        rotated_p = _apply_rotation(p, cos, sin)
+        output = torch.einsum("bshd,bhde->bshe", rotated_p, state) * _compute_reciprocal(p, z, eps)
         return output.to(q.dtype), state, z
 
 
@@ -483,9 +482,8 @@ def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     dtypes = {x.dtype for x in operands}
     acc = operand = accumulation_triton_dtype(operands[0].dtype)
     precision = "tf32x3" if all(dtype.itemsize == 2 for dtype in dtypes) else "ieee"
-    block_s = (
-        16 if accumulation_dtype(operands[0].dtype) is torch.float64 else 32
-    )  # what fits at D = 128
+    # What fits at D = 128.
+    block_s = 16 if accumulation_dtype(operands[0].dtype) is torch.float64 else 32
     more: dict[str, Any] = {"num_warps": num_warps}
     if dtypes == {torch.bfloat16}:
         precision = "bf16"

@@ -302,9 +302,8 @@ def launch_convolution(
     output = torch.empty((B, H, W, C if dout is None else 2 * C), dtype=h.dtype, device=h.device)
     if output.numel() == 0:
         return output
-    gradient = (
-        h if dout is None else make_rows_contiguous(dout)
-    )  # h stands in for a pointer that is not read
+    # Without dout, h stands in for a pointer that is not read.
+    gradient = h if dout is None else make_rows_contiguous(dout)
     # Two channels a thread, whole lines a warp: the 18 weights and 8 sums of eight channels would spill.
     grid, tile = _compute_tiles((B, H, W), C, 128)
     launch(

@@ -96,7 +96,11 @@ def padded(
     """One batch, padded on the right to the longest and `extra` more."""
     length, answers, instruction_length = (
         max(count(sample.rendered) for sample in samples) + extra
-        for count in (len, lambda sample: sample.num_answer_tokens, lambda sample: len(sample.instruction))
+        for count in (
+            len,
+            lambda sample: sample.num_answer_tokens,
+            lambda sample: len(sample.instruction),
+        )
     )
     reads = any(sample.rendered.instruction for sample in samples)
     rows = [

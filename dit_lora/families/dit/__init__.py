@@ -21,9 +21,8 @@ FAMILY = DiffusionFamily(
     default_recipe="dit/xl2_256_lora",
     # Its page states no licence; LICENSE.txt of facebookresearch/DiT does.
     licenses={"facebook/DiT-XL-2-*": License("cc-by-nc-4.0")},
-    directly_called_modules=(
-        "transformer_blocks.0.norm1.emb",
-    ),  # the head embeds timestep and class with it
+    # The head embeds timestep and class with it.
+    directly_called_modules=("transformer_blocks.0.norm1.emb",),
     comfyui=make_unsupported_names("ComfyUI has no DiT with class labels"),
     tiny_variants=("dit-tiny",),
 )

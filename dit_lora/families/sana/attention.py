@@ -38,14 +38,10 @@ class Fp32LinearAttention:
         rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
         kind = hidden_states.device.type
         if not torch.is_autocast_enabled(kind):
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, **rotary
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, **rotary)
         outer = _wrap_for_autocast(attn, kind, torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return self.stock(
-                outer, hidden_states, encoder_hidden_states, attention_mask, **rotary
-            )
+            return self.stock(outer, hidden_states, encoder_hidden_states, attention_mask, **rotary)
 
 
 class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):

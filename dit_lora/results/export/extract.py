@@ -252,9 +252,8 @@ def _build_metadata(
         "base_model": get_public_name(request.model or base_location.source),
     }
     if base_location.is_pipeline:
-        digests = Digests(
-            request.output_dir.with_name(f".{request.output_dir.name}.digests")
-        )  # never saved
+        # These digests are never saved to the file.
+        digests = Digests(request.output_dir.with_name(f".{request.output_dir.name}.digests"))
         # The digest lets `verify` recognise the base that the LoRA belongs to.
         metadata["transformer_digest"] = digests.hash_component(
             base_location.get_component_dir(checkpoint.part)

@@ -91,8 +91,8 @@ def test_imports_are_what_a_process_did_before() -> None:
         "while time.process_time() - began < 0.3: pass\n"
         "time.sleep(0.4)\n"
         "from dit_lora.training.session.phases import Phases\n"
-        "import os; (one,) = Phases.from_process().all\n"
-        "launcher, imports = Phases.from_process(os.getppid()).all\n"
+        "import os; (one,) = Phases.from_process().entries\n"
+        "launcher, imports = Phases.from_process(os.getppid()).entries\n"
         "print(one.name, one.seconds, one.cpu_seconds, launcher.name, launcher.seconds)\n"
     )
     began = time.perf_counter()
