@@ -51,7 +51,7 @@ def test_a_step_is_read_once_the_next_ones_gradients_are_queued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two steps are in flight, unless a step is one to be read at once; the last one is."""
-    loop = replace(build(accumulate=2), at_once=lambda step: step == 3)
+    loop = replace(build(accumulate=2), sync_after=lambda step: step == 3)
     order = in_flight(loop, monkeypatch)
     results = run(loop, 5, batches(10))
     assert order == [
@@ -68,7 +68,7 @@ def test_whoever_follows_a_run_finds_the_state_that_its_step_left() -> None:
     """Read late or at once, on_step sees the same weights and moments, and the run is the same bits."""
     captured: list[list[list[torch.Tensor]]] = []
     for late in (False, True):
-        loop = replace(build(accumulate=2), at_once=lambda step, late=late: not late)
+        loop = replace(build(accumulate=2), sync_after=lambda step, late=late: not late)
         states: list[list[torch.Tensor]] = []
         run(loop, 4, batches(8), on_step=lambda r, s=states, loop=loop: s.append(state_of(loop)))
         captured.append(states)
@@ -92,7 +92,7 @@ def failing_on(rank: int, faults: dict[str, Any]) -> tuple[str, list[int], list[
     noted: list[int] = []
     followed: list[int] = []
     loop = build(accumulate=2, losses=failing_first(faults if is_failing_rank else {}))
-    loop = replace(loop, note=lambda result: noted.append(result.step))
+    loop = replace(loop, log_step=lambda result: noted.append(result.step))
     try:
         run(loop, 4, batches(8), on_step=lambda result: followed.append(result.step))
     except (RuntimeError, TrippedError) as error:
@@ -186,7 +186,7 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
         max_alive.append(len(alive))
         return loop.losses(*args)
 
-    counted = replace(loop, losses=counting)
+    counted = replace(loop, loss_function=counting)
     train(
         counted, fresh, start_step=0, steps=5, get_stop_code=lambda: 0, on_step=lambda result: None
     )
@@ -202,6 +202,6 @@ def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None
         time.sleep(0.05)
         return loop.losses(*args)
 
-    slowed = replace(loop, losses=slow, at_once=lambda step: step == 3)
+    slowed = replace(loop, loss_function=slow, sync_after=lambda step: step == 3)
     results = run(slowed, 5, batches(8))
     assert all(result.seconds > 0.05 for result in results)

@@ -87,7 +87,7 @@ def test_every_micro_step_and_rank_seeds_dropout_anew_and_repeats_by_number(
     assert first_run == second_run
 
     other_rank: list[int] = []
-    monkeypatch.setattr(Accelerator, "get_process_index", 1)
+    monkeypatch.setattr(Accelerator, "process_index", 1)
     run(build(accumulate=3, losses=record(other_rank)), 2, batches(6))
     assert not set(first_run) & set(other_rank)
 

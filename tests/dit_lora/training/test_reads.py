@@ -125,7 +125,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
     reads, to = Reads(), Batch.to
     numbers = {
-        "_launch_step": lambda args: args[2].number,
+        "_run_micro_steps": lambda args: args[2].number,
         "_update_weights": lambda args: args[1].number,
         "_read_metrics": lambda args: args[1].step.number,
     }
@@ -298,7 +298,7 @@ def test_the_host_waits_for_the_gpu_by_the_event_of_the_row_alone(
 
         return call
 
-    for name in ("_launch_step", "_update_weights", "_read_metrics"):
+    for name in ("_run_micro_steps", "_update_weights", "_read_metrics"):
         monkeypatch.setattr(loop, name, warned(name))
     lora_main([*smoke, f"run.dir={tmp_path / 'run'}", *OPTIONS])
     assert len(waits) == 3 * STEPS

@@ -138,7 +138,7 @@ def test_a_bad_entry_that_all_samples_share_is_encoded_anew(
         [encoded.training_set.empty_text_key, encoded.prompt_keys[0][0]],
     )
     good = [texts.read(key, {})[0]["prompt_embeds"].clone() for key in shared]
-    for entry in list(texts.entries()):
+    for entry in list(texts.iter_entries()):
         if entry.key in shared:
             overwrite(entry, "prompt_embeds", 0, torch.tensor([torch.nan]))
     encoded_again = encode(**changes)
