@@ -184,7 +184,7 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
 
     def counting(*args: Any) -> Any:
         max_alive.append(len(alive))
-        return loop.losses(*args)
+        return loop.loss_function(*args)
 
     counted = replace(loop, loss_function=counting)
     train(
@@ -200,7 +200,7 @@ def test_a_step_that_is_read_at_once_has_the_seconds_of_its_own_launch() -> None
 
     def slow(*args: Any) -> Any:
         time.sleep(0.05)
-        return loop.losses(*args)
+        return loop.loss_function(*args)
 
     slowed = replace(loop, loss_function=slow, sync_after=lambda step: step == 3)
     results = run(slowed, 5, batches(8))

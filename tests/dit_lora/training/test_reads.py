@@ -120,6 +120,9 @@ class Reads(TorchDispatchMode):
         return output
 
 
+LABELS = {"_run_micro_steps": "launch", "_update_weights": "update", "_read_metrics": "read"}
+
+
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """The reads of every step of the runs within it, and the order in which steps are launched, updated and read."""
@@ -139,7 +142,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
             before = len(reads.found)
             with reads, Sends(reads):
                 outcome = inner(*given)
-            reads.order.append(f"{name.strip('_')} {number}")
+            reads.order.append(f"{LABELS[name]} {number}")
             reads.by_step.setdefault(number, []).extend(reads.found[before:])
             return outcome
 

@@ -242,7 +242,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
     videos, texts = keys_now()
     if component == "code of decoding":
         monkeypatch.setattr(
-            "dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "find_other_sample"
+            "dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "another"
         )
     else:
         file = next(f for f in sorted((model / component).iterdir()) if f.suffix == ".json")
