@@ -60,7 +60,7 @@ def test_a_run_over_buckets_windows_and_sources_resumes_bit_for_bit(
 
 
 def _without_draws(loader: Callable[..., Iterable[Batch]]) -> Callable[..., Iterable[Batch]]:
-    return lambda clips, how: loader(clips, replace(how, draws=None))
+    return lambda clips, how: loader(clips, replace(how, get_draw_functions=None))
 
 
 def test_noise_has_the_same_bits_whoever_draws_it(
