@@ -137,7 +137,7 @@ def test_one_pass_serves_the_checks_of_gradients_and_of_attention(
         return losses(*inputs)
 
     def judged(setup: Any, one: Any, seen: Any) -> Any:
-        assert [calls.query.shape[-2] for calls in seen.calls]
+        assert [calls.query.shape[-2] for calls in seen.attention_calls]
         began = len(passes)
         findings.extend(remembered(setup, one, seen))
         assert passes[began - 1]

@@ -21,7 +21,7 @@ def test_reports_come_at_the_start_with_the_base_at_checkpoints_and_at_validatio
 
     def write_run_page(reader: Any, **how: Any) -> Path:
         files = reader.read(how.get("state"))
-        reports.append((how.get("state"), files.done, files.status["state"]))
+        reports.append((how.get("state"), files.num_steps_taken, files.status["state"]))
         if how.get("state") == "running":
             raise ZeroDivisionError("a chart")
         return page.write_run_page(reader, **how)
