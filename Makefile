@@ -46,7 +46,7 @@ lint: setup
 
 # The JSON Schema of recipes, which editors and completion read. Run it after a change of the recipe's sections.
 schema: setup
-	$(BIN)/python -c 'import json; from dit_lora.config.load import recipe_schema; print(json.dumps(recipe_schema(), indent=2))' \
+	$(BIN)/python -c 'import json; from dit_lora.config.load import build_recipe_schema; print(json.dumps(build_recipe_schema(), indent=2))' \
 	  > recipes/schema.json
 
 # The site, into build/site; any broken link, anchor or page without a place in the navigation is an error.

@@ -83,7 +83,7 @@ class MemoryEstimator:
     """One opened checkpoint. Each count is computed when first used, and cached."""
 
     recipe: Recipe
-    """The recipe from `without_weights`: `model.path` is a folder with configs and no weights."""
+    """The recipe from `config_only_recipe`: `model.path` is a folder with configs and no weights."""
     family: Any
     checkpoint: Any
     dtype: torch.dtype
