@@ -35,7 +35,7 @@ def test_a_saturating_sana_trains_and_says_so_and_without_its_limit_is_refused(
     assert "warning:" not in output
 
     keep = "dit_lora.families.sana.checkpoint.keep_linear_attention_fp32"
-    monkeypatch.setattr(keep, lambda transformer, saturates: None)
+    monkeypatch.setattr(keep, lambda transformer, should_saturate: None)
     with pytest.raises((DitLoraError, SystemExit)) as refused:
         lora_main([*recipe, f"run.dir={tmp_path / 'other'}"])
     captured = capsys.readouterr()
