@@ -143,7 +143,9 @@ for number in range(400):
     while True:
         caption = current.get(name, "start")
         try:
-            state = edits.put(name, f"{caption} {editor}{number}", compute_caption_version(caption))
+            state = edits.save_caption(
+                name, f"{caption} {editor}{number}", compute_caption_version(caption)
+            )
         except StaleCaptionError as error:
             current[name] = error.state.caption
             continue
