@@ -189,7 +189,7 @@ def _label_outside_of_the_table(fault: Fault, world: World) -> Observation:
     messages: list[str] = []
     loop = ToyLoop(world, in_batch(2, "labels", 2, 12))
     recovery: Any = loop.guard._recovery
-    recovery.say = messages.append
+    recovery.log = messages.append
     try:
         loop.run()
     except IndexError:
