@@ -159,7 +159,7 @@ def open_inside(folder: Path, path: Path, max_bytes: int | None = None) -> Buffe
 
 
 def _wrap_regular_file(handle: int, path: Path, max_bytes: int | None) -> BufferedReader:
-    # Of the open file, which cannot be exchanged any more.
+    # Read from the open file, which cannot be replaced any more.
     status = os.fstat(handle)
     reason = ""
     if not stat.S_ISREG(status.st_mode):

@@ -26,7 +26,7 @@ def _parse_integer(digits: str) -> int:
 
 
 def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Of equal keys, the last one remains.
+    # If keys are equal, the last one remains.
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]

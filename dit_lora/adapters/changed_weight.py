@@ -84,7 +84,7 @@ def _apply_dora_magnitude(layer: Any, adapter: str, total: Tensor) -> Tensor:
 
 def _compute_lokr_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     factor_1, factor_2 = (_get_lokr_factor(layer, adapter, f"lokr_w{n}", weight) for n in (1, 2))
-    # Of a convolution, only the second factor has the kernel's dimensions: append sides of 1 to the first.
+    # In a convolution, only the second factor has the kernel's dimensions: append sides of 1 to the first.
     factor_1 = factor_1.reshape(*factor_1.shape, *[1] * (factor_2.ndim - factor_1.ndim))
     # (a * c, b * d, ...) from (a, b) and (c, d, ...).
     product = torch.kron(factor_1, factor_2.contiguous())

@@ -46,7 +46,7 @@ def parameter_groups(
     if not configs:
         raise DitLoraError("parameter_groups: give at least one group, for instance adapter=1e-4")
     members = _assign_to_groups(model, configs, patterns or {})
-    # Of every parameter, for the check of patterns and for the message.
+    # All parameters, for the check of patterns and for the message.
     all_names = [name for name, _ in model.named_parameters()]
     empty = [name for name, names in members.items() if not names]
     # A pattern that matches nothing is most likely a typing error.
@@ -117,7 +117,7 @@ def _assign_to_groups(
         # Frozen adapters of `lora.under` are in no group.
         if is_frozen_adapter(name):
             continue
-        # B belongs to `adapter` unless the recipe gives it a group of its own.
+        # B belongs to `adapter` unless the recipe gives it a separate group.
         if is_lora_b(name):
             group = "adapter_b" if "adapter_b" in configs else "adapter"
         elif is_adapter_tensor(name):

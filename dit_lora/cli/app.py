@@ -78,7 +78,7 @@ def _options(
 
 def _add_verb(verb_path: str, panel: str) -> None:
     """Add a verb, or a group of verbs, to its panel, with its examples below its help."""
-    # A verb without a dot is in the file of its own name.
+    # A verb without a dot is in the file with the same name.
     file, _, name = verb_path.rpartition(".")
     module = import_module(f"dit_lora.cli.{file or name}")
     # Before the help texts below, which show the examples.

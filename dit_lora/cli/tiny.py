@@ -87,7 +87,7 @@ def tiny(
 def _refuse_options(context: typer.Context, options: tuple[str, ...], owner: str) -> None:
     """Raise `DitLoraError` if one of these options was given, which belong to `owner`."""
     for option in options:
-        # A default is no option that the user has given.
+        # Skip defaults: only options that the user gave count.
         source = context.get_parameter_source(option)
         if source is not None and source.name == "COMMANDLINE":
             raise DitLoraError(f"--{option} is an option of {owner}; remove it")

@@ -34,7 +34,7 @@ def verify(
         verify_adapter(item, model, allow_extreme_update=allow_extreme_update)
         for item in find_expert_results(target)
     ]
-    # Of a single adapter, its own report.
+    # A single adapter has its own report.
     lines, record, passed = (
         verifications[0].format_lines(),
         verifications[0].to_dict(),

@@ -197,7 +197,7 @@ def _convert_paths(value: Any, root: Path) -> Any:
 def _format_counts(values: Mapping[str, Any]) -> Iterable[str]:
     """Text for every count in `values`, sizes in MiB."""
     for name, value in values.items():
-        # Of a list, the terminal shows the number of items.
+        # The terminal shows a list as its number of items.
         if isinstance(value, list):
             value = len(value)
         if isinstance(value, int):

@@ -70,7 +70,7 @@ class VerifyTarget:
     @property
     def base_name(self) -> str:
         """The base's name without folders, safe to publish."""
-        # Of a local path, only the folder's name.
+        # A local path is shown as the folder's name only.
         path = Path(self.model.path).expanduser()
         return path.resolve().name if path.is_dir() else self.model.path.removeprefix(HUB_PREFIX)
 

@@ -17,7 +17,7 @@ _FOLDER_NAME = re.compile(
     r"weight|work|workspace)s?",
     re.IGNORECASE,
 )
-# A last part with the extension of a file is no repository's name.
+# A repository's name does not end with a file extension.
 _FILE_NAME = re.compile(
     r".*\.(avi|bin|ckpt|csv|gif|jpe?g|jsonl?|mkv|mov|mp4|npz|parquet|png|pth?|safetensors|tar|tsv|txt|webm|webp|"
     r"ya?ml|zip)",

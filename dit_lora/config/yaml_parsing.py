@@ -104,7 +104,7 @@ def _check_size(text: str) -> None:
     count = 0
     # Events come one at a time, so a text is refused before its aliases are expanded.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        # Of this event: the number of nodes that it adds, and its own depth.
+        # The number of nodes that this event adds, and its depth.
         nodes, levels = 1, 0
         if isinstance(event, yaml.AliasEvent):
             # An alias inside the collection that it names: the value would contain itself.

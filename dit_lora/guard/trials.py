@@ -189,7 +189,7 @@ def _compare_with_control(
     noise_dependent = [
         sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)
     ]
-    # Of the others, samples that are healthy at another position in the run.
+    # The others are samples that are healthy at another position in the run.
     position_dependent = [
         sample
         for sample in failing

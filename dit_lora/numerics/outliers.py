@@ -92,5 +92,5 @@ def _compute_median_peaks(peaks: Mapping[str, float]) -> dict[str, float]:
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for name, peak in peaks.items():
         kinds[_get_tensor_kind(name)].append(peak)
-    # Of one or two tensors, a corrupted one would change the median itself.
+    # With only one or two tensors, a corrupted one would change the median itself.
     return {kind: median(sizes) if len(sizes) > 2 else 0.0 for kind, sizes in kinds.items()}

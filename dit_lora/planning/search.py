@@ -142,7 +142,7 @@ class _RecipeVariants:
         """Memory needs of the recipe with these settings changed. Raises `DitLoraError` if they are not allowed."""
         settings = _merge_settings(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_format_overrides(settings)])
-        # Sharding is no key of the recipe: it belongs to the launch.
+        # Sharding is not a key of the recipe: it belongs to the launch.
         launch = (
             Launch(self.launch.num_ranks, "fsdp2") if _SHARDING_KEY in settings else self.launch
         )

@@ -321,7 +321,7 @@ def _read_time_range(record: Mapping[Any, Any], sample: ChatRecord) -> None:
     if sample.kind != "video" and not sample.faults:
         sample.add_fault("time_range", f"it has a {' and '.join(bounds)}, and no video")
     for key, value in bounds.items():
-        # bool is a subclass of int, and `true` is no time.
+        # bool is a subclass of int, but `true` is not a time.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < math.inf:
             message = f"its {key} must be seconds from 0 on; got {_shorten_repr(value)}"

@@ -33,7 +33,7 @@ def write_edit_pairs(
     reference. With more than one frame, mp4 clips are written in which the shape moves there, coloured before
     and grey after. Captions are in .txt files, and in metadata.jsonl, which names all the files.
     """
-    # A generator of its own, so that equal seeds give equal pairs.
+    # A separate generator, so that equal seeds give equal pairs.
     generator = torch.Generator().manual_seed(seed)
     paths, lines = [], []
     for index in range(pairs):

@@ -53,7 +53,7 @@ class SkipBudget:
     def count_skipped(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:
         """Count a skipped step."""
         named = _list_named_samples(diagnoses)
-        # A known bad sample that returns in each epoch is no new incident.
+        # A known bad sample that returns in each epoch is not a new incident.
         if not named or set(named) - self._steps_by_sample.keys():
             self._incident_steps.append(step)
         self.count_lost(step, diagnoses)

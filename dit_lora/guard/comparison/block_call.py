@@ -57,7 +57,7 @@ class BlockCall:
         tensors = [*module.parameters(), *float_inputs]
         half_dtypes = {x.dtype for x in tensors if x.dtype in HALF_DTYPES}
         self.is_half = bool(half_dtypes)
-        # Of a block that mixes half-precision dtypes, the coarser one decides the tolerance.
+        # If a block mixes half-precision dtypes, the coarser one decides the tolerance.
         self.dtype = torch.bfloat16 if torch.bfloat16 in half_dtypes else torch.float16
         self.device = next((x.device for x in tensors), torch.device("cpu"))
         self.inputs = [x.detach() for x in float_inputs]

@@ -248,7 +248,7 @@ def randomize_zero_weights(model: nn.Module) -> Iterator[None]:
     weights have moved. A fresh adapter's zeros hide its other factor, and the gradients that pass through it.
     """
     generator = torch.Generator().manual_seed(0)
-    # Of sharded weights (FSDP2), this rank's shard.
+    # For sharded weights (FSDP2), this rank's shard.
     trained = [
         (get_local_tensor(parameter.detach()), is_adapter_tensor(name))
         for name, parameter in model.named_parameters()

@@ -259,7 +259,7 @@ def _initialize_extra_queries(
     """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
-    # A generator of its own, so that the values depend only on the seed.
+    # A separate generator, so that the values depend only on the seed.
     queries = QUERY_STD * torch.randn(
         expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
     )

@@ -183,7 +183,7 @@ def _read_config(file: Path) -> Config | None:
 
 def _build_peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
     """PEFT's config for exactly these layers, without fields of other PEFT versions and without local paths."""
-    # PEFT has DoRA as an option of LoRA, not as a type of its own.
+    # PEFT has DoRA as an option of LoRA, not as a separate type.
     kind: Any = {"dora": "LORA"}.get(get_adapter_kind(config), get_adapter_kind(config).upper())
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     # These three are set by PEFT itself, or name a path of another machine.
