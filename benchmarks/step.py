@@ -159,7 +159,7 @@ def _run_model(
         results[0].failed = _first_line(error)
         yield results[0]
         return
-    batches = [_batch(model, entry, number, timing) for number in range(WARM_UP + timing.steps + 1)]
+    batches = [build_batch(model, entry, number, timing.device) for number in range(WARM_UP + timing.steps + 1)]
     for setting, result in zip(settings, results, strict=True):
         result.same_as = _done_before(setting, results)
         if result.same_as is None and not timing.lacks(setting):
@@ -168,14 +168,14 @@ def _run_model(
         yield result
 
 
-def _batch(model: Any, entry: Model, number: int, timing: Timing) -> Inputs:
+def build_batch(model: Any, entry: Model, number: int, device: torch.device) -> Inputs:
     """Inputs of one step, and the noise that the output is compared with."""
-    inputs = entry.inputs(Draws(number, timing.device))
+    inputs = entry.inputs(Draws(number, device))
     size = list(inputs["hidden_states"].shape)
     # Of class-conditional DiT the output has the variance too.
     size[entry.channels_at] = model.config.out_channels
-    generator = torch.Generator(timing.device).manual_seed(10_000 + number)
-    return inputs | {TARGET: torch.randn(size, generator=generator, device=timing.device)}
+    generator = torch.Generator(device).manual_seed(10_000 + number)
+    return inputs | {TARGET: torch.randn(size, generator=generator, device=device)}
 
 
 def _done_before(setting: Setting, results: Sequence[Result]) -> str | None:

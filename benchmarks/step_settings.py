@@ -104,17 +104,24 @@ def settled(
     try:
         torch.backends.cuda.enable_cudnn_sdp(setting.cudnn and cudnn)
         with use_deterministic_algorithms(setting.deterministic):
-            yield _steps(model, entry, setting, batches, wait)
+            yield build_steps(model, entry, setting, batches, wait)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         _take_off(model, trained)
 
 
-def _steps(
-    model: Any, entry: Model, setting: Setting, batches: Sequence[Inputs], wait: Callable[[], None]
+def build_steps(
+    model: Any,
+    entry: Model,
+    setting: Setting,
+    batches: Sequence[Inputs],
+    wait: Callable[[], None],
+    *,
+    fuse_model: bool = True,
 ) -> Steps:
+    """Put a setting on the model; `fuse_model` is False where another setting has already fused it."""
     device = next(model.parameters()).device
-    if setting.fused:
+    if setting.fused and fuse_model:
         on_cpu = dict.fromkeys(entry.ops, "on")  # by themselves they need a GPU
         modes: dict[str, Any] = {} if device.type == "cuda" else on_cpu
         # The check of the first forwards is off: here the losses of the settings are compared.
