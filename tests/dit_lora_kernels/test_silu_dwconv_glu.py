@@ -245,7 +245,7 @@ def test_half_precision_near_its_end() -> None:
         weight[2:] = 0
         weight[:2] = 0.1
         bias[2:] = 3.0
-    check((h, weight, bias), torch.full((1, 2, 2, 2), 1e-4))
+    check((h, weight, bias), torch.full((1, 2, 2, 2), 1e-4, device=DEVICE))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
