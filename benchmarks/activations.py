@@ -226,11 +226,7 @@ def kept(run: Callable[[], Any], besides: Sequence[torch.Tensor]) -> int:
     setattr(pack, COUNTS_ONLY, True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()  # alive, so that no address is used twice
-    return sum(
-        t.untyped_storage().nbytes()
-        for key, t in storage_bytes.items()
-        if key not in other_storages
-    )
+    return sum(t.untyped_storage().nbytes() for key, t in storage_bytes.items() if key not in other_storages)
 
 
 def fused(model: nn.Module) -> nn.Module:

@@ -57,9 +57,7 @@ def write_clip(path: Path, fps: int, kbits: int, seed: int) -> None:
             y, x = int(140 + 140 * np.sin(2 * t)), int(327 + 327 * np.cos(1.7 * t))
             picture[y : y + 200, x : x + 200] = patch
             picture += random.integers(-6, 7, (HEIGHT, WIDTH, 1), np.int16)
-            frame = av.VideoFrame.from_ndarray(
-                picture.clip(0, 255).astype(np.uint8), format="rgb24"
-            )
+            frame = av.VideoFrame.from_ndarray(picture.clip(0, 255).astype(np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
@@ -124,9 +122,7 @@ def audited(clips: Sequence[Path], workers: int) -> tuple[Spent, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--clips", type=int, default=40)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
@@ -142,9 +138,7 @@ def main() -> None:
             f"{name}: {usage.clock:.1f} s, {count / usage.clock:.2f} clips a second, "
             f"{usage.cores / count:.2f} core-seconds a clip"
         )
-    print(
-        f"the audit takes {audit.cores / decoding.cores:.2f} times as much; {rejected} clips are rejected"
-    )
+    print(f"the audit takes {audit.cores / decoding.cores:.2f} times as much; {rejected} clips are rejected")
     busy = kilo * audit.cores / args.workers
     print(
         f"1,000 clips: {kilo * audit.clock:.0f} s as measured, {busy:.0f} s if nothing else runs; "

@@ -54,9 +54,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
     samples = encoded(clips, tokenizer, text_encoder, vae)
     loader: Any = DataLoader(samples, batch_size=BATCH, shuffle=True, drop_last=True)
     schedule = get_scheduler("constant", optimizer)
-    transformer, optimizer, loader, schedule = accelerator.prepare(
-        transformer, optimizer, loader, schedule
-    )
+    transformer, optimizer, loader, schedule = accelerator.prepare(transformer, optimizer, loader, schedule)
     out.mkdir(parents=True, exist_ok=True)
     step = 0
     while step < steps:
@@ -77,9 +75,7 @@ def main(model: Path, clips: Path, out: Path, steps: int) -> None:
 
 
 @torch.no_grad()
-def encoded(
-    clips: Path, tokenizer: Any, text_encoder: Any, vae: Any
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def encoded(clips: Path, tokenizer: Any, text_encoder: Any, vae: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Latents (F, C, H, W) and caption embeddings (tokens, width) of every clip."""
     samples = []
     for line in (clips / "metadata.jsonl").read_text().splitlines():
@@ -100,9 +96,7 @@ def encoded(
     return samples
 
 
-def step_loss(
-    transformer: Any, scheduler: Any, latents: torch.Tensor, captions: torch.Tensor
-) -> torch.Tensor:
+def step_loss(transformer: Any, scheduler: Any, latents: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
     """The example's loss: the error of x0, weighted by 1 / (1 - alpha_bar)."""
     config = transformer.config
     noise = torch.randn_like(latents)

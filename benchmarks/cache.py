@@ -36,10 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 def clip(number: int) -> Tensors:
     generator = torch.Generator().manual_seed(number)
-    return {
-        name: torch.randn(LATENT, generator=generator).bfloat16()
-        for name in ("latent_mean", "latent_logvar")
-    }
+    return {name: torch.randn(LATENT, generator=generator).bfloat16() for name in ("latent_mean", "latent_logvar")}
 
 
 def text(number: int) -> Tensors:
@@ -59,9 +56,7 @@ def write(root: Path, make: Callable[[int], Tensors], count: int, per_shard: int
         for begin in range(0, count, per_shard):
             cache.write_entries(
                 [
-                    encode_entry(
-                        key, make(n), sample=f"clips/{n:06d}.mp4", facts={**FACTS, "media": key}
-                    )
+                    encode_entry(key, make(n), sample=f"clips/{n:06d}.mp4", facts={**FACTS, "media": key})
                     for n, key in enumerate(keys[begin : begin + per_shard], begin)
                 ]
             )

@@ -31,11 +31,7 @@ def main() -> None:
     baseline: tuple[int, float] | None = None
     for count in arguments.clips:
         peak = measure(count)
-        growth = (
-            ""
-            if baseline is None
-            else f"{2**10 * (peak - baseline[1]) / (count - baseline[0]):.1f}"
-        )
+        growth = "" if baseline is None else f"{2**10 * (peak - baseline[1]) / (count - baseline[0]):.1f}"
         baseline = baseline or (count, peak)
         print(f"| {count} | {peak:.0f} | {growth} |", flush=True)
 

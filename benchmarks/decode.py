@@ -89,10 +89,7 @@ def by_torchcodec(task: Task, threads: int) -> np.ndarray:
 
 def resized(task: Task, pictures: Any) -> np.ndarray:
     return stack_planes(
-        [
-            scale_to_cover(Image.fromarray(picture), task.stretch, HEIGHT, WIDTH)
-            for picture in pictures
-        ]
+        [scale_to_cover(Image.fromarray(picture), task.stretch, HEIGHT, WIDTH) for picture in pictures]
     )
 
 
@@ -163,9 +160,7 @@ def report(medians: dict[str, dict[str, float]], names: Sequence[str], threads: 
     print(f"| | read_frames | {' | '.join(other_names)} |\n|---|{'---:|' * len(names)}")
     for task, row in medians.items():
         our_seconds = row["read_frames"]
-        ratios = " | ".join(
-            f"{1 / row[name]:.1f} (x {row[name] / our_seconds:.2f})" for name in other_names
-        )
+        ratios = " | ".join(f"{1 / row[name]:.1f} (x {row[name] / our_seconds:.2f})" for name in other_names)
         print(f"| {task} | {1 / our_seconds:.1f} | {ratios} |", flush=True)
 
 
@@ -192,22 +187,16 @@ def write(path: Path, frames: int, fps: int, gop: int, height: int = 480, width:
     """A window moving over a texture, with some noise; encoded by x264's defaults."""
     generator = np.random.default_rng(0)
     rough = generator.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
-    texture = np.asarray(
-        Image.fromarray(rough).resize((2 * width, 2 * height), Image.Resampling.BICUBIC)
-    )
+    texture = np.asarray(Image.fromarray(rough).resize((2 * width, 2 * height), Image.Resampling.BICUBIC))
     noise = generator.integers(0, 9, (8, height, width, 1), dtype=np.uint8)
     with av.open(path, "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"g": str(gop)})
-        stream.thread_type = (
-            "FRAME"  # by slices, which PyAV asks for, a decoder could use threads otherwise
-        )
+        stream.thread_type = "FRAME"  # by slices, which PyAV asks for, a decoder could use threads otherwise
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         for index in range(frames):
             x_offset = int(width / 2 * (1 + np.sin(index / 70)))
             top = int(height / 2 * (1 + np.cos(index / 50)))
-            pixels = (
-                texture[top : top + height, x_offset : x_offset + width] // 2 + noise[index % 8]
-            )
+            pixels = texture[top : top + height, x_offset : x_offset + width] // 2 + noise[index % 8]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return path

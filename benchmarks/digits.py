@@ -58,9 +58,7 @@ def main() -> None:
     order = np.random.default_rng(0).permutation(len(digits))
     trained, rest_of_order = order[:TRAINED], order[TRAINED:]
     judge = SVC(gamma=0.001).fit(digits[rest_of_order], classes[rest_of_order])
-    print(
-        f"classifier on the DiT's real digits: {judge.score(digits[trained], classes[trained]):.3f}"
-    )
+    print(f"classifier on the DiT's real digits: {judge.score(digits[trained], classes[trained]):.3f}")
 
     write_folders(work, digits[trained], classes[trained], args.replayed)
     base = work / "base"
@@ -120,9 +118,7 @@ def build_base(out: Path, digits: np.ndarray) -> None:
         patch_size=2,
         num_embeds_ada_norm=len(NAMES),
     )
-    scheduler = DDIMScheduler(
-        beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-    )
+    scheduler = DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False)
     pipeline: Any = StockPipeline(transformer=transformer, vae=vae, scheduler=scheduler)
     pipeline.save_pretrained(out)
 
@@ -170,8 +166,7 @@ def recipes(work: Path, steps: int, lora_steps: int) -> tuple[dict[str, Any], di
             "schedule": "cosine",
             "warmup_steps": 50,
         },
-        "train": {"mode": "full", "steps": steps, "batch_size": 64, "ema": 0.995}
-        | {"checkpointing": "none"},
+        "train": {"mode": "full", "steps": steps, "batch_size": 64, "ema": 0.995} | {"checkpointing": "none"},
         "validation": quiet,
         "run": {"dir": str(work / "scratch")},
     }
@@ -207,10 +202,7 @@ def forgetting(work: Path, judge: SVC, args: argparse.Namespace) -> None:
     shutil.rmtree(work / "alone", ignore_errors=True)
     shutil.copytree(work / "new" / HELD_OUT, work / "alone" / HELD_OUT)
     digit_only = {"path": str(work / "alone")}
-    prior = [
-        {"path": str(work / "prior" / name), "caption": name, "generate": args.replayed}
-        for name in other_names
-    ]
+    prior = [{"path": str(work / "prior" / name), "caption": name, "generate": args.replayed} for name in other_names]
     ways: dict[str, dict[str, Any]] = {
         "alone": {"data": {"path": digit_only["path"]}},
         "prior preservation": {"data": {"sources": [digit_only, *prior]}},
@@ -286,9 +278,7 @@ def report(what: str, judge: SVC, pictures: dict[str, np.ndarray]) -> None:
     print(f"{what}: {line}; mean {np.mean(list(rates.values())):.3f}", flush=True)
 
 
-def save_grid(
-    path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, each: int = 6
-) -> None:
+def save_grid(path: Path, digits: np.ndarray, classes: np.ndarray, *sets: Any, each: int = 6) -> None:
     """A row a class: real digits, samples from scratch, samples with the LoRA."""
     blank, gap = np.full((PIXELS, PIXELS), 110, "uint8"), np.full((PIXELS, 8), 255, "uint8")
     rows = []

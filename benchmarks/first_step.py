@@ -93,15 +93,11 @@ def table(times: Mapping[str, Sequence[Times]]) -> str:
     for name, run_times in times.items():
         values = [
             statistics.median(column)
-            for column in zip(
-                *((*t.first, t.step, t.beside, *t.after) for t in run_times), strict=True
-            )
+            for column in zip(*((*t.first, t.step, t.beside, *t.after) for t in run_times), strict=True)
         ]
         first_step, cpu, own_step, overlapping, after, cpu_after = values
         target = 1.3 * bare + 3 * step
-        is_met_text = (
-            f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
-        )
+        is_met_text = f"{'yes' if cpu <= target else 'no'} ({target:.1f} s)" if name != "bare" else ""
         cells = (
             name, f"{first_step:.1f}", f"{cpu:.1f}", f"{cpu / bare:.2f}", is_met_text, f"{own_step:.2f}",
             f"{overlapping:.1f}", f"{after:.1f}", f"{cpu_after:.1f}",
@@ -118,9 +114,7 @@ def bare(work: Path, model: Path, clips: Path) -> Times:
     return timed(script, ROOT, folder)
 
 
-def ours(
-    tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]
-) -> Times:
+def ours(tree: Path, work: Path, name: str, model: Path, clips: Path, options: Sequence[str]) -> Times:
     folder = work / f"run_{name}"
     shutil.rmtree(folder, ignore_errors=True)
     values = (
@@ -171,9 +165,7 @@ def _beside_steps(out: Path) -> float:
         return 0.0
     # Saving and the last comparison come after that line.
     between = {"held-out loss", "samples"}
-    return sum(
-        p["cpu_seconds"] for p in phases if p["stage"] == "training" and p["name"] in between
-    )
+    return sum(p["cpu_seconds"] for p in phases if p["stage"] == "training" and p["name"] in between)
 
 
 def _steps(out: Path) -> int:

@@ -57,9 +57,7 @@ def forked(main: Main, args: list[str], environment: dict[str, str], log: Path) 
 def ended(pids: Sequence[int]) -> dict[int, int]:
     """Exit codes of those that have ended since the last look."""
     results = ((pid, *os.waitpid(pid, os.WNOHANG)) for pid in pids)
-    return {
-        pid: os.waitstatus_to_exitcode(status) for pid, ended_pid, status in results if ended_pid
-    }
+    return {pid: os.waitstatus_to_exitcode(status) for pid, ended_pid, status in results if ended_pid}
 
 
 def wait(pids: Sequence[int], known: dict[int, int] | None = None) -> list[int]:

@@ -74,9 +74,7 @@ class Runs:
         left_out = _lines(self.work / name / "quarantine.jsonl")
         for event in _lines(self.work / name / "events.jsonl"):
             message = event.get("verdict", {}).get("words", "")
-            print(
-                f"step {event.get('step')}: {event.get('kind')}, {event.get('action')}: {message}"
-            )
+            print(f"step {event.get('step')}: {event.get('kind')}, {event.get('action')}: {message}")
         if not left_out:
             problems.append("the poisoned sample was not quarantined")
         return [*problems, *self._unfinished(name)]
@@ -158,11 +156,7 @@ class Runs:
         if num_steps != self.steps:
             return [f"{name}: {num_steps} of {self.steps} steps"]
         tensors = load_file(_adapter(self.work / name))
-        return [
-            f"{name}: {tensor_name} is not finite"
-            for tensor_name, t in tensors.items()
-            if not t.isfinite().all()
-        ]
+        return [f"{name}: {tensor_name} is not finite" for tensor_name, t in tensors.items() if not t.isfinite().all()]
 
     def _log(self, name: str) -> Path:
         return self.work / f"{name}.log"

@@ -95,16 +95,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=3)
     arguments = parser.parse_args()
     bare, guarded = healthy(arguments.pairs, arguments.batch)
-    ratios = [
-        guarded_time / bare_time for guarded_time, bare_time in zip(guarded, bare, strict=True)
-    ]
+    ratios = [guarded_time / bare_time for guarded_time, bare_time in zip(guarded, bare, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4)
     print(f"stock loop: {1e3 * statistics.median(bare):.1f} ms a step, bare")
     print(f"guarded:    {1e3 * statistics.median(guarded):.1f} ms a step")
     print(f"ratio of medians: {statistics.median(guarded) / statistics.median(bare):.4f}")
-    print(
-        f"ratio pair by pair: median {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}"
-    )
+    print(f"ratio pair by pair: median {quartiles[1]:.4f}, quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}")
     with tempfile.TemporaryDirectory() as folder:
         for cause, seconds in sorted(diagnosed(folder).items()):
             print(f"diagnosis of {cause}: {seconds:.2f} s at most")

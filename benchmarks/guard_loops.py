@@ -69,13 +69,9 @@ def row(make: Callable[..., tuple[Step, nn.Module]], count: int, rounds: int) ->
 class Runner:
     """A loop in a process of its own, which runs steps when it is asked to."""
 
-    def __init__(
-        self, make: Callable[..., tuple[Step, nn.Module]], count: int, guarded: bool
-    ) -> None:
+    def __init__(self, make: Callable[..., tuple[Step, nn.Module]], count: int, guarded: bool) -> None:
         self._ours, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.Process(
-            target=serve, args=(theirs, make, count, guarded), daemon=True
-        )
+        self._process = multiprocessing.Process(target=serve, args=(theirs, make, count, guarded), daemon=True)
         self._process.start()
 
     def ask(self, what: str) -> list[float]:

@@ -191,9 +191,7 @@ def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str]
     gc.disable()
     for _ in range(rounds):
         for call in calls:
-            if (
-                inner == 1
-            ):  # as in a loop, where the same was run just before; collecting leaves the caches cold
+            if inner == 1:  # as in a loop, where the same was run just before; collecting leaves the caches cold
                 gc.collect()
                 call.run()
             began = time.process_time()
@@ -204,10 +202,7 @@ def measure(calls: list[Timed], rounds: int, inner: int) -> dict[tuple[str, str]
             if inner == 1:
                 gc.collect()
     gc.enable()
-    return {
-        key: statistics.mean(sorted(durations)[: max(1, rounds // 5)])
-        for key, durations in samples.items()
-    }
+    return {key: statistics.mean(sorted(durations)[: max(1, rounds // 5)]) for key, durations in samples.items()}
 
 
 def _table(found: dict[tuple[str, str], float], columns: list[str], unit: float) -> list[str]:

@@ -122,11 +122,7 @@ class Trial:
             self._look()
         self._check_start(log.read_bytes()[log_start:].decode(errors="replace"), before, torn)
         checkpoints_after = whole_checkpoints(self.folder)
-        if (
-            ended is None
-            and before
-            and (not checkpoints_after or checkpoints_after[-1] < before[-1])
-        ):
+        if ended is None and before and (not checkpoints_after or checkpoints_after[-1] < before[-1]):
             self._wrong(f"had checkpoint {before[-1]}, and after a kill {checkpoints_after}")
         if ended is not None:
             self.number += 1
@@ -147,9 +143,7 @@ class Trial:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         pids = []
         for rank in range(self.ranks):
-            environment = (
-                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
-            )
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
             pids.append(forked(self.main, [*self.args, *values], environment, self._log(folder)))
         return pids
 
@@ -261,9 +255,7 @@ def differences(run: Path, reference: Path, steps: int) -> list[str]:
         sorted(p.name for p in (at / "checkpoints").iterdir()) for at in (run, reference)
     )
     if checkpoints != reference_checkpoints:
-        problems.append(
-            f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}"
-        )
+        problems.append(f"checkpoints/ holds {checkpoints}, and undisturbed {reference_checkpoints}")
     run_values, theirs = (values(at / "metrics.jsonl") for at in (run, reference))
     if [line[0] for line in run_values] != list(range(1, steps + 1)):
         problems.append("metrics.jsonl has not each step once")
@@ -295,8 +287,7 @@ def _is_whole(path: Path) -> bool:
     try:
         digests = json.loads((path / "manifest.json").read_text())["sha256"]
         return bool(digests) and all(
-            hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
-            for name, digest in digests.items()
+            hashlib.sha256((path / name).read_bytes()).hexdigest() == digest for name, digest in digests.items()
         )
     except (OSError, ValueError, KeyError):
         return False
@@ -354,9 +345,7 @@ def play(trial: Trial, rounds: int, *, progress: bool = True) -> None:
     trial.undisturbed()
     with tqdm(total=rounds, desc=f"kills, {trial.ranks} rank(s)", disable=not progress) as bar:
         kills_before = trial.tally.kills.total()
-        while (
-            num_kills := trial.tally.kills.total() - kills_before
-        ) < rounds and not trial.tally.failures:
+        while (num_kills := trial.tally.kills.total() - kills_before) < rounds and not trial.tally.failures:
             trial.round()
             bar.update(trial.tally.kills.total() - kills_before - num_kills)
     trial.to_the_end()

@@ -68,9 +68,7 @@ def commit() -> str:
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         try:
-            process = subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=30
-            )
+            process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
         except (OSError, subprocess.SubprocessError):
             pass
         else:

@@ -56,9 +56,7 @@ CORPUS = {
     "open_groups.mp4": Video(f"{SOURCE} {X264} {OPEN_GROUPS}"),
     "open_groups_cut.mp4": Video("-ss 1.2 -i {folder}/open_groups.mp4 -c copy"),
     "open_groups_cut.mkv": Video("-ss 1.2 -i {folder}/open_groups.mp4 -c copy"),
-    "fragments_cut.mp4": Video(
-        "-ss 0.6 -i {folder}/whole.mp4 -c copy -movflags frag_keyframe+empty_moov"
-    ),
+    "fragments_cut.mp4": Video("-ss 0.6 -i {folder}/whole.mp4 -c copy -movflags frag_keyframe+empty_moov"),
     "delayed.mp4": Video("-itsoffset 0.5 -i {folder}/whole.mp4 -c copy"),
     "uneven.mp4": Video(f"{SOURCE} -vf \"select='gt(mod(n,3),0)'\" -fps_mode vfr {X264}"),
     "late_sound.mp4": Video(
@@ -77,17 +75,13 @@ CORPUS = {
     ),
     # Sent live: the header knows no length.
     "live.webm": Video(f"{SOURCE} -c:v libvpx -live 1"),
-    "interlaced.mp4": Video(
-        f"{SOURCE} {X264} -flags +ildct+ilme", reading="scale=interl=1,format=rgb24"
-    ),
+    "interlaced.mp4": Video(f"{SOURCE} {X264} -flags +ildct+ilme", reading="scale=interl=1,format=rgb24"),
     "odd.mkv": Video(f'{SOURCE} -vf "scale=47:31" -c:v ffv1 -pix_fmt yuv444p', 31, 47),
     "hevc_cut.mp4": Video("-ss 0.6 -i {folder}/.hevc.mp4 -c copy -tag:v hvc1"),
     "wide_pixels.mp4": Video(f"{SOURCE} -vf setsar=4/3 {X264}"),
     "sound_only.mp4": Video("-f lavfi -i sine=duration=1 -c:a aac -b:a 16k"),
 }
-HIDDEN = {
-    ".hevc.mp4": f"{SOURCE} -c:v libx265 -preset ultrafast -x265-params log-level=none:keyint=8"
-}
+HIDDEN = {".hevc.mp4": f"{SOURCE} -c:v libx265 -preset ultrafast -x265-params log-level=none:keyint=8"}
 # First two rows of display matrices in 16.16: pixel (x, y) goes to (a x + c y, b x + d y).
 TURNED = {
     "turned_90.mp4": (0, -1, 1, 0),
@@ -140,13 +134,9 @@ def write_matrix(source: Path, target: Path, matrix: tuple[int, int, int, int]) 
 
 def expected(path: Path, video: Video) -> tuple[np.ndarray, np.ndarray]:
     """Times of all frames in seconds, and frames (3, H, W, 3): first, middle, last."""
-    raw = ffmpeg(
-        f'-i {path} -map 0:v:0 -fps_mode passthrough -vf "{video.reading}" -f rawvideo -pix_fmt rgb24 -'
-    )
+    raw = ffmpeg(f'-i {path} -map 0:v:0 -fps_mode passthrough -vf "{video.reading}" -f rawvideo -pix_fmt rgb24 -')
     frames = np.frombuffer(raw, np.uint8).reshape(-1, video.height, video.width, 3)
-    lines = ffmpeg(
-        f"-i {path} -map 0:v:0 -fps_mode passthrough -copyts -f framecrc -enc_time_base 1:1000000 -"
-    )
+    lines = ffmpeg(f"-i {path} -map 0:v:0 -fps_mode passthrough -copyts -f framecrc -enc_time_base 1:1000000 -")
     rows = [row.split(b",") for row in lines.splitlines() if not row.startswith(b"#")]
     times = np.array([int(row[2]) / 1e6 for row in rows])
     return times - times[0], frames[[0, len(frames) // 2, -1]]
@@ -158,10 +148,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     write_files(folder)
     videos = CORPUS | {"no_end.mkv": Video("")}
-    videos |= {
-        name: Video("", WIDTH, HEIGHT) if matrix[0] == 0 else Video("")
-        for name, matrix in TURNED.items()
-    }
+    videos |= {name: Video("", WIDTH, HEIGHT) if matrix[0] == 0 else Video("") for name, matrix in TURNED.items()}
     arrays: dict[str, np.ndarray] = {}
     for name, video in sorted(videos.items()):
         if name == "sound_only.mp4":

@@ -68,9 +68,7 @@ Step = Callable[[int], float]
 class NoRecovery:
     """A benchmark whose step trips is no benchmark."""
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"{trip}")
 
 
@@ -132,26 +130,20 @@ def bare_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int) -> St
     return step
 
 
-def our_loop(
-    checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder: Path, *, guarded: bool
-) -> Step:
+def our_loop(checkpoint: Checkpoint, accelerator: Accelerator, size: int, folder: Path, *, guarded: bool) -> Step:
     model, optimizer = build_model()
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     snapshots = Snapshots(
         lambda: {**get_trainable_parameters(model), **optimizer_state(optimizer)},
         interval_steps=GUARD.snapshot_every,
     )
-    watcher = StepWatcher(
-        snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0)
-    )
+    watcher = StepWatcher(snapshots, Monitor(model, interval_steps=GUARD.monitor_every if guarded else 0))
     folder.mkdir()
     journal, bar = Journal(folder, start_step=0), tqdm(file=io.StringIO(), position=0)
     batches = fixed_batches(size)
 
     def on_step(result: StepResult) -> None:
-        line = build_metrics_line(
-            result, {"loss_by_timestep": average_by_timestep(result, checkpoint.timestep_range)}
-        )
+        line = build_metrics_line(result, {"loss_by_timestep": average_by_timestep(result, checkpoint.timestep_range)})
         journal.write_step(line, watcher.collect_statistics(result.step))
         bar.set_postfix(loss=f"{result.loss:.4f}", grad=f"{result.grad_norm:.3g}", refresh=False)
         bar.update()
@@ -281,9 +273,7 @@ def main() -> None:
     bare, guarded = statistics.median(times.bare), statistics.median(times.guarded)
     watched = (statistics.median(times.watched) - guarded) / WATCHED
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {platform.machine()}")
-    print(
-        f"bare loop {1e3 * bare:.1f} ms a step, ours {1e3 * guarded:.1f} ms (medians of {arguments.rounds})"
-    )
+    print(f"bare loop {1e3 * bare:.1f} ms a step, ours {1e3 * guarded:.1f} ms (medians of {arguments.rounds})")
     print(f"ours over bare:              {ratio(times.guarded, times.bare)}")
     print(f"ours over ours without gate: {ratio(times.guarded, times.unguarded)}")
     print(f"ours without gate over bare: {ratio(times.unguarded, times.bare)}")

@@ -70,9 +70,7 @@ def main() -> None:
         print(f"| {name} | {median:.3f} | {rate:.2f} | {spread} | {ratio:.2f} |")
 
 
-def measure(
-    state: dict[str, torch.Tensor], device: torch.device, rounds: int
-) -> dict[str, list[float]]:
+def measure(state: dict[str, torch.Tensor], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Seconds of each action in each round; one round more, the first, is dropped."""
     seconds = defaultdict(list)
     for _ in range(rounds + 1):

@@ -110,9 +110,7 @@ def fill(recipe: Recipe, checkpoint: Checkpoint) -> None:
     missing = [entry for entry in plan.planned_samples if not videos.is_complete(entry.video.key)]
     for start in range(0, len(missing), _SHARD):
         jobs = [entry.video for entry in missing[start : start + _SHARD]]
-        videos.write_entries(
-            [encode_entry(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs]
-        )
+        videos.write_entries([encode_entry(j.key, latents, sample=j.sample, facts=j.facts) for j in jobs])
 
 
 if __name__ == "__main__":

@@ -106,18 +106,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, after a warm-up")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", metavar="FOLDER")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), metavar="S", help="no step begins after it"
-    )
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="S", help="no step begins after it")
     return parser.parse_args(argv)
 
 
 def _chosen(names: Sequence[str]) -> dict[str, Model] | None:
     models = {**MODELS, **TINY}
     if unknown := [name for name in names if name not in (*models, "tiny")]:
-        sys.stderr.write(
-            f"step: no model is called {', '.join(unknown)}; there are {', '.join((*models, 'tiny'))}\n"
-        )
+        sys.stderr.write(f"step: no model is called {', '.join(unknown)}; there are {', '.join((*models, 'tiny'))}\n")
         return None
     names_asked = [expanded for name in names for expanded in (TINY if name == "tiny" else (name,))]
     return {name: models[name] for name in names_asked}
@@ -130,9 +126,7 @@ def _settings(names: Sequence[str]) -> list[Setting] | None:
     """
     all_names = [setting.name for setting in SETTINGS]
     if unknown := [name for name in names if name not in all_names]:
-        sys.stderr.write(
-            f"step: no setting is called {'; '.join(unknown)}; there are {'; '.join(all_names)}\n"
-        )
+        sys.stderr.write(f"step: no setting is called {'; '.join(unknown)}; there are {'; '.join(all_names)}\n")
         return None
     return [setting for setting in SETTINGS if setting.name in (all_names[0], *names)]
 
@@ -243,9 +237,7 @@ def _measure(steps: Steps, result: Result, timing: Timing) -> None:
     steps.take(WARM_UP, last_step, timed)
     if timing.device.type == "cuda":
         result.gpu = gpu_state(timing.device.index or 0)
-    result.kernels = kernel_times(
-        timing.device, lambda: steps.take(last_step + 1, last_step + 1, lambda *_: None)
-    )
+    result.kernels = kernel_times(timing.device, lambda: steps.take(last_step + 1, last_step + 1, lambda *_: None))
 
 
 def _require_time(timing: Timing) -> None:

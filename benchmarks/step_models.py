@@ -81,9 +81,7 @@ def published(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / name / "transformer" / "config.json").read_text())
 
 
-def _cogvideox(
-    config: Mapping[str, Any], frames: int, height: int, width: int
-) -> Callable[[Draws], Inputs]:
+def _cogvideox(config: Mapping[str, Any], frames: int, height: int, width: int) -> Callable[[Draws], Inputs]:
     """Latents of a clip, a caption, a timestep and, where the model takes them, tables of rotations."""
     patch, patch_t = config["patch_size"], config.get("patch_size_t")
     grid, tables = (height // patch, width // patch), {}
@@ -101,9 +99,7 @@ def _cogvideox(
     def inputs(draws: Draws) -> Inputs:
         inputs: Inputs = {
             "hidden_states": draws.normal(1, frames, config["in_channels"], height, width),
-            "encoder_hidden_states": draws.normal(
-                1, config["max_text_seq_length"], config["text_embed_dim"]
-            ),
+            "encoder_hidden_states": draws.normal(1, config["max_text_seq_length"], config["text_embed_dim"]),
             "timestep": draws.whole(1000, 1),
         }
         if config["use_rotary_positional_embeddings"]:
@@ -187,9 +183,7 @@ _JOINT = ("lora_linear", "qk_norm_rope", "ada_norm")
 _LINEAR = ("lora_linear", "ada_norm", "relu_linear_attention", "silu_dwconv_glu")
 
 
-def _cogvideox_model(
-    name: str, frames: int, height: int, width: int, shape: str, rank: int = 64
-) -> Model:
+def _cogvideox_model(name: str, frames: int, height: int, width: int, shape: str, rank: int = 64) -> Model:
     config = published(name)
     inputs = _cogvideox(config, frames, height, width)
     return Model(CogVideoXTransformer3DModel, config, inputs, shape, _JOINT, rank, channels_at=2)

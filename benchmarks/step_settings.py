@@ -232,9 +232,7 @@ class _PlainSteps:
 class _NoRecovery:
     """A benchmark whose step trips is no benchmark."""
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         raise RuntimeError(f"the guard tripped: {trip}")
 
 

@@ -61,9 +61,7 @@ class Result:
         return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
 
 
-def markdown(
-    about: Mapping[str, str], results: Sequence[Result], chosen: Mapping[str, Model], steps: int
-) -> str:
+def markdown(about: Mapping[str, str], results: Sequence[Result], chosen: Mapping[str, Model], steps: int) -> str:
     """Markdown with a table of step times, a table of kernel times, and the settings that were left out."""
     sizes = "; ".join(f"{name} {entry.shape}, rank {entry.rank}" for name, entry in chosen.items())
     lines = [
@@ -135,9 +133,7 @@ def _kernel_table(results: Sequence[Result]) -> list[str]:
              "the longest kernels are in the JSON lines.",
              "", f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(kinds) + 2)}"]  # fmt: skip
     for result, times in measured:
-        kind_cells = [
-            f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds
-        ]
+        kind_cells = [f"{times.by_kind[kind]:.1f}" if kind in times.by_kind else "-" for kind in kinds]
         total = f"{sum(times.by_kind.values()):.1f}"
         cells = [result.model, result.setting, *kind_cells, total, str(times.launches)]
         lines.append(f"| {' | '.join(cells)} |")

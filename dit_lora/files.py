@@ -24,9 +24,7 @@ MAX_FOLDER_DEPTH = 32
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def write_atomically(
-    path: Path, data: bytes | str, mode: int | None = None, *, allow_stream: bool = True
-) -> None:
+def write_atomically(path: Path, data: bytes | str, mode: int | None = None, *, allow_stream: bool = True) -> None:
     """Write a file atomically, by renaming: after a failure or a kill the old file is still there, complete.
 
     Args:
@@ -73,9 +71,7 @@ def set_shared_permissions(folder: Path) -> None:
     private = [
         file
         for file in list_files(folder)
-        if file.suffix == ".safetensors"
-        and not file.is_symlink()
-        and stat.S_IMODE(file.stat().st_mode) == 0o600
+        if file.suffix == ".safetensors" and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o600
     ]
     # Usually there is nothing to change, and no file is created.
     if not private:

@@ -57,11 +57,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
         if isinstance(text, bytes):
             # Some editors write a byte order mark before UTF-8, which JSON does not allow.
             text = text.decode("utf-8-sig")
-        value = json.loads(
-            text,
-            parse_int=_parse_integer,
-            object_pairs_hook=_require_unique_keys if unique else None,
-        )
+        value = json.loads(text, parse_int=_parse_integer, object_pairs_hook=_require_unique_keys if unique else None)
     except json.JSONDecodeError as error:
         where = f": line {error.lineno} column {error.colno} (char {error.pos})"
         # The position is kept separately, for callers that parse a part of a larger text.
@@ -106,9 +102,7 @@ def _require_shallow(value: object, text: str, start: int = 0) -> None:
 
 def _iterate_nested(value: object) -> Iterator[object]:
     """Yield the lists and objects directly inside a value."""
-    items = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for item in items:
         if isinstance(item, list | dict):
             yield item

@@ -74,9 +74,7 @@ class Patches:
             return wrapper(original_class.__iter__(this))
 
         try:
-            _SET_CLASS(
-                owner, type(original_class.__name__, (original_class,), {"__iter__": iterate})
-            )
+            _SET_CLASS(owner, type(original_class.__name__, (original_class,), {"__iter__": iterate}))
         except TypeError:  # a list of batches, say
             return False
         self._undo.append(lambda: _SET_CLASS(owner, original_class))

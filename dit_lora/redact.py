@@ -13,17 +13,7 @@ from typing import Any
 TOKEN, HOME = "[token]", "[home]"
 
 TEXT_KEYS = frozenset(
-    {
-        "answer",
-        "caption",
-        "caption_prefix",
-        "chat_template",
-        "classes",
-        "id2label",
-        "prompt",
-        "prompts",
-        "system",
-    }
+    {"answer", "caption", "caption_prefix", "chat_template", "classes", "id2label", "prompt", "prompts", "system"}
 )
 """Keys whose values are texts for or from a model, in which a slash is rarely a path."""
 
@@ -111,9 +101,7 @@ _ASSIGNMENT = r"""["'`\]]{0,2}\s{0,3}(?::=|=>|!=|={1,3}|:)\s{0,3}"""
 # A text in quotes or backticks, or everything up to a space or separator.
 _VALUE = r"""(?:"[^"\n]+"|'[^'\n]+'|`[^`\n]+`|[^\s"'`,;&|<>(){}]+)"""
 # At least 12 characters without spaces, with a digit and a letter.
-_SECRET_LIKE_VALUE = (
-    r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
-)
+_SECRET_LIKE_VALUE = r"""["'`]?(?=[\w+/=~.-]*\d)(?=[\d+/=~.-]*[A-Za-z])[\w+/=~-]{12,}[\w+/=~.-]*["'`]?"""
 _NAMED_SECRETS = tuple(
     re.compile(rf"(?P<name>{name})(?!\[token\]){value}", re.IGNORECASE)
     for name, value in (
@@ -182,9 +170,7 @@ _ROOT_FOLDERS = (
 _KNOWN_ROOT = rf"(?:(?<![A-Za-z0-9_.~/)\]}}])|{_OPTION})/+(?=(?:{_ROOT_FOLDERS})/)"
 # scheme://host..., but not file:///..., whose host is empty.
 _URL = r"(?P<address>(?<![A-Za-z0-9])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{1,20})://(?=[^\s/])[^\s\"'<>`]*)"
-_LOCAL_SCHEMES = frozenset(
-    {"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"}
-)
+_LOCAL_SCHEMES = frozenset({"file", "smb", "nfs", "afp", "cifs", "sftp", "ssh", "scp", "rsync", "vscode-remote"})
 """URL schemes that stand for paths on a machine."""
 
 
@@ -195,9 +181,7 @@ def _compile_path_pattern(posix: str, parts: str) -> re.Pattern[str]:
     certain = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{_KNOWN_ROOT})(?:{_FOLDER})*{_LAST_PART}"
     full_path = rf"(?:{_DRIVE}|{_UNC}|{_USER}|{posix})[^\s\"'`:;,|<>][^\"'`\n:;,|<>]*"
     quoted = rf"(?P<quote>[\"'`])(?P<inside>{full_path})(?P=quote)"
-    return re.compile(
-        rf"{_URL}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST_PART}", re.IGNORECASE
-    )
+    return re.compile(rf"{_URL}|{quoted}|{certain}|{posix}(?:{_FOLDER}){parts}{_LAST_PART}", re.IGNORECASE)
 
 
 _TEXT_PATHS = _compile_path_pattern(_POSIX, "+")
@@ -311,11 +295,7 @@ def _shorten_match(match: re.Match[str]) -> str:
     if match["address"]:
         # `file://` and similar URLs hold a path; the others, such as https, are kept.
         is_local = match["scheme"].lower() in _LOCAL_SCHEMES
-        return (
-            f"{match['scheme']}:{_get_last_part(match['address'])}"
-            if is_local
-            else match["address"]
-        )
+        return f"{match['scheme']}:{_get_last_part(match['address'])}" if is_local else match["address"]
     if match["quote"]:
         return f"{match['quote']}{_get_last_part(match['inside'])}{match['quote']}"
     return _get_last_part(match[0])

@@ -24,9 +24,7 @@ class Case(NamedTuple):
 CASES = [
     Case("layer", (2, 5, 1152), without="weight bias"),  # DiT, second norm
     Case("layer", (3, 3, 1920)),  # CogVideoX
-    Case(
-        "layer", (1, 6, 2240), 2, "weight bias gate"
-    ),  # SanaVideo: a row a frame, cross attention's residual
+    Case("layer", (1, 6, 2240), 2, "weight bias gate"),  # SanaVideo: a row a frame, cross attention's residual
     Case("rms", (2, 4, 640), 4, "weight bias"),  # LTX: a row a token
     Case("rms", (2, 7, 72), without="bias y gate"),
     Case("layer", (3, 6, 64), 3, "bias"),
@@ -43,11 +41,7 @@ def make(case: Case, dtype: torch.dtype = torch.float32) -> Tensors:
     shapes |= dict.fromkeys(("weight", "bias"), (D,))
     generator = torch.Generator().manual_seed(B * T * D)
     values = {k: torch.randn(s, generator=generator) + 0.25 for k, s in shapes.items()}
-    return {
-        k: v.to(DEVICE, dtype).requires_grad_()
-        for k, v in values.items()
-        if k not in case.without.split()
-    }
+    return {k: v.to(DEVICE, dtype).requires_grad_() for k, v in values.items() if k not in case.without.split()}
 
 
 def eager(norm: str, x: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,7 @@ class Seen:
                 context = stream.codec_context
                 facts |= {
                     "rate": stream.average_rate,
-                    "count": stream.frames
-                    - sum(entry.is_discard for entry in stream.index_entries),
+                    "count": stream.frames - sum(entry.is_discard for entry in stream.index_entries),
                     "seconds": (container.duration or 0) / av.time_base,
                     "square": (stream.sample_aspect_ratio or 1) == 1,
                     "colour": (context.color_primaries, context.color_trc),
@@ -168,18 +167,14 @@ OF_MEDIA: dict[str, Check] = {
     "no_video_stream": lambda bad, good: not bad.opens and "format" in bad.facts,
     "unreadable": lambda bad, good: not bad.opens and b"mdat" in bad.bytes,
     "truncated": lambda bad, good: bool(bad.opens and bad.error) and not _has_its_end(bad),
-    "corrupt": lambda bad, good: (
-        bool(bad.error) and _has_its_end(bad) and (bad.opens or b"IHDR" in bad.bytes)
-    ),
+    "corrupt": lambda bad, good: bool(bad.error) and _has_its_end(bad) and (bad.opens or b"IHDR" in bad.bytes),
     "no_time_stamps": lambda bad, good: None in bad.times,
     "too_short": lambda bad, good: not bad.error and bad.frames < 9,
     "too_small": lambda bad, good: min(bad.size) < 16,
     "black": lambda bad, good: bad.video.max() < 8,
     "constant": lambda bad, good: bad.video[..., 0].std() < 1 and bad.video.max() > 40,
     "wrong_extension": lambda bad, good: is_sound(bad) and _wrong_extension(bad),
-    "frame_count": lambda bad, good: bool(
-        bad.facts["count"] != bad.frames or bad.facts.get("moves")
-    ),
+    "frame_count": lambda bad, good: bool(bad.facts["count"] != bad.frames or bad.facts.get("moves")),
     "duration": lambda bad, good: bad.facts["seconds"] > 2 * bad.frames / FPS,
     "fps_low": lambda bad, good: bad.facts["rate"] < FPS,
     "upscaled": lambda bad, good: bad.size[0] < HEIGHT or bad.size[1] < WIDTH,
@@ -196,9 +191,7 @@ OF_MEDIA: dict[str, Check] = {
     "near_constant": lambda bad, good: 0 < bad.video.std() < 4,
     "hard_cut": lambda bad, good: bad.changes.max() > 4 * np.median(bad.changes),
     "low_range": lambda bad, good: np.ptp(bad.video) < 100 and bad.video.std() > 8,
-    "odd_pixel_format": lambda bad, good: (
-        bad.facts["pixels"] not in _USUAL or bad.facts.get("full_range", False)
-    ),
+    "odd_pixel_format": lambda bad, good: bad.facts["pixels"] not in _USUAL or bad.facts.get("full_range", False),
     "several_streams": lambda bad, good: bad.facts["streams"] > 1,
     "duplicate_clip": lambda bad, good: bad.bytes == good.bytes,
     "near_duplicate_clip": lambda bad, good: bad.bytes != good.bytes and _is_like(bad, good),
@@ -281,9 +274,7 @@ def _is_not_utf8(folder: Path) -> bool:
 
 
 OF_FOLDER: dict[str, Callable[[Path], bool]] = {
-    "missing": lambda folder: (
-        not (folder / "clip.mp4").is_file() or _lists_what_is_not_there(folder)
-    ),
+    "missing": lambda folder: not (folder / "clip.mp4").is_file() or _lists_what_is_not_there(folder),
     "caption_missing": _has_no_caption,
     "caption_empty": lambda folder: (
         not (folder / "clip.txt").read_text("utf-8-sig").strip("\u200b\u2060\ufeff \n\t\r")

@@ -50,9 +50,7 @@ def write_records(folder: Path, given: Sequence[Any], name: str = "mine.json") -
     return path
 
 
-def recipe_of(
-    checkpoint: Path, path: Path, tmp_path: Path, *, family: str = "videochat2", **chat: Any
-) -> Recipe:
+def recipe_of(checkpoint: Path, path: Path, tmp_path: Path, *, family: str = "videochat2", **chat: Any) -> Recipe:
     values: dict[str, Any] = {
         "model": {"family": family, "path": str(checkpoint)},
         "data": {"path": str(path), "frames": 4, "height": 32, "width": 32},

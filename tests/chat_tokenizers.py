@@ -47,9 +47,7 @@ def llama_tokenizer() -> PreTrainedTokenizerFast:
             fuse_unk=True,
         )
     )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -70,9 +68,7 @@ def byte_tokenizer(*, trim_offsets: bool = True) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(
-                Regex(
-                    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-                ),
+                Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
                 "isolated",
             ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -93,7 +89,5 @@ def _state(tokenizer: Tokenizer) -> dict[str, list[str]]:
 
 def _wrapped(backend: Tokenizer, **names: str) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in names.values()])
-    backend.add_special_tokens(
-        [AddedToken(text, rstrip=rstrip, normalized=False) for text, rstrip in _SPECIAL]
-    )
+    backend.add_special_tokens([AddedToken(text, rstrip=rstrip, normalized=False) for text, rstrip in _SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # two threads on busy cores can be a hundred times slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on busy cores can be a hundred times slower
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -72,9 +70,7 @@ def shape_clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe_values(
-    tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
-) -> dict[str, Any]:
+def recipe_values(tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> dict[str, Any]:
     """A small recipe as plain values, to change before `parse_recipe`."""
     return {
         "model": {"family": "cogvideox", "path": str(tiny_checkpoints["cogvideox-2b"])},
@@ -101,9 +97,7 @@ def encoded_shapes(
     """The cache of the smoke recipe's clips and captions."""
     from dit_lora.commands.cache import build_cache
 
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # another test may have left one in bf16
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test may have left one in bf16
     cache = tmp_path_factory.mktemp("encoded") / "cache"
     model, data = tiny_checkpoints["cogvideox-5b"], shape_clips
     size = ("data.height=32", "data.width=48", "validation.prompts=[]")
@@ -112,9 +106,7 @@ def encoded_shapes(
 
 
 @pytest.fixture
-def smoke(
-    tiny_checkpoints: dict[str, Path], shape_clips: Path, encoded_shapes: Path, tmp_path: Path
-) -> list[str]:
+def smoke(tiny_checkpoints: dict[str, Path], shape_clips: Path, encoded_shapes: Path, tmp_path: Path) -> list[str]:
     """The smoke recipe and overrides that make it quick: no sampling, 32x48, clips that are encoded already."""
     shutil.copytree(encoded_shapes, tmp_path / "cache")
     return [

@@ -91,9 +91,7 @@ def batch(
     return MicroBatch(ids, 12, 1, 2, own_rows, forward, single, **changes)
 
 
-def diagnosed(
-    given: MicroBatch, model: nn.Module, *, kind: str = "non_finite_loss", **facts: Any
-) -> Diagnosis:
+def diagnosed(given: MicroBatch, model: nn.Module, *, kind: str = "non_finite_loss", **facts: Any) -> Diagnosis:
     """The verdict, whose record every JSON reader can read."""
     control = facts.pop("control", None)
     suspects = DiagnosisContext(model, facts.pop("state", list), **facts)

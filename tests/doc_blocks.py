@@ -43,9 +43,7 @@ def _blocks(page: Path) -> Iterator[Block]:
         line = token.map[0] + 1 if token.map else 0
         if token.type == "heading_open":
             heading = line
-        assert token.type != "code_block", (
-            f"{page}, line {line}: indented code; use ``` and a language"
-        )
+        assert token.type != "code_block", f"{page}, line {line}: indented code; use ``` and a language"
         if token.type == "fence":
             yield _block(page, line, heading, token, last_comment)
         last_comment = token if token.type == "html_block" else None
@@ -54,18 +52,12 @@ def _blocks(page: Path) -> Iterator[Block]:
 def _block(page: Path, line: int, heading: int, fence: Token, above: Token | None) -> Block:
     location = f"{page}, line {line}"
     language = fence.info.strip()
-    assert language in LANGUAGES, (
-        f"{location}: language {language!r}; known: {', '.join(LANGUAGES)}"
-    )
+    assert language in LANGUAGES, f"{location}: language {language!r}; known: {', '.join(LANGUAGES)}"
     comment = None
     if above is not None and above.content.lstrip().startswith("<!--"):
         match = _COMMENT.fullmatch(above.content.strip())
-        assert match, (
-            f"{location}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
-        )
-        assert match["what"] in COMMENTS, (
-            f"{location}: comment {match['what']!r}; known: {COMMENTS}"
-        )
+        assert match, f"{location}: the comment above has to read <!-- {' | '.join(COMMENTS)}: ... -->"
+        assert match["what"] in COMMENTS, f"{location}: comment {match['what']!r}; known: {COMMENTS}"
         comment = match["what"], match["value"]
     return Block(page, line, heading, language, fence.content, comment)
 

@@ -70,18 +70,14 @@ class Commands:
         if options.config_file:
             config = load_config_from_file(str(folder / options.config_file))
             ranks = options.num_processes or config.num_processes
-        assert not runs or ranks == 1, (
-            f"{ranks} processes: put <!-- not run: REASON --> above the block"
-        )
+        assert not runs or ranks == 1, f"{ranks} processes: put <!-- not run: REASON --> above the block"
         script = [options.training_script, *options.training_script_args]
         return self._script([*(["-m"] if options.module else []), *script], folder, runs=runs)
 
     def _torchrun(self, args: list[str], folder: Path, *, runs: bool) -> Started:
         options = get_args_parser().parse_args(_plain(args))
         ranks = int(options.nproc_per_node)
-        assert not runs or ranks <= 2, (
-            f"{ranks} processes: put <!-- not run: REASON --> above the block"
-        )
+        assert not runs or ranks <= 2, f"{ranks} processes: put <!-- not run: REASON --> above the block"
         script = [options.training_script, *options.training_script_args]
         started = self._script([*(["-m"] if options.module else []), *script], folder, runs=runs)
         return Started(started.words, ranks)

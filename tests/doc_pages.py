@@ -20,10 +20,7 @@ PAGES = sorted(
     [
         *(ROOT / "docs").rglob("*.md"),
         *(path for path in ROOT.glob("*.md")),
-        *(
-            ROOT / folder / "README.md"
-            for folder in ("recipes", "accelerate_configs", "benchmarks")
-        ),
+        *(ROOT / folder / "README.md" for folder in ("recipes", "accelerate_configs", "benchmarks")),
         *(ROOT / "kernels").rglob("README.md"),
     ]
 )

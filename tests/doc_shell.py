@@ -126,9 +126,7 @@ class Shell:
             request = json.loads(line.makefile().readline())
             line.sendall(json.dumps(self._done(*request)).encode())
 
-    def _done(
-        self, words: Sequence[str], folder: str, environment: dict[str, Any], one_stream: bool
-    ) -> list[Any]:
+    def _done(self, words: Sequence[str], folder: str, environment: dict[str, Any], one_stream: bool) -> list[Any]:
         try:
             start = self.prepare(list(words), Path(folder))
         except (AssertionError, SystemExit) as error:

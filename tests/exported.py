@@ -78,9 +78,7 @@ def deltas(model: nn.Module) -> Deltas:
         if isinstance(layer, LoraLayer):
             ((adapter, a),) = layer.lora_A.items()
             b = layer.lora_B[adapter]
-            changes[name.removeprefix("base_model.model.")] = product(
-                a.weight, b.weight, layer.scaling[adapter]
-            )
+            changes[name.removeprefix("base_model.model.")] = product(a.weight, b.weight, layer.scaling[adapter])
     assert changes
     return changes
 

@@ -31,9 +31,7 @@ class Checkpoint:
     pixels: list[torch.Tensor | None] = field(default_factory=list)
 
     def with_vision_settings(self, vision_settings: VisionSettings) -> "Checkpoint":
-        return replace(
-            self, vision_settings=vision_settings
-        )  # what is asked of either is kept in the same lists
+        return replace(self, vision_settings=vision_settings)  # what is asked of either is kept in the same lists
 
     def shape(self, kind: ConversationKind, height: int, width: int) -> VideoShape:
         return VideoShape(

@@ -84,9 +84,7 @@ class RefusedError(Exception):
 class FakeHub:
     """The server; a context manager that runs it in a thread. `accounts` are by token; without, any token is `me`."""
 
-    def __init__(
-        self, root: Path | None = None, accounts: Mapping[str, Account] | None = None, port: int = 0
-    ) -> None:
+    def __init__(self, root: Path | None = None, accounts: Mapping[str, Account] | None = None, port: int = 0) -> None:
         self.root = root or Path(tempfile.mkdtemp(prefix="fake_hub_"))
         self.accounts = accounts
         self.faults: list[Fault] = []
@@ -203,15 +201,11 @@ def create(hub: FakeHub, account: Account | None, body: Mapping[str, Any]) -> di
 def validate_card(content: str) -> dict[str, Any]:
     problems = card_problems(content)
     if problems:
-        raise RefusedError(
-            400, "invalid metadata", errors=[{"message": problem} for problem in problems]
-        )
+        raise RefusedError(400, "invalid metadata", errors=[{"message": problem} for problem in problems])
     return {"errors": [], "warnings": []}
 
 
-def commit(
-    hub: FakeHub, repo_id: str, repo: Repo, lines: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def commit(hub: FakeHub, repo_id: str, repo: Repo, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     header = lines[0]["value"]
     if header.get("parentCommit") not in (None, repo.sha):
         raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
@@ -274,9 +268,7 @@ def info(repo_id: str, repo: Repo) -> dict[str, Any]:
     return {**fields, "siblings": siblings, "tags": []}
 
 
-_MODEL = re.compile(
-    r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<verb>\w+)(?:/(?P<revision>[^/?]+))?)?"
-)
+_MODEL = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/(?P<verb>\w+)(?:/(?P<revision>[^/?]+))?)?")
 
 
 def api(hub: FakeHub, method: str, path: str, account: Account | None, body: bytes) -> Any:

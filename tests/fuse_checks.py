@@ -45,9 +45,7 @@ def values(model: nn.Module, call: Call, inputs: Mapping[str, torch.Tensor]) -> 
     generator = torch.Generator().manual_seed(1)
     outputs = [x for x in tree_leaves(call(model)) if isinstance(x, torch.Tensor)]
     weighed = sum(
-        (
-            output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        ).sum()
+        (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum()
         for output in outputs
     )
     leaves = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -97,9 +97,7 @@ class Contract:
         return model
 
     @pytest.fixture(autouse=True)
-    def implementation(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[str]:
+    def implementation(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         """The references, which are quick on a CPU, where a test does not ask for both."""
         chosen = getattr(request, "param", "reference")
         with by(chosen, monkeypatch):
@@ -161,9 +159,7 @@ class Contract:
                 with torch.autocast("cpu", torch.bfloat16):
                     stock = self.run(model, inputs)
                     fused = self.run(fuse_all(model), inputs)
-                assert {n: x.dtype for n, x in fused.items()} == {
-                    n: x.dtype for n, x in stock.items()
-                }
+                assert {n: x.dtype for n, x in fused.items()} == {n: x.dtype for n, x in stock.items()}
                 errors.append((worst_error(fused, exact), worst_error(stock, exact)))
                 if seed in (2, 15):
                     worse = self.worse_kinds(errors)
@@ -171,9 +167,7 @@ class Contract:
                         break
             assert not worse, worse
 
-    def worse_kinds(
-        self, errors: Sequence[tuple[dict[str, float], dict[str, float]]]
-    ) -> dict[str, list[float]]:
+    def worse_kinds(self, errors: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, list[float]]:
         """Kinds of tensors of which the fused model's mean error is larger than the stock model's; both errors."""
         kinds: dict[str, list[str]] = {}
         for name in errors[0][0]:
@@ -194,9 +188,7 @@ class Contract:
         assert [name for name, _ in model.named_parameters()] == names
         unfuse(model)
         assert_equal(self.run(model), expected, 0.0)
-        differences = [
-            set(vars(m)) ^ set(old) for m, old in zip(model.modules(), before, strict=True)
-        ]
+        differences = [set(vars(m)) ^ set(old) for m, old in zip(model.modules(), before, strict=True)]
         assert not any(differences), differences
 
     def test_checkpointing_and_a_copy(self) -> None:

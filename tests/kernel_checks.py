@@ -20,9 +20,7 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return (difference.square().mean(1).sqrt() / scale).max().item()
 
 
-def assert_as_good_as_eager(
-    name: str, ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor
-) -> None:
+def assert_as_good_as_eager(name: str, ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
     """No further from fp64 than 1.25 times eager in the same dtype, and one rounding of the result."""
     assert torch.isfinite(ours).all(), f"{name}: not finite"
     allowed = 1.25 * relative_error(eager, exact) + _UNIT[ours.dtype]
@@ -56,9 +54,7 @@ def in_nan_arena(tensor: torch.Tensor) -> torch.Tensor:
     return window.requires_grad_(tensor.requires_grad)
 
 
-def saved_bytes(
-    run: Callable[[], torch.Tensor | Sequence[torch.Tensor]], besides: Sequence[torch.Tensor] = ()
-) -> int:
+def saved_bytes(run: Callable[[], torch.Tensor | Sequence[torch.Tensor]], besides: Sequence[torch.Tensor] = ()) -> int:
     """Bytes that autograd keeps for the backward of `run()`, each storage once; not those of `besides`."""
     excluded = {tensor.untyped_storage().data_ptr() for tensor in besides}
     saved: dict[int, torch.Tensor] = {}
@@ -70,6 +66,4 @@ def saved_bytes(
     pack._dit_lora_only_counts = True  # type: ignore[attr-defined]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         _result = run()
-    return sum(
-        tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in excluded
-    )
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in excluded)

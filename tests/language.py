@@ -80,20 +80,12 @@ class Measurement:
         """Today's figures: shares rounded to a tenth, and counts."""
         return {
             "grammar_names_per_1000": self._share("grammar_names_per_1000", self.num_names, 1000),
-            "grammar_functions_per_1000": self._share(
-                "grammar_functions_per_1000", self.num_functions, 1000
-            ),
+            "grammar_functions_per_1000": self._share("grammar_functions_per_1000", self.num_functions, 1000),
             "named_one": self._count("named_one"),
-            "docstrings_return_percent": self._share(
-                "docstrings_return_percent", self.num_docstrings
-            ),
-            "docstrings_mannered_percent": self._share(
-                "docstrings_mannered_percent", self.num_docstrings
-            ),
+            "docstrings_return_percent": self._share("docstrings_return_percent", self.num_docstrings),
+            "docstrings_mannered_percent": self._share("docstrings_mannered_percent", self.num_docstrings),
             "comment_percent": round(100 * self.num_comments / (self.num_lines or 1), 1),
-            "one_caller_helpers_percent": self._share(
-                "one_caller_helpers_percent", self.num_functions
-            ),
+            "one_caller_helpers_percent": self._share("one_caller_helpers_percent", self.num_functions),
             "lines_over_119": self._count("lines_over_119"),
         }
 
@@ -127,9 +119,7 @@ class Measurement:
         if name == "one":
             self.places["named_one"][path].append((line, name))
 
-    def _add_function(
-        self, path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef, num_uses: int
-    ) -> None:
+    def _add_function(self, path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef, num_uses: int) -> None:
         self.num_functions += 1
         location, name = (node.lineno, node.name), node.name
         if name.strip("_") in GRAMMAR_WORDS:
@@ -187,9 +177,7 @@ def failures(package: str, measurement: Measurement, ceilings: dict[str, float])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {CEILINGS.name}")
     figures = {name: measure(files).figures() for name, files in packages().items()}
     if parser.parse_args().write:

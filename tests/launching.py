@@ -51,9 +51,7 @@ def launch_command(args: list[str], ranks: int = 1) -> list[str]:
 
 
 def launch_environment() -> dict[str, str]:
-    environment = {
-        k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"
-    }  # as users run it
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # as users run it
     return {**environment, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -63,9 +61,7 @@ class Ranks:
     Use `Script` for a body as users run it, and `on_ranks` for a function.
     """
 
-    def __init__(
-        self, body: Callable[[], None], count: int = 1, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, body: Callable[[], None], count: int = 1, env: Mapping[str, str] | None = None) -> None:
         self.body = body
         self._temporary = tempfile.TemporaryDirectory(prefix="ranks_")
         self._folder = Path(self._temporary.name)
@@ -111,18 +107,14 @@ class Ranks:
         """Wait for all of them; when one fails the others are ended, as torchrun does."""
         try:
             if not self._ended(timeout):
-                raise subprocess.TimeoutExpired(
-                    str(self.body), timeout, stderr=self._said("stderr")
-                )
+                raise subprocess.TimeoutExpired(str(self.body), timeout, stderr=self._said("stderr"))
             code = self.poll()  # now: a rank that is ended below did not fail
             if code:
                 self.send_signal(signal.SIGTERM)
                 self._ended(_GRACE, all_of_them=True)
         finally:
             self.kill()
-        return subprocess.CompletedProcess(
-            str(self.body), code or 0, self._said("stdout"), self._said("stderr")
-        )
+        return subprocess.CompletedProcess(str(self.body), code or 0, self._said("stdout"), self._said("stderr"))
 
     def _ended(self, seconds: float, *, all_of_them: bool = False) -> bool:
         """Wait until all ended or one failed."""

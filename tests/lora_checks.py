@@ -20,9 +20,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
 
-def projection(
-    inside: int, outside: int, rank: int, scaling: float, dtype: torch.dtype, seed: int = 0
-) -> Projection:
+def projection(inside: int, outside: int, rank: int, scaling: float, dtype: torch.dtype, seed: int = 0) -> Projection:
     """Unit-sized outputs, the adapter's part as large as the base's; masters in fp32, or in fp64."""
     master = torch.promote_types(dtype, torch.float32)
     a = (randn(rank, inside, seed=seed) * inside**-0.5).to(master)
@@ -54,15 +52,10 @@ def in_fp64(projections: Sequence[Projection]) -> list[Projection]:
     def wide(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.detach().double().requires_grad_(t.requires_grad)
 
-    return [
-        Projection(wide(w), wide(b), Adapter(wide(m.a), wide(m.b), m.scaling))
-        for w, b, m, *_ in projections
-    ]
+    return [Projection(wide(w), wide(b), Adapter(wide(m.a), wide(m.b), m.scaling)) for w, b, m, *_ in projections]
 
 
-def gradients(
-    outputs: Sequence[Tensor], x: Tensor, projections: Sequence[Projection]
-) -> list[Tensor]:
+def gradients(outputs: Sequence[Tensor], x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
     """dx, then dA and dB of each, for one gradient of the outputs."""
     wrt = [x, *(t for p in projections for t in p.adapter[:2])]
     grads = [randn(*y.shape, seed=7).to(y.dtype) for y in outputs]

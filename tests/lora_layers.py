@@ -37,9 +37,7 @@ def build(dtype: torch.dtype = torch.float32, *, seed: int = 0, **config: Any) -
     torch.manual_seed(seed)
     model = Attention().to(dtype)
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "v", "out"]} | config
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(**{"init_lora_weights": False} | config), model, "default"
-    )
+    peft.inject_adapter_in_model(peft.LoraConfig(**{"init_lora_weights": False} | config), model, "default")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()

@@ -60,15 +60,11 @@ class RealRun:
     @property
     def held(self) -> int:
         """Bytes between two steps, with the loop's micro-batches; bitsandbytes' tables are shared by all states."""
-        state = (
-            t for parameter_state in self.optimizer.state.values() for t in parameter_state.values()
-        )
+        state = (t for parameter_state in self.optimizer.state.values() for t in parameter_state.values())
         tensors = (*self.model.parameters(), *self.batch.values(), *state)
         sizes = {t.data_ptr(): t.nbytes for t in tensors if isinstance(t, torch.Tensor)}
         batch = sum(tensor.nbytes for tensor in self.batch.values())
-        return sum(sizes.values()) + batch * (
-            max_resident_micro_batches(self.recipe.train.accumulate) - 1
-        )
+        return sum(sizes.values()) + batch * (max_resident_micro_batches(self.recipe.train.accumulate) - 1)
 
     def peak(self) -> int:
         """Return the peak of the second step, by the CPU allocator's own record of what it gave and took back."""

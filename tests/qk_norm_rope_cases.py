@@ -56,15 +56,9 @@ LAYERS = {
     ),
     "wan": Layer("rms", batch=1, across=True, heads=5),
     "ltx, tables of each sample": Layer("rms", batch=3, across=True, tables=3, wide=True),
-    "layer across heads, halves": Layer(
-        "layer", across=True, bias=True, width=72, rotation="half", tables=2
-    ),
-    "ltx-2, an angle once": Layer(
-        "rms", across=True, rotation="half", tables=2, wide=True, once=True
-    ),
-    "an angle once for all heads": Layer(
-        "layer", bias=True, width=72, rows=3, first=1, tables=1, once=True
-    ),
+    "layer across heads, halves": Layer("layer", across=True, bias=True, width=72, rotation="half", tables=2),
+    "ltx-2, an angle once": Layer("rms", across=True, rotation="half", tables=2, wide=True, once=True),
+    "an angle once for all heads": Layer("layer", bias=True, width=72, rows=3, first=1, tables=1, once=True),
     "mistral": Layer("none", weight=False, rotation="half", tables=2),
     "flux without a norm": Layer("none", weight=False, rows=3, first=2),
     "sana, no rotation": Layer("rms", across=True, width=112, rows=0),
@@ -96,9 +90,7 @@ class Operands:
 
         x, grad = self.x.detach().to(dtype).requires_grad_(), self.grad.to(dtype)
         weight, bias = (cast(t, dtype, train) for t in (self.weight, self.bias))
-        return Operands(
-            x, weight, bias, cast(self.cos, rotary_dtype), cast(self.sin, rotary_dtype), grad
-        )
+        return Operands(x, weight, bias, cast(self.cos, rotary_dtype), cast(self.sin, rotary_dtype), grad)
 
 
 def angles(layer: Layer, generator: torch.Generator) -> Tensor:
@@ -204,9 +196,7 @@ def check(layer: Layer, dtype: torch.dtype, train: bool, from_output: bool = Tru
     inputs = operands(layer)
     exact = results(lambda *t: stock(layer, *t), inputs.to(torch.float64, train))
     eager = results(lambda *t: stock(layer, *t), inputs.to(dtype, train))
-    our_results = results(
-        lambda *t: ours(layer, *t, from_output=from_output), inputs.to(dtype, train)
-    )
+    our_results = results(lambda *t: ours(layer, *t, from_output=from_output), inputs.to(dtype, train))
     assert our_results.keys() == exact.keys()
     for name, value in our_results.items():
         assert value.dtype is dtype

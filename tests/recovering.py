@@ -87,9 +87,7 @@ class Guarded:
         switch = Fallback("attention:flash", "attention_backend", nullcontext, turn_off, "math")
         quarantine = Quarantine(path / "quarantine.jsonl")
         self.recovery = recovery_module.RunRecovery(
-            diagnosis_context=DiagnosisContext(
-                self.model, lambda: optimizer_state(self.optimizer).items(), [switch]
-            ),
+            diagnosis_context=DiagnosisContext(self.model, lambda: optimizer_state(self.optimizer).items(), [switch]),
             policy=Policy(GuardConfig(**guard).recovery_config),
             state=recovery_module.GuardState(),
             quarantine=quarantine,
@@ -114,25 +112,16 @@ class Guarded:
 
     def in_step(self, step: int) -> list[str]:
         """The samples of a step's two micro-batches."""
-        return [
-            SAMPLES[self.recovery.order.get_occurrence(p).sample_index]
-            for p in range(2 * step - 2, 2 * step)
-        ]
+        return [SAMPLES[self.recovery.order.get_occurrence(p).sample_index] for p in range(2 * step - 2, 2 * step)]
 
     def fail_step(self, step: int, *verdicts: Diagnosis, kind: str = "non_finite_loss") -> int:
         """Let the step trip with these verdicts, one for each of its micro-batches."""
         micro_batches = [self.micro_batch(step, micro) for micro in range(2)]
         by_micro_step = {verdict.micro_step: replace(verdict, step=step) for verdict in verdicts}
-        failed_positions = tuple(
-            (0, micro) for micro in sorted(m for m in by_micro_step if m is not None)
-        )
+        failed_positions = tuple((0, micro) for micro in sorted(m for m in by_micro_step if m is not None))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step]
-            )
-            return self.recovery.recover(
-                StepFailure(step, kind, failed_positions), micro_batches, None
-            )
+            patch.setattr(recovery_module, "diagnose", lambda batch, *_, **__: by_micro_step[batch.micro_step])
+            return self.recovery.recover(StepFailure(step, kind, failed_positions), micro_batches, None)
 
     def micro_batch(self, step: int, micro_step: int, rank: int = 0) -> MicroBatch:
         def never(*arguments: Any) -> Any:

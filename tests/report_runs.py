@@ -27,9 +27,7 @@ def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
         "samples": 2 * step,
         "lr_groups": {"adapter": 1e-3, "backbone": 1e-5},
         "grad_norm_groups": {"adapter": 0.3, "backbone": 0.1},
-        "loss_by_timestep": {"0-249": 1.0 + step, "750-999": 0.125}
-        if step % 2
-        else {"250-499": 0.5},
+        "loss_by_timestep": {"0-249": 1.0 + step, "750-999": 0.125} if step % 2 else {"250-499": 0.5},
         **changes,
     }
 

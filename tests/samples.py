@@ -11,9 +11,7 @@ def frames(path: Path) -> torch.Tensor:
     """Return every frame of a video, fp32 (F, 3, H, W)."""
     header = read_header(path)
     count = header.frames or 1
-    return read_frames(
-        path, frames=count, fps=header.fps, height=header.height, width=header.width
-    ).float()
+    return read_frames(path, frames=count, fps=header.fps, height=header.height, width=header.width).float()
 
 
 def apart(one: Path, other: Path) -> float:

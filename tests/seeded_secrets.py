@@ -51,19 +51,12 @@ TOKENS: dict[str, str] = {
     "Google": "AIza" + _drawn(35),
     "Google OAuth": "ya29." + _drawn(60),
     "Slack": "xoxb-" + _drawn(11, string.digits) + "-" + _drawn(24),
-    "Slack's hook": "https://hooks.slack.com/services/T"
-    + _drawn(8)
-    + "/B"
-    + _drawn(8)
-    + "/"
-    + _drawn(24),
+    "Slack's hook": "https://hooks.slack.com/services/T" + _drawn(8) + "/B" + _drawn(8) + "/" + _drawn(24),
     "Stripe": "sk_live_" + _drawn(24),
     "npm": "//registry.npmjs.org/:_authToken=npm_" + _drawn(36),
     "PyPI": "pypi-AgEIcHlwaS5vcmc" + _drawn(80),
     "JWT": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTYifQ." + _drawn(43),
-    "private key": "-----BEGIN RSA PRIVATE KEY-----\n"
-    + _drawn(64)
-    + "\n-----END RSA PRIVATE KEY-----",
+    "private key": "-----BEGIN RSA PRIVATE KEY-----\n" + _drawn(64) + "\n-----END RSA PRIVATE KEY-----",
     "SSH's private key": "-----BEGIN OPENSSH PRIVATE KEY----- " + _drawn(64),
     "user in an address": "https://erika:" + _drawn(12) + "@example.org/clips",
     "database's address": "postgres://" + _drawn(8) + ":" + _drawn(12) + "@db/train",

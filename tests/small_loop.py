@@ -53,9 +53,7 @@ class FakeRecovery:
     ids: list[list[tuple[str, ...]]] = field(default_factory=list)
     controls: list[MicroBatch | None] = field(default_factory=list)
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         self.trips.append(trip)
         self.ids.append([batch.ids for batch in micro_batches])
         self.controls.append(control)

@@ -136,15 +136,11 @@ SMOKES = {
     "qwen_image": Smoke("qwen-image", captioned_images),
     "qwen_image_edit": Smoke("qwen-image-edit", edit_pairs, references=1, prepare=small_references),
     "ltx_video": Smoke("ltx-video-0.9.1"),
-    "ltx_video_i2v": Smoke(
-        "ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)
-    ),
+    "ltx_video_i2v": Smoke("ltx-video", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "ltx2": Smoke("ltx-2.3"),
     "ltx2_sound": Smoke("ltx-2.3", clips_with_sound),
     "ltx2_i2v": Smoke("ltx-2", overrides=("data.image_dropout=0.5",), pictures=("images",)),
-    "ltx2_i2v_sound": Smoke(
-        "ltx-2", clips_with_sound, overrides=("data.image_dropout=0.5",), pictures=("images",)
-    ),
+    "ltx2_i2v_sound": Smoke("ltx-2", clips_with_sound, overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "ltx2_ic_lora": Smoke("ltx-2.3", edit_clips, references=9),
     "sana": Smoke("sana-fp16", captioned_images),
     "sana_video": Smoke("sana-video"),
@@ -158,9 +154,7 @@ SMOKES = {
     "wan_2.2": Smoke("wan-2.2-t2v-a14b"),
     "wan_2.2_i2v": Smoke("wan-2.2-i2v-a14b", pictures=("images",)),
     "wan_5b": Smoke("wan-2.2-ti2v-5b"),
-    "wan_5b_i2v": Smoke(
-        "wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)
-    ),
+    "wan_5b_i2v": Smoke("wan-2.2-ti2v-5b", overrides=("data.image_dropout=0.5",), pictures=("images",)),
     "z_image": Smoke("z-image", captioned_images),
 }
 
@@ -197,9 +191,7 @@ OTHERS = {
     "ltx2_first": _other("ltx2", "ltx-2"),
     "ltx2_first_sound": _other("ltx2_sound", "ltx-2"),
     "ltx2_i2v_sound": _other("ltx2_i2v", "ltx-2.3", "data.sound=true", write_data=clips_with_sound),
-    "ltx2_ic_lora_sound": _other(
-        "ltx2_ic_lora", "ltx-2", "data.sound=true", write_data=edit_clips_with_sound
-    ),
+    "ltx2_ic_lora_sound": _other("ltx2_ic_lora", "ltx-2", "data.sound=true", write_data=edit_clips_with_sound),
 }
 """What has no smoke recipe of its own: other bases and data of those."""
 RUNS = SMOKES | OTHERS

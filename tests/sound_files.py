@@ -36,9 +36,7 @@ class Tones:
         return (np.stack(waves) * (time >= self.silent_until)).clip(-1, 1).astype(np.float32)
 
 
-def write_clip(
-    path: Path, tones: Tones | None = None, *, frames: int = 16, shown_at: float = 0.0
-) -> Path:
+def write_clip(path: Path, tones: Tones | None = None, *, frames: int = 16, shown_at: float = 0.0) -> Path:
     """Write 32 x 48 pixels of a moving bar, the first at `shown_at` seconds, with that sound."""
     with av.open(path, "w") as container:
         video = container.add_stream("libx264", rate=FPS)
@@ -56,13 +54,9 @@ def write_clip(
     return path
 
 
-def _write_sound(
-    container: av.container.OutputContainer, stream: av.AudioStream, tones: Tones
-) -> None:
+def _write_sound(container: av.container.OutputContainer, stream: av.AudioStream, tones: Tones) -> None:
     values, rate = tones.values(), tones.rate
-    resampler = av.AudioResampler(
-        format=stream.codec_context.format, layout=tones.layout, rate=rate
-    )
+    resampler = av.AudioResampler(format=stream.codec_context.format, layout=tones.layout, rate=rate)
     # Packets of 20 ms, which a gap may lie between.
     for at in range(0, values.shape[1], rate // 50):
         if tones.gap is not None and tones.gap[0] <= at / rate < tones.gap[1]:

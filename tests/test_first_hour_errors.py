@@ -71,8 +71,7 @@ def said(arguments: str) -> str:
         ("tiny cogvideox-9b out", "no tiny checkpoint 'cogvideox-9b'; known: cogvideox-2b, "),
         (
             f"plan {RECIPE}",
-            "model.path: no folder tiny/cogvideox-2b; "
-            "build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
+            "model.path: no folder tiny/cogvideox-2b; build it: dit-lora tiny cogvideox-2b tiny/cogvideox-2b",
         ),
         (
             f"audit {RECIPE} data.path=captioned",
@@ -182,9 +181,7 @@ def test_a_checkpoint_that_is_not_there_offline(monkeypatch: pytest.MonkeyPatch)
         ([RECIPE, MADE, "train.resume=runs/x"], "train.resume: runs/x does not exist"),
     ],
 )
-def test_a_mistake_at_the_launch(
-    arguments: list[str], message: str, lora_main: Callable[[list[str]], None]
-) -> None:
+def test_a_mistake_at_the_launch(arguments: list[str], message: str, lora_main: Callable[[list[str]], None]) -> None:
     with pytest.raises(DitLoraError) as caught:
         lora_main(arguments)
     assert caught.value.exit_code == 2
@@ -205,7 +202,5 @@ def test_a_run_that_wants_a_gpu_and_finds_none_says_where_to_look(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DitLoraError, match="no folder clips"):
         lora_main([RECIPE, MADE])
-    line = next(
-        line for line in capsys.readouterr().err.splitlines() if "process(es) on cpu" in line
-    )
+    line = next(line for line in capsys.readouterr().err.splitlines() if "process(es) on cpu" in line)
     assert line.endswith("torch finds no GPU that it can use; see dit-lora doctor") == says

@@ -81,18 +81,14 @@ def test_the_server_has_one_thread_and_none_of_the_tests_settings() -> None:
 def test_the_environment_is_torchruns(tmp_path: Path) -> None:
     path = script(tmp_path, "import json, os; print(json.dumps(dict(os.environ)))")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(path)]
-    process = subprocess.run(
-        command, env=launch_environment(), capture_output=True, text=True, check=True
-    )
+    process = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, check=True)
     usual = launch_environment().keys() | _OF_ONE_LAUNCH
     real = {k: v for k, v in json.loads(process.stdout).items() if k not in usual}
     forked = on_ranks(2, seen, torch.ones(1))[0]["environment"]
     launch_variables = {k: v for k, v in forked.items() if k not in usual}
     assert launch_variables.keys() == real.keys() - _OF_ITS_AGENT
     for name, value in launch_variables.items():
-        assert value == real[name] or name.endswith("WORLD_SIZE"), (
-            name
-        )  # one process there, two here
+        assert value == real[name] or name.endswith("WORLD_SIZE"), name  # one process there, two here
 
 
 def test_a_function_that_makes_no_group_has_not_run_on_ranks() -> None:

@@ -44,9 +44,7 @@ cli
 __main__
 """
 FLOOR_OF = {
-    f"dit_lora.{room}": number
-    for number, rooms in enumerate(FLOORS.strip().split("\n"))
-    for room in rooms.split()
+    f"dit_lora.{room}": number for number, rooms in enumerate(FLOORS.strip().split("\n")) for room in rooms.split()
 }
 MAX_ROOMS, MAX_AT_TOP, MAX_IN_FOLDER = 16, 9, 25
 # Classes whose `from_pretrained` takes tensors or an adapter, and `kind`, to which build_from_configs gives another.
@@ -147,9 +145,7 @@ def edges_up(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def library_graph() -> dict[str, set[str]]:
-    graph = import_graph(
-        [path for path in library_files() if path.is_relative_to(ROOT / "dit_lora")]
-    )
+    graph = import_graph([path for path in library_files() if path.is_relative_to(ROOT / "dit_lora")])
     # It names all that is public, and is imported by nobody inside.
     del graph["dit_lora"]
     return graph
@@ -224,9 +220,7 @@ def test_no_two_classes_share_a_name() -> None:
 def test_training_knows_no_family() -> None:
     for path in (ROOT / "dit_lora" / "training").rglob("*.py"):
         targets = set(imports(tree_of(path)))
-        family_targets = [
-            t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")
-        ]
+        family_targets = [t for t in targets for f in FAMILIES.values() if f"{t}.".startswith(f"{f}.")]
         assert not family_targets, path
 
 
@@ -271,14 +265,10 @@ def test_only_functions_that_triton_compiles_have_arguments_without_types() -> N
     untyped = []
     for path in files:
         for node in ast.walk(tree_of(path)):
-            if not isinstance(node, ast.FunctionDef) or "triton.jit" in map(
-                ast.unparse, node.decorator_list
-            ):
+            if not isinstance(node, ast.FunctionDef) or "triton.jit" in map(ast.unparse, node.decorator_list):
                 continue
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            untyped_arguments = [
-                a for a in arguments if a.arg not in ("self", "ctx") and not a.annotation
-            ]
+            untyped_arguments = [a for a in arguments if a.arg not in ("self", "ctx") and not a.annotation]
             if untyped_arguments or node.returns is None:
                 untyped.append(f"{path.name}::{node.name}")
     assert not untyped
@@ -310,9 +300,7 @@ def test_functions_are_short_and_shallow() -> None:
             assert node.end_lineno is not None
             lines, depth = node.end_lineno - node.lineno + 1, nesting(node)
             if lines > MAX_FUNCTION or depth > MAX_NESTING:
-                problems.append(
-                    f"{path.relative_to(ROOT)}::{node.name}: {lines} lines, nesting {depth}"
-                )
+                problems.append(f"{path.relative_to(ROOT)}::{node.name}: {lines} lines, nesting {depth}")
     assert not problems
 
 
@@ -382,9 +370,7 @@ def test_every_recipe_loads_opens_with_its_launch_command_and_explains_its_value
     assert "Time:" in header
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_accelerate_config_is_read_by_accelerate(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 

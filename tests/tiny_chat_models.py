@@ -181,15 +181,11 @@ def _video(name: str, ids: torch.Tensor, random: torch.Generator) -> dict[str, t
 
 def batch(found: list[Sample]) -> dict[str, torch.Tensor]:
     """The samples together, padded on the right, without a mask and with the answers beside them."""
-    inputs = {
-        name: _padded([sample.inputs[name] for sample in found], 0) for name in found[0].inputs
-    }
+    inputs = {name: _padded([sample.inputs[name] for sample in found], 0) for name in found[0].inputs}
     max_answer = max(ANSWERS)
     answer_positions = [(sample.labels[0] != IGNORE_INDEX).nonzero()[:, 0] for sample in found]
     labels = [sample.labels[:, at] for sample, at in zip(found, answer_positions, strict=True)]
-    positions = [
-        nn.functional.pad(at - 1, (0, max_answer - len(at)))[None] for at in answer_positions
-    ]
+    positions = [nn.functional.pad(at - 1, (0, max_answer - len(at)))[None] for at in answer_positions]
     return inputs | {
         "answer_positions": torch.cat(positions),
         "answer_labels": _padded(labels, IGNORE_INDEX),
@@ -200,10 +196,7 @@ def _padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
     """Tokens padded to the longest of them; what has the same size in each sample, as it is."""
     longest = max(tensor.shape[1] for tensor in tensors)
     return torch.cat(
-        [
-            nn.functional.pad(t, (0, longest - t.shape[1]), value=value) if t.ndim == 2 else t
-            for t in tensors
-        ]
+        [nn.functional.pad(t, (0, longest - t.shape[1]), value=value) if t.ndim == 2 else t for t in tensors]
     )
 
 

@@ -27,9 +27,7 @@ from dit_lora.training.step import StepResult
 
 Engine = Literal["ddp", "fsdp2", "zero2"]
 ENGINES_HERE: list[Engine] = [
-    engine
-    for engine in get_args(Engine)
-    if engine != "zero2" or importlib.util.find_spec("deepspeed") is not None
+    engine for engine in get_args(Engine) if engine != "zero2" or importlib.util.find_spec("deepspeed") is not None
 ]
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "ddp": {},
@@ -110,14 +108,8 @@ def _run(case: Case, main: Callable[[list[str]], None]) -> Seen:
     engine = runs[0].setup.engine
     state = engine.local_state_dict()
     full_state = engine.trainable_state_dict()
-    parts = [
-        name
-        for name in full_state
-        if get_local_tensor(state[name]).numel() < full_state[name].numel()
-    ]
-    local_state = {
-        name: get_local_tensor(tensor.detach()).clone() for name, tensor in state.items()
-    }
+    parts = [name for name in full_state if get_local_tensor(state[name]).numel() < full_state[name].numel()]
+    local_state = {name: get_local_tensor(tensor.detach()).clone() for name, tensor in state.items()}
     return Seen(code, error, len(full_state), len(parts), local_state)
 
 
@@ -181,14 +173,10 @@ def _spoil(run: Run, fault: Fault) -> None:
     tensors = {
         "frozen": (p for p in run.setup.transformer.parameters() if not p.requires_grad),
         "weight": (p for p in run.setup.transformer.parameters() if p.requires_grad),
-        "moment": (
-            t for n, t in run.setup.engine.local_optimizer_state().items() if n.endswith("exp_avg")
-        ),
+        "moment": (t for n, t in run.setup.engine.local_optimizer_state().items() if n.endswith("exp_avg")),
     }
     values = next(
-        tensor
-        for tensor in (get_local_tensor(t.detach()) for t in tensors[fault.where])
-        if tensor.numel() > 1
+        tensor for tensor in (get_local_tensor(t.detach()) for t in tensors[fault.where]) if tensor.numel() > 1
     )
     values.view(-1)[values.numel() // 2] += fault.adds
 

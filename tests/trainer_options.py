@@ -145,9 +145,7 @@ _CLASSES = {
     cutoff_step similarity_threshold similarity_ema_decay threshold_mode""",
     "layersync_": "enabled student_block teacher_block lambda",
 }
-SIMPLETUNER_CLASSES = [
-    f"{start}{suffix}" for start, names in _CLASSES.items() for suffix in names.split()
-]
+SIMPLETUNER_CLASSES = [f"{start}{suffix}" for start, names in _CLASSES.items() for suffix in names.split()]
 SIMPLETUNER = [
     *SIMPLETUNER_CLASSES,
     *_words("""

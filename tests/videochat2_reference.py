@@ -109,15 +109,10 @@ def rows(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 def double(model: VideoChat2ForConditionalGeneration) -> State:
     """The weights in fp64, as leaves."""
-    return {
-        name: tensor.detach().double().requires_grad_()
-        for name, tensor in model.state_dict().items()
-    }
+    return {name: tensor.detach().double().requires_grad_() for name, tensor in model.state_dict().items()}
 
 
-def reference_logits(
-    state: State, config: VideoChat2Config, row: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def reference_logits(state: State, config: VideoChat2Config, row: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logits (L, vocabulary) of one sample, fp64."""
     ids = row["input_ids"]
     features = media_tokens(state, config, row["pixel_values"].double(), row.get("instruction_ids"))
@@ -140,11 +135,7 @@ def reference_logits(
 
 def part(state: State, prefix: str) -> State:
     """What is below `prefix`, without it."""
-    return {
-        name[len(prefix) + 1 :]: value
-        for name, value in state.items()
-        if name.startswith(prefix + ".")
-    }
+    return {name[len(prefix) + 1 :]: value for name, value in state.items() if name.startswith(prefix + ".")}
 
 
 def linear(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -191,9 +182,7 @@ def media_tokens(
         for column in range(0, width, TILE)
     ]
     if len(views) > 1 and config.add_global:
-        views.append(
-            functional.interpolate(pixels, (TILE, TILE), mode="bicubic", align_corners=False)
-        )
+        views.append(functional.interpolate(pixels, (TILE, TILE), mode="bicubic", align_corners=False))
     eps = 1e-12 if config.legacy else 1e-6
     trunk = part(state, "model")
     outputs = []
@@ -216,18 +205,14 @@ def sinusoids(count: int, width: int) -> torch.Tensor:
     return table
 
 
-def positions(
-    frames: int, pretrained: int, patches: int, width: int, side: int | None = None
-) -> torch.Tensor:
+def positions(frames: int, pretrained: int, patches: int, width: int, side: int | None = None) -> torch.Tensor:
     """(frames, patches, width): of one frame its own table, else that of `pretrained` frames stretched in time.
 
     With `side`, the tables are of side x side patches, resized to `patches` of them before.
     """
     pretrained = 1 if frames == 1 else pretrained
     pretrained_patches = side * side if side else patches
-    table = sinusoids(pretrained * pretrained_patches, width).view(
-        pretrained, pretrained_patches, width
-    )
+    table = sinusoids(pretrained * pretrained_patches, width).view(pretrained, pretrained_patches, width)
     if side:
         pictures = table.mT.unflatten(2, (side, side))
         table = functional.interpolate(pictures, size=(int(patches**0.5),) * 2, mode="bicubic")
@@ -238,9 +223,7 @@ def positions(
         table_position = min(max(table_position, 0.0), pretrained - 1.0)
         low = int(table_position)
         high = min(low + 1, pretrained - 1)
-        stretched.append(
-            table[low] * (1 - (table_position - low)) + table[high] * (table_position - low)
-        )
+        stretched.append(table[low] * (1 - (table_position - low)) + table[high] * (table_position - low))
     return torch.stack(stretched)
 
 
@@ -283,10 +266,7 @@ def qformer(
     x = norm(state, "embeddings.LayerNorm", x, eps)
 
     def attention(layer: State, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        parts = (
-            linear(layer, f"{name}.self.{kind}", z)
-            for kind, z in (("query", x), ("key", y), ("value", y))
-        )
+        parts = (linear(layer, f"{name}.self.{kind}", z) for kind, z in (("query", x), ("key", y), ("value", y)))
         mixed = linear(layer, f"{name}.output.dense", attend(*parts, heads))
         return norm(layer, f"{name}.output.LayerNorm", mixed + x, eps)
 
@@ -323,9 +303,7 @@ def mistral(state: State, config: VideoChat2Config, x: torch.Tensor) -> torch.Te
         angle = (torch.arange(len(x))[:, None] * speed)[:, None]
         first_half, second = x[..., :half], x[..., half:]
         rotated_halves = first_half * angle.cos() - second * angle.sin()
-        return torch.cat(
-            [rotated_halves, second * angle.cos() + first_half * angle.sin()], -1
-        ).flatten(1)
+        return torch.cat([rotated_halves, second * angle.cos() + first_half * angle.sin()], -1).flatten(1)
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1).flatten(1)
@@ -348,8 +326,6 @@ def mistral(state: State, config: VideoChat2Config, x: torch.Tensor) -> torch.Te
 def library_language_model(state: State, config: VideoChat2Config, x: torch.Tensor) -> torch.Tensor:
     """Transformers' own causal LM with the same weights."""
     language = AutoModelForCausalLM.from_config(config.text_config).double().eval()
-    weights = {
-        f"model.{name}": value for name, value in part(state, "model.language_model").items()
-    }
+    weights = {f"model.{name}": value for name, value in part(state, "model.language_model").items()}
     language.load_state_dict(weights | {"lm_head.weight": state["lm_head.weight"]})
     return language(inputs_embeds=x[None]).logits[0]

@@ -136,9 +136,7 @@ def drawn(shapes: Shapes, seed: int) -> Tensors:
 class World:
     """A language model's folder, the .pth files of three stages, and BERT's tokenizer, all tiny."""
 
-    def __init__(
-        self, folder: Path, llm: str = "mistral", dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, folder: Path, llm: str = "mistral", dtype: torch.dtype = torch.float32) -> None:
         self.folder, self.llm = folder, llm
         tokenizer = build_llm_tokenizer("phi3" if llm == "phi" else "mistral")
         tokenizer.save_pretrained(folder / "llm")
@@ -165,15 +163,9 @@ class World:
         projection = linear(f"{llm}_proj", QFORMER, TEXT)
         extra: Shapes = {"extra_query_tokens": (1, EXTRA, QFORMER)}
         self.stage1 = drawn(vision_shapes(BLOCKS + 1) | qformer_shapes(text=True) | STAGE_1_ONLY, 1)
-        self.stage2 = drawn(
-            vision_shapes(BLOCKS) | qformer_shapes(text=False) | projection | extra, 2
-        )
+        self.stage2 = drawn(vision_shapes(BLOCKS) | qformer_shapes(text=False) | projection | extra, 2)
         self.stage3 = drawn(
-            vision_shapes(BLOCKS)
-            | qformer_shapes(text=True)
-            | projection
-            | extra
-            | self.lora_shapes(),
+            vision_shapes(BLOCKS) | qformer_shapes(text=True) | projection | extra | self.lora_shapes(),
             3,
         )
 
@@ -212,18 +204,12 @@ class World:
             (f"model.language_{name}" if name.startswith("model.") else name): tensor
             for name, tensor in self.base.items()
         }
-        ours = {
-            name.replace("language_model.", "language_model.", 1): t for name, t in ours.items()
-        }
+        ours = {name.replace("language_model.", "language_model.", 1): t for name, t in ours.items()}
         for stage in stages:
             for name, tensor in stage.items():
-                unused = (
-                    name in STAGE_1_ONLY or "position_ids" in name or f"blocks.{BLOCKS}." in name
-                )
+                unused = name in STAGE_1_ONLY or "position_ids" in name or f"blocks.{BLOCKS}." in name
                 if unused or ".lora_" in name:
                     continue
-                name = name.replace("qformer.bert.", "qformer.").replace(
-                    f"{self.llm}_proj", "projection"
-                )
+                name = name.replace("qformer.bert.", "qformer.").replace(f"{self.llm}_proj", "projection")
                 ours[f"model.{name}"] = tensor
         return ours

@@ -32,7 +32,4 @@ def wandb_starts(folder: Path) -> list[list[Any]]:
 
 def history(records: list[Any]) -> list[dict[str, Any]]:
     rows = [record.history.item for record in records if record.HasField("history")]
-    return [
-        {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in row}
-        for row in rows
-    ]
+    return [{(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in row} for row in rows]

@@ -39,18 +39,10 @@ def faults(
     context: typer.Context,
     as_json: JsonFlag = False,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes that torchrun starts.")] = 1,
-    only: Annotated[
-        str | None, typer.Option(help="A pattern of names, for instance '*latent*'.")
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")
-    ] = "cogvideox-5b",
-    kind: Annotated[
-        str, typer.Option(help="The adapter that is trained: lora, dora, lokr, loha or oft.")
-    ] = "lora",
-    engine: Annotated[
-        str, typer.Option(help="How several ranks share a step: ddp, fsdp2 or zero2.")
-    ] = "ddp",
+    only: Annotated[str | None, typer.Option(help="A pattern of names, for instance '*latent*'.")] = None,
+    model: Annotated[str, typer.Option(help="The tiny checkpoint, as `dit-lora tiny` names it.")] = "cogvideox-5b",
+    kind: Annotated[str, typer.Option(help="The adapter that is trained: lora, dora, lokr, loha or oft.")] = "lora",
+    engine: Annotated[str, typer.Option(help="How several ranks share a step: ddp, fsdp2 or zero2.")] = "ddp",
 ) -> None:
     """Inject faults into tiny runs and show what the guard makes of each; exit 1 if it fails at one."""
     from benchmarks.faults.suite import run_suite, totals
@@ -80,9 +72,7 @@ def _render(judged: "Sequence[FaultResult]", sums: Mapping[str, int]) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDE)
     table = Table(box=None, pad_edge=False)
-    widths = {
-        heading: max(map(len, (heading, *cells))) + _GAP for heading, cells in columns.items()
-    }
+    widths = {heading: max(map(len, (heading, *cells))) + _GAP for heading, cells in columns.items()}
     for heading, width in widths.items():
         table.add_column(heading, no_wrap=True, min_width=width - _GAP)
     # What is left: Rich narrows every column else, and the last ones to nothing.

@@ -64,9 +64,7 @@ FAULTS: tuple[Fault, ...] = (
         )
     ),
     *(
-        between_steps(
-            f"1e30 in one element of a {order} moment", "optimizer", _MOMENT, moment(1, key), _HUGE
-        )
+        between_steps(f"1e30 in one element of a {order} moment", "optimizer", _MOMENT, moment(1, key), _HUGE)
         for order, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))
     ),
     *(

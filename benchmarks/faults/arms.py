@@ -182,9 +182,7 @@ def gradients(change: Change, number: int | None, when: When) -> Arm:
         parameters = list(stage.trained().values())
         fires = when.fires(stage)
         if number is not None:
-            parameters[number % len(parameters)].register_hook(
-                lambda grad: change(grad) if fires() else grad
-            )
+            parameters[number % len(parameters)].register_hook(lambda grad: change(grad) if fires() else grad)
             return
         acts = [False]
 

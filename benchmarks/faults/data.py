@@ -61,16 +61,12 @@ class DataFault(Fault):
             unnamed.append("training had begun")
         left_out = self.left_out(world)
         # One run for all peers: one for each would double the time that the suite takes.
-        return self.told(
-            (refused, left_out), message or error, unnamed, self.lacks(world, left_out)
-        )
+        return self.told((refused, left_out), message or error, unnamed, self.lacks(world, left_out))
 
     def given(self, data: Path) -> Overrides:
         return (*self.overrides, ("data.path", str(data)))
 
-    def run(
-        self, world: World, name: str, overrides: Overrides, reached: list[Stage] | None = None
-    ) -> Observation:
+    def run(self, world: World, name: str, overrides: Overrides, reached: list[Stage] | None = None) -> Observation:
         """Run once; `reached` gets its stage when it is about to train."""
         arm = None if reached is None else reached.append
         return world.observe(name, arm, overrides)
@@ -88,9 +84,7 @@ class DataFault(Fault):
     def peers(self, targets: FaultTargets) -> tuple["DataFault", ...]:
         """The faults, this one included, whose samples one run leaves out together."""
         similar_faults = [
-            fault
-            for fault in _SAMPLES
-            if fault.file and fault.layout == self.layout and fault.fits(targets)
+            fault for fault in _SAMPLES if fault.file and fault.layout == self.layout and fault.fits(targets)
         ]
         return tuple(dict.fromkeys([*similar_faults, self]))
 
@@ -122,9 +116,7 @@ class DataFault(Fault):
             lacks.append("the adapter is not that of a run that never had the sample")
         return lacks
 
-    def told(
-        self, seen: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]
-    ) -> FaultResult:
+    def told(self, seen: tuple[Observation, ...], verdict: str, unnamed: list[str], lost: list[str]) -> FaultResult:
         return FaultResult(
             self.name,
             self.place,
@@ -227,9 +219,7 @@ def _unknown_label(folder: Path) -> None:
 
 def _bad(name: str, file: str, reason: str, put: Change, **more: Any) -> DataFault:
     expected = Expected("refused", "left out", (reason,), same_as="clean")
-    return DataFault(
-        f"data: {name}", "data", "before training", expected, file=file, put=put, **more
-    )
+    return DataFault(f"data: {name}", "data", "before training", expected, file=file, put=put, **more)
 
 
 def _of(name: str, reason: str, samples: str = "clips") -> DataFault:

@@ -96,13 +96,9 @@ class Fault:
         if self.play is not None:
             observation = self.play(self, world)
         else:
-            observation = world.observe(
-                self.name, self.arm, self.overrides, before_start=self.before_start
-            )
+            observation = world.observe(self.name, self.arm, self.overrides, before_start=self.before_start)
         reference_name = self.expected.same_as or self.expected.close_to
-        reference = (
-            world.reference(reference_name, self.overrides) if reference_name is not None else None
-        )
+        reference = world.reference(reference_name, self.overrides) if reference_name is not None else None
         return judged(self, observation, reference, world.target_clip, world.targets)
 
 
@@ -160,9 +156,7 @@ def judged(
     )
 
 
-def _named(
-    expected: Expected, seen: Observation, target_clip: str, targets: FaultTargets
-) -> tuple[str, list[str]]:
+def _named(expected: Expected, seen: Observation, target_clip: str, targets: FaultTargets) -> tuple[str, list[str]]:
     """The diagnosis's message, and a list of what is wrong with the diagnosis."""
     if expected.cause == "none":
         causes = [e["verdict"]["cause"] for e in seen.events if e["action"] != "report"]
@@ -171,9 +165,7 @@ def _named(
     if expected.cause == "refused":
         text = str(seen.error or "")
         expected_words = [targets.named(word) for word in expected.words]
-        return text.split("\n")[0], [
-            f"not said: {word}" for word in expected_words if word not in text
-        ]
+        return text.split("\n")[0], [f"not said: {word}" for word in expected_words if word not in text]
     verdicts = [event["verdict"] for event in seen.events]
     matching = [verdict for verdict in verdicts if verdict["cause"] == expected.cause]
     if not matching:
@@ -198,9 +190,7 @@ def _recovered(expected: Expected, seen: Observation, reference: Tensors | None)
     if expected.cause not in ("refused", "none") and expected.action not in actions:
         problems.append(f"action {expected.action} is not among {actions}")
     # A switch that is off for nothing costs speed for the rest of the run: as wrong as a missed one.
-    switched_off = {
-        event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"
-    }
+    switched_off = {event["verdict"].get("switch") for event in seen.events if event["action"] == "fallback"}
     if expected.action != "fallback" and (right := switched_off - {*expected.may_be_off}):
         problems.append(f"switched off, though nothing is wrong with it: {right}")
     if expected.nobody_lost and (lost_samples := left_out(seen)):

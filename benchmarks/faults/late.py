@@ -26,9 +26,7 @@ class _Stale:
 
 
 _KERNEL = Expected("kernel", "rollback", ("kernel:wrong_op",), same_as="clean", nobody_lost=True)
-_BY_CHANCE = Expected(
-    "transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",)
-)
+_BY_CHANCE = Expected("transient", "retry", same_as="clean", nobody_lost=True, may_be_off=("kernel:wrong_op",))
 _NOW_AND_THEN = Expected("transient", "retry", nobody_lost=True, may_be_off=("attention:flash",))
 """A pass with very many calls fails each time, and then the backend is rightly off."""
 

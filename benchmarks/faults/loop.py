@@ -82,9 +82,7 @@ class ToyLoop:
         self.model, self.optimizer, self.schedule = prepared_parts
         # Accelerate steps a prepared schedule once a process.
         self.schedule_steps = accelerator.num_processes
-        return Guard.attach(
-            accelerator, self.model, self.optimizer, ema=self.ema, config=config, folder=folder
-        )
+        return Guard.attach(accelerator, self.model, self.optimizer, ema=self.ema, config=config, folder=folder)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Make the gradients, and clip them."""
@@ -173,11 +171,7 @@ def observed(guard: Callable[[], Guard], run: Callable[[], str | None]) -> Obser
 def not_finite(model: nn.Module) -> str | None:
     """Say which trained weights and buffers are not finite; of frozen weights no guard holds a copy."""
     trained_parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    bad = [
-        name
-        for name, t in [*trained_parameters, *model.named_buffers()]
-        if not torch.isfinite(t).all()
-    ]
+    bad = [name for name, t in [*trained_parameters, *model.named_buffers()] if not torch.isfinite(t).all()]
     return f"not finite at the end: {bad}" if bad else None
 
 

@@ -19,9 +19,7 @@ _PATIENT = LadderConfig(max_skips=20)
 
 def nobody_is_blamed(loop: ToyLoop) -> str | None:
     """A complaint if a diagnosis names a sample, since none caused the fault; else None."""
-    named_samples = [
-        e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING
-    ]
+    named_samples = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] in _BLAMING]
     return f"named, though no sample is at fault: {named_samples}" if named_samples else None
 
 
@@ -119,22 +117,16 @@ def _fault(name: str, when: str, expected: Expected, spoil: Spoil, **how: Any) -
     return in_loops(f"{name},", when, expected, spoil, nobody_is_blamed, **how)
 
 
-def _altered(
-    name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]
-) -> tuple[Fault, ...]:
+def _altered(name: str, cause: str, find: Callable[[ToyLoop, Batch], torch.Tensor]) -> tuple[Fault, ...]:
     expected = Expected(cause, "rollback", ("altered in memory",), module="last")
     return _fault(name, "before step 4", expected, at(4, find, Element(1e30, 3)))
 
 
-def _base(
-    name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4
-) -> tuple[Fault, ...]:
+def _base(name: str, module: str | None, spoil: Spoil, *words: str, step: int = 4) -> tuple[Fault, ...]:
     """A fault of a frozen base in memory: a loop that asks for good state is ended, and a trainer goes on."""
     stopped = Expected("weights", "stop", (*words, _DAMAGED), module=module, exit_code=3)
     reported = Expected("weights", "report", (*words, _DAMAGED), module=module)
-    return _fault(
-        name, f"before step {step}", stopped, spoil, in_trainers=reported, change=_frozen_base
-    )
+    return _fault(name, f"before step {step}", stopped, spoil, in_trainers=reported, change=_frozen_base)
 
 
 _OTHER_SIGN = times(-1.0)

@@ -32,12 +32,7 @@ def _batch(step: int, rank: int) -> Tensor:
 
 
 def _everything(models: Sequence[nn.Module], optimizer: Any) -> list[Tensor]:
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value)
-    ]
+    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return [t.detach().clone() for t in [*(p for m in models for p in m.parameters()), *moments]]
 
 
@@ -69,9 +64,7 @@ def _two_models(fault: Fault, world: World) -> Observation:
                 if step == 3:
                     spoil_gradient_once(models[0].weight, Element(math.inf, 1))
                 before = _everything(models, optimizer)
-                accelerator.backward(
-                    denoiser(encoder(_batch(step, accelerator.process_index))).square().mean()
-                )
+                accelerator.backward(denoiser(encoder(_batch(step, accelerator.process_index))).square().mean())
                 accelerator.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -87,9 +80,7 @@ def _after_a_resume(fault: Fault, world: World) -> Observation:
     """Make a moment NaN after weights and moments were loaded: back to what was loaded, not to the attach."""
     with _accelerated(world) as accelerator:
         model = LoopDenoiser(_WIDTH, 2)
-        prepared_model, optimizer = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters())
-        )
+        prepared_model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         guard = Guard.attach(accelerator, prepared_model, optimizer, folder=world.root / "guarded")
         weights = {name: tensor + 5 for name, tensor in model.state_dict().items()}
 
@@ -116,9 +107,7 @@ def _every_epoch(fault: Fault, world: World) -> Observation:
     config = LadderConfig(max_skips=3)
     with _accelerated(world) as accelerator:
         model = LoopDenoiser(_WIDTH, 2)
-        prepared_model, optimizer = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters())
-        )
+        prepared_model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         folder = world.root / "guarded"
         guard = Guard.attach(accelerator, prepared_model, optimizer, config=config, folder=folder)
 

@@ -52,9 +52,7 @@ def _named(step: int, row: int) -> Check:
     def check(loop: ToyLoop) -> str | None:
         blamed = [e["sample_ids"] for e in loop.guard.events if e["verdict"]["cause"] == "data"]
         right = [loop.sample(step, row)]
-        problem = (
-            f"named are {blamed}, not {right}" if any(name != right for name in blamed) else None
-        )
+        problem = f"named are {blamed}, not {right}" if any(name != right for name in blamed) else None
         return problem or _two_skipped(loop)
 
     return check
@@ -76,9 +74,7 @@ def at(
     return spoil
 
 
-def in_batch(
-    step: int, name: str, index: int, value: float, *, on_last_rank: bool = False
-) -> Spoil:
+def in_batch(step: int, name: str, index: int, value: float, *, on_last_rank: bool = False) -> Spoil:
     """Set one element of a batch."""
     change = Element(value, index)
     return BadData(at(step, lambda loop, batch: batch[name], change, on_last_rank=on_last_rank))
@@ -332,9 +328,7 @@ FAULTS: tuple[Fault, ...] = (
         play=played(change=_half),
     ),
     _precision("overflow of fp16", _OVERFLOW, _overflowing, config=_STOP),
-    _precision(
-        "LayerNorm eps 1e-12 over zero queries in fp16", _BACKWARD, _zero_queries, config=_STOP
-    ),
+    _precision("LayerNorm eps 1e-12 over zero queries in fp16", _BACKWARD, _zero_queries, config=_STOP),
     _precision(
         "a loss scale that collapses",
         _COLLAPSE,

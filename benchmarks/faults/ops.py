@@ -116,9 +116,7 @@ BF16: Overrides = (
 )
 
 
-def _kernel(
-    name: str, change: Change, expected: Expected = _KERNEL, step: int = 3, **options: Any
-) -> Fault:
+def _kernel(name: str, change: Change, expected: Expected = _KERNEL, step: int = 3, **options: Any) -> Fault:
     return from_step(name, "kernel", expected, partial(kernel, change), step, **options)
 
 

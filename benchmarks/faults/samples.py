@@ -49,9 +49,7 @@ def _cached(name: str, words: str, tensor: str, damage: Callable[[StoredEntry], 
     )
 
 
-def _of_target(
-    name: str, place: str, strike: Callable[[When], Arm], once: bool, needs: tuple[str, ...] = ()
-) -> Fault:
+def _of_target(name: str, place: str, strike: Callable[[When], Arm], once: bool, needs: tuple[str, ...] = ()) -> Fault:
     if once:
         return Fault(name, place, "once", _TRANSIENT, strike(When("once", 1)), needs=needs)
     return Fault(name, place, "every time", _ALWAYS, strike(When("from", 0)), needs=needs)
@@ -92,9 +90,7 @@ def _draw(name: str, value: float, stream: str, need: str) -> Fault:
                     noise[row].view(-1)[5] = value
             return noise
 
-        for module_name, module in list(
-            sys.modules.items()
-        ):  # each family imports the function by name
+        for module_name, module in list(sys.modules.items()):  # each family imports the function by name
             if module_name.startswith("dit_lora.families.") and hasattr(module, "normal"):
                 stage.wrap(module, "normal", drawn)
 
@@ -142,12 +138,8 @@ DRAWN: tuple[Fault, ...] = (
     _loss("Inf loss of one sample", _INF),
     _loss("NaN loss, once", _NAN, once=True),
     _loss("Inf loss, once", _INF, once=True),
-    _micro_step(
-        "NaN loss in the last micro-step", "step 3, micro-step 1", When("once", 3, skipped=1)
-    ),
-    _micro_step(
-        "NaN loss in the first micro-step of one rank", "step 3, rank 1", When("once", 3, rank=1)
-    ),
+    _micro_step("NaN loss in the last micro-step", "step 3, micro-step 1", When("once", 3, skipped=1)),
+    _micro_step("NaN loss in the first micro-step of one rank", "step 3, rank 1", When("once", 3, rank=1)),
     _draw("NaN in the noise of one draw", _NAN, "noise", "encoded"),
     _draw("Inf in the noise of one draw", _INF, "noise", "encoded"),
     _draw("NaN in the audio noise of one draw", _NAN, "audio_noise", "sound"),

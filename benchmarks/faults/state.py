@@ -37,9 +37,7 @@ _RETRIED = Expected("transient", "retry", same_as="clean")
 _DIVERGED = Expected("learning_rate", "rollback", ("learning rate is too high",), exit_code=3)
 
 
-def _weight(
-    name: str, change: Change = _NAN, expected: Expected = _ROLLED, **options: Any
-) -> Fault:
+def _weight(name: str, change: Change = _NAN, expected: Expected = _ROLLED, **options: Any) -> Fault:
     return between_steps(name, "weights", expected, adapter(), change, **options)
 
 

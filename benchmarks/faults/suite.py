@@ -68,9 +68,7 @@ def catalog(targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> li
     return [fault for fault in all_faults if fault.fits(targets, ranks, engine)]
 
 
-def chosen(
-    pattern: str | None, targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp"
-) -> list[Fault]:
+def chosen(pattern: str | None, targets: FaultTargets, ranks: int = 1, engine: Engine = "ddp") -> list[Fault]:
     """The faults whose name matches a pattern such as `*latent*`; all if it is None."""
     faults_here = catalog(targets, ranks, engine)
     faults = [f for f in faults_here if pattern is None or fnmatch.fnmatchcase(f.name, pattern)]
@@ -116,9 +114,7 @@ def totals(judged: Sequence[FaultResult]) -> dict[str, int]:
     }
 
 
-def judge_all(
-    faults: Sequence[Fault], targets: FaultTargets, engine: Engine = "ddp"
-) -> Iterator[FaultResult]:
+def judge_all(faults: Sequence[Fault], targets: FaultTargets, engine: Engine = "ddp") -> Iterator[FaultResult]:
     """Inject one fault after the other; on every rank alike, each in a run of its own."""
     logging.getLogger("dit_lora").setLevel(logging.ERROR)
     accelerator = Accelerator(cpu=True)

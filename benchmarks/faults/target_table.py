@@ -133,9 +133,7 @@ _Z_IMAGE = FaultTargets(
 )
 
 
-def _chat_targets(
-    family: str, variant: str, vision: str, language: str, **changes: Any
-) -> FaultTargets:
+def _chat_targets(family: str, variant: str, vision: str, language: str, **changes: Any) -> FaultTargets:
     """Targets of a chat model: `vision` is a layer of the vision encoder, `language` the language model."""
     defaults: dict[str, Any] = {
         "samples": "conversations",
@@ -234,9 +232,7 @@ _TARGETS = (
     ),
     _FLUX2,
     # The timestep module also embeds the guidance; 500 (0.5 * 1000) is below `late`.
-    replace(
-        _FLUX2, variant="flux2-dev", sections={"train": {**_FLUX2_TRAIN, "guidance_scale": 0.5}}
-    ),
+    replace(_FLUX2, variant="flux2-dev", sections={"train": {**_FLUX2_TRAIN, "guidance_scale": 0.5}}),
     FaultTargets(
         family="krea2",
         variant="krea2-raw",
@@ -301,9 +297,7 @@ _TARGETS = (
     _videochat2_targets("videochat2-phi3", key="o_proj"),
     _videochat2_targets(
         "videochat2-hd",
-        sections={
-            "chat": {"max_tokens": 448, "length_step": 64, "shuffle_turns": False, "tiles": 2}
-        },
+        sections={"chat": {"max_tokens": 448, "length_step": 64, "shuffle_turns": False, "tiles": 2}},
     ),
     _transformers_chat_targets(
         "llava-next-video",
@@ -352,9 +346,7 @@ _FACTORS: Mapping[AdapterKind, tuple[str, str]] = {
 def targets_for(variant: str, kind: str = "lora") -> FaultTargets:
     """Look up a tiny variant and set the kind of adapter. Raises `DitLoraError` for an unknown name."""
     if variant not in FAULT_TARGETS:
-        raise DitLoraError(
-            f"no tiny checkpoint {variant!r} has faults; there are: {', '.join(FAULT_TARGETS)}"
-        )
+        raise DitLoraError(f"no tiny checkpoint {variant!r} has faults; there are: {', '.join(FAULT_TARGETS)}")
     adapter_kind = next((name for name in ADAPTER_KINDS if name == kind), None)
     if adapter_kind is None:
         raise DitLoraError(f"no adapter is of kind {kind!r}; there are: {', '.join(ADAPTER_KINDS)}")

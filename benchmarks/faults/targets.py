@@ -18,9 +18,7 @@ class FaultTargets:
     variant: str
     data: Mapping[str, Any]
     """The recipe's `data` section, without its path."""
-    samples: Literal["clips", "images", "pairs", "classes", "class_clips", "conversations"] = (
-        "clips"
-    )
+    samples: Literal["clips", "images", "pairs", "classes", "class_clips", "conversations"] = "clips"
     """The kind of samples that the variant is trained on."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Other sections of the recipe that this family needs."""

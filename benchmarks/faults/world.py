@@ -163,9 +163,7 @@ Arm = Callable[[Stage], None]
 class World:
     """Everything that faults share. Every rank builds an equal one below its own folder's name."""
 
-    def __init__(
-        self, root: Path, accelerator: Accelerator, targets: FaultTargets, engine: Engine = "ddp"
-    ) -> None:
+    def __init__(self, root: Path, accelerator: Accelerator, targets: FaultTargets, engine: Engine = "ddp") -> None:
         self.root = root
         self.accelerator = accelerator
         self.engine: Engine = engine
@@ -191,9 +189,7 @@ class World:
     @property
     def target_clip(self) -> str:
         paths = sorted(self.clips.rglob(f"{self.aim}*"))
-        return next(
-            path.relative_to(self.clips).as_posix() for path in paths if path.suffix != ".txt"
-        )
+        return next(path.relative_to(self.clips).as_posix() for path in paths if path.suffix != ".txt")
 
     @cached_property
     def target_latent(self) -> torch.Tensor:
@@ -284,9 +280,7 @@ class World:
                 error = problem
         self.accelerator.wait_for_everyone()
         folder = Path(recipe.run.dir)
-        return Observation(
-            _events(folder), error, _adapter(folder), folder, cache, output.getvalue()
-        )
+        return Observation(_events(folder), error, _adapter(folder), folder, cache, output.getvalue())
 
     def _train(self, recipe: Recipe, arm: Arm | None) -> None:
         checkpoint = ArmedCheckpoint(self.family.open(recipe.model, recipe))
@@ -317,9 +311,7 @@ class World:
         return cache
 
 
-def prepared_run(
-    recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engine: Engine = "ddp"
-) -> Run:
+def prepared_run(recipe: Recipe, accelerator: Accelerator, checkpoint: Any, engine: Engine = "ddp") -> Run:
     """Prepare a run as recipes/lora.py does, in a process that goes on after it."""
     accelerator.gradient_accumulation_steps = recipe.train.accumulate
     family = get_family(recipe.model.family)
@@ -358,9 +350,7 @@ def poisoned_files(seen: Observation) -> list[Path]:
         and not all(
             torch.isfinite(tensor).all()
             for name, tensor in load_file(path).items()
-            if not get_bad_mark_path(
-                path, name.partition("/")[0]
-            ).exists()  # set aside in the cache
+            if not get_bad_mark_path(path, name.partition("/")[0]).exists()  # set aside in the cache
         )
     ]
 

@@ -123,9 +123,7 @@ def main() -> None:
             numbers = range(args.first, args.first + args.count)
             findings = fuzz(name, numbers, args.seed, Path(root))
             failed |= bool(findings)
-            print(
-                f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s, {len(findings)} findings"
-            )
+            print(f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s, {len(findings)} findings")
             kinds: dict[str, list[Finding]] = {}
             for finding in findings:
                 kinds.setdefault(finding.what, []).append(finding)

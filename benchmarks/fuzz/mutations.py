@@ -31,9 +31,7 @@ _VALUES: tuple[Any, ...] = (
 
 def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each container with a key of it."""
-    keys = (
-        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    )
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in list(keys):
         yield value, key
         yield from _nodes(value[key])
@@ -99,9 +97,7 @@ def _mutate_bytes(data: bytes, parser: Parser, random_: random.Random) -> tuple[
     return data[:position] + inserted + data[end:], f"{kind} at {position}", False
 
 
-def _mutate_safetensors(
-    data: bytes, parser: Parser, random_: random.Random
-) -> tuple[bytes, str, bool]:
+def _mutate_safetensors(data: bytes, parser: Parser, random_: random.Random) -> tuple[bytes, str, bool]:
     """Change the JSON of the header, and of the JSON texts in its metadata."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

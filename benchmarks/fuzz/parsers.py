@@ -159,9 +159,7 @@ def _write_run(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in lines))
     (folder / "held_out.jsonl").write_text('{"step": 0, "held_out_loss": 2.0}\n')
     (folder / "events.jsonl").write_text(json.dumps(_EVENT) + "\n")
-    (folder / "quarantine.jsonl").write_text(
-        '{"sample_id": "a", "reason": "nan", "step": 3, "run": "r"}\n'
-    )
+    (folder / "quarantine.jsonl").write_text('{"sample_id": "a", "reason": "nan", "step": 3, "run": "r"}\n')
     for name, value in _RECORDS.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     answers = folder / "samples" / "step_000000" / "answers.json"
@@ -212,9 +210,7 @@ def _write_guard(folder: Path) -> None:
 
 
 def _write_quarantine(folder: Path) -> None:
-    records = [
-        QuarantineRecord(name, 0, None, 3, "nan", "it has NaN") for name in ("a.png", "b.png")
-    ]
+    records = [QuarantineRecord(name, 0, None, 3, "nan", "it has NaN") for name in ("a.png", "b.png")]
     quarantine = Quarantine(folder / "quarantine.jsonl")
     quarantine.add(records)
     quarantine.save()
@@ -278,9 +274,7 @@ def _write_config(folder: Path) -> None:
 
 
 def _scan(folder: Path) -> bool:
-    result = scan_sources(
-        DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars")
-    )
+    result = scan_sources(DataConfig(path=str(folder), height=32, width=32), folder.with_name("tars"))
     return not result.problems
 
 
@@ -301,9 +295,7 @@ def _recipe(folder: Path) -> object:
 
 def _cache(folder: Path) -> bool:
     cache = TensorCache(folder / "videos")
-    faults = [
-        cache.read(entry.key, cache.get_spec(entry.key))[1] for entry in list(cache.iter_entries())
-    ]
+    faults = [cache.read(entry.key, cache.get_spec(entry.key))[1] for entry in list(cache.iter_entries())]
     checked = verify_cache(cache)
     return bool(faults) and not any(faults) and not checked.problems
 
@@ -360,9 +352,7 @@ PARSERS: Mapping[str, Parser] = {
     ),
     "run": Parser(_write_run, write_report, False),
     "guard": Parser(_write_guard, write_guard_report, False),
-    "quarantine": Parser(
-        _write_quarantine, lambda f: Quarantine.load(f / "quarantine.jsonl"), False
-    ),
+    "quarantine": Parser(_write_quarantine, lambda f: Quarantine.load(f / "quarantine.jsonl"), False),
     "tokenizer": Parser(_write_tokenizer, _tokenizer, False),
     "config": Parser(_write_config, _config),
 }

@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 Naming = Literal["named", "unknown", "wrong"]
 _INDEX = re.compile(r"dataset index (\d+)(?!\d)")
-_ALTERNATIVES = re.compile(
-    r"dataset index \d+[^,;:]*?(?: or dataset index \d+[^,;:]*?)+(?=[,;:]|$)"
-)
+_ALTERNATIVES = re.compile(r"dataset index \d+[^,;:]*?(?: or dataset index \d+[^,;:]*?)+(?=[,;:]|$)")
 _ROW = re.compile(r"(?:row|sample) (\d+) of (?:the batch|micro-batch|the micro-batch|call)")
 _NUMBERED_ROW = re.compile(r"(row|sample) \d+ of ")
 _GUARD_LINE = re.compile(r"(^|\W)guard: ")
@@ -162,9 +160,7 @@ def _wrong_gradients(planted: Sequence[Mapping[str, Any]], report: GuardReport) 
         # The guard has names of its own, `Embedding_2.weight`, where the loop's parameters are in several modules.
         is_complete = len(gradients) < _MAX_GRADIENTS and not any(map(_OWN_NAME.match, gradients))
         is_right = any(
-            has_name(gradient, name) or has_name(name, gradient)
-            for gradient in gradients
-            for name in names
+            has_name(gradient, name) or has_name(name, gradient) for gradient in gradients for name in names
         )
         if names and gradients and is_complete and not is_right:
             return f"names the gradient of {gradients[0]} (planted: {names[0]})"
@@ -176,9 +172,7 @@ def _bad_gradients(event: Mapping[str, Any]) -> Sequence[Any]:
     return (details.get("evidence") or {}).get("gradients") or ()
 
 
-def _contradiction(
-    event: Mapping[str, Any], planted: Sequence[Mapping[str, Any]], spreads: Sequence[str]
-) -> str:
+def _contradiction(event: Mapping[str, Any], planted: Sequence[Mapping[str, Any]], spreads: Sequence[str]) -> str:
     """Why an event's cause cannot be right; empty if it can."""
     details = event.get("verdict") or event.get("diagnosis") or {}
     cause = details.get("cause") or event.get("cause")
@@ -226,8 +220,4 @@ def is_named(note: Mapping[str, Any], report: GuardReport) -> bool:
 
 
 def _has_bad_gradient(name: str, report: GuardReport) -> bool:
-    return any(
-        has_name(str(gradient), name)
-        for event in report.events
-        for gradient in _bad_gradients(event)
-    )
+    return any(has_name(str(gradient), name) for event in report.events for gradient in _bad_gradients(event))

@@ -70,10 +70,7 @@ def check_bare(spec: RunSpec, result: RunResult) -> list[Row]:
     """Check a run without the guard: the corpus itself is right if a fault does what its name says."""
     if result.has_timed_out:
         return [_row(spec, result, "corpus", "the run without the guard timed out")]
-    bad = [
-        f"{name}: {', '.join(tensors[:3])}"
-        for name, tensors in _bad_tensors(result, spec.loop.infinite).items()
-    ]
+    bad = [f"{name}: {', '.join(tensors[:3])}" for name, tensors in _bad_tensors(result, spec.loop.infinite).items()]
     broken = [f"{name}: {file.problem}" for name, file in result.files.items() if file.problem]
     is_known = not spec.fault or "*" not in spec.loop.survives
     survives = not spec.fault or spec.fault in spec.loop.survives
@@ -91,9 +88,7 @@ def check_bare(spec: RunSpec, result: RunResult) -> list[Row]:
     elif survives and bad:
         problem = f"not finite: {bad[0]}"
     elif not survives and not result.exit_code and not bad:
-        problem = (
-            "the fault has no effect: exit code 0 and every file is finite (add it to SURVIVES)"
-        )
+        problem = "the fault has no effect: exit code 0 and every file is finite (add it to SURVIVES)"
     return [_row(spec, result, "corpus", problem)]
 
 
@@ -159,10 +154,7 @@ def _stdout_difference(bare: RunResult, guarded: RunResult) -> str:
     pairs = zip(bare_lines, guarded_lines, strict=False)
     for number, (bare_line, guarded_line) in enumerate(pairs):
         if bare_line != guarded_line:
-            return (
-                f"line {number + 1} of stdout is {guarded_line[:100]!r}, "
-                f"without the guard {bare_line[:100]!r}"
-            )
+            return f"line {number + 1} of stdout is {guarded_line[:100]!r}, without the guard {bare_line[:100]!r}"
     if len(bare_lines) == len(guarded_lines):
         return ""
     return f"stdout has {len(guarded_lines)} lines, without the guard {len(bare_lines)}"
@@ -188,17 +180,14 @@ def _files_difference(loop: LoopFile, bare: RunResult, guarded: RunResult) -> st
                 for key in sorted({*file.leaves, *guarded_file.leaves})
                 if file.leaves.get(key) != guarded_file.leaves.get(key)
             ]
-            return (
-                f"{name} differs{f' in {keys[0]}' if keys else ''} {guarded_file.problem}".strip()
-            )
+            return f"{name} differs{f' in {keys[0]}' if keys else ''} {guarded_file.problem}".strip()
     return ""
 
 
 def _bad_tensors(result: RunResult, infinite: Sequence[str]) -> dict[str, list[str]]:
     """Names of tensors that are not finite by no design of the loop, by file."""
     bad = {
-        name: [tensor for tensor in file.nonfinite if tensor not in infinite]
-        for name, file in result.files.items()
+        name: [tensor for tensor in file.nonfinite if tensor not in infinite] for name, file in result.files.items()
     }
     return {name: tensors for name, tensors in bad.items() if tensors}
 

@@ -84,9 +84,7 @@ class Driver:
             for _, process in active:
                 process.discard()
 
-    def _advance(
-        self, active: Sequence[tuple[Session, RunProcess]]
-    ) -> Iterator[tuple[Session, RunProcess]]:
+    def _advance(self, active: Sequence[tuple[Session, RunProcess]]) -> Iterator[tuple[Session, RunProcess]]:
         for session, process in active:
             result = process.poll()
             if result is None:
@@ -143,9 +141,7 @@ def preload_modules(name: str) -> None:
     gc.freeze()  # collections in forked processes must not touch, and so copy, these pages
 
 
-def select(
-    loops: Sequence[LoopFile], fault: Callable[[str], bool], guard: Callable[[str], bool]
-) -> list[Selection]:
+def select(loops: Sequence[LoopFile], fault: Callable[[str], bool], guard: Callable[[str], bool]) -> list[Selection]:
     """Of each loop, the faults and the ways of guarding that are wanted."""
     return [
         Selection(

@@ -29,9 +29,7 @@ def run_guarded(script: str, arguments: Sequence[str]) -> None:
 def is_guards_file(path: str) -> bool:
     """True for a file that the guard itself writes: in its folder, or, as a callback, in the trainer's."""
     parts = path.split("/")
-    is_known = parts[-1] in ("events.jsonl", "guard.json") or parts[-1].startswith(
-        "last_good_step_"
-    )
+    is_known = parts[-1] in ("events.jsonl", "guard.json") or parts[-1].startswith("last_good_step_")
     return parts[0] == FOLDER or "bundles" in parts or is_known
 
 

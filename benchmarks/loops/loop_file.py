@@ -101,8 +101,4 @@ def find_loops(pattern: str = "*", folder: Path = FOLDER) -> list[LoopFile]:
     """The loops in the subfolders, in the order of their names, whose name matches the pattern."""
     paths = sorted(folder.glob("*/*.py"))
     scripts = [path for path in paths if _DECLARATION.search(path.read_text(encoding="utf-8"))]
-    return [
-        loop
-        for loop in (read_loop(path, folder) for path in scripts)
-        if fnmatch(loop.name, pattern)
-    ]
+    return [loop for loop in (read_loop(path, folder) for path in scripts) if fnmatch(loop.name, pattern)]

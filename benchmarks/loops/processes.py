@@ -118,9 +118,7 @@ class RunProcess:
             environment = self._environment() | {
                 key: str(rank) if value is None else value for key, value in common.items()
             }
-            process = context.Process(
-                target=_run_child, args=(self.spec, self._folder, environment, run_guarded)
-            )
+            process = context.Process(target=_run_child, args=(self.spec, self._folder, environment, run_guarded))
             process.start()
             self._processes.append(process)
 
@@ -181,9 +179,7 @@ class RunProcess:
             stderr=_read_text(self._folder / "stderr"),
             files=find_saved_files(work, guard_command.is_guards_file),
             notes=_read_lines(self._folder / "notes"),
-            events=[
-                event for path in sorted(work.rglob("events.jsonl")) for event in _read_lines(path)
-            ],
+            events=[event for path in sorted(work.rglob("events.jsonl")) for event in _read_lines(path)],
             seconds=seconds,
             has_timed_out=self._timed_out,
         )
@@ -236,9 +232,7 @@ def _rendezvous(ranks: int) -> dict[str, str | None]:
     return {**common, "WORLD_SIZE": str(ranks), "RANK": None, "LOCAL_RANK": None}
 
 
-def _run_child(
-    spec: RunSpec, folder: Path, environment: Mapping[str, str], run_guarded: Runner
-) -> None:
+def _run_child(spec: RunSpec, folder: Path, environment: Mapping[str, str], run_guarded: Runner) -> None:
     """Become a process as if started from a shell, run the script, and end as Python ends."""
     os.setsid()
     atexit._clear()

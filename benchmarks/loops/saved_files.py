@@ -143,9 +143,7 @@ def _is_finite(value: Tensor) -> bool:
     return bool((values.to_dense() if values.is_sparse else values).isfinite().all())
 
 
-def find_saved_files(
-    folder: Path, is_excluded: Callable[[str], bool] = lambda path: False
-) -> dict[str, SavedFile]:
+def find_saved_files(folder: Path, is_excluded: Callable[[str], bool] = lambda path: False) -> dict[str, SavedFile]:
     """Every file below a folder, by its relative path, except those that are excluded by it."""
     files = {}
     for path in sorted(folder.rglob("*")):

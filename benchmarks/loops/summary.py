@@ -36,9 +36,7 @@ def describe_counts(rows: Sequence[Row]) -> str:
     lines = [f"healthy runs: {healthy['equal']} equal, {healthy['different']} different"]
     lines.append("".join(["fault".ljust(14), *(column.rjust(14) for column in columns)]))
     for fault, outcomes in [*sorted(counts.items()), ("all", faulty)]:
-        lines.append(
-            "".join([fault.ljust(14), *(str(outcomes[column]).rjust(14) for column in columns)])
-        )
+        lines.append("".join([fault.ljust(14), *(str(outcomes[column]).rjust(14) for column in columns)]))
     return "\n".join(lines)
 
 

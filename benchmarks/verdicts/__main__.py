@@ -86,14 +86,10 @@ def _sweep(sweep: Sweep, faults: Sequence[Drawn], judged: list[Judgement]) -> bo
 
 def _variants(asked: Sequence[str]) -> list[str]:
     """Tiny checkpoints by their own name or by their family's."""
-    names = [
-        v for v, targets in FAULT_TARGETS.items() if not asked or {v, targets.family} & set(asked)
-    ]
+    names = [v for v, targets in FAULT_TARGETS.items() if not asked or {v, targets.family} & set(asked)]
     all_names = {*FAULT_TARGETS, *(targets.family for targets in FAULT_TARGETS.values())}
     if unknown := sorted(set(asked) - all_names):
-        raise SystemExit(
-            f"--families {' '.join(unknown)}: there are {', '.join(sorted(all_names))}"
-        )
+        raise SystemExit(f"--families {' '.join(unknown)}: there are {', '.join(sorted(all_names))}")
     return names
 
 

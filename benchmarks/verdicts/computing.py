@@ -172,7 +172,5 @@ COMPUTING: dict[str, Place] = {
         ("NaN", "NaN backward", "5 % off", _UNSTABLE),
         "one of PyTorch's attention backends",
     ),
-    "output": Place(
-        _stock_output, ("NaN", "factor"), "the model's output where nothing is trained"
-    ),
+    "output": Place(_stock_output, ("NaN", "factor"), "the model's output where nothing is trained"),
 }

@@ -29,16 +29,10 @@ def drawn(
         several = [pair for pair in fitting if pair[1] > 1]
         single_rank = [pair for pair in fitting if pair[1] == 1]
         has_both = bool(several) and bool(single_rank)
-        chosen = (
-            several
-            if not single_rank or (has_both and chance.random() < _TWO_RANKS)
-            else single_rank
-        )
+        chosen = several if not single_rank or (has_both and chance.random() < _TWO_RANKS) else single_rank
         variant, processes = chance.choice(chosen)
         aim = f"{chance.randrange(CLIPS):02d}"
-        faults.append(
-            Drawn(number, place_name, kind, variant, processes, aim, f"{seed}/{number}/case")
-        )
+        faults.append(Drawn(number, place_name, kind, variant, processes, aim, f"{seed}/{number}/case"))
     return faults
 
 
@@ -50,9 +44,7 @@ def case_of(fault: Drawn, world: World) -> Case:
 
 
 def _fitting(place: Place, variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
-    return [
-        (v, number) for v in variants for number in ranks if place.fits(FAULT_TARGETS[v], number)
-    ]
+    return [(v, number) for v in variants for number in ranks if place.fits(FAULT_TARGETS[v], number)]
 
 
 def described() -> str:

@@ -145,9 +145,7 @@ def _cause(allowed: Right, seen: Observation, *, came: bool) -> str:
     return ""
 
 
-def _certified(
-    case: Case, world: World, seen: Observation, records: Sequence[QuarantineRecord]
-) -> str:
+def _certified(case: Case, world: World, seen: Observation, records: Sequence[QuarantineRecord]) -> str:
     if not is_certified(seen):
         return ""
     assert seen.adapter is not None
@@ -156,9 +154,7 @@ def _certified(
         return f"the certified adapter reaches {peak:.3g}"
     if case.right.result == "bounded":
         return _other_output(seen.folder, _noted(seen.folder), "the run")
-    overrides = tuple(
-        override for override in case.overrides if not override[0].startswith("guard.")
-    )
+    overrides = tuple(override for override in case.overrides if not override[0].startswith("guard."))
     reference = load_adapter(clean_run(world, overrides, records))
     return _other_adapter(seen.adapter, reference, exactly=not case.right.switches)
 
@@ -172,9 +168,7 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
         return "the adapter has other tensors than the clean run's"
     limit = 0.0 if exactly else _OTHER_KERNELS
     differences = {
-        name: float((adapter[name] - tensor).norm() / tensor.norm())
-        if tensor.any()
-        else float(adapter[name].any())
+        name: float((adapter[name] - tensor).norm() / tensor.norm()) if tensor.any() else float(adapter[name].any())
         for name, tensor in reference.items()
     }
     name = max(differences, key=differences.__getitem__)
@@ -185,10 +179,7 @@ def _other_adapter(adapter: Tensors, reference: Tensors, *, exactly: bool) -> st
 
 def clean_run(world: World, overrides: Overrides, records: Sequence[QuarantineRecord]) -> Path:
     """The folder of a faultless run that leaves the same samples out of the same epochs. Made once; collective."""
-    entries = [
-        (record.sample_id, record.from_epoch, record.from_copy, record.to_epoch)
-        for record in records
-    ]
+    entries = [(record.sample_id, record.from_epoch, record.from_copy, record.to_epoch) for record in records]
     text = json.dumps([world.accelerator.num_processes, overrides, sorted(entries, key=str)])
     key = blake2b(text.encode(), digest_size=8).hexdigest()
     folder = world.root / "clean" / key

@@ -265,18 +265,14 @@ _TENSOR, _LOSS = tuple(_ROWS), tuple(_LOSSES)
 _BASE_KINDS = tuple(_BASE_CHANGES)
 PLACES: dict[str, Place] = {
     "no fault": Place(_nothing, ("none",), "nothing: the guard must say nothing"),
-    "latent": Place(
-        partial(_sample_tensor, "latent_mean"), _TENSOR, "a sample's latent after reading", _encoded
-    ),
+    "latent": Place(partial(_sample_tensor, "latent_mean"), _TENSOR, "a sample's latent after reading", _encoded),
     "caption embedding": Place(
         partial(_sample_tensor, "prompt_embeds"),
         _TENSOR,
         "a sample's encoded caption after reading",
         lambda targets, ranks: targets.text is not None,
     ),
-    "cache entry": Place(
-        _cache, ("NaN", "Inf", "huge", "finite"), "a value of a cache entry on the disk", _encoded
-    ),
+    "cache entry": Place(_cache, ("NaN", "Inf", "huge", "finite"), "a value of a cache entry on the disk", _encoded),
     "loss of a sample": Place(_loss_of_sample, _LOSS, "one sample's loss"),
     "loss of a step": Place(
         _loss_of_step, _NOT_FINITE, "a step's loss, whatever samples it has; in replays of it too"
@@ -298,9 +294,7 @@ PLACES: dict[str, Place] = {
         ("p = 0.01", "p = 0.05", "p = 0.2", "p = 0.5", "p = 0.7", "p = 0.9"),
         "any loss, with a chance: hardware that is not deterministic",
     ),
-    "late replay": Place(
-        _first_passes, ("1 pass", "2 passes", "3 passes", "5 passes"), "a step's first passes"
-    ),
+    "late replay": Place(_first_passes, ("1 pass", "2 passes", "3 passes", "5 passes"), "a step's first passes"),
     "frozen weight": Place(_frozen, _BASE_KINDS, "a weight of the base in memory"),
     "buffer": Place(
         _buffer,
@@ -308,22 +302,16 @@ PLACES: dict[str, Place] = {
         "a buffer of the base in memory",
         lambda targets, ranks: targets.has_buffers,
     ),
-    "trained weight": Place(
-        _weight, ("NaN", "Inf", "1e30", "5000"), "one element of a trained weight"
-    ),
+    "trained weight": Place(_weight, ("NaN", "Inf", "1e30", "5000"), "one element of a trained weight"),
     "trained weights": Place(_all_weights, ("grown", "sign"), "all trained weights"),
-    "moment": Place(
-        _moment, ("NaN", "Inf", "1e30", "negative"), "one element of one of AdamW's moments"
-    ),
+    "moment": Place(_moment, ("NaN", "Inf", "1e30", "negative"), "one element of one of AdamW's moments"),
     "average": Place(_average, ("NaN", "Inf", "1e30", "5000"), "one element of the moving average"),
     "gradient": Place(
         _gradient,
         ("one NaN", "one Inf", "all NaN", "one 1e30", "all x 1e30", "all x 1e-25"),
         "gradients as they arrive",
     ),
-    "device": Place(
-        _device, _NOT_FINITE, "all that one rank computes", lambda targets, ranks: ranks > 1
-    ),
+    "device": Place(_device, _NOT_FINITE, "all that one rank computes", lambda targets, ranks: ranks > 1),
     "learning rate": Place(_rate, ("1e3", "1e5", "1e38"), "a real divergence"),
     "weight decay": Place(_decay, ("1e5", "1e7"), "a real divergence of another cause"),
     "memory": Place(_memory, ("out of memory",), "a sample's loss, and replays that do not fit"),

@@ -111,9 +111,7 @@ class Sweep:
         group |= {"WORLD_SIZE": str(fault.ranks), "LOCAL_WORLD_SIZE": str(fault.ranks)}
         pids = []
         for rank in range(fault.ranks):
-            environment = (
-                group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if fault.ranks > 1 else {}
-            )
+            environment = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if fault.ranks > 1 else {}
             pids.append(forked(lambda _: self._play(fault, output), [], environment, log))
         return _Job(fault, pids, log, output)
 
@@ -139,9 +137,7 @@ class Sweep:
             judgement.failures["ended"] = str(error)
         else:
             judgement.failures.update(failures_of(case, world, observation, tally))
-            messages = [
-                f"{e['step']} {e['verdict']['cause']} {e['action']}" for e in acted(observation)
-            ]
+            messages = [f"{e['step']} {e['verdict']['cause']} {e['action']}" for e in acted(observation)]
             code = observation.error.exit_code if observation.error else 0
             values = {"told": messages, "exit_code": code, "certified": is_certified(observation)}
             judgement = Judgement(**{**asdict(judgement), **values})
@@ -167,9 +163,5 @@ def _judgement(job: _Job) -> Judgement:
     else:
         stack_matches = [_OURS.search(stack) for stack in log.split("Timeout (")[1:]]
         locations = sorted({f"{match[1]} in {match[2]}" for match in stack_matches if match})
-        message = (
-            f"no end after {seconds:g} s, at {' and at '.join(locations) or 'an unknown place'}"
-        )
-    return Judgement(
-        fault.name, fault.place, fault.kind, "", failures={"ended": message}, seconds=seconds
-    )
+        message = f"no end after {seconds:g} s, at {' and at '.join(locations) or 'an unknown place'}"
+    return Judgement(fault.name, fault.place, fault.kind, "", failures={"ended": message}, seconds=seconds)

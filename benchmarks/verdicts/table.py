@@ -18,9 +18,7 @@ def table(judged: Sequence[Judgement]) -> str:
 
 
 def _row(place: str, kind: str, judged: Sequence[Judgement]) -> tuple[str, ...]:
-    num_failures = [
-        sum(question in judgement.failures for judgement in judged) for question in QUESTIONS
-    ]
+    num_failures = [sum(question in judgement.failures for judgement in judged) for question in QUESTIONS]
     return (
         place,
         kind,
@@ -44,8 +42,6 @@ def failures(judged: Sequence[Judgement], command: str) -> str:
         parts.append(f"{judgement.name}, {judgement.when}")
         parts += [f"    {question}: {answer}" for question, answer in judgement.failures.items()]
         events = "; ".join(judgement.told[:8]) or "none"
-        parts.append(
-            f"    exit {judgement.exit_code}, certified {judgement.certified}, events: {events}"
-        )
+        parts.append(f"    exit {judgement.exit_code}, certified {judgement.certified}, events: {events}")
         parts.append(f"    {command} --only {judgement.name[:3]}")
     return "\n".join(parts)

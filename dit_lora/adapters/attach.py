@@ -12,12 +12,7 @@ from diffusers.training_utils import cast_training_params
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dit_lora.adapters.kinds import (
-    create_peft_config,
-    get_adapter_kind,
-    require_adaptable,
-    set_dora_magnitudes,
-)
+from dit_lora.adapters.kinds import create_peft_config, get_adapter_kind, require_adaptable, set_dora_magnitudes
 from dit_lora.adapters.lora_mixins import add_adapter_methods
 from dit_lora.config.recipe import LoraConfig
 from dit_lora.errors import DitLoraError, format_list
@@ -50,12 +45,7 @@ class AttachReport:
 
 
 def attach_lora(
-    model: nn.Module,
-    lora: LoraConfig,
-    default_targets: Sequence[str],
-    *,
-    seed: int,
-    submodules: Sequence[str] = (),
+    model: nn.Module, lora: LoraConfig, default_targets: Sequence[str], *, seed: int, submodules: Sequence[str] = ()
 ) -> AttachReport:
     """Add an fp32 adapter of `lora.kind` to the layers that `lora.targets` matches. It has no effect before the first
     step.
@@ -177,17 +167,13 @@ def _build_pattern(targets: Sequence[str], submodules: Sequence[str], names: Seq
     inside = [name for name in names if any(f".{part}." in f".{name}" for part in submodules)]
     if not inside:
         raise DitLoraError(
-            format_list(
-                "no linear layer is inside these submodules, to which LoRA is limited", submodules
-            )
+            format_list("no linear layer is inside these submodules, to which LoRA is limited", submodules)
         )
     inside_targets = [target for target in targets if match_names(inside, [target])]
     other_targets = [target for target in targets if target not in inside_targets]
     # The look-ahead requires one of the submodules in the path; then the end of the path is matched.
     parts = (
-        [
-            rf"(?=(?:.*\.)?(?:{_join_alternatives(submodules)})\.)(?:.*\.)?(?:{_join_alternatives(inside_targets)})"
-        ]
+        [rf"(?=(?:.*\.)?(?:{_join_alternatives(submodules)})\.)(?:.*\.)?(?:{_join_alternatives(inside_targets)})"]
         if inside_targets
         else []
     )
@@ -199,20 +185,15 @@ def _join_alternatives(names: Sequence[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
-def _require_matches(
-    model: str, targets: list[str], linear: list[str], convolutions: list[str]
-) -> None:
+def _require_matches(model: str, targets: list[str], linear: list[str], convolutions: list[str]) -> None:
     names = (*linear, *convolutions)
     unmatched = [target for target in targets if not match_names(names, [target])]
     if unmatched:
-        shown_convolutions = [
-            f"{suffix} ({n}, convolutions)" for suffix, n in _count_suffixes(convolutions).items()
-        ]
+        shown_convolutions = [f"{suffix} ({n}, convolutions)" for suffix, n in _count_suffixes(convolutions).items()]
         raise DitLoraError(
             format_list(
                 f"lora.targets: these match no linear layer of {model}: {', '.join(unmatched)}; it has",
-                [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()]
-                + shown_convolutions,
+                [f"{suffix} ({count})" for suffix, count in _count_suffixes(linear).items()] + shown_convolutions,
             )
         )
 

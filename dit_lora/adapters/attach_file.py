@@ -24,12 +24,7 @@ from dit_lora.errors import DitLoraError, format_list
 
 
 def attach_lora_file(
-    model: nn.Module,
-    lora_file: LoraFile,
-    lora: LoraConfig,
-    default_targets: Sequence[str],
-    *,
-    seed: int,
+    model: nn.Module, lora_file: LoraFile, lora: LoraConfig, default_targets: Sequence[str], *, seed: int
 ) -> AttachReport:
     """Attach the file's matrices in fp32 to the layers that the file has. `lora` gives the dropout.
 
@@ -41,9 +36,7 @@ def attach_lora_file(
     # A short target such as `to_q` is preferred to the names of all layers; the first that is exact is used.
     hints = [(lora_file.config or {}).get("target_modules"), lora.targets, tuple(default_targets)]
     targets = build_exact_targets(list(lora_file.layers), find_adaptable_layers(model), hints)
-    report = add_adapter(
-        model, build_peft_config(lora_file.layers, targets, lora.dropout), seed=seed
-    )
+    report = add_adapter(model, build_peft_config(lora_file.layers, targets, lora.dropout), seed=seed)
     # Replaces the random initial values.
     copy_matrices(model, lora_file.layers, ADAPTER_NAME)
     return report
@@ -51,9 +44,7 @@ def attach_lora_file(
 
 def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) -> None:
     """Raise `DitLoraError` if a recipe gives a rank, alpha or targets that differ from those of its LoRA file."""
-    where = (
-        f"{lora_file.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
-    )
+    where = f"{lora_file.file.name}; leave it out, or give null: rank, alpha and targets are the file's"
     for name, option, stored_values in (
         ("rank", lora.rank, {layer.rank for layer in lora_file.layers.values()}),
         ("alpha", lora.alpha, {layer.alpha for layer in lora_file.layers.values()}),
@@ -67,9 +58,7 @@ def require_consistent(model: nn.Module, lora_file: LoraFile, lora: LoraConfig) 
     # The layers that the recipe would adapt without a file.
     targeted = set(match_names(find_adaptable_layers(model), lora.targets))
     differing = [f"{name}: not in the file" for name in sorted(targeted - lora_file.layers.keys())]
-    differing += [
-        f"{name}: not in lora.targets" for name in lora_file.layers if name not in targeted
-    ]
+    differing += [f"{name}: not in lora.targets" for name in lora_file.layers if name not in targeted]
     if differing:
         raise DitLoraError(format_list(f"lora.targets: not the layers of {where}", differing))
 
@@ -79,21 +68,15 @@ def build_peft_config(
 ) -> peft.LoraConfig:
     """Build PEFT's config for these layers: the most common rank and alpha, and patterns for layers that differ."""
     # Two dictionaries by layer name.
-    ranks, alphas = (
-        {name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha")
-    )
+    ranks, alphas = ({name: getattr(layer, key) for name, layer in layers.items()} for key in ("rank", "alpha"))
     rank, alpha = _find_most_common(ranks), _find_most_common(alphas)
     return peft.LoraConfig(
         r=int(rank),
         lora_alpha=alpha,  # type: ignore[arg-type]  # a float where the file's is
         lora_dropout=dropout,
         target_modules=targets,
-        rank_pattern={
-            _build_exact_pattern(name): value for name, value in ranks.items() if value != rank
-        },
-        alpha_pattern={
-            _build_exact_pattern(name): value for name, value in alphas.items() if value != alpha
-        },
+        rank_pattern={_build_exact_pattern(name): value for name, value in ranks.items() if value != rank},
+        alpha_pattern={_build_exact_pattern(name): value for name, value in alphas.items() if value != alpha},
         init_lora_weights=True,
     )
 

@@ -37,9 +37,7 @@ def get_weight_changes(model: nn.Module, adapter: str) -> dict[str, WeightChange
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
     }
-    return {
-        name: WeightChange(layer, adapter) for name, layer in adapted.items() if adapter in layer.r
-    }
+    return {name: WeightChange(layer, adapter) for name, layer in adapted.items() if adapter in layer.r}
 
 
 @torch.no_grad()
@@ -51,9 +49,7 @@ def merge_into_weight(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     """
     if isinstance(layer, LoraLayer):
         total = weight + _compute_lora_update(layer, adapter, weight)
-        return (
-            _apply_dora_magnitude(layer, adapter, total) if adapter in layer.lora_variant else total
-        )
+        return _apply_dora_magnitude(layer, adapter, total) if adapter in layer.lora_variant else total
     if isinstance(layer, LoKrLayer):
         return weight + _compute_lokr_update(layer, adapter, weight)
     if isinstance(layer, LoHaLayer):
@@ -104,7 +100,6 @@ def _get_lokr_factor(layer: Any, adapter: str, name: str, weight: Tensor) -> Ten
 def _compute_loha_update(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     # LoHa: the elementwise product of two LoRAs (arXiv 2309.14859).
     w1_a, w1_b, w2_a, w2_b = (
-        getattr(layer, f"hada_{name}")[adapter].to(weight)
-        for name in ("w1_a", "w1_b", "w2_a", "w2_b")
+        getattr(layer, f"hada_{name}")[adapter].to(weight) for name in ("w1_a", "w1_b", "w2_a", "w2_b")
     )
     return layer.scaling[adapter] * ((w1_a @ w1_b) * (w2_a @ w2_b)).reshape(weight.shape)

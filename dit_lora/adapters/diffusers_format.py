@@ -169,15 +169,9 @@ def _build_model_with_weights(model: Any, weights: Tensors) -> nn.Module:
     return holder
 
 
-def require_valid_tensors(
-    lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def require_valid_tensors(lora: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None) -> None:
     """Raise `CheckFailedError` if a tensor is not finite, or if the adapter has no effect because every B is zero."""
-    bad = [
-        name
-        for name, tensor in {**lora, **(base or {})}.items()
-        if not torch.isfinite(tensor).all()
-    ]
+    bad = [name for name, tensor in {**lora, **(base or {})}.items() if not torch.isfinite(tensor).all()]
     if bad:
         raise CheckFailedError(format_list("refused to save: these tensors are not finite", bad))
     idle = {name: tensor for name, tensor in lora.items() if is_zero_initialized(name)}

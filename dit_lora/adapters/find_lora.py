@@ -31,10 +31,7 @@ def find_lora(location: str, option: str) -> Path:
         raise DitLoraError(
             f"{option}: {location} is no {_SUFFIX} file, the one form that holds no code; convert it first"
         )
-    if (
-        file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME)
-        and file.with_name(BASE_FILE).is_file()
-    ):
+    if file.name in (ADAPTER_FILE, SAFETENSORS_WEIGHTS_NAME) and file.with_name(BASE_FILE).is_file():
         raise DitLoraError(
             f"{option}: {location} has base weights beside its LoRA ({BASE_FILE}), which a LoRA "
             "alone leaves out; write "
@@ -62,9 +59,7 @@ def _find_in_folder(folder: Path, location: str, option: str) -> Path:
     if files:
         message = f"{option}: {location} has several files; name one of them"
         raise DitLoraError(format_list(message, [path.name for path in files]))
-    raise DitLoraError(
-        f"{option}: no LoRA in {location}: no {ADAPTER_FILE}, and no other {_SUFFIX} file"
-    )
+    raise DitLoraError(f"{option}: no LoRA in {location}: no {ADAPTER_FILE}, and no other {_SUFFIX} file")
 
 
 def _find_on_hub(location: str, option: str) -> Path:
@@ -72,10 +67,7 @@ def _find_on_hub(location: str, option: str) -> Path:
     *repository, file_name = location.split("/")
     name, pattern = "/".join(repository), file_name
     if file_name.endswith(_SUFFIX) and len(repository) == 2 and not is_likely_local(name):
-        file = (
-            resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (pattern,))
-            / pattern
-        )
+        file = resolve_result_folder(f"{HUB_PREFIX}{name.removeprefix(HUB_PREFIX)}", (pattern,)) / pattern
         return file
     if get_hub_name(location) is None:
         starts = "; a start is kaiming, gaussian, or a LoRA to continue from"

@@ -147,9 +147,7 @@ def _find_base_group(
     return None
 
 
-def _make_trainable(
-    parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
-) -> None:
+def _make_trainable(parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]) -> None:
     for group in ("connector", "backbone"):
         for name in members.get(group, ()):
             parameter = parameters[name]
@@ -158,13 +156,9 @@ def _make_trainable(
             parameter.requires_grad_(True)
 
 
-def _require_all_grouped(
-    parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]
-) -> None:
+def _require_all_grouped(parameters: Mapping[str, nn.Parameter], members: Mapping[str, Sequence[str]]) -> None:
     # The optimizer would never update a parameter outside of all groups.
     grouped = {name for names in members.values() for name in names}
     left_out = [n for n, p in parameters.items() if p.requires_grad and n not in grouped]
     if left_out:
-        raise DitLoraError(
-            format_list("these trainable parameters are in no parameter group", left_out)
-        )
+        raise DitLoraError(format_list("these trainable parameters are in no parameter group", left_out))

@@ -134,9 +134,7 @@ def _find_unsupported_reason(layer: nn.Module, kind: AdapterKind) -> str | None:
     if kind == "oft" and not isinstance(layer, nn.Linear):
         return "a convolution, whose windows overlap once rotated"
     # Kinds without an entry need neither the layer's weight nor its shape.
-    if isinstance(layer, QuantizedLinear) and layer.kind in _UNSUPPORTED_QUANTIZATIONS.get(
-        kind, ()
-    ):
+    if isinstance(layer, QuantizedLinear) and layer.kind in _UNSUPPORTED_QUANTIZATIONS.get(kind, ()):
         return f"quantised to {layer.kind}, and {kind} is computed from the weight itself"
     weight: Any = layer.weight
     if kind == "dora" and not weight.is_meta:

@@ -23,9 +23,7 @@ class LayerNames:
 
     def translate(self, name: str) -> str | None:
         """The program's name for one of Diffusers' layers; None if it has no such layer."""
-        if self.unsupported_reason or any(
-            fnmatchcase(name, pattern) for pattern in self.unnamed_layers
-        ):
+        if self.unsupported_reason or any(fnmatchcase(name, pattern) for pattern in self.unnamed_layers):
             return None
         # None if a mapping exists and has no entry for this layer.
         program_name = _apply_renames(self.renames, name) if self.renames else name
@@ -61,13 +59,7 @@ def iterate_spellings(name: str, comfyui: LayerNames) -> Iterator[str]:
         yield comfyui_name
 
 
-_DOTTED_PREFIXES = (
-    "",
-    "transformer.",
-    "diffusion_model.",
-    "model.diffusion_model.",
-    "base_model.model.",
-)
+_DOTTED_PREFIXES = ("", "transformer.", "diffusion_model.", "model.diffusion_model.", "base_model.model.")
 # kohya's trainers, VideoX-Fun, OneTrainer, LyCORIS.
 _JOINED_PREFIXES = ("lora_unet_", "lora_unet__", "lora_transformer_", "lycoris_")
 
@@ -78,9 +70,7 @@ def iterate_file_spellings(name: str) -> Iterator[str]:
     yield from (f"{prefix}{name.replace('.', '_')}" for prefix in _JOINED_PREFIXES)
 
 
-def map_spellings_to_layers(
-    names: Iterator[str] | list[str], comfyui: LayerNames
-) -> dict[str, str]:
+def map_spellings_to_layers(names: Iterator[str] | list[str], comfyui: LayerNames) -> dict[str, str]:
     """Map each spelling to its layer. Spellings that could mean several layers are left out."""
     layers: dict[str, str] = {}
     ambiguous = set()

@@ -18,12 +18,7 @@ from dit_lora.adapters.attach_file import build_peft_config
 from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, read_run_metadata
 from dit_lora.adapters.kinds import PEFT_ONLY_KINDS, get_adapter_kind
 from dit_lora.adapters.layer_names import UNKNOWN_NAMES, LayerNames
-from dit_lora.adapters.lora_file import (
-    CONVERTER_ERRORS,
-    is_lora_tensor,
-    parse_header_config,
-    read_lora,
-)
+from dit_lora.adapters.lora_file import CONVERTER_ERRORS, is_lora_tensor, parse_header_config, read_lora
 from dit_lora.adapters.lora_mixins import get_lora_pipeline_class, with_lora
 from dit_lora.adapters.patterns import read_peft_config
 from dit_lora.environment.hub_files import resolve_result_folder
@@ -54,11 +49,7 @@ class _LoadTarget:
 
 
 def load_adapter(
-    pipeline: Any,
-    adapter: str | Path,
-    comfyui: LayerNames = UNKNOWN_NAMES,
-    *,
-    name: str | None = None,
+    pipeline: Any, adapter: str | Path, comfyui: LayerNames = UNKNOWN_NAMES, *, name: str | None = None
 ) -> None:
     """Load an adapter from a folder, a file or the Hub into a pipeline, with base weights that were trained with it.
 
@@ -81,11 +72,7 @@ def load_adapter(
         state = {}
     # Files that the pipeline's loader would convert are read layer by layer: converters may drop tensors.
     is_stock_form = _has_known_layers(pipeline, state) and not is_converted_lora(target.file, state)
-    if (
-        not is_in_peft_format(target.file)
-        and not is_stock_form
-        and not _has_only_base_weights(target.file)
-    ):
+    if not is_in_peft_format(target.file) and not is_stock_form and not _has_only_base_weights(target.file):
         _attach_layers(target, comfyui)
     else:
         _require_layers(target, state)
@@ -120,9 +107,7 @@ def read_pipeline_state_dict(pipeline_class: Any, file: Path) -> dict[str, torch
     """A file's tensors by the names that the pipeline's own loader gives them. Raises that loader's errors."""
     if is_in_peft_format(file):
         return {_get_pipeline_name(name): tensor for name, tensor in load_file(file).items()}
-    loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(
-        file.parent, weight_name=file.name
-    )
+    loaded = get_lora_pipeline_class(pipeline_class).lora_state_dict(file.parent, weight_name=file.name)
     state: dict[str, torch.Tensor] = loaded[0] if isinstance(loaded, tuple) else loaded
     return state
 
@@ -166,8 +151,7 @@ def _restore_prefix(requested_name: str, names: list[str]) -> str:
     shared = min(names)[: _count_common_characters(min(names), max(names))]
     # If several are equally good, take the longest: then the converter removed the whole common prefix.
     num_removed = max(
-        range(len(shared) + 1),
-        key=lambda start: (_count_common_characters(shared[start:], requested_name), start),
+        range(len(shared) + 1), key=lambda start: (_count_common_characters(shared[start:], requested_name), start)
     )
     return shared[:num_removed] + requested_name
 
@@ -226,10 +210,7 @@ def _run_pipeline_loader(target: _LoadTarget) -> None:
     elif any(".lokr_" in name for name in load_file(file)):
         # Only some pipelines load LoKr with `load_lora_weights`, but every model can.
         target.model.load_lora_adapter(
-            str(file.parent),
-            weight_name=file.name,
-            prefix="transformer",
-            adapter_name=target.name,
+            str(file.parent), weight_name=file.name, prefix="transformer", adapter_name=target.name
         )
     else:
         target.pipeline.load_lora_weights(
@@ -286,9 +267,7 @@ def _set_labels(pipeline: Any, file: Path) -> None:
     labels = (read_run_metadata(file).get("index") or {}).get("id2label", {})
     # DiTPipeline splits names at commas, too: a class may have several names.
     if labels and hasattr(pipeline, "labels"):
-        pipeline.labels = {
-            name.strip(): int(row) for row, names in labels.items() for name in names.split(",")
-        }
+        pipeline.labels = {name.strip(): int(row) for row, names in labels.items() for name in names.split(",")}
 
 
 def _enlarge_embeddings(model: Any, weights: Mapping[str, torch.Tensor]) -> None:

@@ -28,30 +28,16 @@ from dit_lora.adapters.lora_mixins import get_lora_pipeline_class
 from dit_lora.adapters.patterns import read_peft_config, require_bounded_patterns
 from dit_lora.adapters.published_names import map_published_spellings, split_rows
 from dit_lora.config.lora import WEIGHT_INITS
-from dit_lora.config.records import (
-    AdapterConfig,
-    CheckpointState,
-    parse_typed_json,
-    read_typed_json,
-    validate_value,
-)
+from dit_lora.config.records import AdapterConfig, CheckpointState, parse_typed_json, read_typed_json, validate_value
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 
 # A or B as PEFT, kohya or Diffusers' older versions name it, with or without the adapter's name.
-_MATRIX_NAME = re.compile(
-    r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight"
-)
+_MATRIX_NAME = re.compile(r"(.+)\.(lora_A|lora_down|lora\.down|lora_B|lora_up|lora\.up)(?:\.default)?\.weight")
 _ALPHA_NAME = re.compile(r"(.+)\.alpha")
 _NAMES_OF_A = ("lora_A", "lora_down", "lora.down")
 # Exceptions that Diffusers' converters raise for unknown names and sizes: FLUX's converter has its sizes built in.
-CONVERTER_ERRORS = (
-    ValueError,
-    LookupError,
-    AttributeError,
-    RuntimeError,
-    AssertionError,
-)
+CONVERTER_ERRORS = (ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 WEIGHTS_FILE, AVERAGES_FILE, STATE_FILE = "trainable.safetensors", "ema.safetensors", "state.json"
 """Files of a run's checkpoint: trained weights, their moving averages, and the state with the run's settings."""
 MAX_TENSORS = 100_000
@@ -125,9 +111,7 @@ def read_lora(file: Path, model: nn.Module, comfyui: LayerNames, pipeline_class:
         raise DitLoraError(format_list(f"{file}: these tensors are not finite", bad))
     layers = {
         # fp32, whatever the file has: training continues in fp32.
-        name: StoredLayer(
-            factors["A"].float(), factors["B"].float(), _get_alpha(name, factors, config)
-        )
+        name: StoredLayer(factors["A"].float(), factors["B"].float(), _get_alpha(name, factors, config))
         for name, factors in sorted(factors_by_layer.items())
     }
     files = {"sha256": file} | ({"config_sha256": config_file} if in_peft_format else {})
@@ -164,9 +148,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     tensors, averages = load_file(file), file.with_name(AVERAGES_FILE)
     if file.name == WEIGHTS_FILE and averages.is_file():
         # The run samples, evaluates and exports the averages, too.
-        tensors |= {
-            name.removeprefix("ema/"): tensor for name, tensor in load_file(averages).items()
-        }
+        tensors |= {name.removeprefix("ema/"): tensor for name, tensor in load_file(averages).items()}
     return tensors
 
 
@@ -304,11 +286,7 @@ class _ModelNames:
 def _sort_tensors(tensors: Tensors, model_names: _ModelNames) -> _SortedTensors:
     sorted_out, seen_layers = _SortedTensors(), set[str]()
     for name, factors in _group_by_layer_name(tensors, sorted_out).items():
-        layers = (
-            [model_names.layers[name]]
-            if name in model_names.layers
-            else model_names.published_layers.get(name)
-        )
+        layers = [model_names.layers[name]] if name in model_names.layers else model_names.published_layers.get(name)
         # Alpha is optional.
         missing_parts = [f"no lora_{part}" for part in "AB" if part not in factors]
         if layers is None:
@@ -317,9 +295,7 @@ def _sort_tensors(tensors: Tensors, model_names: _ModelNames) -> _SortedTensors:
             sorted_out.refuse(_DUPLICATE, f"{name}: a second one of {', '.join(repeated_layers)}")
         elif missing_parts:
             suffix = ", its alpha is alone" if len(missing_parts) == 2 else ""
-            sorted_out.refuse(
-                _INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}"
-            )
+            sorted_out.refuse(_INCOMPLETE, f"{', '.join(layers)}: {' and '.join(missing_parts)}{suffix}")
         elif name in model_names.layers:
             # A name of Diffusers' or ComfyUI's layer stands for one layer.
             sorted_out.factors_by_layer[layers[0]] = factors
@@ -372,17 +348,11 @@ def _group_by_layer_name(tensors: Tensors, sorted_tensors: _SortedTensors) -> Fa
 
 def _describe_problems(file: Path, problems: Mapping[str, list[str]]) -> str:
     """One line with the reasons why a file is refused, then the names that caused it."""
-    reasons = [
-        _REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()
-    ]
-    return format_list(
-        f"{file}: {'; '.join(reasons)}", [name for names in problems.values() for name in names]
-    )
+    reasons = [_REASONS.get(reason, reason).format(count=len(names)) for reason, names in problems.items()]
+    return format_list(f"{file}: {'; '.join(reasons)}", [name for names in problems.values() for name in names])
 
 
-def _convert_with_pipeline(
-    file: Path, tensors: Tensors, pipeline_class: Any
-) -> dict[str, torch.Tensor] | None:
+def _convert_with_pipeline(file: Path, tensors: Tensors, pipeline_class: Any) -> dict[str, torch.Tensor] | None:
     """Convert a file with the pipeline's own loader; None if the loader does not know the form.
 
     Diffusers' converters silently drop some tensors and some alphas. So alpha is multiplied into B before the
@@ -402,9 +372,7 @@ def _convert_with_pipeline(
             reached = [tensor.sum() for tensor in state.values() if tensor.requires_grad]
             if not reached:
                 return None
-            gradients = torch.autograd.grad(
-                torch.stack(reached).sum(), list(leaves.values()), allow_unused=True
-            )
+            gradients = torch.autograd.grad(torch.stack(reached).sum(), list(leaves.values()), allow_unused=True)
     except CONVERTER_ERRORS:
         return None
     # No gradient: no result depends on this tensor.
@@ -443,16 +411,11 @@ def _get_weight_shape(model: nn.Module, layer: str) -> list[int] | None:
         module = module.get_base_layer()
     if isinstance(module, nn.Linear):
         # Not `weight.shape`, which is another one for a quantized weight.
-        return [
-            module.out_features,
-            module.in_features,
-        ]
+        return [module.out_features, module.in_features]
     return list(module.weight.shape) if isinstance(module, nn.Conv2d) else None
 
 
-def _find_shape_mismatches(
-    model: nn.Module, layer: str, factors: Mapping[str, torch.Tensor]
-) -> list[str]:
+def _find_shape_mismatches(model: nn.Module, layer: str, factors: Mapping[str, torch.Tensor]) -> list[str]:
     """Messages about a layer's matrices whose shapes do not fit the layer's weight or each other."""
     size = _get_weight_shape(model, layer)
     if size is None:
@@ -471,9 +434,7 @@ def _find_shape_mismatches(
     return misfits
 
 
-def _get_alpha(
-    layer: str, factors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None
-) -> float:
+def _get_alpha(layer: str, factors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> float:
     rank = len(factors["A"])
     if "alpha" in factors:
         return float(factors["alpha"].item())

@@ -60,9 +60,7 @@ def allow_quantized_layers(pipeline: Pipeline) -> Pipeline:
 
 
 def _get_module_shape(
-    model: nn.Module,
-    base_module: nn.Linear | None = None,
-    base_weight_param_name: str | None = None,
+    model: nn.Module, base_module: nn.Linear | None = None, base_weight_param_name: str | None = None
 ) -> torch.Size:
     module: Any = base_module
     if base_weight_param_name is not None:

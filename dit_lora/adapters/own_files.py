@@ -45,9 +45,7 @@ def list_checkpoint_files(folder: Path) -> list[str]:
     return [name.as_posix() for name in visible]
 
 
-def copy_checkpoint_files(
-    base: Path, output_folder: Path, should_copy: Callable[[str], bool]
-) -> None:
+def copy_checkpoint_files(base: Path, output_folder: Path, should_copy: Callable[[str], bool]) -> None:
     """Copy the checkpoint's files for whose relative path `should_copy` returns True."""
     for name in list_checkpoint_files(base):
         if should_copy(name):

@@ -36,17 +36,11 @@ def require_bounded_patterns(config: Mapping[str, Any] | None, source: object) -
     """
     patterns = list(_iterate_patterns(config or {}))
     if len(patterns) > MAX_PATTERNS:
-        raise DitLoraError(
-            f"{source}: its config has {len(patterns):,} patterns, more than {MAX_PATTERNS:,}"
-        )
+        raise DitLoraError(f"{source}: its config has {len(patterns):,} patterns, more than {MAX_PATTERNS:,}")
     for option, pattern in patterns:
         reason = find_unbounded_reason(pattern)
         if reason:
-            excerpt = (
-                pattern
-                if len(pattern) <= _MAX_SHOWN_CHARACTERS
-                else f"{pattern[:_MAX_SHOWN_CHARACTERS]}..."
-            )
+            excerpt = pattern if len(pattern) <= _MAX_SHOWN_CHARACTERS else f"{pattern[:_MAX_SHOWN_CHARACTERS]}..."
             raise DitLoraError(f"{source}: {option} holds {excerpt!r}, which {reason}")
 
 
@@ -130,8 +124,6 @@ def _count_repeat_ways(min_count: int, max_count: int, repeated: Any) -> int:
         return 1 + _count_ways(repeated)
     parts = [str(operation) for operation, _ in repeated]
     if len(parts) != 1 or parts[0] not in _SINGLE_CHARACTER_OPS:
-        raise _UnboundedError(
-            "repeats a group, which can take years to match; repeat single characters only"
-        )
+        raise _UnboundedError("repeats a group, which can take years to match; repeat single characters only")
     # A repeat of single characters can end after any number of them between the bounds.
     return 1 + min(max_count, _MAX_NAME_CHARACTERS) - min(min_count, _MAX_NAME_CHARACTERS)

@@ -37,10 +37,7 @@ _PREFIX = "base_model.model."
 
 
 def save_chat_adapter(
-    model: nn.Module,
-    output_folder: Path,
-    run_metadata: Mapping[str, Any],
-    weights: Tensors | None = None,
+    model: nn.Module, output_folder: Path, run_metadata: Mapping[str, Any], weights: Tensors | None = None
 ) -> Path:
     """Write `output_folder` so that `PeftModel.from_pretrained(base, out)` and `base.load_adapter(out)` can load it.
 
@@ -109,16 +106,12 @@ def find_chat_adapter_file(folder: Path) -> Path:
     raise DitLoraError(f"no adapter in {folder}: neither {CHAT_ADAPTER_FILE} nor {BASE_FILE}")
 
 
-def _get_adapter_tensors(
-    model: nn.Module, weights: Tensors | None = None
-) -> dict[str, torch.Tensor]:
+def _get_adapter_tensors(model: nn.Module, weights: Tensors | None = None) -> dict[str, torch.Tensor]:
     """The adapter's tensors by PEFT's names, sharing memory with the model or `weights`; empty without an adapter."""
     if not any(is_adapter_tensor(name) for name, _ in model.named_parameters()):
         return {}
     # By default, PEFT asks the Hub whether the frozen weight of an adapted head should be saved.
-    state = peft.get_peft_model_state_dict(
-        model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False
-    )
+    state = peft.get_peft_model_state_dict(model, weights, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     tensors = build_saved_state(model, state)
     return {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
@@ -151,9 +144,7 @@ def _add_adapter(model: PreTrainedModel, folder: Path) -> None:
         config = peft.PeftConfig.from_pretrained(str(folder))
         model.add_adapter(config, adapter_name=ADAPTER_NAME)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise DitLoraError(
-            f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}"
-        ) from error
+        raise DitLoraError(f"{folder / CONFIG_NAME} does not fit {type(model).__name__}: {error}") from error
     # PEFT's matrices follow the base's dtype.
     for name, parameter in model.named_parameters():
         if is_adapter_tensor(name):
@@ -169,9 +160,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise DitLoraError(f"{file} is not a safetensors file: {error}") from error
 
 
-def _require_fit(
-    file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
+def _require_fit(file: Path, stored: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Raise `DitLoraError` unless both have the same names and shapes."""
     # In both directions, then shapes.
     faults = [f"{name}: not in the model" for name in stored if name not in expected]

@@ -24,21 +24,16 @@ def _map_joined_layer(published: str, block: str, layers: str) -> dict[str, tupl
     return {published: tuple(f"{block}.{layer}" for layer in layers.split())}
 
 
-def _map_renamed_layers(
-    prefix: str, block: str, names: Mapping[str, str]
-) -> dict[str, tuple[str, ...]]:
+def _map_renamed_layers(prefix: str, block: str, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {
-        f"{prefix}{published_name}": (f"{block}{diffusers_name}",)
-        for published_name, diffusers_name in names.items()
+        f"{prefix}{published_name}": (f"{block}{diffusers_name}",) for published_name, diffusers_name in names.items()
     }
 
 
 _FLUX_BLOCK = "transformer_blocks.*"
 _FLUX_ATTENTION: PublishedNames = {
     **_map_joined_layer("double_blocks.*.img_attn.qkv", f"{_FLUX_BLOCK}.attn", "to_q to_k to_v"),
-    **_map_joined_layer(
-        "double_blocks.*.txt_attn.qkv", f"{_FLUX_BLOCK}.attn", "add_q_proj add_k_proj add_v_proj"
-    ),
+    **_map_joined_layer("double_blocks.*.txt_attn.qkv", f"{_FLUX_BLOCK}.attn", "add_q_proj add_k_proj add_v_proj"),
     "double_blocks.*.img_attn.proj": (f"{_FLUX_BLOCK}.attn.to_out.0",),
     "double_blocks.*.txt_attn.proj": (f"{_FLUX_BLOCK}.attn.to_add_out",),
 }
@@ -74,22 +69,14 @@ _FLUX: PublishedNames = {
         },
     ),
     **_map_joined_layer(
-        "single_blocks.*.linear1",
-        "single_transformer_blocks.*",
-        "attn.to_q attn.to_k attn.to_v proj_mlp",
+        "single_blocks.*.linear1", "single_transformer_blocks.*", "attn.to_q attn.to_k attn.to_v proj_mlp"
     ),
     **_map_renamed_layers(
-        "single_blocks.*.",
-        "single_transformer_blocks.*.",
-        {"linear2": "proj_out", "modulation.lin": "norm.linear"},
+        "single_blocks.*.", "single_transformer_blocks.*.", {"linear2": "proj_out", "modulation.lin": "norm.linear"}
     ),
     **_map_flux_embedders(
         "time_text_embed",
-        {
-            "time_in": "timestep_embedder",
-            "vector_in": "text_embedder",
-            "guidance_in": "guidance_embedder",
-        },
+        {"time_in": "timestep_embedder", "vector_in": "text_embedder", "guidance_in": "guidance_embedder"},
     ),
 }
 _FLUX2: PublishedNames = {
@@ -106,27 +93,19 @@ _FLUX2: PublishedNames = {
         },
     ),
     **_map_renamed_layers(
-        "single_blocks.*.",
-        "single_transformer_blocks.*.attn.",
-        {"linear1": "to_qkv_mlp_proj", "linear2": "to_out"},
+        "single_blocks.*.", "single_transformer_blocks.*.attn.", {"linear1": "to_qkv_mlp_proj", "linear2": "to_out"}
     ),
     "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
     "double_stream_modulation_txt.lin": ("double_stream_modulation_txt.linear",),
     "single_stream_modulation.lin": ("single_stream_modulation.linear",),
-    **_map_flux_embedders(
-        "time_guidance_embed", {"time_in": "timestep_embedder", "guidance_in": "guidance_embedder"}
-    ),
+    **_map_flux_embedders("time_guidance_embed", {"time_in": "timestep_embedder", "guidance_in": "guidance_embedder"}),
 }
 _SD3_BLOCK = "transformer_blocks.*"
 _SD3: PublishedNames = {
     **_map_joined_layer("joint_blocks.*.x_block.attn.qkv", f"{_SD3_BLOCK}.attn", "to_q to_k to_v"),
+    **_map_joined_layer("joint_blocks.*.x_block.attn2.qkv", f"{_SD3_BLOCK}.attn2", "to_q to_k to_v"),
     **_map_joined_layer(
-        "joint_blocks.*.x_block.attn2.qkv", f"{_SD3_BLOCK}.attn2", "to_q to_k to_v"
-    ),
-    **_map_joined_layer(
-        "joint_blocks.*.context_block.attn.qkv",
-        f"{_SD3_BLOCK}.attn",
-        "add_q_proj add_k_proj add_v_proj",
+        "joint_blocks.*.context_block.attn.qkv", f"{_SD3_BLOCK}.attn", "add_q_proj add_k_proj add_v_proj"
     ),
     **_map_renamed_layers(
         "joint_blocks.*.",
@@ -153,10 +132,7 @@ _SD3: PublishedNames = {
 }
 _Z_IMAGE_BLOCKS = ("layers.*", "noise_refiner.*", "context_refiner.*")
 _Z_IMAGE: PublishedNames = {
-    **{
-        f"{block}.attention.qkv": tuple(f"{block}.attention.to_{part}" for part in "qkv")
-        for block in _Z_IMAGE_BLOCKS
-    },
+    **{f"{block}.attention.qkv": tuple(f"{block}.attention.to_{part}" for part in "qkv") for block in _Z_IMAGE_BLOCKS},
     **{f"{block}.attention.out": (f"{block}.attention.to_out.0",) for block in _Z_IMAGE_BLOCKS},
     "x_embedder": ("all_x_embedder.2-1",),
     "final_layer.linear": ("all_final_layer.2-1.linear",),
@@ -189,9 +165,7 @@ def map_published_spellings(model: nn.Module, names: Iterable[str]) -> dict[str,
     return layers_by_name
 
 
-def split_rows(
-    model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]
-) -> list[torch.Tensor]:
+def split_rows(model: nn.Module, layers: list[str], b: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """Split B of a published layer into B of each of Diffusers' layers, in their row order."""
     return [
         _swap_halves(part) if _has_swapped_halves(model, layer) else part

@@ -9,11 +9,7 @@ from torch import nn
 from dit_lora.adapters.attach import find_tied_layers
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.finite import describe_nonfinite_tensors
-from dit_lora.numerics.quantized_linear import (
-    Quantization,
-    QuantizedLinear,
-    count_quantized_weight_bytes,
-)
+from dit_lora.numerics.quantized_linear import Quantization, QuantizedLinear, count_quantized_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -37,18 +33,14 @@ class QuantizeReport:
         )
 
 
-def find_quantizable_layers(
-    model: nn.Module, excluded_parameters: Collection[str] = ()
-) -> list[str]:
+def find_quantizable_layers(model: nn.Module, excluded_parameters: Collection[str] = ()) -> list[str]:
     """Names of the linear layers in a model's repeated blocks that have no parameter in `excluded_parameters`.
 
     Embeddings, heads, projections before and after the blocks, convolutions, norms and weights that two modules share
     are not quantized.
     """
     # Repeated blocks are in a ModuleList.
-    lists = [
-        f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
-    ]
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     inside = [
         name
         for name, module in model.named_modules()
@@ -56,16 +48,11 @@ def find_quantizable_layers(
         if type(module) is nn.Linear and name.startswith(tuple(lists))
     ]
     # Names of parameters: the layer's name is before the last dot.
-    excluded = {
-        *find_tied_layers(model, inside),
-        *(parameter.rpartition(".")[0] for parameter in excluded_parameters),
-    }
+    excluded = {*find_tied_layers(model, inside), *(parameter.rpartition(".")[0] for parameter in excluded_parameters)}
     return [name for name in inside if name not in excluded]
 
 
-def quantize_base(
-    model: nn.Module, kind: Quantization, excluded_parameters: Collection[str] = ()
-) -> QuantizeReport:
+def quantize_base(model: nn.Module, kind: Quantization, excluded_parameters: Collection[str] = ()) -> QuantizeReport:
     """Replace the `find_quantizable_layers` layers with `QuantizedLinear`s, in place. Attach adapters afterwards.
 
     Layers are quantized one after another, on the GPU if there is one, and moved back; so the GPU needs memory for one
@@ -79,10 +66,7 @@ def quantize_base(
             "none, or optim.groups trains them"
         )
     device = next(model.parameters()).device
-    before, num_parameters = (
-        count_parameter_bytes(model),
-        sum(p.numel() for p in model.parameters()),
-    )
+    before, num_parameters = (count_parameter_bytes(model), sum(p.numel() for p in model.parameters()))
     # All layers are checked before the error, so that it lists every one.
     count, bad = 0, list[str]()
     for name in names:
@@ -94,12 +78,8 @@ def quantize_base(
         # The original weight is freed here.
         model.set_submodule(name, QuantizedLinear(layer, kind).to(device))
     if bad:
-        raise DitLoraError(
-            format_list("these base weights are not finite; fetch the checkpoint again", bad)
-        )
-    return QuantizeReport(
-        kind, len(names), count, num_parameters, before, count_parameter_bytes(model)
-    )
+        raise DitLoraError(format_list("these base weights are not finite; fetch the checkpoint again", bad))
+    return QuantizeReport(kind, len(names), count, num_parameters, before, count_parameter_bytes(model))
 
 
 def count_quantized_bytes(
@@ -108,14 +88,9 @@ def count_quantized_bytes(
     """Bytes of the model's parameters after quantization. Only shapes are read, so the model may be on `meta`."""
     if kind is None:
         return count_parameter_bytes(model)
-    weights = [
-        model.get_parameter(f"{name}.weight")
-        for name in find_quantizable_layers(model, excluded_parameters)
-    ]
+    weights = [model.get_parameter(f"{name}.weight") for name in find_quantizable_layers(model, excluded_parameters)]
     # In the weight's current dtype minus the codes and scales.
-    saved = sum(
-        weight.nbytes - count_quantized_weight_bytes(weight.shape, kind) for weight in weights
-    )
+    saved = sum(weight.nbytes - count_quantized_weight_bytes(weight.shape, kind) for weight in weights)
     return count_parameter_bytes(model) - saved
 
 

@@ -32,12 +32,7 @@ _MORE, _ITERATIONS = 8, 16
 
 
 def attach_initialized_lora(
-    model: Any,
-    lora: LoraConfig,
-    default_targets: Sequence[str],
-    *,
-    seed: int,
-    submodules: Sequence[str] = (),
+    model: Any, lora: LoraConfig, default_targets: Sequence[str], *, seed: int, submodules: Sequence[str] = ()
 ) -> AttachReport:
     """Attach a new adapter with `attach_lora`, with the start that `lora.init` asks for."""
     report = attach_lora(model, lora, default_targets, seed=seed, submodules=submodules)
@@ -61,9 +56,7 @@ def initialize_from_weights(model: Any, adapter: str, init: str, *, seed: int) -
         if layer.r[adapter] > min(_get_weight_shape(layer))
     ]
     if small:
-        raise DitLoraError(
-            format_list(f"lora.init: {init} needs a rank that each weight has", small)
-        )
+        raise DitLoraError(format_list(f"lora.init: {init} needs a rank that each weight has", small))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora_start"))
         starts = {name: _compute_start(layer, adapter, init) for name, layer in layers.items()}
@@ -130,26 +123,18 @@ def _compute_start(layer: Any, adapter: str, init: str) -> StoredLayer:
     rank, scaling = len(a), layer.scaling[adapter]
     if base.weight.is_meta:
         return StoredLayer(a.detach(), b.detach(), scaling * rank)
-    base_weight = (
-        base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
-    )
+    base_weight = base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
     # (outputs, inputs * height * width).
     weight = base_weight.detach().float().flatten(1)
     b_start, a_start = (
-        _compute_principal_factors(weight, rank, scaling)
-        if init == "pissa"
-        else _compute_qr_factors(weight, rank)
+        _compute_principal_factors(weight, rank, scaling) if init == "pissa" else _compute_qr_factors(weight, rank)
     )
     return StoredLayer(
-        a_start.reshape(a.shape).cpu().contiguous(),
-        b_start.reshape(b.shape).cpu().contiguous(),
-        scaling * rank,
+        a_start.reshape(a.shape).cpu().contiguous(), b_start.reshape(b.shape).cpu().contiguous(), scaling * rank
     )
 
 
-def _compute_principal_factors(
-    weight: torch.Tensor, rank: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_principal_factors(weight: torch.Tensor, rank: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """B (outputs, rank) and A (rank, inputs): scaling * B @ A has the weight's largest singular values."""
     num_vectors = min(rank + _MORE, *weight.shape)
     # Randomized; u is (outputs, q), v is (inputs, q).

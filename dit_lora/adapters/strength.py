@@ -61,6 +61,4 @@ def _iterate_adapted_layers(pipeline: Any) -> Iterator[Any]:
     """Yield the adapted layers of all models of a pipeline."""
     for component in pipeline.components.values():
         if isinstance(component, nn.Module):
-            yield from (
-                module for module in component.modules() if isinstance(module, BaseTunerLayer)
-            )
+            yield from (module for module in component.modules() if isinstance(module, BaseTunerLayer))

@@ -28,15 +28,10 @@ def get_frozen_adapter_name(number: int) -> str:
     return f"{FROZEN_ADAPTER_PREFIX}{number}"
 
 
-def build_frozen_configs(
-    model: nn.Module, layers_per_adapter: Sequence[StoredLayers]
-) -> list[peft.LoraConfig]:
+def build_frozen_configs(model: nn.Module, layers_per_adapter: Sequence[StoredLayers]) -> list[peft.LoraConfig]:
     """PEFT's config of each, for a model without adapters: attaching them renames its layers."""
     all_layers = find_adaptable_layers(model)
-    return [
-        build_peft_config(layers, build_exact_targets(list(layers), all_layers))
-        for layers in layers_per_adapter
-    ]
+    return [build_peft_config(layers, build_exact_targets(list(layers), all_layers)) for layers in layers_per_adapter]
 
 
 def attach_frozen_adapters(
@@ -91,11 +86,7 @@ def disable_trained_adapter(model: nn.Module) -> Iterator[None]:
     before = [list(layer.active_adapters) for layer in layers]
     for layer, names in zip(layers, before, strict=True):
         # The start's name has the same prefix, but it goes with the trained adapter.
-        frozen = [
-            name
-            for name in names
-            if name.startswith(FROZEN_ADAPTER_PREFIX) and name != START_ADAPTER
-        ]
+        frozen = [name for name in names if name.startswith(FROZEN_ADAPTER_PREFIX) and name != START_ADAPTER]
         _set_active_adapters([layer], frozen or names)
         # `enable_adapters` would also freeze them.
         layer._disable_adapters = not frozen

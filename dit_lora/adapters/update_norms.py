@@ -54,9 +54,7 @@ class ModuleUpdate:
     @property
     def is_lost(self) -> bool:
         """True if the update is zero, or so small compared with its weight that adding it in fp32 changes nothing."""
-        return self.norm == 0 or (
-            self.relative_norm is not None and self.relative_norm < LOST_UPDATE_RATIO
-        )
+        return self.norm == 0 or (self.relative_norm is not None and self.relative_norm < LOST_UPDATE_RATIO)
 
     def record(self) -> dict[str, Any]:
         return {"name": self.name, "norm": self.norm, "relative": self.relative_norm}
@@ -110,9 +108,7 @@ def compute_weight_norms(model: nn.Module, files: Sequence[Path]) -> dict[str, f
 
 
 def compute_module_updates(
-    tensors: Mapping[str, torch.Tensor],
-    layers: Mapping[str, LoadedLayer],
-    norms: Mapping[str, float],
+    tensors: Mapping[str, torch.Tensor], layers: Mapping[str, LoadedLayer], norms: Mapping[str, float]
 ) -> list[ModuleUpdate]:
     """The update of each LoRA layer whose two matrices are in `tensors`, sorted by name."""
     # A (rank, inputs, ...) and B (outputs, rank, ...) by layer.
@@ -123,10 +119,7 @@ def compute_module_updates(
     }
     # Square root of each weight's number of values, from the shapes of its matrices.
     roots = {name: math.sqrt(len(b) * a[0].numel()) for name, (a, b) in pairs.items()}
-    changes = {
-        name: abs(layers[name].scaling) * compute_product_norm(b, a)
-        for name, (a, b) in pairs.items()
-    }
+    changes = {name: abs(layers[name].scaling) * compute_product_norm(b, a) for name, (a, b) in pairs.items()}
     return _build_updates(changes, norms, roots)
 
 
@@ -146,9 +139,7 @@ def measure_updates(model: nn.Module, norms: Mapping[str, float]) -> list[Module
     return _build_updates(changes, norms, roots)
 
 
-def compute_base_updates(
-    tensors: Mapping[str, torch.Tensor], files: Sequence[Path]
-) -> list[ModuleUpdate]:
+def compute_base_updates(tensors: Mapping[str, torch.Tensor], files: Sequence[Path]) -> list[ModuleUpdate]:
     """Changes of trained base weights, compared with the tensors of the same name and shape in the checkpoint's
     `files`.
     """
@@ -182,19 +173,13 @@ def _build_updates(
 
 
 def _iterate_adapted_layers(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    named = (
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    )
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     return ((name.removeprefix("base_model.model."), module) for name, module in named)
 
 
 def _get_weight(base: Any) -> torch.Tensor:
     weight: torch.Tensor = base.weight
-    return (
-        base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else weight
-    ).detach()
+    return (base.dequantize(torch.float32) if isinstance(base, QuantizedLinear) else weight).detach()
 
 
 def _compute_norm(tensor: torch.Tensor) -> float:

@@ -16,15 +16,7 @@ PANELS = {
     "Start": ("doctor", "init.recipes", "init", "tiny", "convert"),
     "Data": ("caption", "audit", "show", "cache"),
     "Train": ("plan", "guard", "replay", "quarantine"),
-    "Use what was trained": (
-        "report",
-        "sample",
-        "verify",
-        "export",
-        "export.extract",
-        "push",
-        "chat",
-    ),
+    "Use what was trained": ("report", "sample", "verify", "export", "export.extract", "push", "chat"),
 }
 """Verbs in the order in which a newcomer needs them; FILE.VERB where a verb shares the file of another."""
 
@@ -32,11 +24,7 @@ EXAMPLES: dict[str, Sequence[str]] = {}
 """Commands to type, after `dit-lora`, by verb."""
 
 # What is behind the script's name is the script's, also where it looks like an option of ours.
-_PASS_THROUGH_SETTINGS = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
+_PASS_THROUGH_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 _EPILOG = """Type first:
   dit-lora doctor
@@ -68,9 +56,7 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         echo(__version__)
         raise typer.Exit
@@ -88,19 +74,11 @@ def _add_verb(verb_path: str, panel: str) -> None:
     if isinstance(verb, typer.Typer):
         for command in verb.registered_commands:
             command.epilog = _format_epilog(f"{name} {command.name}")
-        app.add_typer(
-            verb,
-            name=name,
-            no_args_is_help=True,
-            rich_help_panel=panel,
-            epilog=_format_epilog(name),
-        )
+        app.add_typer(verb, name=name, no_args_is_help=True, rich_help_panel=panel, epilog=_format_epilog(name))
     else:
         # Only this verb passes arguments on to a script.
         settings = _PASS_THROUGH_SETTINGS if name == "guard" else None
-        app.command(
-            name, rich_help_panel=panel, epilog=_format_epilog(name), context_settings=settings
-        )(verb)
+        app.command(name, rich_help_panel=panel, epilog=_format_epilog(name), context_settings=settings)(verb)
 
 
 def _format_epilog(verb: str) -> str:

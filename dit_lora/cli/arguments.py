@@ -56,23 +56,16 @@ def complete_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     return matching
 
 
-RecipeFile = Annotated[
-    str, typer.Argument(help="A recipe (.yaml).", autocompletion=complete_recipe_files)
-]
+RecipeFile = Annotated[str, typer.Argument(help="A recipe (.yaml).", autocompletion=complete_recipe_files)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="key.path=value, as for training.",
-        show_default=False,
-        autocompletion=complete_overrides,
-    ),
+    typer.Argument(help="key.path=value, as for training.", show_default=False, autocompletion=complete_overrides),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run's folder.")]
 NewFolder = Annotated[Path, typer.Argument(help="Folder to write; must not exist.")]
 BaseModel = Annotated[str | None, typer.Option(help="Base checkpoint; by default the run's.")]
 Port = Annotated[
-    int | None,
-    typer.Option(min=0, max=65535, help="Of --serve; by default a free one.", show_default=False),
+    int | None, typer.Option(min=0, max=65535, help="Of --serve; by default a free one.", show_default=False)
 ]
 ChatModel = Annotated[Path, typer.Argument(help="A run's folder, an adapter's, or a checkpoint's.")]
 

@@ -9,25 +9,20 @@ from dit_lora.cli.arguments import Overrides, complete_recipe_files
 from dit_lora.errors import CheckFailedError, DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {
-    "audit": ("audit clips --html audit.html", "audit cogvideox_5b_t2v.yaml data.path=clips")
-}
+EXAMPLES = {"audit": ("audit clips --html audit.html", "audit cogvideox_5b_t2v.yaml data.path=clips")}
 
 
 def audit(
     target: Annotated[
         str,
         typer.Argument(
-            help="A recipe (.yaml), or a folder, .tar or dataset of its own.",
-            autocompletion=complete_recipe_files,
+            help="A recipe (.yaml), or a folder, .tar or dataset of its own.", autocompletion=complete_recipe_files
         ),
     ],
     overrides: Overrides = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every verdict.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures.")] = None,
-    fix_list: Annotated[
-        Path | None, typer.Option(help="Write what to do about each file, tab separated.")
-    ] = None,
+    fix_list: Annotated[Path | None, typer.Option(help="Write what to do about each file, tab separated.")] = None,
     encode: Annotated[
         bool, typer.Option("--encode", help="Of a recipe: fill its cache, and look at that too.")
     ] = False,
@@ -42,12 +37,7 @@ def audit(
     for line in result.lines():
         # Standard output then has only the JSON.
         echo(line, err=json_file == Path("/dev/stdout"))
-    samples, notes, buckets, encoded = (
-        result.audited_samples,
-        result.notes,
-        result.buckets,
-        result.encoded,
-    )
+    samples, notes, buckets, encoded = (result.audited_samples, result.notes, result.buckets, result.encoded)
     try:
         if json_file:
             document = build_audit_json(samples, notes=notes, buckets=buckets, encoded=encoded)
@@ -58,13 +48,7 @@ def audit(
         raise DitLoraError(f"cannot write {error.filename}: {error.strerror}") from error
     if html:
         write_audit_page(
-            html,
-            samples,
-            title=result.title,
-            totals=result.totals,
-            notes=notes,
-            buckets=buckets,
-            encoded=encoded,
+            html, samples, title=result.title, totals=result.totals, notes=notes, buckets=buckets, encoded=encoded
         )
     if not result.passed:
         raise typer.Exit(CheckFailedError.exit_code)

@@ -19,10 +19,7 @@ EXAMPLES = {
 
 cache = typer.Typer(help="Fill, check and tidy the cache of encoded clips and captions.")
 CacheTarget = Annotated[
-    str,
-    typer.Argument(
-        help="A recipe (.yaml), or a cache's folder.", autocompletion=complete_recipe_files
-    ),
+    str, typer.Argument(help="A recipe (.yaml), or a cache's folder.", autocompletion=complete_recipe_files)
 ]
 
 
@@ -39,9 +36,7 @@ def cache_verify(
     context: typer.Context,
     target: CacheTarget,
     overrides: Overrides = None,
-    set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="Mark bad entries, to be made anew.")
-    ] = False,
+    set_aside: Annotated[bool, typer.Option("--set-aside", help="Mark bad entries, to be made anew.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Read every entry: digest, finite, in range; exit 1 if one is bad."""
@@ -54,10 +49,7 @@ def cache_verify(
 
 @cache.command("stats")
 def cache_stats(
-    context: typer.Context,
-    target: CacheTarget,
-    overrides: Overrides = None,
-    as_json: JsonFlag = False,
+    context: typer.Context, target: CacheTarget, overrides: Overrides = None, as_json: JsonFlag = False
 ) -> None:
     """Count entries, files and bytes, by kind."""
     from dit_lora.commands.cache import count_cache_entries
@@ -72,8 +64,7 @@ def cache_prune(
     target: CacheTarget,
     overrides: Overrides = None,
     keep: Annotated[
-        list[str] | None,
-        typer.Option(help="Remove what this recipe does not use; repeat for each that stays."),
+        list[str] | None, typer.Option(help="Remove what this recipe does not use; repeat for each that stays.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

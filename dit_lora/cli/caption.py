@@ -12,12 +12,7 @@ from dit_lora.terminal import echo
 if TYPE_CHECKING:
     from dit_lora.commands.caption import CaptionRequest
 
-EXAMPLES = {
-    "caption": (
-        "caption clips --model Qwen/Qwen2.5-VL-7B-Instruct --trigger sks",
-        "caption clips --serve",
-    )
-}
+EXAMPLES = {"caption": ("caption clips --model Qwen/Qwen2.5-VL-7B-Instruct --trigger sks", "caption clips --serve")}
 
 
 def caption(
@@ -44,12 +39,8 @@ def caption(
     ] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="By default the model's own.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 256,
-    html: Annotated[
-        Path | None, typer.Option(help="The page; by default DIR/captions.html.")
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Then edit them in this machine's browser.")
-    ] = False,
+    html: Annotated[Path | None, typer.Option(help="The page; by default DIR/captions.html.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Then edit them in this machine's browser.")] = False,
     port: Port = None,
 ) -> None:
     """Describe every clip and picture without a caption, into DIR/metadata.jsonl, and show all on a page."""

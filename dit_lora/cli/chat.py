@@ -21,9 +21,7 @@ def chat(
     image: Annotated[Path | None, typer.Option(help="What it is about.")] = None,
     model: BaseModel = None,
     frames: Annotated[int | None, typer.Option(min=1, help="By default as trained.")] = None,
-    instruction: Annotated[
-        str, typer.Option(help="What VideoChat2's Q-Former reads beside the frames.")
-    ] = "",
+    instruction: Annotated[str, typer.Option(help="What VideoChat2's Q-Former reads beside the frames.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
     """Ask a chat model about a video, an image or nothing; without --prompt, line by line until Ctrl-D."""
@@ -40,7 +38,5 @@ def chat(
     media = MediaFile(file) if file else None
     # Without --prompt, lines from standard input.
     questions = prompt or read_prompts()
-    for answer in converse(
-        answerer, media, questions, instruction=instruction, max_tokens=max_tokens
-    ):
+    for answer in converse(answerer, media, questions, instruction=instruction, max_tokens=max_tokens):
         echo(answer)

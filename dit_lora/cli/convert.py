@@ -24,14 +24,11 @@ convert = typer.Typer(help="Make checkpoints of released files.")
 @convert.command("videochat2")
 def convert_videochat2(
     out: NewFolder,
-    llm: Annotated[
-        Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")
-    ],
+    llm: Annotated[Path, typer.Option(help="Folder of the language model: Mistral, Vicuna, Phi-3.")],
     qformer_tokenizer: Annotated[Path, typer.Option(help="Folder of bert-base-uncased.")],
     vision: Annotated[Path | None, typer.Option(help="umt_l16_qformer.pth")] = None,
     stage: Annotated[
-        list[Path] | None,
-        typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable."),
+        list[Path] | None, typer.Option(help="videochat2_*_stage2.pth, then _stage3.pth or later; repeatable.")
     ] = None,
     legacy: Annotated[
         bool | None,
@@ -41,10 +38,7 @@ def convert_videochat2(
         ),
     ] = None,
     keep_adapter: Annotated[
-        bool,
-        typer.Option(
-            "--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it."
-        ),
+        bool, typer.Option("--keep-adapter", help="Keep stage 3's LoRA beside, where merging would round it.")
     ] = False,
 ) -> None:
     """Make a VideoChat2 checkpoint; every tensor of every file is placed, or said to be unused and why."""
@@ -70,21 +64,13 @@ def convert_videochat2(
 def convert_opendit(
     out: NewFolder,
     weights: Annotated[
-        Path,
-        typer.Option(
-            help="ema.pt, a .safetensors file, or the folder model/ with its .bin shards."
-        ),
+        Path, typer.Option(help="ema.pt, a .safetensors file, or the folder model/ with its .bin shards.")
     ],
     heads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Attention heads, where the width is none of OpenDiT's own sizes."
-        ),
+        int | None, typer.Option(min=1, help="Attention heads, where the width is none of OpenDiT's own sizes.")
     ] = None,
     vae: Annotated[str | None, typer.Option(help="Folder or Hub id; by default OpenDiT's.")] = None,
-    text_encoder: Annotated[
-        str | None, typer.Option(help="CLIP's folder or Hub id; by default OpenDiT's.")
-    ] = None,
+    text_encoder: Annotated[str | None, typer.Option(help="CLIP's folder or Hub id; by default OpenDiT's.")] = None,
 ) -> None:
     """Make a video DiT's pipeline of an OpenDiT v1.0.0 video checkpoint; its sizes are read from its tensors."""
     from dit_lora.models.video_dit_base import convert_checkpoint

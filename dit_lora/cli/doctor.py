@@ -7,17 +7,13 @@ import typer
 
 from dit_lora.cli.json_output import JsonFlag, write_answer
 
-EXAMPLES = {
-    "doctor": ("doctor", "doctor --config-file one_gpu.yaml"),
-}
+EXAMPLES = {"doctor": ("doctor", "doctor --config-file one_gpu.yaml")}
 
 
 def doctor(
     context: typer.Context,
     as_json: JsonFlag = False,
-    config_file: Annotated[
-        Path | None, typer.Option(help="The accelerate config that you launch with.")
-    ] = None,
+    config_file: Annotated[Path | None, typer.Option(help="The accelerate config that you launch with.")] = None,
 ) -> None:
     """Show versions, device and what a run will use and why; exit 1 if a run would be refused."""
     from dit_lora.commands.doctor import build_report, print_report

@@ -30,21 +30,18 @@ EXAMPLES = {
 
 
 Energy = Annotated[
-    float | None,
-    typer.Option(help="Of --rank auto: share of each layer's energy to keep; by default 0.99."),
+    float | None, typer.Option(help="Of --rank auto: share of each layer's energy to keep; by default 0.99.")
 ]
 OutputFolder = Annotated[Path, typer.Option(help="Folder to write; must not exist.")]
 ExportFormat = Annotated[
-    Literal["diffusers", "peft", "comfyui", "kohya", "folded"],
-    typer.Option(help="As export writes it."),
+    Literal["diffusers", "peft", "comfyui", "kohya", "folded"], typer.Option(help="As export writes it.")
 ]
 
 
 def export(
     context: typer.Context,
     targets: Annotated[
-        list[Path],
-        typer.Argument(metavar="TARGET", help="Runs' folders, or adapters'; several are added up."),
+        list[Path], typer.Argument(metavar="TARGET", help="Runs' folders, or adapters'; several are added up.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
     to: Annotated[
@@ -54,9 +51,7 @@ def export(
             "merged, with --rank diffusers."
         ),
     ] = None,
-    weight: Annotated[
-        list[float] | None, typer.Option(help="One for each adapter, in order; by default 1.")
-    ] = None,
+    weight: Annotated[list[float] | None, typer.Option(help="One for each adapter, in order; by default 1.")] = None,
     rank: Annotated[
         str | None,
         typer.Option(
@@ -86,9 +81,7 @@ def export(
 
 def extract(
     context: typer.Context,
-    tuned: Annotated[
-        str, typer.Argument(help="A pipeline's folder or Hub name, a transformer's, or one file.")
-    ],
+    tuned: Annotated[str, typer.Argument(help="A pipeline's folder or Hub name, a transformer's, or one file.")],
     base: Annotated[str, typer.Argument(help="What it was trained or merged from.")],
     rank: Annotated[str, typer.Option(help="A number, or auto: each layer's own, by --energy.")],
     out: OutputFolder,

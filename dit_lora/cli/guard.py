@@ -7,20 +7,14 @@ import typer
 
 from dit_lora.config.ladder import LoopConfig
 
-EXAMPLES = {
-    "guard": (
-        "guard train.py --lr 1e-4",
-        "guard --folder runs/mine -m my_package.train --config train.yaml",
-    )
-}
+EXAMPLES = {"guard": ("guard train.py --lr 1e-4", "guard --folder runs/mine -m my_package.train --config train.yaml")}
 
 
 def guard(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script, or with -m a module.")],
     folder: Annotated[
-        Path,
-        typer.Option(help="Gets events.jsonl, bundles and, at a stop, the last good weights."),
+        Path, typer.Option(help="Gets events.jsonl, bundles and, at a stop, the last good weights.")
     ] = Path("dit_lora_guard"),
     max_skips: Annotated[
         int | None,
@@ -36,19 +30,13 @@ def guard(
         int, typer.Option(help="Events of which a process keeps a bundle for dit-lora replay.")
     ] = LoopConfig.bundles,
     preflight: Annotated[
-        bool,
-        typer.Option(
-            "--preflight", help="Check base weights, gradients and attention at the first step."
-        ),
+        bool, typer.Option("--preflight", help="Check base weights, gradients and attention at the first step.")
     ] = LoopConfig.preflight,
     monitor_every: Annotated[
         int, typer.Option(help="Steps between statistics of every module; 0 for none.")
     ] = LoopConfig.monitor_every,
     spike_threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="Report gradient norms this many MADs above their median, for instance 8."
-        ),
+        float | None, typer.Option(help="Report gradient norms this many MADs above their median, for instance 8.")
     ] = LoopConfig.spike_threshold,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name.")] = False,
 ) -> None:

@@ -9,12 +9,7 @@ import typer
 
 from dit_lora.cli.arguments import complete_families, complete_launch_configs, complete_recipes
 from dit_lora.cli.json_output import JsonFlag, write_answer
-from dit_lora.config.catalog import (
-    PackagedRecipe,
-    list_accelerate_configs,
-    list_recipe_names,
-    write_run_folder,
-)
+from dit_lora.config.catalog import PackagedRecipe, list_accelerate_configs, list_recipe_names, write_run_folder
 from dit_lora.errors import DitLoraError
 from dit_lora.families import FAMILIES, get_default_recipes, get_families
 from dit_lora.terminal import echo
@@ -27,12 +22,9 @@ EXAMPLES = {
 
 def recipes(
     context: typer.Context,
-    family: Annotated[
-        str | None, typer.Option(help="Those of one family.", autocompletion=complete_families)
-    ] = None,
+    family: Annotated[str | None, typer.Option(help="Those of one family.", autocompletion=complete_families)] = None,
     list_families: Annotated[
-        bool,
-        typer.Option("--families", help="Families and their tiny checkpoints, not recipes."),
+        bool, typer.Option("--families", help="Families and their tiny checkpoints, not recipes.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -52,17 +44,14 @@ def recipes(
     # All recipes are read, also for one family: they are small files.
     records = [PackagedRecipe.from_name(name).record(defaults) for name in list_recipe_names()]
     selected_records = [record for record in records if family in (None, record["family"])]
-    write_answer(
-        context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records)
-    )
+    write_answer(context, as_json, {"recipes": selected_records}, lambda: _print_recipes(selected_records))
 
 
 def init(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.",
-            autocompletion=complete_recipes,
+            help="Of `dit-lora recipes`, such as cogvideox/5b_t2v; or a family.", autocompletion=complete_recipes
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; new, or empty.")],
@@ -85,9 +74,7 @@ def init(
     echo(f"wrote {', '.join(map(str, written))}")
     # The user gave a family, so say which recipe it stands for.
     if recipe in FAMILIES:
-        echo(
-            f"It is {selected_recipe.name}; others of the family: dit-lora recipes --family {recipe}"
-        )
+        echo(f"It is {selected_recipe.name}; others of the family: dit-lora recipes --family {recipe}")
     if not selected_recipe.is_smoke:
         data = selected_recipe.values["data"]["path"]
         echo(f"Your data goes where data.path in {selected_recipe.file_name} says, now {data}.")

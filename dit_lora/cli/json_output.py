@@ -23,18 +23,11 @@ def _divert_if_requested(context: typer.Context, is_requested: bool) -> bool:
     return is_requested
 
 
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON.", callback=_divert_if_requested, is_eager=True)
-]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=_divert_if_requested, is_eager=True)]
 
 
 def write_answer(
-    context: typer.Context,
-    as_json: bool,
-    record: Any,
-    print_text: Callable[[], object],
-    *,
-    passed: bool = True,
+    context: typer.Context, as_json: bool, record: Any, print_text: Callable[[], object], *, passed: bool = True
 ) -> None:
     """Print what a verb found out, as the one JSON document or as `print_text` does; exit 1 if it did not pass."""
     if as_json:

@@ -9,9 +9,7 @@ from dit_lora.cli.arguments import Overrides, RecipeFile
 from dit_lora.cli.json_output import JsonFlag, write_answer
 from dit_lora.errors import DitLoraError
 
-EXAMPLES = {
-    "plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")
-}
+EXAMPLES = {"plan": ("plan cogvideox_5b_t2v.yaml --gpu 24GiB", "plan cogvideox_5b_t2v.yaml lora.rank=16")}
 _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "": 2**30}
 
 
@@ -20,15 +18,11 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of each GPU, such as 24GiB; by default this machine's, if it has one."
-        ),
+        str | None, typer.Option(help="Memory of each GPU, such as 24GiB; by default this machine's, if it has one.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes, a GPU each.")] = 1,
     sharding: Annotated[
-        Literal["ddp", "zero2", "fsdp2"],
-        typer.Option(help="What the launch shares out among them."),
+        Literal["ddp", "zero2", "fsdp2"], typer.Option(help="What the launch shares out among them.")
     ] = "ddp",
     as_json: JsonFlag = False,
 ) -> None:

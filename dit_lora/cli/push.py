@@ -8,12 +8,7 @@ from dit_lora.cli.arguments import RunFolder
 from dit_lora.errors import DitLoraError
 from dit_lora.terminal import echo
 
-EXAMPLES = {
-    "push": (
-        "push runs/kitten me/kitten-lora --dry-run",
-        "push runs/kitten me/kitten-lora --private",
-    )
-}
+EXAMPLES = {"push": ("push runs/kitten me/kitten-lora --dry-run", "push runs/kitten me/kitten-lora --private")}
 
 
 def push(

@@ -18,8 +18,7 @@ def quarantine(
     context: typer.Context,
     run: RunFolder,
     release: Annotated[
-        list[str] | None,
-        typer.Option(help="Take this sample back into the run; repeatable.", show_default=False),
+        list[str] | None, typer.Option(help="Take this sample back into the run; repeatable.", show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

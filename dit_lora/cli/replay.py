@@ -20,12 +20,10 @@ def replay(
     context: typer.Context,
     bundle: Annotated[Path, typer.Argument(help="A folder below a run's bundles/.")],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of --script, behind --.", show_default=False),
+        list[str] | None, typer.Argument(help="Arguments of --script, behind --.", show_default=False)
     ] = None,
     script: Annotated[
-        str | None,
-        typer.Option(help="The script of a loop of your own: it makes the model, and no step."),
+        str | None, typer.Option(help="The script of a loop of your own: it makes the model, and no step.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Base checkpoint; by default the one of the run beside it.")
@@ -33,8 +31,7 @@ def replay(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.")] = None,
     fp32: Annotated[bool, typer.Option("--fp32", help="Weights and compute in fp32.")] = False,
     without: Annotated[
-        list[str] | None,
-        typer.Option(help="Switch this off, for instance attention:flash; repeatable."),
+        list[str] | None, typer.Option(help="Switch this off, for instance attention:flash; repeatable.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -42,15 +39,7 @@ def replay(
     from dit_lora.commands.replay import replay_bundle
 
     result = replay_bundle(
-        bundle,
-        model=model,
-        device=device,
-        fp32=fp32,
-        without=without or [],
-        script=script,
-        arguments=arguments or [],
+        bundle, model=model, device=device, fp32=fp32, without=without or [], script=script, arguments=arguments or []
     )
     passed = result.diagnosis is None
-    write_answer(
-        context, as_json, result.record(), lambda: echo(result.format_text()), passed=passed
-    )
+    write_answer(context, as_json, result.record(), lambda: echo(result.format_text()), passed=passed)

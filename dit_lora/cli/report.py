@@ -21,18 +21,14 @@ def report(
 ) -> None:
     """Write report.html of a run, finished or not, or of a guard's folder; or serve a run live on 127.0.0.1."""
     if port is not None and not serve:
-        raise DitLoraError(
-            f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}"
-        )
+        raise DitLoraError(f"--port {port} is for --serve: dit-lora report {run} --serve --port {port}")
     from dit_lora.report.guard_page import is_guard_folder, write_guard_report
     from dit_lora.results.experts import find_expert_runs
 
     # The folder of a guard in another training loop has events and statistics, and no recipe.
     if is_guard_folder(run):
         if serve:
-            raise DitLoraError(
-                f"--serve is for a run; {run} is a guard's folder: leave --serve out"
-            )
+            raise DitLoraError(f"--serve is for a run; {run} is a guard's folder: leave --serve out")
         echo(write_guard_report(run))
         return
     # A run of both experts has a folder for each.

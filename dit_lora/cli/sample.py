@@ -22,41 +22,28 @@ EXAMPLES = {
 
 
 References = Annotated[
-    list[Path] | None,
-    typer.Option(help="Picture or clip to make it from, for models that edit. Repeat in order."),
+    list[Path] | None, typer.Option(help="Picture or clip to make it from, for models that edit. Repeat in order.")
 ]
-Count = Annotated[
-    int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")
-]
-Strengths = Annotated[
-    str | None,
-    typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds."),
-]
+Count = Annotated[int, typer.Option(min=1, help="Samples of each prompt, from --seed and the seeds after it.")]
+Strengths = Annotated[str | None, typer.Option(help="Of the adapter, such as 0,0.5,1,1.5: each from the same seeds.")]
 Adapters = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several."),
+    list[str] | None, typer.Option(metavar="PATH[=WEIGHT]", help="A further adapter. Repeat for several.")
 ]
 
 
 def sample(
-    target: Annotated[
-        Path, typer.Argument(help="A run's folder, an adapter, or its OWNER/NAME on the Hub.")
-    ],
+    target: Annotated[Path, typer.Argument(help="A run's folder, an adapter, or its OWNER/NAME on the Hub.")],
     prompt: Annotated[list[str], typer.Option(help="Or a class's name. Repeat for several.")],
     model: BaseModel = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     frames: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
     height: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
     width: Annotated[int | None, typer.Option(help="By default as trained.")] = None,
-    fps: Annotated[
-        float | None, typer.Option(min=1, max=240, help="By default as trained.")
-    ] = None,
+    fps: Annotated[float | None, typer.Option(min=1, max=240, help="By default as trained.")] = None,
     inference_steps: Annotated[int, typer.Option(min=1)] = 50,
     guidance_scale: Annotated[float, typer.Option(min=0)] = 6.0,
     image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video.")] = None,
-    last_image: Annotated[
-        Path | None, typer.Option(help="Last frame, where the model is given that too.")
-    ] = None,
+    last_image: Annotated[Path | None, typer.Option(help="Last frame, where the model is given that too.")] = None,
     reference: References = None,
     count: Count = 1,
     strengths: Strengths = None,
@@ -68,9 +55,7 @@ def sample(
     from dit_lora.commands.sample import SampleRequest
 
     if weight != 1 and not adapter:
-        raise DitLoraError(
-            f"--weight {weight:g} is beside --adapter; alone: --strengths {weight:g}"
-        )
+        raise DitLoraError(f"--weight {weight:g} is beside --adapter; alone: --strengths {weight:g}")
     request = SampleRequest(
         target=target,
         prompts=tuple(prompt),

@@ -15,8 +15,7 @@ def show(
     overrides: Overrides = None,
     sample: Annotated[str, typer.Option(help="A sample's id, or its number from 0.")] = "0",
     draw: Annotated[
-        int | None,
-        typer.Option(min=0, help="As training draws it: random frames, crop, order of turns."),
+        int | None, typer.Option(min=0, help="As training draws it: random frames, crop, order of turns.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page, with its frames.")] = None,
 ) -> None:

@@ -19,7 +19,7 @@ EXAMPLES = {
         "tiny shapes pairs --pairs",
         "tiny shapes clips --sound",
         "tiny shapes conversations --chat",
-    ),
+    )
 }
 
 _CHECKPOINT_OPTIONS = ("seed",)
@@ -41,27 +41,20 @@ def tiny(
     seed: Annotated[int, _checkpoint_option(help="Equal seeds give equal bytes.")] = 0,
     clips: Annotated[int, _shapes_option(min=1)] = 6,
     frames: Annotated[
-        int | None,
-        _shapes_option(
-            min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1."
-        ),
+        int | None, _shapes_option(min=1, help="1 for images (PNG); by default 17, of --classes and --pairs 1.")
     ] = None,
     height: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 64,
     width: Annotated[int, _shapes_option(min=16, help="Pixels, even.")] = 96,
     fps: Annotated[float, _shapes_option(min=1, max=240)] = 8.0,
     classes: Annotated[bool, _shapes_option("--classes", help="One folder a class.")] = False,
     pairs: Annotated[
-        bool,
-        _shapes_option(
-            "--pairs", help="With what each is made from, and a mask, for models that edit."
-        ),
+        bool, _shapes_option("--pairs", help="With what each is made from, and a mask, for models that edit.")
     ] = False,
     sound: Annotated[
         bool, _shapes_option("--sound", help="Clips with a tone whose pitch goes with the shape.")
     ] = False,
     chat: Annotated[
-        bool,
-        _shapes_option("--chat", help="Questions in place of captions; as many images again."),
+        bool, _shapes_option("--chat", help="Questions in place of captions; as many images again.")
     ] = False,
 ) -> None:
     """Build a tiny random checkpoint that trains on a CPU, without the Hub; or `shapes`: captioned clips or images."""
@@ -126,15 +119,11 @@ def _write_shapes(
     from dit_lora.data.synthetic.pairs import write_edit_pairs
 
     if chat and (classes or pairs or frames == 1):
-        raise DitLoraError(
-            "--chat writes clips and images; leave out --classes, --pairs and --frames 1"
-        )
+        raise DitLoraError("--chat writes clips and images; leave out --classes, --pairs and --frames 1")
     if pairs and classes:
         raise DitLoraError("--pairs have captions, --classes have none; leave out one of them")
     if sound and (chat or classes or pairs or frames == 1):
-        raise DitLoraError(
-            "--sound writes clips; leave out --chat, --classes, --pairs and --frames 1"
-        )
+        raise DitLoraError("--sound writes clips; leave out --chat, --classes, --pairs and --frames 1")
     frames = frames or (1 if classes or pairs else 17)
     # Chroma is stored at half the resolution.
     if frames > 1 and (height % 2 or width % 2):

@@ -15,13 +15,10 @@ EXAMPLES = {"verify": ("verify runs/kitten",)}
 
 def verify(
     context: typer.Context,
-    target: Annotated[
-        Path, typer.Argument(help="A run's folder, an adapter's folder or file, or a pipeline's.")
-    ],
+    target: Annotated[Path, typer.Argument(help="A run's folder, an adapter's folder or file, or a pipeline's.")],
     model: BaseModel = None,
     allow_extreme_update: Annotated[
-        bool,
-        typer.Option(help="Let an update pass that is more than ten times its weight."),
+        bool, typer.Option(help="Let an update pass that is more than ten times its weight.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -31,8 +28,7 @@ def verify(
     from dit_lora.results.experts import find_expert_results
 
     verifications = [
-        verify_adapter(item, model, allow_extreme_update=allow_extreme_update)
-        for item in find_expert_results(target)
+        verify_adapter(item, model, allow_extreme_update=allow_extreme_update) for item in find_expert_results(target)
     ]
     # A single adapter has its own report.
     lines, record, passed = (
@@ -42,8 +38,6 @@ def verify(
     )
     if len(verifications) > 1:  # an adapter of each expert
         named = dict(zip(EXPERT_NAMES.values(), verifications, strict=True))
-        lines = [
-            line for name, item in named.items() for line in (f"{name}:", *item.format_lines())
-        ]
+        lines = [line for name, item in named.items() for line in (f"{name}:", *item.format_lines())]
         record = {"passed": passed, **{name: item.to_dict() for name, item in named.items()}}
     write_answer(context, as_json, record, partial(echo, "\n".join(lines)), passed=passed)

@@ -81,19 +81,14 @@ class Audit:
             if sample.verdict == "reject"
         ]
         if len(lines) > _MAX_SHOWN_REJECTS:
-            lines = [
-                *lines[:_MAX_SHOWN_REJECTS],
-                f"and {len(lines) - _MAX_SHOWN_REJECTS} more; --json lists all",
-            ]
+            lines = [*lines[:_MAX_SHOWN_REJECTS], f"and {len(lines) - _MAX_SHOWN_REJECTS} more; --json lists all"]
         sums = self.totals
         # Warnings are counted by code: a list of all of them would hide the rejects.
         warned = [sample for sample in self.audited_samples if sample.verdict == "warn"]
         codes = Counter(code for sample in warned for code in {f.code for f in sample.findings})
         lines += [f"warn    {code}: {count:,}" for code, count in codes.most_common()]
         lines += [make_one_line(f"note    {note}") for note in self.notes]
-        lines += [
-            make_one_line(f"advice  {advice}") for advice in (self.buckets or {}).get("advice", ())
-        ]
+        lines += [make_one_line(f"advice  {advice}") for advice in (self.buckets or {}).get("advice", ())]
         counts = ", ".join(f"{sums[verdict]:,} {verdict}" for verdict in VERDICTS)
         return [*lines, f"{sums['samples']:,} samples: {counts}"]
 
@@ -117,16 +112,10 @@ def audit_target(target: str, overrides: Sequence[str], *, encode: bool) -> Audi
         audited_samples, caption_findings, notes = audit_conversations(
             recipe, family.open(recipe.model, recipe), progress=True
         )
-        return Audit(
-            recipe.data.path or "data.sources",
-            merge_audits(audited_samples, caption_findings),
-            tuple(notes),
-        )
+        return Audit(recipe.data.path or "data.sources", merge_audits(audited_samples, caption_findings), tuple(notes))
     # Open the checkpoint without the recipe: the audit itself lists what the recipe cannot train with.
     audit = audit_recipe(recipe, family.open(recipe.model))
-    return (
-        add_encoding_findings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
-    )
+    return add_encoding_findings(audit, recipe, family.open(recipe.model, recipe)) if encode else audit
 
 
 def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = True) -> Audit:
@@ -141,9 +130,7 @@ def audit_folder(path: str, overrides: Sequence[str] = (), *, progress: bool = T
     audited_samples = audit_media(sources.clips, None, show_progress=progress)
     captions = check_captions(sources.clips, None, None)
     notes = (*sources.notes, *summarise_pairs(audited_samples), *summarise_sound(audited_samples))
-    return Audit(
-        path, merge_audits(audited_samples, _collect_scan_findings(sources), captions), notes
-    )
+    return Audit(path, merge_audits(audited_samples, _collect_scan_findings(sources), captions), notes)
 
 
 def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True) -> Audit:
@@ -156,9 +143,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     checkpoint = replace(checkpoint, reference_resolution=data.reference_resolution)
     sources = scan_sources(data, root)
     # The samples as training would form them: windows, buckets and references.
-    samples = find_samples(
-        recipe, checkpoint, samples_per_step=recipe.train.batch_size, quiet=not progress
-    )
+    samples = find_samples(recipe, checkpoint, samples_per_step=recipe.train.batch_size, quiet=not progress)
     # The memo is in the cache folder: training reads it and refuses samples that were rejected here.
     digests, memo = Digests(root / "digests.json"), AuditMemo(root / AUDIT_FILE)
     audited_samples = audit_media(
@@ -184,11 +169,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
         shared = {source.caption for source in data.all_sources if source.caption is not None}
         lengths = count_caption_tokens(sources.clips, limit.tokenizer)
         caption_findings = check_captions(
-            sources.clips,
-            limit.tokenizer,
-            limit.max_tokens,
-            lengths=lengths,
-            shared_captions=shared,
+            sources.clips, limit.tokenizer, limit.max_tokens, lengths=lengths, shared_captions=shared
         )
         tokens = {clip.id: {"caption_tokens": lengths[clip.caption]} for clip in sources.clips}
     report = samples.report
@@ -201,9 +182,7 @@ def audit_recipe(recipe: Recipe, checkpoint: Encoders, *, progress: bool = True)
     )
     return Audit(
         title=data.path or "data.sources",
-        audited_samples=merge_audits(
-            merged, _group_by_clip(_find_unsupported_references(samples, merged), merged)
-        ),
+        audited_samples=merge_audits(merged, _group_by_clip(_find_unsupported_references(samples, merged), merged)),
         notes=tuple(notes),
         buckets=report.as_dict() if report else None,
     )
@@ -220,20 +199,14 @@ def add_encoding_findings(audit: Audit, recipe: Recipe, checkpoint: Checkpoint) 
     damaged: Findings = {}
     non_finite, statistics = check_encoded(_iterate_tensors(encoded, damaged))
     failed = {
-        name: [_make_encoder_finding(reason)]
-        for name, reason in encoded.rejected.items()
-        if "is not usable" in reason
+        name: [_make_encoder_finding(reason)] for name, reason in encoded.rejected.items() if "is not usable" in reason
     }
     # Each part has findings by cache entry, and an entry may be one window of a clip.
     parts = [_group_by_clip(part, audit.audited_samples) for part in (damaged, non_finite, failed)]
-    return replace(
-        audit, audited_samples=merge_audits(audit.audited_samples, *parts), encoded=statistics
-    )
+    return replace(audit, audited_samples=merge_audits(audit.audited_samples, *parts), encoded=statistics)
 
 
-def _group_by_clip(
-    findings_by_file: Findings, audited_samples: Sequence[AuditedSample]
-) -> Findings:
+def _group_by_clip(findings_by_file: Findings, audited_samples: Sequence[AuditedSample]) -> Findings:
     """Findings by clip: those on a clip's later windows (named `clip@start`) move to the clip's name."""
     # Names of samples that the audit has listed.
     files = {sample.file for sample in audited_samples}
@@ -244,9 +217,7 @@ def _group_by_clip(
         if name in files or clip not in files:
             by_clip.setdefault(name, []).extend(findings)
             continue
-        moved = [
-            replace(finding, words=f"from {start} on: {finding.words}") for finding in findings
-        ]
+        moved = [replace(finding, words=f"from {start} on: {finding.words}") for finding in findings]
         by_clip.setdefault(clip, []).extend(moved)
     return by_clip
 
@@ -261,20 +232,14 @@ def _collect_scan_findings(scan_result: Scan) -> Findings:
     problems: Findings = {}
     for problem in scan_result.problems:
         remedy = _REMEDIES.get(problem.code, "correct it, or remove the sample")
-        problems.setdefault(problem.file, []).append(
-            Finding(problem.code, problem.message, "reject", remedy)
-        )
+        problems.setdefault(problem.file, []).append(Finding(problem.code, problem.message, "reject", remedy))
     return problems
 
 
-def _find_unbucketed_samples(
-    samples: Samples, audited_samples: Sequence[AuditedSample]
-) -> Findings:
+def _find_unbucketed_samples(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
     """Findings on samples that fit no bucket, unless the media's own findings already say so."""
     # Codes that the check of the media has reported already, by file.
-    codes = {
-        sample.file: {finding.code for finding in sample.findings} for sample in audited_samples
-    }
+    codes = {sample.file: {finding.code for finding in sample.findings} for sample in audited_samples}
     dropped = samples.report.dropped if samples.report else ()
     return {
         name: [Finding(item.code, item.words, "reject", "change data.buckets, or remove it")]
@@ -283,9 +248,7 @@ def _find_unbucketed_samples(
     }
 
 
-def _find_unsupported_references(
-    samples: Samples, audited_samples: Sequence[AuditedSample]
-) -> Findings:
+def _find_unsupported_references(samples: Samples, audited_samples: Sequence[AuditedSample]) -> Findings:
     """Findings on samples with references that the model does not accept (such as too many).
 
     Samples that are already rejected are left out.

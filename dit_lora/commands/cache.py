@@ -45,9 +45,7 @@ class CacheOutcome:
 
     def record(self) -> dict[str, Any]:
         """JSON-compatible values; paths are relative to the cache."""
-        halves = {
-            kind: _convert_paths(asdict(result), self.root) for kind, result in self.results.items()
-        }
+        halves = {kind: _convert_paths(asdict(result), self.root) for kind, result in self.results.items()}
         return {"cache": str(self.root), **halves}
 
     def format_text(self) -> str:
@@ -83,9 +81,7 @@ def build_cache(target: str, overrides: Sequence[str]) -> None:
 def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> CacheOutcome:
     """Read every entry and check its digest and values."""
 
-    def verify_entries(
-        cache: TensorCache, on_progress: maintenance.OnProgress
-    ) -> maintenance.VerifiedCache:
+    def verify_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.VerifiedCache:
         return maintenance.verify_cache(cache, mark_bad=mark_bad, on_progress=on_progress)
 
     return _process_caches(target, overrides, "checking", verify_entries)
@@ -93,9 +89,7 @@ def verify_cache(target: str, overrides: Sequence[str], *, mark_bad: bool) -> Ca
 
 def count_cache_entries(target: str, overrides: Sequence[str]) -> CacheOutcome:
     """Count entries, shards and bytes. Reads only headers."""
-    return _process_caches(
-        target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache)
-    )
+    return _process_caches(target, overrides, "counting", lambda cache, _: maintenance.compute_stats(cache))
 
 
 def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -> CacheOutcome:
@@ -103,13 +97,9 @@ def prune_cache(target: str, overrides: Sequence[str], *, keep: Sequence[str]) -
     # Read all recipes first: an error must not stop after a part of the cache is pruned.
     recipes = [load_recipe(path) for path in keep]
     # For each recipe, the used keys by name of the cache.
-    keys_of_each = [
-        dict(zip(_CACHE_NAMES, _compute_used_keys(recipe), strict=True)) for recipe in recipes
-    ]
+    keys_of_each = [dict(zip(_CACHE_NAMES, _compute_used_keys(recipe), strict=True)) for recipe in recipes]
 
-    def prune_entries(
-        cache: TensorCache, on_progress: maintenance.OnProgress
-    ) -> maintenance.PruneResult:
+    def prune_entries(cache: TensorCache, on_progress: maintenance.OnProgress) -> maintenance.PruneResult:
         # Recipes may share the cache: an entry stays if any of them uses it.
         used_keys = set().union(*(keys[cache.root.name] for keys in keys_of_each)) if keep else None
         return maintenance.prune_cache(cache, used_keys, on_progress=on_progress)
@@ -134,9 +124,7 @@ def _compute_used_keys(recipe: Recipe) -> tuple[set[str], set[str]]:
     dtype = choose_precision(recipe.model.dtype, device).dtype
     # Keys contain the dtype of encoding, which depends on this machine.
     second = open_sampling_checkpoint(recipe, checkpoint)
-    return make_plan(
-        recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second
-    ).keys
+    return make_plan(recipe, checkpoint, dtype, samples_per_step=1, quiet=False, sampling_checkpoint=second).keys
 
 
 def _process_caches(

@@ -73,9 +73,7 @@ class CaptionResult:
     def lines(self, table: CaptionTable) -> list[str]:
         """Text for a terminal: failures, shortened captions, and counts."""
         # Failures first, because they need an action.
-        lines = [
-            f"could not be described: {name}: {reason}" for name, reason in self.failures.items()
-        ]
+        lines = [f"could not be described: {name}: {reason}" for name, reason in self.failures.items()]
         if self.shortened_files:
             lines.append(
                 f"{len(self.shortened_files)} captions were cut at the end of a sentence to "
@@ -138,9 +136,7 @@ def caption_folder(request: CaptionRequest) -> CaptionResult:
             # If this process ends early, others may still be writing: their captions are merged at the next start.
             stack.callback(store.merge_into_table, include_all=False)
         # Every process takes each n-th file.
-        _describe_files(
-            request, names[state.process_index :: state.num_processes], store, limit, local_result
-        )
+        _describe_files(request, names[state.process_index :: state.num_processes], store, limit, local_result)
         # Waits for all processes. The first result is the main process's own.
         results: list[CaptionResult] = gather_object([local_result])
         if main:
@@ -155,11 +151,7 @@ def caption_folder(request: CaptionRequest) -> CaptionResult:
 
 
 def _describe_files(
-    request: CaptionRequest,
-    names: list[str],
-    store: GeneratedCaptions,
-    limit: TextLimit | None,
-    result: CaptionResult,
+    request: CaptionRequest, names: list[str], store: GeneratedCaptions, limit: TextLimit | None, result: CaptionResult
 ) -> None:
     """Describe these files and store the captions in `store`, and counts and failures in `result`."""
     answerer = load_answerer(request.model, request.base, frames=request.frames)
@@ -177,9 +169,7 @@ def _describe_files(
             result.shortened_files += [name] if is_cut else []
 
 
-def describe_file(
-    answerer: Answerer, file: Path, request: CaptionRequest, limit: TextLimit | None
-) -> str:
+def describe_file(answerer: Answerer, file: Path, request: CaptionRequest, limit: TextLimit | None) -> str:
     """Ask the model for a caption of a file, and add the trigger.
 
     Raises:
@@ -245,9 +235,7 @@ def require_finite_logits(model: Any) -> Iterator[None]:
 
     def check(_module: nn.Module, _inputs: Any, logits: torch.Tensor) -> None:
         if not torch.isfinite(logits).all():
-            raise CheckFailedError(
-                "the model's output is not finite; another --model, or another dtype"
-            )
+            raise CheckFailedError("the model's output is not finite; another --model, or another dtype")
 
     handle = model.get_output_embeddings().register_forward_hook(check)
     try:

@@ -50,9 +50,7 @@ def list_decisions(env: Environment) -> list[Decision]:
         Decision("attention", "PyTorch SDPA", "with a mask never cuDNN's: pytorch#196678"),
         Decision("optimizer", "torch AdamW, fused", "all trainable weights in one pass, in fp32"),
         Decision("video", f"PyAV {env.versions.get('av', '')}".strip(), "brings its own FFmpeg"),
-        Decision(
-            "chat frames", "prepared in torch", "Transformers' video processors need torchvision"
-        ),
+        Decision("chat frames", "prepared in torch", "Transformers' video processors need torchvision"),
         Decision("trackers", trackers, "installed; run.trackers chooses among them"),
     ]
 
@@ -122,8 +120,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     packages = report["packages"]
     # A missing value is shown as a dash.
     rows = [
-        (name, entry["version"] or "-", entry["tested"] or "-", entry["status"])
-        for name, entry in packages.items()
+        (name, entry["version"] or "-", entry["tested"] or "-", entry["status"]) for name, entry in packages.items()
     ]
     console.print(build_table(("package", "installed", "tested", "status"), rows))
     choices = [(entry["what"], entry["choice"], entry["why"]) for entry in report["decisions"]]
@@ -153,9 +150,7 @@ def _decide_kernels() -> Decision:
     return Decision("kernels", choice, support.reason)
 
 
-def _describe_package(
-    name: str, env: Environment, version_problems: Sequence[VersionProblem]
-) -> dict[str, Any]:
+def _describe_package(name: str, env: Environment, version_problems: Sequence[VersionProblem]) -> dict[str, Any]:
     """The entry of one package: versions, status, and its problem if it has one."""
     problem = next((problem for problem in version_problems if problem.id == name), None)
     return {

@@ -24,15 +24,10 @@ def print_plan(planned: MemoryPlan) -> None:
     console.print(_build_table(("at a training step", "GiB"), _build_rows(parts)))
     rows = [
         # A model without gradient checkpointing has only some of the modes.
-        (
-            shape,
-            *(format_gib(needs[mode]) if mode in needs else "-" for mode in CHECKPOINTING_MODES),
-        )
+        (shape, *(format_gib(needs[mode]) if mode in needs else "-" for mode in CHECKPOINTING_MODES))
         for shape, needs in budget.activations.items()
     ]
-    console.print(
-        _build_table(("activations, GiB, with checkpointing", *CHECKPOINTING_MODES), rows)
-    )
+    console.print(_build_table(("activations, GiB, with checkpointing", *CHECKPOINTING_MODES), rows))
     console.print(_build_table(("host memory", "GiB"), _build_rows(_drop_zeros(budget.host_bytes))))
     console.print(_build_table(("disk", "GiB"), _build_rows(_drop_zeros(budget.disk_bytes))))
     assumed = [f"assumed: {line}" for line in budget.assumptions]
@@ -44,22 +39,16 @@ def describe_fit(planned: MemoryPlan) -> list[str]:
     """Text that says whether the run fits, and otherwise what to add to the command."""
     budget, change = planned.budget, planned.change
     if budget.gpu_bytes is None:
-        return [
-            f"needs {format_gib(budget.needed_bytes)} GiB; with --gpu SIZE the plan says whether that fits"
-        ]
+        return [f"needs {format_gib(budget.needed_bytes)} GiB; with --gpu SIZE the plan says whether that fits"]
     if budget.fits:
         return [
             f"fits: {format_gib(budget.needed_bytes)} of {format_gib(budget.gpu_bytes)} GiB, "
             f"checkpointing {budget.checkpointing_mode}"
         ]
-    lines = [
-        f"does not fit: {format_gib(budget.needed_bytes)} of {format_gib(budget.gpu_bytes)} GiB"
-    ]
+    lines = [f"does not fit: {format_gib(budget.needed_bytes)} of {format_gib(budget.gpu_bytes)} GiB"]
     if change is None:
         return [*lines, "no change that is known here makes it fit"]
-    lines.append(
-        f"the cheapest change with which it takes {format_gib(change.budget.needed_bytes)} GiB:"
-    )
+    lines.append(f"the cheapest change with which it takes {format_gib(change.budget.needed_bytes)} GiB:")
     if change.overrides:
         lines.append("  " + " ".join(change.overrides))
     if planned.sharding is not None:

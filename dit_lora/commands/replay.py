@@ -20,10 +20,7 @@ from dit_lora.families import get_family
 from dit_lora.guard.bundle import Bundle, read_bundle
 from dit_lora.guard.replay import MicroBatch
 from dit_lora.numerics.precision import DTYPES, Precision
-from dit_lora.training.execution.activation_checkpointing import (
-    choose_least_memory_mode,
-    set_checkpointing,
-)
+from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, set_checkpointing
 from dit_lora.training.execution.compiled import compile_blocks
 from dit_lora.training.execution.offload import get_device_placement, offload_base
 from dit_lora.training.micro_batch import BatchPosition, build_loss_function, make_replayable
@@ -60,14 +57,10 @@ def replay_bundle(
     # Only a bundle of an external loop records the call of the model.
     if "call" in bundle.facts:
         if model is not None or device is not None:
-            raise DitLoraError(
-                "--model and --device are for a run's bundle; the script decides both here"
-            )
+            raise DitLoraError("--model and --device are for a run's bundle; the script decides both here")
         return replay_in_script(bundle, folder, script, arguments, fp32=fp32, without=without)
     if script is not None or arguments:
-        raise DitLoraError(
-            f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own"
-        )
+        raise DitLoraError(f"--script is for a bundle of another loop; {folder} is of a run of dit-lora's own")
     recipe = _load_bundle_recipe(bundle, folder, model)
     micro_batch, transformer, digest = _rebuild_micro_batch(bundle, recipe, _resolve_device(device))
     return run_and_diagnose(
@@ -98,9 +91,7 @@ def _resolve_device(requested: str | None) -> torch.device:
         raise DitLoraError(f"--device {requested}: give cpu, cuda or cuda:1")
     # `cuda` without an index is the first GPU.
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DitLoraError(
-            f"--device {requested}: this machine has {torch.cuda.device_count()} GPUs"
-        )
+        raise DitLoraError(f"--device {requested}: this machine has {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -117,9 +108,7 @@ def _load_bundle_recipe(bundle: Bundle, folder: Path, model: str | None) -> Reci
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
 
 
-def _rebuild_micro_batch(
-    bundle: Bundle, recipe: Recipe, device: torch.device
-) -> tuple[MicroBatch, nn.Module, str]:
+def _rebuild_micro_batch(bundle: Bundle, recipe: Recipe, device: torch.device) -> tuple[MicroBatch, nn.Module, str]:
     """The micro-batch on the model as the run had it, that model, and the digest of the base's files."""
     family = get_family(recipe.model.family)
     try:
@@ -136,9 +125,7 @@ def _rebuild_micro_batch(
     _load_weights(transformer, bundle)
     mode = recipe.train.effective_checkpointing
     # Recomputation is bit-identical, and this machine may have less memory than the run's.
-    set_checkpointing(
-        transformer, choose_least_memory_mode(transformer) if mode == "auto" else mode
-    )
+    set_checkpointing(transformer, choose_least_memory_mode(transformer) if mode == "auto" else mode)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Accelerate adds the same wrappers as in the run, such as autocast.
@@ -152,9 +139,7 @@ def _rebuild_micro_batch(
     unwrapped_model = accelerator.unwrap_model(prepared).train()
     # Sample ids and draw numbers of the recorded step: with the seed they determine all its random numbers.
     facts = bundle.facts["replay"]
-    batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(
-        accelerator.device
-    )
+    batch = Batch(tuple(facts["ids"]), tuple(facts["draws"]), bundle.samples, facts["faults"]).to(accelerator.device)
     position = BatchPosition(recipe.train.seed, facts["step"], facts["micro_step"], facts["rank"])
     return (
         make_replayable(build_loss_function(checkpoint), unwrapped_model, batch, position),

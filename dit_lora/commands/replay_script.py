@@ -29,13 +29,7 @@ class _ReplayFinished(BaseException):
 
 
 def replay_in_script(
-    bundle: Bundle,
-    folder: Path,
-    script: str | None,
-    arguments: Sequence[str],
-    *,
-    fp32: bool,
-    without: Sequence[str],
+    bundle: Bundle, folder: Path, script: str | None, arguments: Sequence[str], *, fp32: bool, without: Sequence[str]
 ) -> ReplayResult:
     """Run the script until it calls the bundle's model, load the trained weights, and repeat the recorded call.
 
@@ -103,17 +97,12 @@ class _ScriptReplay:
     def make_no_match_error(self, script: str) -> DitLoraError:
         """The error that lists all differences of the called model that is most similar to the bundle's."""
         if not self._other_models:
-            return DitLoraError(
-                f"{script} called no model to train it; the bundle has a call of a {self._class_name}"
-            )
+            return DitLoraError(f"{script} called no model to train it; the bundle has a call of a {self._class_name}")
         # Prefer a model of the same class, then the one with the fewest differences.
         name, differing = min(
-            self._other_models.values(),
-            key=lambda candidate: (candidate[0] != self._class_name, len(candidate[1])),
+            self._other_models.values(), key=lambda candidate: (candidate[0] != self._class_name, len(candidate[1]))
         )
-        called = ", ".join(
-            dict.fromkeys(class_name for class_name, _ in self._other_models.values())
-        )
+        called = ", ".join(dict.fromkeys(class_name for class_name, _ in self._other_models.values()))
         return DitLoraError(
             format_list(
                 f"no model that {script} calls fits the bundle's {self._class_name} (called: "
@@ -150,15 +139,11 @@ class _ScriptReplay:
                 return module
             if parameters:
                 kind = get_original_class(module).__name__
-                differing = _find_differences(self._expected_parameters, parameters) or [
-                    "the class, or the order"
-                ]
+                differing = _find_differences(self._expected_parameters, parameters) or ["the class, or the order"]
                 self._other_models.setdefault(id(module), (kind, differing))
         return None
 
-    def _create_guard_without_folder(
-        self, original: Callable[..., None], *args: Any, **kwargs: Any
-    ) -> None:
+    def _create_guard_without_folder(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Create the script's guard without a folder."""
         original(*args, **{**kwargs, "folder": None})
 
@@ -196,12 +181,10 @@ def _find_differences(expected: Sequence[str], actual: Sequence[str]) -> list[st
     """Parameters that only one of two models has, or that have different shapes."""
     # "name shape" to a dict by name
     recorded_shapes, current_shapes = (
-        dict(description.rsplit(" ", 1) for description in descriptions)
-        for descriptions in (expected, actual)
+        dict(description.rsplit(" ", 1) for description in descriptions) for descriptions in (expected, actual)
     )
     shapes = {
-        name: (recorded_shapes.get(name), current_shapes.get(name))
-        for name in [*recorded_shapes, *current_shapes]
+        name: (recorded_shapes.get(name), current_shapes.get(name)) for name in [*recorded_shapes, *current_shapes]
     }
     return [
         f"{name}: {recorded_shape or 'not'} in the bundle, {current_shape or 'not'} here"

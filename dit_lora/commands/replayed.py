@@ -11,11 +11,7 @@ from dit_lora.errors import format_list
 from dit_lora.guard.bundle import Bundle
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.replay import MicroBatch, Outcome, replay_micro_batch
-from dit_lora.guard.state import (
-    compute_weight_peak,
-    diagnose_diverged_weights,
-    is_unusable_magnitude,
-)
+from dit_lora.guard.state import compute_weight_peak, diagnose_diverged_weights, is_unusable_magnitude
 from dit_lora.guard.suspects import DiagnosisContext
 from dit_lora.guard.switches import (
     Fallback,
@@ -122,9 +118,7 @@ def run_and_diagnose(
         healthy = outcome.is_healthy(needs_gradient=kind == "zero_gradient")
         verdict = None if healthy else diagnose(micro_batch, suspects, kind=kind)
         # If the weights were the reason of the failure, the replay is healthy: check their magnitude.
-        if verdict is None and is_unusable_magnitude(
-            compute_weight_peak(bundle.weights.values()), start
-        ):
+        if verdict is None and is_unusable_magnitude(compute_weight_peak(bundle.weights.values()), start):
             verdict = diagnose_diverged_weights(micro_batch, suspects)
     return ReplayResult(outcome, verdict, micro_batch.ids, bundle.facts["event"], tuple(notes))
 

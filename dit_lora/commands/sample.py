@@ -96,9 +96,7 @@ def write_sample_cells(request: SampleRequest) -> list[WrittenSample]:
     family = get_family(model.family)
     sampler: Sampler = family.open(model, index=index).with_training_metadata(source.metadata)
     video = source.metadata.get("video", {})
-    shape = VideoShape(
-        *(_get_value(name, getattr(request, name), video) for name in ("frames", "height", "width"))
-    )
+    shape = VideoShape(*(_get_value(name, getattr(request, name), video) for name in ("frames", "height", "width")))
     # Before the pipeline is loaded.
     sampler.check_shape(shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,9 +129,7 @@ def _iterate_samples(
 ) -> Iterator[WrittenSample]:
     """Sample every prompt, seed and strength; yield each after it is written."""
     seeds = range(request.seed, request.seed + request.count)
-    cells = [
-        (p, s, w) for p in request.prompts for s in seeds for w in request.strengths or (None,)
-    ]
+    cells = [(p, s, w) for p in request.prompts for s in seeds for w in request.strengths or (None,)]
     bar = tqdm(cells, desc="samples", unit="sample", leave=False, disable=len(cells) == 1)
     for prompt, seed, strength in bar:
         # Every sample starts from its own seed, so it does not depend on the others.
@@ -148,9 +144,7 @@ def _iterate_samples(
             sound = None
         name = _make_file_name(prompt, settings)
         name += "" if strength is None else f"_strength_{strength:g}"
-        yield WrittenSample(
-            prompt, seed, strength, write_sample(output_folder / name, frames, settings.fps, sound)
-        )
+        yield WrittenSample(prompt, seed, strength, write_sample(output_folder / name, frames, settings.fps, sound))
 
 
 def _load_adapters(
@@ -164,25 +158,15 @@ def _load_adapters(
     option = "--strengths" if request.strengths else "--adapter" if request.other_adapters else ""
     pipelines = [source.file for source in sources if source.is_pipeline]
     if pipelines and option:
-        raise DitLoraError(
-            f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it"
-        )
+        raise DitLoraError(f"{option}: {pipelines[0]} is a whole model, with no adapter apart from it")
     other_sources = [find_source(path) for path, _ in request.other_adapters]
-    trained = [
-        source.file
-        for source in (*sources, *other_sources)
-        if source.file.with_name(BASE_FILE).is_file()
-    ]
+    trained = [source.file for source in (*sources, *other_sources) if source.file.with_name(BASE_FILE).is_file()]
     if trained and option:
         raise DitLoraError(
             f"{option}: base weights trained beside {trained[0]} ({BASE_FILE}), which are there or not at any strength"
         )
     # A single adapter gets the loader's default name.
-    names = (
-        [f"adapter_{number}" for number in range(1 + len(other_sources))]
-        if other_sources
-        else [None]
-    )
+    names = [f"adapter_{number}" for number in range(1 + len(other_sources))] if other_sources else [None]
     for source in sources:
         if not source.is_pipeline:
             load_adapter(pipeline, source.file, comfyui, name=names[0])
@@ -196,11 +180,7 @@ def _load_adapters(
 
 def _require_files(request: SampleRequest) -> None:
     """Raise `DitLoraError` if an input image does not exist."""
-    options = {
-        "--image": [request.image],
-        "--last-image": [request.last_image],
-        "--reference": request.references,
-    }
+    options = {"--image": [request.image], "--last-image": [request.last_image], "--reference": request.references}
     missing = [
         f"{option} {file}"
         for option, files in options.items()
@@ -219,9 +199,7 @@ def _download_target(request: SampleRequest) -> SampleRequest:
         return request
     # A full pipeline needs the files of all its components, which the first download left out.
     if (folder / "model_index.json").is_file():
-        resolve_result_folder(
-            request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt")
-        )
+        resolve_result_folder(request.target, ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt"))
     output_folder = request.output_folder or Path("samples") / request.target.name
     return replace(request, target=folder, output_folder=output_folder)
 

@@ -40,9 +40,7 @@ class ShownSample:
         )
 
 
-def show_sample(
-    recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None
-) -> ShownSample:
+def show_sample(recipe_path: str, overrides: Sequence[str], sample: str, draw: int | None) -> ShownSample:
     """Load the sample of this id or number.
 
     Args:
@@ -62,21 +60,13 @@ def show_sample(
         )
     checkpoint = get_family(recipe.model.family).open(recipe.model, recipe)
     samples = find_conversations(recipe, checkpoint, recipe.data, quiet=False)
-    name = (
-        samples.names[int(sample)]
-        if sample.isdecimal() and int(sample) < len(samples.names)
-        else sample
-    )
+    name = samples.names[int(sample)] if sample.isdecimal() and int(sample) < len(samples.names) else sample
     if name in samples.rejected:
         raise DitLoraError(f"{name}: {samples.rejected[name]}")
     entry = next((candidate for candidate in samples.entries if candidate.id == name), None)
     if entry is None:
-        first_names = [
-            f"{number}: {candidate}" for number, candidate in enumerate(samples.names[:20])
-        ]
-        raise DitLoraError(
-            format_list(f"no sample {sample}; of {len(samples.names)} the first are", first_names)
-        )
+        first_names = [f"{number}: {candidate}" for number, candidate in enumerate(samples.names[:20])]
+        raise DitLoraError(format_list(f"no sample {sample}; of {len(samples.names)} the first are", first_names))
     # A dataset of only this sample, so that it is not padded to the length of others.
     clips = build_training_set([entry], checkpoint, recipe)
     seed = recipe.train.seed
@@ -84,8 +74,6 @@ def show_sample(
     if batch.faults:
         raise DitLoraError(batch.faults[entry.id])
     # Rendered with the same random choices as the batch above.
-    rendered, seconds = clips.render(
-        entry, None if draw is None else make_sample_generator(seed, draw)
-    )
+    rendered, seconds = clips.render(entry, None if draw is None else make_sample_generator(seed, draw))
     pixels = batch.tensors.get("pixels")
     return ShownSample(entry, checkpoint, rendered, seconds, None if pixels is None else pixels[0])

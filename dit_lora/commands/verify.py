@@ -7,11 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from dit_lora.adapters.diffusers_format import (
-    ADAPTER_FILE,
-    BASE_FILE,
-    RUN_METADATA_KEY,
-)
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, RUN_METADATA_KEY
 from dit_lora.adapters.load import is_in_peft_format
 from dit_lora.adapters.peft_format import CHAT_ADAPTER_FILE, find_chat_adapter_file
 from dit_lora.adapters.quantize import quantize_base
@@ -36,12 +32,7 @@ from dit_lora.results.verify.chat_model import ChatReferenceModel
 from dit_lora.results.verify.diffusion_model import DiffusionReferenceModel
 from dit_lora.results.verify.pipeline import check_pipeline_files
 from dit_lora.results.verify.reference_model import ReferenceModel
-from dit_lora.results.verify.verify import (
-    Verification,
-    VerificationTarget,
-    check_adapter,
-    check_pipeline,
-)
+from dit_lora.results.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
 from dit_lora.training.session.session import hide_progress_bars
 from dit_lora.training.tasks.chat.answerer import find_origin
 
@@ -80,14 +71,10 @@ class VerifyTarget:
         if self.model.family in CHAT_FAMILIES:
             viewing = self.metadata.get("viewing")
             chat: ChatCheckpoint = family.open(self.model)
-            return ChatReferenceModel(
-                chat.with_vision_settings(VisionSettings(**viewing)) if viewing else chat
-            )
+            return ChatReferenceModel(chat.with_vision_settings(VisionSettings(**viewing)) if viewing else chat)
         # Training may have added classes to the model's index.
         index = self.metadata.get("index") if self.kind == "diffusion" else None
-        return DiffusionReferenceModel(
-            family.open(self.model, index=index).with_training_metadata(self.metadata)
-        )
+        return DiffusionReferenceModel(family.open(self.model, index=index).with_training_metadata(self.metadata))
 
 
 def find_target(target: Path, model: str | None) -> VerifyTarget:
@@ -102,9 +89,7 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
         CheckFailedError: The file cannot be read.
     """
     if not target.exists():
-        raise DitLoraError(
-            f"{target} does not exist; give a run's folder, or an adapter's folder or file"
-        )
+        raise DitLoraError(f"{target} does not exist; give a run's folder, or an adapter's folder or file")
     # Look for a chat adapter first: `find_source` raises for a folder in PEFT's format.
     chat = None if find_pipeline_folder(target) else _find_chat_folder(target)
     if chat is not None and not _is_diffusion_in_peft_format(chat):
@@ -115,9 +100,7 @@ def find_target(target: Path, model: str | None) -> VerifyTarget:
         # Read the headers now, so that the error names the corrupt file; the loader's error would not.
         for weights in sorted((source.file / source.part).glob("*.safetensors")):
             read_file_metadata(weights)
-    return VerifyTarget(
-        "pipeline" if source.is_pipeline else "diffusion", source.file, base, source.metadata
-    )
+    return VerifyTarget("pipeline" if source.is_pipeline else "diffusion", source.file, base, source.metadata)
 
 
 def _find_chat_folder(target: Path) -> Path | None:
@@ -129,9 +112,7 @@ def _find_chat_folder(target: Path) -> Path | None:
     # A run keeps its adapter in the subfolder `adapter`.
     for folder in (target, target / "adapter"):
         # Stage 2 of VideoChat2 trains only base weights. With a LoRA file they belong to a diffusion adapter.
-        has_only_base_weights = (folder / BASE_FILE).is_file() and not (
-            folder / ADAPTER_FILE
-        ).is_file()
+        has_only_base_weights = (folder / BASE_FILE).is_file() and not (folder / ADAPTER_FILE).is_file()
         if (folder / "adapter_config.json").is_file() or has_only_base_weights:
             return folder
     return None
@@ -161,9 +142,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     return dict(parse_typed_json(text, RunMetadata, f"{file}: its header's {RUN_METADATA_KEY}"))
 
 
-def verify_adapter(
-    target: Path, model: str | None = None, *, allow_extreme_update: bool = False
-) -> Verification:
+def verify_adapter(target: Path, model: str | None = None, *, allow_extreme_update: bool = False) -> Verification:
     """Verify a run's result, an adapter's folder or file, or a pipeline's folder, on its base checkpoint.
 
     Args:
@@ -211,19 +190,12 @@ def _run_checks(source: VerifyTarget, allow_extreme_update: bool) -> Verificatio
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = choose_precision("auto", device).dtype
     result = VerificationTarget(
-        source.file,
-        source.metadata,
-        source.base_name,
-        reference_model,
-        dtype,
-        allow_extreme=allow_extreme_update,
+        source.file, source.metadata, source.base_name, reference_model, dtype, allow_extreme=allow_extreme_update
     )
     if source.kind == "pipeline":
         # Names and shapes only: the model is on the meta device.
         expected = reference_model.load_meta_model(dtype).state_dict()
-        checks = check_pipeline_files(
-            reference_model.list_weight_files(), expected, reference_model.name
-        )
+        checks = check_pipeline_files(reference_model.list_weight_files(), expected, reference_model.name)
         return check_pipeline(result, checks, lambda: reference_model.load_model(dtype).to(device))
     # A base that no adapter was loaded into.
     base_model = reference_model.load_model(dtype)

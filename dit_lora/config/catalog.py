@@ -139,9 +139,7 @@ class PackagedRecipe:
         # accelerate launch [options] --config_file accelerate_configs/NAME.yaml recipes/lora.py RECIPE [overrides]
         arguments = shlex.split(self.commands[-1])
         script = arguments.index("recipes/lora.py")
-        options = [
-            word for word in arguments[2:script] if not word.startswith("accelerate_configs/")
-        ]
+        options = [word for word in arguments[2:script] if not word.startswith("accelerate_configs/")]
         # Both are written again below.
         options = [word for word in options if word not in ("--quiet", "--config_file")]
         if config != self.accelerate_config:

@@ -17,10 +17,7 @@ def in_turn(recipe: Recipe) -> tuple[Recipe, ...]:
     if recipe.model.part != "both":
         return (recipe,)
     # At least one step for each expert, whatever the share is.
-    high = min(
-        max(round(recipe.train.steps * recipe.train.effective_high_noise_share), 1),
-        recipe.train.steps - 1,
-    )
+    high = min(max(round(recipe.train.steps * recipe.train.effective_high_noise_share), 1), recipe.train.steps - 1)
     steps = {"transformer": high, "transformer_2": recipe.train.steps - high}
     return tuple(_make_expert_recipe(recipe, part, count) for part, count in steps.items())
 

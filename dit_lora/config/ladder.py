@@ -45,9 +45,7 @@ class LadderConfig:
             raise DitLoraError(f"{type(self).__name__}: " + "; ".join(messages))
 
     def _find_problems(self) -> list[str]:
-        messages = _find_invalid_counts(
-            self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles")
-        )
+        messages = _find_invalid_counts(self, ("max_skips", "max_rollbacks", "snapshot_every", "bundles"))
         # Written with `not`, so that NaN is refused too.
         if not 0 < self.rollback_lr < 1:
             messages.append(f"rollback_lr={self.rollback_lr!r}: it must be between 0 and 1")
@@ -103,9 +101,7 @@ class LoopConfig(LadderConfig):
         if threshold is not None and not 0 < threshold < inf:
             messages.append(f"spike_threshold={threshold!r}: it must be above 0, for instance 8")
         if type(window) is not int or window < MIN_SPIKE_WINDOW:
-            messages.append(
-                f"spike_window={window!r}: it must be a whole number of {MIN_SPIKE_WINDOW} or more"
-            )
+            messages.append(f"spike_window={window!r}: it must be a whole number of {MIN_SPIKE_WINDOW} or more")
         return messages
 
 

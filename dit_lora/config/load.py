@@ -43,9 +43,7 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise DitLoraError(
-            format_list(f"{source}: correct these values", list(_iterate_problems(error)))
-        ) from error
+        raise DitLoraError(format_list(f"{source}: correct these values", list(_iterate_problems(error)))) from error
 
 
 def load_folder_config(path: str, overrides: Sequence[str] = ()) -> DataConfig:
@@ -59,9 +57,7 @@ def load_folder_config(path: str, overrides: Sequence[str] = ()) -> DataConfig:
         _apply_override(values, override)
     allowed = [f"data.{name}" for name in Layout.model_fields]
     # Keys of other sections, and of `data` itself such as its height.
-    refused = [
-        key for key in (override.partition("=")[0] for override in overrides) if key not in allowed
-    ]
+    refused = [key for key in (override.partition("=")[0] for override in overrides) if key not in allowed]
     if refused:
         raise DitLoraError(
             f"{', '.join(refused)}: needs a recipe (.yaml); of {path} itself, these can be given: {', '.join(allowed)}"
@@ -70,9 +66,7 @@ def load_folder_config(path: str, overrides: Sequence[str] = ()) -> DataConfig:
         # Height and width are required fields, and are not used without a recipe.
         return DataConfig(**values.get("data", {}), path=path, height=1, width=1)
     except ValidationError as error:
-        raise DitLoraError(
-            format_list(f"{path}: correct these values", list(_iterate_problems(error)))
-        ) from error
+        raise DitLoraError(format_list(f"{path}: correct these values", list(_iterate_problems(error)))) from error
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -96,9 +90,7 @@ def build_recipe_schema() -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        raise DitLoraError(
-            f"an override reads key.path=value, for instance train.steps=20; got {override!r}"
-        )
+        raise DitLoraError(f"an override reads key.path=value, for instance train.steps=20; got {override!r}")
     # Create missing sections on the way to the key.
     *parents, leaf = key.split(".")
     section = values
@@ -110,9 +102,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         # Values are YAML too: `[a, b]` is a list, `null` is None.
         section[leaf] = parse_yaml(text)
     except ValueError as error:
-        excerpt = (
-            text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
-        )
+        excerpt = text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
         raise DitLoraError(f"the value of {key} is not valid YAML: {excerpt!r}: {error}") from error
 
 
@@ -148,9 +138,7 @@ def _suggest_key(location: tuple[int | str, ...]) -> str:
     return f"; known here: {', '.join(siblings)}"
 
 
-def _iterate_key_paths(
-    section: type[BaseModel], parent: tuple[str, ...] = ()
-) -> Iterator[list[str]]:
+def _iterate_key_paths(section: type[BaseModel], parent: tuple[str, ...] = ()) -> Iterator[list[str]]:
     for name, field in section.model_fields.items():
         yield [*parent, name]
         # A section may be optional: then its class is an argument of the union.

@@ -122,8 +122,7 @@ class LoraConfig(Section):
         unsupported = sorted(
             name
             for name in options - _KIND_OPTIONS[self.kind]
-            if getattr(self, name)
-            != type(self).model_fields[name].get_default(call_default_factory=True)
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
         )
         if unsupported:
             raise ValueError(
@@ -140,9 +139,7 @@ class LoraConfig(Section):
                 f"training continues from a LoRA's file, and kind is {self.kind}; a run goes on with train.resume"
             )
         if self.has_file_init and (self.rslora or self.rank_pattern or self.alpha_pattern):
-            raise ValueError(
-                "rslora, rank_pattern and alpha_pattern are those of the file in `init`; leave them out"
-            )
+            raise ValueError("rslora, rank_pattern and alpha_pattern are those of the file in `init`; leave them out")
         return self
 
     @property

@@ -28,9 +28,7 @@ OptimizerName = Annotated[
     str,
     BeforeValidator(_check_optimizer_name),
     Field(
-        description="\n".join(
-            f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items()
-        ),
+        description="\n".join(f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items()),
         json_schema_extra={"enum": list(OPTIMIZERS)},
     ),
 ]
@@ -147,9 +145,7 @@ class PreserveConfig(Section):
 
     @model_validator(mode="after")
     def _check_words(self) -> "PreserveConfig":
-        if not self.class_words or not all(
-            word.strip() for word in (self.trigger, *self.class_words)
-        ):
+        if not self.class_words or not all(word.strip() for word in (self.trigger, *self.class_words)):
             raise ValueError("trigger and class_words are words; got none, or an empty one")
         # Replacing the trigger would put it back into the caption.
         words_with_trigger = [word for word in self.class_words if self.trigger in word]
@@ -246,7 +242,5 @@ class TrainConfig(Section):
             )
         # All weights train, so there are no frozen ones to move.
         if self.mode == "full":
-            raise ValueError(
-                "offload=group keeps frozen weights in host memory; mode=full has none"
-            )
+            raise ValueError("offload=group keeps frozen weights in host memory; mode=full has none")
         return self

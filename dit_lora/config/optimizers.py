@@ -64,9 +64,7 @@ class OptimizerRecord:
 
 def collect_names(get_names: Callable[[OptimizerRecord], tuple[str, ...]]) -> tuple[str, ...]:
     """The names that `get_names` gives for any record, without duplicates."""
-    return tuple(
-        dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record))
-    )
+    return tuple(dict.fromkeys(name for record in OPTIMIZERS.values() for name in get_names(record)))
 
 
 def _count_fp32_moment_bytes(parameters: Sequence["torch.Tensor"]) -> int:
@@ -109,8 +107,7 @@ def _count_prodigy_bytes(parameters: Sequence["torch.Tensor"]) -> int:
 
 _ADAMW_8BIT = OptimizerRecord(
     description=(
-        "bitsandbytes', whose moments take one byte a weight; tensors below 4096 elements keep "
-        "theirs in fp32."
+        "bitsandbytes', whose moments take one byte a weight; tensors below 4096 elements keep theirs in fp32."
     ),
     class_path="bitsandbytes.optim:AdamW8bit",
     state_bytes=_count_8bit_moment_bytes,
@@ -157,12 +154,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         nonnegative_state=("exp_avg_sq",),
         squared_state=("exp_avg_sq",),
         # Without d_denom and d_hat, which are written but never read.
-        group_numbers=(
-            "d",
-            "d_max",
-            "d_numerator",
-            "k",
-        ),
+        group_numbers=("d", "d_max", "d_numerator", "k"),
         lr_factor="d",
         lr_bounds=(0.1, 10.0),
     ),

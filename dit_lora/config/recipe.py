@@ -9,13 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dit_lora.config.chat import ChatConfig
 from dit_lora.config.data import DataConfig
-from dit_lora.config.ladder import (
-    MIN_SPIKE_WINDOW,
-    LadderConfig,
-    LoopConfig,
-    RecoveryAction,
-    find_actions_problem,
-)
+from dit_lora.config.ladder import MIN_SPIKE_WINDOW, LadderConfig, LoopConfig, RecoveryAction, find_actions_problem
 from dit_lora.config.lora import WEIGHT_INITS, LoraConfig
 from dit_lora.config.optim import GroupsConfig, OptimConfig, TrainConfig
 from dit_lora.config.section import Count, Positive, Section
@@ -198,9 +192,7 @@ class HubConfig(Section):
     @model_validator(mode="after")
     def _require_repo_id(self) -> "HubConfig":
         if self.push and self.repo_id is None:
-            raise ValueError(
-                "hub.push needs hub.repo_id: OWNER/NAME on the Hub, such as me/kitten-lora"
-            )
+            raise ValueError("hub.push needs hub.repo_id: OWNER/NAME on the Hub, such as me/kitten-lora")
         return self
 
 
@@ -230,24 +222,18 @@ class Recipe(Section):
         # A question belongs to one image or video.
         media, prompts = self.validation.media, self.validation.prompts
         if media and len(media) != len(prompts):
-            raise ValueError(
-                f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts"
-            )
+            raise ValueError(f"validation.media: one file a prompt; got {len(media)} files, {len(prompts)} prompts")
         if self.train.preserve is not None and self.train.mode == "full":
             raise ValueError(
                 "train.preserve: its target is the base with the adapter off, and train.mode: full has no adapter; "
                 "remove it, or take data.sources.generate (prior preservation)"
             )
         if self.train.preserve is not None and self.train.context_parallel > 1:
-            raise ValueError(
-                "train.preserve: ranks that share samples cannot; remove train.context_parallel"
-            )
+            raise ValueError("train.preserve: ranks that share samples cannot; remove train.context_parallel")
         # A second checkpoint that makes the samples.
         second = self.validation.model is not None
         if second and not prompts:
-            raise ValueError(
-                "validation.model: nothing is sampled from it: give validation.prompts"
-            )
+            raise ValueError("validation.model: nothing is sampled from it: give validation.prompts")
         if second and any(source.generate for source in self.data.all_sources):
             raise ValueError(
                 "data.sources.generate samples the base with the steps and guidance of validation, which are "
@@ -270,18 +256,14 @@ class Recipe(Section):
         both, train = self.model.part == "both", self.train
         # Both are saved in PEFT's format, whose files have fixed names.
         if both and self.lora.kind in ("loha", "oft"):
-            raise ValueError(
-                f"lora.kind: {self.lora.kind} has one adapter a folder; train one expert"
-            )
+            raise ValueError(f"lora.kind: {self.lora.kind} has one adapter a folder; train one expert")
         if train.high_noise_share is not None and not both:
             raise ValueError("train.high_noise_share is for model.part: both; remove it")
         # The checks below are for recipes that train both experts.
         if not both:
             return self
         if train.mode == "full":
-            raise ValueError(
-                "model.part: both writes two adapters; of train.mode: full, train one expert at a time"
-            )
+            raise ValueError("model.part: both writes two adapters; of train.mode: full, train one expert at a time")
         if train.resume not in ("none", "auto"):
             hint = "a path is one expert's, and auto finds both: continue that expert's own config.yaml"
             raise ValueError(f"train.resume: under model.part: both, {hint}")
@@ -297,9 +279,7 @@ class Recipe(Section):
         groups, usual = self.optim.groups, GroupsConfig()
         if self.train.mode == "lora":
             if self.model.from_scratch is not None:
-                raise ValueError(
-                    "model.from_scratch needs train.mode: full; a LoRA needs a trained base"
-                )
+                raise ValueError("model.from_scratch needs train.mode: full; a LoRA needs a trained base")
             if groups.adapter is None:
                 self._check_base_groups()
             return self
@@ -309,9 +289,7 @@ class Recipe(Section):
                 "validation.model does not apply to train.mode: full: it takes an adapter, and there is none"
             )
         if self.model.quantize is not None:
-            raise ValueError(
-                "model.quantize does not apply to train.mode: full, which trains every weight"
-            )
+            raise ValueError("model.quantize does not apply to train.mode: full, which trains every weight")
         if self.lora != LoraConfig():
             raise ValueError("lora does not apply to train.mode: full")
         if groups.adapter != usual.adapter or groups.adapter_b:
@@ -367,9 +345,7 @@ class Recipe(Section):
         if self.chat is not None and self.validation.conversations is None:
             raise ValueError("train.keep_best needs a held-out loss: give validation.conversations")
         if self.chat is None and not self.validation.held_out_draws:
-            raise ValueError(
-                "train.keep_best needs a held-out loss: validation.held_out_draws is 0"
-            )
+            raise ValueError("train.keep_best needs a held-out loss: validation.held_out_draws is 0")
         if eval_steps is None or (save % eval_steps and eval_steps % save):
             raise ValueError(
                 "train.keep_best needs the held-out loss of checkpoints: validation.every must divide "

@@ -8,15 +8,7 @@ field, and code that uses the result can rely on its types. Unknown keys are kep
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import (
-    AllowInfNan,
-    ConfigDict,
-    Field,
-    Strict,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AllowInfNan, ConfigDict, Field, Strict, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from dit_lora.files import read_regular
@@ -33,9 +25,7 @@ Int64 = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
 """A Python identifier: the name of a class, an argument or a component."""
-Module = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)
-]
+Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=200)]
 # For example torch.bfloat16 or torch.float8_e4m3fn. The text is put into generated code.
 Dtype = Annotated[str, StringConstraints(pattern=r"^torch\.(float|bfloat)[0-9]{1,2}(_[a-z0-9]+)?$")]
 # Unknown keys are kept, and values are not converted.
@@ -428,6 +418,4 @@ def validate_value(value: Any, value_type: type[T], description: str) -> T:
         # Shortened and escaped, because names and values come from the file.
         field = ".".join(make_one_line(part)[:80] for part in problem["loc"]) or "the whole"
         got = repr(problem["input"])[:80] if problem["type"] != "missing" else "nothing"
-        raise ParseError(
-            f"{description} is damaged: {field}: {make_one_line(problem['msg'])}; got {got}"
-        ) from error
+        raise ParseError(f"{description} is damaged: {field}: {make_one_line(problem['msg'])}; got {got}") from error

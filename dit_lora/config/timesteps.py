@@ -41,13 +41,8 @@ class TimestepsConfig(Section):
     def _check_parameters(self) -> "TimestepsConfig":
         # A parameter that its density ignores is a mistake, so it is refused.
         for name, densities in _PARAMETER_DENSITIES.items():
-            if (
-                getattr(self, name) is not None
-                and (self.density or "logit_normal") not in densities
-            ):
-                raise ValueError(
-                    f"{name} is of density {' or '.join(densities)}; got {self.density}"
-                )
+            if getattr(self, name) is not None and (self.density or "logit_normal") not in densities:
+                raise ValueError(f"{name} is of density {' or '.join(densities)}; got {self.density}")
         # An end that is left out is the full range's.
         low, high = self.t_min or 0.0, 1.0 if self.t_max is None else self.t_max
         if low >= high:

@@ -11,14 +11,7 @@ from typing import Any
 
 import yaml
 
-from dit_lora.parsing import (
-    DEPTH_MESSAGE,
-    DIGITS_MESSAGE,
-    MAX_DIGITS,
-    MAX_LEVELS,
-    ParseError,
-    convert_to_parse_error,
-)
+from dit_lora.parsing import DEPTH_MESSAGE, DIGITS_MESSAGE, MAX_DIGITS, MAX_LEVELS, ParseError, convert_to_parse_error
 
 MAX_NODES = 100_000
 """Maximum number of nodes; an alias counts as many as the nodes it stands for."""
@@ -34,9 +27,7 @@ def parse_yaml(text: str) -> Any:
     Duplicate keys, which YAML would resolve to the last one, and texts that are not Unicode are errors too.
     """
     if len(text) > MAX_YAML_CHARACTERS:
-        raise ParseError(
-            f"it has {len(text):,} characters, and {MAX_YAML_CHARACTERS:,} are read at most"
-        )
+        raise ParseError(f"it has {len(text):,} characters, and {MAX_YAML_CHARACTERS:,} are read at most")
     try:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
@@ -131,9 +122,7 @@ def _check_size(text: str) -> None:
         if len(open_collections) + levels > MAX_LEVELS:
             raise ParseError(DEPTH_MESSAGE)
         if count > MAX_NODES:
-            raise ParseError(
-                f"it has more than {MAX_NODES:,} values, its aliases counted as what they stand for"
-            )
+            raise ParseError(f"it has more than {MAX_NODES:,} values, its aliases counted as what they stand for")
 
 
 def _require_unicode(value: str) -> None:

@@ -74,16 +74,12 @@ class _Renderer:
                     # The child may be in an endless loop, so it is killed; the next call starts another one.
                     self._stop()
                     self._num_timeouts[template] += 1
-                    raise ChatTemplateError(
-                        f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s"
-                    )
+                    raise ChatTemplateError(f"the checkpoint's chat template takes more than {MAX_SECONDS:g} s")
                 # Not `recv`, which would unpickle what the child sends.
                 answer = parse_json(self._connection.recv_bytes())
             except (EOFError, ConnectionError) as error:
                 self._stop()
-                raise ChatTemplateError(
-                    "the checkpoint's chat template ended the process that rendered it"
-                ) from error
+                raise ChatTemplateError("the checkpoint's chat template ended the process that rendered it") from error
         if "error" in answer:
             raise ChatTemplateError(f"the checkpoint's chat template fails: {answer['error']}")
         return tuple(answer["rendered"])

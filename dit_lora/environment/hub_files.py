@@ -22,9 +22,7 @@ def resolve_model_folder(model: ModelConfig, patterns: Sequence[str]) -> Path:
     name = get_hub_name(model.path)
     if name is None:
         raise DitLoraError(_describe_missing_folder(model.path))
-    return _download_files(
-        name, patterns, f"model.path: no local folder {model.path}", model.revision
-    )
+    return _download_files(name, patterns, f"model.path: no local folder {model.path}", model.revision)
 
 
 def resolve_result_folder(target: str | Path, patterns: Sequence[str]) -> Path:
@@ -52,9 +50,7 @@ def resolve_result_folder(target: str | Path, patterns: Sequence[str]) -> Path:
     return folder
 
 
-def _download_files(
-    name: str, patterns: Sequence[str], missing_message: str, revision: str | None
-) -> Path:
+def _download_files(name: str, patterns: Sequence[str], missing_message: str, revision: str | None) -> Path:
     """Download files of a repository and return their folder. Errors are one line that begins with
     `missing_message`.
     """

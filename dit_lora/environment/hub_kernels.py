@@ -17,11 +17,7 @@ from dit_lora.errors import DitLoraError
 
 _PACKAGE = "kernels"
 _ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-_EXPERTS_KEYS = (
-    "experts_implementation",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-)
+_EXPERTS_KEYS = ("experts_implementation", "_experts_implementation", "_experts_implementation_internal")
 # Implementations of Transformers that need no other package. Any other is replaced with Transformers' default:
 # published checkpoints that name flash attention also run without it.
 _BUILTIN_IMPLEMENTATIONS = {
@@ -51,11 +47,7 @@ def remove_kernels(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     cleaned: dict[str, Any] = {}
     for key, value in config.items():
         # The key is left out of the copy, so that the default applies.
-        if (
-            key in _BUILTIN_IMPLEMENTATIONS
-            and value is not None
-            and value not in _BUILTIN_IMPLEMENTATIONS[key]
-        ):
+        if key in _BUILTIN_IMPLEMENTATIONS and value is not None and value not in _BUILTIN_IMPLEMENTATIONS[key]:
             _refuse_repository(key, value, source)
             continue
         if key == "quantization_config" and value is not None:
@@ -75,9 +67,7 @@ def _refuse_repository(key: str, value: Any, source: str) -> None:
     names = value.values() if isinstance(value, dict) else [value]
     # OWNER/NAME is a repository. One value may name an implementation for each sub-model.
     if any("/" in str(name) for name in names):
-        raise DitLoraError(
-            f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it"
-        )
+        raise DitLoraError(f"{source}: {key} {value!r} is code from the Hub, which is never run; remove it")
 
 
 def _require_allowed_quantization(value: Any, source: str) -> None:

@@ -32,9 +32,7 @@ class TestedVersions:
     tested_version: str | None  # the one in constraints.txt; None if no build could be tested
     first_untested_major: int
     required: bool = True
-    newer_tested_version: str | None = (
-        None  # the newest that passed the tests, if newer than `release`
-    )
+    newer_tested_version: str | None = None  # the newest that passed the tests, if newer than `release`
 
     @property
     def newest_tested_version(self) -> str | None:
@@ -126,9 +124,7 @@ def probe_environment() -> Environment:
             # ROCm's GPUs, and NVIDIA's since compute capability 8.0 (Ampere).
             bf16 = torch.version.hip is not None or gpu.major >= 8
             devices.append(Device(gpu.name, round(gpu.total_memory / 2**30, 1), bf16))
-    return Environment(
-        platform.python_version(), platform.platform(), versions, cuda, tuple(devices)
-    )
+    return Environment(platform.python_version(), platform.platform(), versions, cuda, tuple(devices))
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,7 @@ def _has_mismatched_torchvision(env: Environment) -> bool:
     # PyPI's wheel for x86-64 Linux links to CUDA, and fails with a CPU build of torch.
     on_pc = "Linux" in env.platform and "x86_64" in env.platform
     # torch has the label cpu and torchvision has not.
-    cuda_on_cpu = on_pc and env.get_build_label("torch") == "cpu" != env.get_build_label(
-        "torchvision"
-    )
+    cuda_on_cpu = on_pc and env.get_build_label("torch") == "cpu" != env.get_build_label("torchvision")
     return vision[1] != torch[1] + 15 or cuda_on_cpu
 
 
@@ -187,9 +181,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "cuDNN's attention backward gives NaN gradients with a mask (reported on H100 and H200)",
         "nothing to do: attention with a mask is kept off cuDNN",
         "https://github.com/pytorch/pytorch/issues/196678",
-        matches=lambda env: (
-            bool(env.torch_cuda and env.devices) and _is_within(env, "torch", (2, 11, 0))
-        ),
+        matches=lambda env: bool(env.torch_cuda and env.devices) and _is_within(env, "torch", (2, 11, 0)),
     ),
     KnownBad(
         "sdpa-before-2.5.1",
@@ -232,17 +224,10 @@ def get_package_status(name: str, env: Environment) -> Status:
     if name not in env.versions:
         return "missing" if tested.required else "absent"
     release = env.get_release(name)
-    if release is None or not _parse_release(tested.min_version) <= release < (
-        tested.first_untested_major,
-        0,
-        0,
-    ):
+    if release is None or not _parse_release(tested.min_version) <= release < (tested.first_untested_major, 0, 0):
         return "refused"
     # Patch releases of a tested minor version do not count as untested.
-    if (
-        tested.newest_tested_version is None
-        or release[:2] > _parse_release(tested.newest_tested_version)[:2]
-    ):
+    if tested.newest_tested_version is None or release[:2] > _parse_release(tested.newest_tested_version)[:2]:
         return "untested"
     # The version in constraints.txt.
     exact = tested.tested_version is not None and release == _parse_release(tested.tested_version)
@@ -265,9 +250,7 @@ def require_compatible(env: Environment, allow_untested: bool) -> list[str]:
     # All at once, so that one command can correct them.
     refused = [str(problem) for problem in issues if problem.severity == "refuse"]
     if refused and not allow_untested:
-        raise DitLoraError(
-            format_list("refused before any work; run.allow_untested=true goes on anyway", refused)
-        )
+        raise DitLoraError(format_list("refused before any work; run.allow_untested=true goes on anyway", refused))
     return [str(problem) for problem in issues if problem.severity != "handled"]
 
 
@@ -281,17 +264,12 @@ def _find_version_problem(name: str, env: Environment) -> VersionProblem | None:
         return VersionProblem(name, "warn", message, f"to do without it: pip uninstall -y {name}")
     if status == "untested":
         message = f"{name} was tested up to {tested.newest_tested_version}; got {version}"
-        return VersionProblem(
-            name, "warn", message, _format_install_command(f"{name}=={tested.tested_version}", env)
-        )
+        return VersionProblem(name, "warn", message, _format_install_command(f"{name}=={tested.tested_version}", env))
     # From here on the package is missing, or outside of its range.
     requirement = tested.format_requirement(name)
     received = f"got {version}" if version else "it is not installed"
     return VersionProblem(
-        name,
-        "refuse",
-        f"{requirement} is needed; {received}",
-        _format_install_command(requirement, env),
+        name, "refuse", f"{requirement} is needed; {received}", _format_install_command(requirement, env)
     )
 
 

@@ -27,10 +27,7 @@ DIFFUSION_FAMILIES = {
     "z_image": "dit_lora.families.z_image",
 }
 """Families whose checkpoints implement the contract of `families.base`."""
-CHAT_FAMILIES = {
-    "videochat2": "dit_lora.families.videochat2",
-    "chat": "dit_lora.families.chat",
-}
+CHAT_FAMILIES = {"videochat2": "dit_lora.families.videochat2", "chat": "dit_lora.families.chat"}
 """Families whose checkpoints implement the contract of `families.chat_base`."""
 FAMILIES = DIFFUSION_FAMILIES | CHAT_FAMILIES
 

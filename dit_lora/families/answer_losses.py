@@ -65,9 +65,7 @@ def _make_forward(original_forward: Callable[..., Any]) -> Callable[..., Any]:
         if answer_positions is None and answer_labels is None:
             return original_forward(model, *args, **kwargs)
         if args or answer_positions is None or answer_labels is None:
-            raise DitLoraError(
-                "answer losses need answer_positions, answer_labels and all other inputs by name"
-            )
+            raise DitLoraError("answer losses need answer_positions, answer_labels and all other inputs by name")
         trunk, head = _split_trunk_and_head(model)
         # Run only the trunk: logits are computed below, for the answer positions only.
         hidden = trunk(**kwargs, use_cache=False)[0]

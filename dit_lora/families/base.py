@@ -25,12 +25,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.opening import load_or_init
 from dit_lora.families.pictures import read_conditioning_images
-from dit_lora.families.references import (
-    ReferenceSpec,
-    read_references,
-    reference_errors,
-    scale_image,
-)
+from dit_lora.families.references import ReferenceSpec, read_references, reference_errors, scale_image
 from dit_lora.families.refusals import refuse_options
 from dit_lora.families.sampling import Sampling
 from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
@@ -64,9 +59,7 @@ class TrainableCheckpoint(Protocol):
 
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions: ...
 
-    def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput: ...
+    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
@@ -116,9 +109,7 @@ class CheckpointInfo(ABC):
     def unsupported_reason(self, shape: VideoShape) -> str | None:
         """Error message for a shape that the checkpoint cannot process; None if it can."""
         problems = self.shape_errors(shape)
-        return (
-            format_list(f"{self.path.name} cannot take this shape", problems) if problems else None
-        )
+        return format_list(f"{self.path.name} cannot take this shape", problems) if problems else None
 
     def check_shape(self, shape: VideoShape) -> None:
         """Raise `DitLoraError` if the checkpoint cannot process this shape."""
@@ -215,9 +206,7 @@ class Denoiser(CheckpointInfo):
         """Describe the random tensors that `losses` uses for a cached batch. Only the batch's shapes matter."""
 
     @abstractmethod
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Compute the loss of each sample of a cached batch.
 
         Args:
@@ -232,11 +221,7 @@ class Denoiser(CheckpointInfo):
 
     @abstractmethod
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Run the transformer once on noisy latents of a cached batch, exactly as the stock pipeline calls it."""
 
@@ -268,9 +253,7 @@ class Sampler(CheckpointInfo):
         """Components of the pipeline that stay in fp32 regardless of the pipeline's dtype."""
         return ()
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         """Load the stock pipeline, with `transformer` in it if given, and without text encoders if `text` is false."""
         return self._load_pipeline(dtype, transformer, text)
 
@@ -282,13 +265,7 @@ class Sampler(CheckpointInfo):
         else:
             pipeline.to(device)
 
-    def _load_pipeline(
-        self,
-        dtype: torch.dtype,
-        transformer: nn.Module | None,
-        text: bool,
-        **init_kwargs: Any,
-    ) -> Any:
+    def _load_pipeline(self, dtype: torch.dtype, transformer: nn.Module | None, text: bool, **init_kwargs: Any) -> Any:
         """Load the stock pipeline in `dtype`, except components of `fp32_components`; `arguments` go to its
         constructor.
         """
@@ -301,14 +278,10 @@ class Sampler(CheckpointInfo):
             init_kwargs[self.part] = transformer
         if not text:
             init_kwargs |= {"text_encoder": None, "tokenizer": None}
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **init_kwargs
-        )
+        return load_pretrained(self.pipeline_class, self.path, dtype=dtypes, use_safetensors=True, **init_kwargs)
 
     @abstractmethod
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Pipeline arguments for a prompt.
 
         Args:
@@ -336,9 +309,7 @@ class Sampler(CheckpointInfo):
         scaled_pictures = [scale_image(picture, self.reference_resolution) for picture in pictures]
         return {"image": scaled_pictures} if scaled_pictures else {}
 
-    def generate(
-        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
-    ) -> torch.Tensor:
+    def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one video, or an image as one frame: uint8 (frames, height, width, 3)."""
         files = {"image": sampling.image, "last_image": sampling.last_image}
         output = pipeline(
@@ -376,12 +347,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         """Load the stock pipeline with only its text encoder, so that `encode_prompt` works as in sampling."""
         # Without transformer and VAE, only the text encoder and the tokenizer are loaded.
         return load_pretrained(
-            self.pipeline_class,
-            self.path,
-            transformer=None,
-            vae=None,
-            dtype=dtype,
-            use_safetensors=True,
+            self.pipeline_class, self.path, transformer=None, vae=None, dtype=dtype, use_safetensors=True
         ).to(device)
 
     @property
@@ -411,11 +377,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         if not self.expert_names:
             return []
         # Each expert's objective has its own range of noise levels, so its timesteps differ from the other one's.
-        name, low, high = (
-            self.expert_names[self.part],
-            self.timestep_range[0],
-            self.timestep_range[-1],
-        )
+        name, low, high = (self.expert_names[self.part], self.timestep_range[0], self.timestep_range[-1])
         return [f"expert: {name.replace('_', ' ')} ({self.part}), timesteps {low} to {high}"]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
@@ -424,9 +386,7 @@ class Checkpoint(Encoders, Denoiser, Sampler):
         # With two experts there is no default: an adapter belongs to one of them.
         if self.expert_names and recipe.model.part is None:
             experts = " or ".join(f"{part} ({name})" for part, name in self.expert_names.items())
-            raise DitLoraError(
-                f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both"
-            )
+            raise DitLoraError(f"model.part is missing: {recipe.model.path} has two experts; give {experts}, or both")
         # Sampling with the other expert's adapter only makes sense if there are two experts.
         expert_options = ("validation.other_expert",) if self.expert_names else ()
         refuse_options(recipe, (*self.supported_options, *expert_options))

@@ -130,25 +130,17 @@ class ChatCheckpoint(ABC):
         """No random tensors: all randomness of a conversation is already in its tokens and frames."""
         return {}
 
-    def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Mean next-token loss of each sample's answer, fp32 (B,). The reported timesteps are indices into `KINDS`.
 
         In addition to the tensors for `inputs`, the batch has `labels` (B, A), the answer tokens or -100, and
         `answer_positions` (B, A), the positions that predict them.
         """
         # With these two arguments, the patched forward returns one loss per sample instead of logits.
-        losses = model(
-            **self.inputs(batch),
-            answer_positions=batch["answer_positions"],
-            answer_labels=batch["labels"],
-        )
+        losses = model(**self.inputs(batch), answer_positions=batch["answer_positions"], answer_labels=batch["labels"])
         pixels = batch.get("pixels")
         # A batch has media of one kind: no pixels, one frame, or several frames.
-        kind: ConversationKind = (
-            "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
-        )
+        kind: ConversationKind = "text" if pixels is None else "image" if pixels.shape[1] == 1 else "video"
         # Each loss is reported under its kind of media, in the place where diffusion reports timesteps.
         return LossOutput(losses, torch.full_like(losses, KINDS.index(kind), dtype=torch.int64))
 
@@ -162,11 +154,7 @@ class ChatCheckpoint(ABC):
         """Tensors (1, ...) of one prompt that `inputs` needs in addition to `input_ids` and `pixels`."""
 
     def answer(
-        self,
-        model: nn.Module,
-        rendered: RenderedConversation,
-        pixels: torch.Tensor | None,
-        max_tokens: int,
+        self, model: nn.Module, rendered: RenderedConversation, pixels: torch.Tensor | None, max_tokens: int
     ) -> str:
         """Generate the model's answer to a prompt with greedy decoding; `pixels` uint8 (F, 3, H, W)."""
         # A batch of one: tokens (1, L) and pixels (1, F, 3, H, W).

@@ -21,10 +21,7 @@ def refuse_diffusion_options(recipe: Recipe, supported_options: Sequence[str] = 
     ]
     if problems:
         raise DitLoraError(
-            format_list(
-                f"family {recipe.model.family} has nothing that these apply to; remove them",
-                problems,
-            )
+            format_list(f"family {recipe.model.family} has nothing that these apply to; remove them", problems)
         )
 
 
@@ -53,10 +50,7 @@ def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "data.reference_resolution": (data.reference_resolution is not None, shapes),
         "validation.references": (bool(recipe.validation.references), "nothing is made from them"),
         "data.sources.caption": (any(source.caption is not None for source in sources), captions),
-        "data.sources.generate": (
-            any(source.generate is not None for source in sources),
-            "no video is made",
-        ),
+        "data.sources.generate": (any(source.generate is not None for source in sources), "no video is made"),
         # Guidance and images that a video starts from do not exist for answers.
         "data.caption_dropout": (data.caption_dropout > 0, "there is no guidance"),
         "data.image_dropout": (data.image_dropout > 0, "no video starts from an image"),
@@ -74,18 +68,12 @@ def _list_unsupported_options(recipe: Recipe) -> Mapping[str, tuple[bool, str]]:
         "train.mode": (train.mode != "lora", "lora with optim.groups trains base weights too"),
         "train.vlb": (train.vlb is not None, "there is no variance"),
         "train.preserve": (train.preserve is not None, "it is for models of pictures and videos"),
-        "lora.init": (
-            recipe.lora.has_file_init,
-            "a chat model's adapter starts anew: kaiming or gaussian",
-        ),
+        "lora.init": (recipe.lora.has_file_init, "a chat model's adapter starts anew: kaiming or gaussian"),
         "lora.under": (bool(recipe.lora.under), "a chat model's adapter has none under it"),
         "train.timesteps": (train.timesteps is not None, "there are no noise levels"),
         "train.guidance_scale": (train.guidance_scale is not None, "there is no guidance"),
         "model.part": (recipe.model.part is not None, "there is one model"),
-        "model.from_scratch": (
-            recipe.model.from_scratch is not None,
-            "a chat model starts trained",
-        ),
+        "model.from_scratch": (recipe.model.from_scratch is not None, "a chat model starts trained"),
         **_list_unsupported_validation_options(recipe.validation),
     }
 

@@ -74,10 +74,7 @@ class Family:
         if base_model is None:
             return None
         # Patterns are tried in the order of the family's table, so a special case must come before its group.
-        licence = next(
-            (license for ids, license in self.licenses.items() if fnmatchcase(base_model, ids)),
-            None,
-        )
+        licence = next((license for ids, license in self.licenses.items() if fnmatchcase(base_model, ids)), None)
         # On the Hub, a licence `other` needs a link. The file in the model's repository is the default.
         if licence is None or licence.id != "other" or licence.link is not None:
             return licence
@@ -98,11 +95,7 @@ class DiffusionFamily(Family):
     """True if VideoX-Fun loads LoRA files in kohya's layout for this family."""
 
     def open(
-        self,
-        model: "ModelConfig",
-        recipe: "Recipe | None" = None,
-        *,
-        index: "Mapping[str, Any] | None" = None,
+        self, model: "ModelConfig", recipe: "Recipe | None" = None, *, index: "Mapping[str, Any] | None" = None
     ) -> "Checkpoint":
         """Read a checkpoint's configs, without its weights.
 
@@ -114,9 +107,7 @@ class DiffusionFamily(Family):
         Raises:
             DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
         """
-        stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
-            self, model
-        )
+        stored: Checkpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(self, model)
         # An adapter's changes (added classes, another task) come before the recipe, which is checked against them.
         checkpoint = stored.with_index_changes(index) if index else stored
         return checkpoint if recipe is None else checkpoint.apply_recipe(recipe)
@@ -142,7 +133,5 @@ class ChatFamily(Family):
         Raises:
             DitLoraError: The checkpoint belongs to another family, or cannot train as the recipe asks.
         """
-        stored: ChatCheckpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(
-            model
-        )
+        stored: ChatCheckpoint = importlib.import_module(self.checkpoint_module).open_checkpoint(model)
         return stored if recipe is None else stored.apply_recipe(recipe)

@@ -22,10 +22,7 @@ class FirstFrameCheckpoint(FlowCheckpoint):
     """A checkpoint that also works without an image: a share of the samples trains as text-to-video."""
 
     image_dropout: float = 0.0
-    supported_options: ClassVar[tuple[str, ...]] = (
-        *FlowCheckpoint.supported_options,
-        "data.image_dropout",
-    )
+    supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "data.image_dropout")
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply `data.image_dropout`, the share of samples that train as text-to-video."""
@@ -93,26 +90,18 @@ class FirstTokensCheckpoint(FirstFrameCheckpoint):
         frames, height, width = batch["latent_mean"].shape[2:]
         # (B,) and (S,) combine to (B, S, 1).
         has_picture = self.has_picture(batch, random_tensors)
-        is_first_frame = (
-            torch.arange(frames * height * width, device=has_picture.device) < height * width
-        )
+        is_first_frame = torch.arange(frames * height * width, device=has_picture.device) < height * width
         return (has_picture.view(-1, 1, 1) & is_first_frame.view(1, -1, 1)).float()
 
     def token_timesteps(
-        self,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        self, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Timestep of every token (B, S): 0 at the image's tokens."""
         # (B, 1) * (B, S): the mask is 1 at the image's tokens, which sets their timestep to 0.
         return timesteps[:, None] * (1 - self.conditioning_mask(batch, random_tensors).squeeze(-1))
 
     def replace_first_frame(
-        self,
-        tokens: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        self, tokens: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Tokens (B, S, C) with the first frame replaced by the image's tokens, for samples that keep their image."""
         # (B, S, C), and a mask (B, S, 1) that broadcasts over the channels.

@@ -42,16 +42,9 @@ class FlowCheckpoint(Checkpoint):
         """The objective with the recipe's `train.timesteps`. Raises `DitLoraError` if no noise level is left."""
         stored_objective, levels = self.objective, self.objective.distribution
         # `shift` is handled below: None leaves the checkpoint's, and "tokens" selects the shift by size.
-        overrides = {
-            name: value
-            for name, value in config.model_dump(exclude={"shift"}).items()
-            if value is not None
-        }
+        overrides = {name: value for name, value in config.model_dump(exclude={"shift"}).items() if value is not None}
         # The recipe may only narrow the range in which this component is used, such as an expert's.
-        low, high = (
-            max(overrides.get("t_min", 0), levels.t_min),
-            min(overrides.get("t_max", 1), levels.t_max),
-        )
+        low, high = (max(overrides.get("t_min", 0), levels.t_min), min(overrides.get("t_max", 1), levels.t_max))
         if low >= high or low > overrides.get("t_min", low) or high < overrides.get("t_max", high):
             raise DitLoraError(
                 f"train.timesteps: t_min={overrides.get('t_min', low):g}, t_max={overrides.get('t_max', high):g} is "
@@ -65,9 +58,7 @@ class FlowCheckpoint(Checkpoint):
             self.mu(torch.Size([1, 64, 64]))  # raises if the pipeline does not shift by size
         shift = stored_objective.shift if config.shift is None else config.shift
         shift = None if shift == "tokens" else shift
-        objective = replace(
-            stored_objective, shift=shift, distribution=replace(levels, **overrides)
-        )
+        objective = replace(stored_objective, shift=shift, distribution=replace(levels, **overrides))
         if shift is not None:
             # Raises if the range is too narrow to sample from.
             objective.compute_sigmas(torch.zeros(1))
@@ -125,17 +116,12 @@ class FlowCheckpoint(Checkpoint):
         """
         return None
 
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample at random noise levels. Noising, target and loss are in fp32."""
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, clean = self.objective, self.clean_latents(batch, draws)
         noise, sigmas = draws["noise"], draws["timestep"]
-        noisy, conditioning_mask = (
-            objective.add_noise(clean, noise, sigmas),
-            self.conditioning_mask(batch, draws),
-        )
+        noisy, conditioning_mask = (objective.add_noise(clean, noise, sigmas), self.conditioning_mask(batch, draws))
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
         # The transformer takes timesteps, sigmas scaled to the range of the scheduler.
@@ -143,9 +129,7 @@ class FlowCheckpoint(Checkpoint):
         prediction = self.predict_in_training(transformer, noisy, timesteps, batch, draws)
         # The velocity does not depend on the noise level: noise - clean.
         target = objective.compute_target(clean, noise)
-        losses = compute_mean_squared_error(
-            prediction, target, self._loss_weights(batch, conditioning_mask)
-        )
+        losses = compute_mean_squared_error(prediction, target, self._loss_weights(batch, conditioning_mask))
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

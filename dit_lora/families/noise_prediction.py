@@ -56,10 +56,7 @@ class NoisePredictionCheckpoint(Checkpoint):
                 "as in); remove it"
             )
         # By default (None in the recipe) a variance that the network predicts is trained too.
-        return replace(
-            checkpoint,
-            should_train_variance=self.has_learned_variance and recipe.train.vlb is not False,
-        )
+        return replace(checkpoint, should_train_variance=self.has_learned_variance and recipe.train.vlb is not False)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -74,10 +71,7 @@ class NoisePredictionCheckpoint(Checkpoint):
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             # Encode one frame at a time: this needs the memory of one image, and a latent does not depend on the
             # clip's length.
-            frames = [
-                vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist
-                for frame in pixels
-            ]
+            frames = [vae.encode(frame[None].to(device).float() / 127.5 - 1).latent_dist for frame in pixels]
             return {
                 "latent_mean": torch.stack([frame.mean[0] for frame in frames], dim=1),
                 "latent_logvar": torch.stack([frame.logvar[0] for frame in frames], dim=1),
@@ -91,9 +85,7 @@ class NoisePredictionCheckpoint(Checkpoint):
         timestep = partial(draw_integers, 0, self.num_train_timesteps)
         return {"posterior": noise, "noise": noise, "timestep": timestep}
 
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Squared error of the noise, plus the variational bound of the variance in bits, in fp32.
 
         Timesteps are uniform. `predict` returns the noise, followed by the variance's interpolation fraction along the

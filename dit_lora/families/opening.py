@@ -100,11 +100,7 @@ def require_complete_weights(model: ModelConfig, path: Path, *components: str) -
 
 
 def load_or_init(
-    model_class: Any,
-    path: Path,
-    dtype: torch.dtype,
-    from_scratch: Mapping[str, Any] | None,
-    part: str = "transformer",
+    model_class: Any, path: Path, dtype: torch.dtype, from_scratch: Mapping[str, Any] | None, part: str = "transformer"
 ) -> Any:
     """Load the frozen transformer on the CPU, or build a random one if `from_scratch` is given.
 
@@ -123,19 +119,15 @@ def load_or_init(
     """
     if from_scratch is None:
         # Pass dtype instead of calling .to(), which would also round position tables.
-        return load_pretrained(
-            model_class, path, subfolder=part, dtype=dtype, use_safetensors=True
-        ).requires_grad_(False)
+        return load_pretrained(model_class, path, subfolder=part, dtype=dtype, use_safetensors=True).requires_grad_(
+            False
+        )
     # from_config ignores unknown options with a warning, so a misspelled one must be rejected here.
     arguments = sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"})
     unknown = sorted(set(from_scratch) - set(arguments))
     if unknown:
         name = model_class.__name__
-        raise DitLoraError(
-            format_list(
-                f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments
-            )
-        )
+        raise DitLoraError(format_list(f"model.from_scratch: {name} has no {', '.join(unknown)}; it has", arguments))
     try:
         model = model_class.from_config({**read_component_config(path, part), **from_scratch})
     except (TypeError, ValueError) as error:
@@ -166,8 +158,6 @@ def read_config(path: Path, name: str, library: str) -> dict[str, Any]:
         return read_typed_json(file, dict[str, Any])
     # A missing file usually means a wrong folder; other errors mean a damaged file.
     except FileNotFoundError as error:
-        raise DitLoraError(
-            f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}"
-        ) from error
+        raise DitLoraError(f"{path} is not a {library} checkpoint: it has no {file.relative_to(path)}") from error
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {file}: {error}") from error

@@ -13,10 +13,7 @@ from dit_lora.data.media.video import read_frames
 from dit_lora.errors import DitLoraError
 
 # Keys are the pipelines' argument names.
-IMAGE_OPTIONS = {
-    "image": ("first", "--image", "images"),
-    "last_image": ("last", "--last-image", "last_images"),
-}
+IMAGE_OPTIONS = {"image": ("first", "--image", "images"), "last_image": ("last", "--last-image", "last_images")}
 """For each pipeline argument: which image it is, the option of `dit-lora sample`, and the field of `validation`."""
 
 
@@ -31,10 +28,7 @@ def to_pil_image(pixels: torch.Tensor) -> Image.Image:
 
 
 def read_conditioning_images(
-    model: str,
-    required: Sequence[str],
-    files_by_argument: Mapping[str, Path | None],
-    shape: VideoShape,
+    model: str, required: Sequence[str], files_by_argument: Mapping[str, Path | None], shape: VideoShape
 ) -> dict[str, Image.Image]:
     """Read the images that a pipeline starts from, scaled and cropped to the video's size, by argument name.
 

@@ -49,9 +49,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     def shape_errors(self, shape: VideoShape) -> list[str]:
         problems = side_errors(shape, self.size_multiple)
         if shape.frames != 1:
-            problems.append(
-                f"data.frames must be 1, {self.pipeline_class.__name__} makes images; got {shape.frames}"
-            )
+            problems.append(f"data.frames must be 1, {self.pipeline_class.__name__} makes images; got {shape.frames}")
         return problems
 
     def load_video_encoder(
@@ -84,9 +82,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return self.pack_latents(normalize_latents(latents, self.vae_config))
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -99,9 +95,7 @@ class QwenLatentsCheckpoint(FlowCheckpoint):
     def pack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Pack latents (B, C, 1, H, W) in squares of two by two, (B, S, P), with the pipeline's own method."""
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = self.pipeline_class._pack_latents(
-            latents, batch, channels, height, width
-        )
+        packed: torch.Tensor = self.pipeline_class._pack_latents(latents, batch, channels, height, width)
         return packed
 
     def token_grid(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:

@@ -47,11 +47,7 @@ class ReferenceSpec:
         if self.min_count <= count and (self.max_count is None or count <= self.max_count):
             return None
         # "1 or more", "1 to 3", or a plain number if only one is valid.
-        accepted = (
-            f"{self.min_count} or more"
-            if self.max_count is None
-            else f"{self.min_count} to {self.max_count}"
-        )
+        accepted = f"{self.min_count} or more" if self.max_count is None else f"{self.min_count} to {self.max_count}"
         accepted = str(self.max_count) if self.min_count == self.max_count else accepted
         return f"it has {count} references, and this model takes {accepted}"
 
@@ -96,9 +92,7 @@ class PictureEncoder:
 class EditTextEncoder(Protocol):
     """A `TextEncoder` of a family whose captions are encoded together with the references."""
 
-    def encode_with_references(
-        self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape
-    ) -> Tensors:
+    def encode_with_references(self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
         """Encode one caption with its references, each uint8 (frames, 3, height, width), to tensors (1, ...)."""
 
 
@@ -151,9 +145,7 @@ def min_side_error(size: tuple[int, int], min_side: int) -> str | None:
     return f"it is {width} x {height}, and each side must have {min_side} pixels or more"
 
 
-def read_references(
-    model: str, reference_spec: ReferenceSpec | None, files: Sequence[Path]
-) -> list[Image.Image]:
+def read_references(model: str, reference_spec: ReferenceSpec | None, files: Sequence[Path]) -> list[Image.Image]:
     """Read the references of one sample to generate, as PIL images.
 
     Raises `DitLoraError` if the model does not accept them (`reference_spec` is None) or accepts another number.
@@ -193,9 +185,7 @@ def read_reference_clips(
     return [read_reference(file, shape, fps) for file in media]
 
 
-def _require_reference_count(
-    model: str, reference_spec: ReferenceSpec, files: Sequence[Path]
-) -> None:
+def _require_reference_count(model: str, reference_spec: ReferenceSpec, files: Sequence[Path]) -> None:
     problem = reference_spec.count_error(len(files))
     if problem is not None:
         raise DitLoraError(f"{model}: {problem}; give them with --reference")
@@ -204,22 +194,16 @@ def _require_reference_count(
 def reference_errors(recipe: Recipe, reference_spec: ReferenceSpec | None) -> list[str]:
     """One message per problem with a recipe's validation references and with its options about references."""
     validation, data, problems = recipe.validation, recipe.data, []
-    if data.reference_resolution is not None and (
-        reference_spec is None or not reference_spec.is_resizable
-    ):
+    if data.reference_resolution is not None and (reference_spec is None or not reference_spec.is_resizable):
         reason = "it takes none" if reference_spec is None else "its pipeline scales them by itself"
         problems.append(f"data.reference_resolution: {reason}; remove it")
     # A checkpoint without references: any option about them is an error, and nothing else can be checked.
     if reference_spec is None:
         if validation.references:
             problems.append("validation.references: it takes no references; remove it")
-        has_references = any(
-            source.reference_columns or source.reference_folders for source in data.all_sources
-        )
+        has_references = any(source.reference_columns or source.reference_folders for source in data.all_sources)
         if has_references:
-            problems.append(
-                "data.reference_columns, data.reference_folders: it takes no references; remove it"
-            )
+            problems.append("data.reference_columns, data.reference_folders: it takes no references; remove it")
         return problems
     if reference_spec.is_encoded_with_caption and data.flip:
         problems.append(
@@ -243,7 +227,5 @@ def reference_errors(recipe: Recipe, reference_spec: ReferenceSpec | None) -> li
         wrong_files = [file for file in files if is_image(MediaFile(Path(file))) == clips]
         if wrong_files and (clips or not reference_spec.is_clip):
             kind = "clip" if clips else "picture"
-            problems.append(
-                f"validation.references of {prompt!r}: no {kind}: {', '.join(wrong_files)}"
-            )
+            problems.append(f"validation.references of {prompt!r}: no {kind}: {', '.join(wrong_files)}")
     return problems

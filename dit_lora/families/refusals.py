@@ -15,9 +15,7 @@ def multiple_errors(sizes: Mapping[str, tuple[int, int]]) -> list[str]:
         # Below the first multiple, the only valid neighbour is the step itself.
         nearest = f"{lower} and {lower + step}" if lower else str(step)
         if value % step:
-            problems.append(
-                f"data.{name} must be a multiple of {step}; got {value}, nearest {nearest}"
-            )
+            problems.append(f"data.{name} must be a multiple of {step}; got {value}, nearest {nearest}")
     return problems
 
 
@@ -70,9 +68,7 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
         "chat": recipe.chat is not None,
         "data.media": any(source.media is not None for source in recipe.data.all_sources),
         "validation.media": bool(recipe.validation.media),
-        "optim.groups.adapter: null": (
-            recipe.train.mode == "lora" and recipe.optim.groups.adapter is None
-        ),
+        "optim.groups.adapter: null": (recipe.train.mode == "lora" and recipe.optim.groups.adapter is None),
         "data.classes": recipe.data.classes is not None,
         "data.image_column": recipe.data.image_column is not None,
         "data.image_dropout": recipe.data.image_dropout > 0,
@@ -88,9 +84,7 @@ def refuse_options(recipe: Recipe, supported_options: Sequence[str] = ()) -> Non
         "train.timesteps": recipe.train.timesteps is not None,
         "train.vlb": recipe.train.vlb is not None,
     }
-    problems = [
-        name for name, is_set in options.items() if is_set and name not in supported_options
-    ]
+    problems = [name for name, is_set in options.items() if is_set and name not in supported_options]
     if problems:
         raise DitLoraError(
             f"{', '.join(problems)}: family {recipe.model.family} has nothing that this applies to; remove it"

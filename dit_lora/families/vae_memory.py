@@ -64,14 +64,8 @@ class VaeMemory:
         flags = {option: option.replace("data.vae", "use") for option in options}
         unsupported = [o for o, is_set in options.items() if is_set and not hasattr(vae, flags[o])]
         if unsupported:
-            raise DitLoraError(
-                f"{', '.join(unsupported)}: {name}, the VAE of {checkpoint}, cannot; set it to false"
-            )
-        misaligned = [
-            f"{height}x{width}"
-            for height, width in sizes
-            if not self._is_aligned(vae, height, width)
-        ]
+            raise DitLoraError(f"{', '.join(unsupported)}: {name}, the VAE of {checkpoint}, cannot; set it to false")
+        misaligned = [f"{height}x{width}" for height, width in sizes if not self._is_aligned(vae, height, width)]
         if misaligned:
             raise DitLoraError(
                 format_list(

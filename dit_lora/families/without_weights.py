@@ -53,9 +53,7 @@ def config_only_model(model: ModelConfig) -> Iterator[ModelConfig]:
     with tempfile.TemporaryDirectory() as temporary:
         # Keep the folder's name: some families read the training dtype from it.
         path = Path(temporary) / Path(model.path).name
-        shutil.copytree(
-            folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth")
-        )
+        shutil.copytree(folder, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.ckpt", "*.pth"))
         for component in _find_missing_weights(path) if model.family not in CHAT_FAMILIES else ():
             (path / component).mkdir(exist_ok=True)
             # An empty file satisfies the check for weight files. Models are built from their configs.
@@ -88,10 +86,7 @@ def build_from_configs() -> Iterator[list[nn.Module]]:
         model = _build_uninitialized(cls, load_pretrained(cls.config_class, path))
         return _prepare_model(model, dtype, cls._keep_in_fp32_modules or [], built)
 
-    replacements: dict[Any, Any] = {
-        ModelMixin: build_diffusers_model,
-        PreTrainedModel: build_transformers_model,
-    }
+    replacements: dict[Any, Any] = {ModelMixin: build_diffusers_model, PreTrainedModel: build_transformers_model}
     originals: dict[Any, Any] = {kind: vars(kind)["from_pretrained"] for kind in replacements}
     for kind, function in replacements.items():
         # Patch the base classes, so that every model class of both libraries is covered.
@@ -104,10 +99,7 @@ def build_from_configs() -> Iterator[list[nn.Module]]:
 
 
 def _prepare_model(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    fp32_modules: list[str],
-    built_models: list[nn.Module],
+    model: nn.Module, dtype: torch.dtype | None, fp32_modules: list[str], built_models: list[nn.Module]
 ) -> nn.Module:
     for name, parameter in model.named_parameters():
         # Modules that the class keeps in fp32 stay so, as in a real from_pretrained.

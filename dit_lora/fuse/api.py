@@ -61,11 +61,7 @@ class FuseReport:
 
 
 def fuse(
-    model: nn.Module,
-    ops: Mapping[str, Mode] | None = None,
-    *,
-    attention: str = "auto",
-    check: bool = True,
+    model: nn.Module, ops: Mapping[str, Mode] | None = None, *, attention: str = "auto", check: bool = True
 ) -> FuseReport:
     """Use fused kernels in this model's blocks and adapters. `unfuse` undoes it.
 
@@ -100,9 +96,7 @@ def fuse(
     unavailable = _find_unavailable_ops(model, modes)
     op_states = {op: mode != "off" and op not in unavailable for op, mode in modes.items()}
     # Fused processors come with any op: they have one input for q, k and v, which adapters share.
-    fusion = Fusion(
-        {**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend
-    )
+    fusion = Fusion({**op_states, ATTENTION: any(op_states.values()) or backend is not None}, backend)
     refuse_projection_fusing(model, has_lora)
     # From here on the model is changed. It is restored if a requested op replaced nothing.
     _patch_modules(model, fusion)
@@ -158,9 +152,7 @@ def _complete_modes(requested_modes: Mapping[str, Mode]) -> dict[str, Mode]:
     unknown = sorted(set(requested_modes) - set(OPS))
     if unknown:
         raise DitLoraError(format_list(f"no kernel is called {', '.join(unknown)}; there are", OPS))
-    invalid_modes = [
-        f"{op}: {mode!r}" for op, mode in requested_modes.items() if mode not in get_args(Mode)
-    ]
+    invalid_modes = [f"{op}: {mode!r}" for op, mode in requested_modes.items() if mode not in get_args(Mode)]
     if invalid_modes:
         raise DitLoraError(format_list("give auto, on or off for each kernel; got", invalid_modes))
     modes = {op: requested_modes.get(op, "off" if op == fp8.OP else "auto") for op in OPS}
@@ -184,9 +176,7 @@ def _find_off_reason(op: str, mode: Mode, model: nn.Module) -> str | None:
             return _TRANSFORMERS_ONLY
         if missing := liger.find_unavailable_reason():
             if mode == "on":
-                raise DitLoraError(
-                    f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto"
-                )
+                raise DitLoraError(f"kernels.{op}: {missing}; pip install 'dit-lora[liger]', or set it to auto")
             return missing
     if op == fp8.OP:
         missing = why_no_fp8()
@@ -224,14 +214,10 @@ def _require_requested_ops(model: nn.Module, fusion: Fusion, modes: Mapping[str,
     if not missing:
         return
     restore_modules(model)
-    reasons = [
-        f"{op}: {name}: {reason}" for op, name, reason in fusion.skipped_modules if op in missing
-    ]
+    reasons = [f"{op}: {name}: {reason}" for op, name, reason in fusion.skipped_modules if op in missing]
     model_class = type(model).__name__
     raise DitLoraError(
-        format_list(
-            f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20]
-        )
+        format_list(f"kernels: {model_class} has nothing that takes {', '.join(missing)}", reasons[:20])
     )
 
 
@@ -267,9 +253,5 @@ def _build_fallbacks(fusion: Fusion, modes: Mapping[str, Mode]) -> list[Fallback
     if fusion.patched_modules:
         turn_off_all = partial(setattr, fusion, "stock", True)
         insisted = any(switch.required for switch in switches)
-        switches.append(
-            Fallback(
-                KERNELS, "kernel", fusion.use_stock_code, turn_off_all, "the stock model", insisted
-            )
-        )
+        switches.append(Fallback(KERNELS, "kernel", fusion.use_stock_code, turn_off_all, "the stock model", insisted))
     return switches

@@ -67,9 +67,7 @@ def require_backend(name: str) -> str:
     )
 
     if name not in TRAINABLE_BACKENDS:
-        raise DitLoraError(
-            format_list(f"kernels.attention: {name} does not train; choose", TRAINABLE_BACKENDS)
-        )
+        raise DitLoraError(format_list(f"kernels.attention: {name} does not train; choose", TRAINABLE_BACKENDS))
     backend = AttentionBackendName(name)
     try:
         _check_attention_backend_requirements(backend)
@@ -82,9 +80,7 @@ def require_backend(name: str) -> str:
 def require_mask_support(name: str) -> None:
     """Raise `DitLoraError` if this attention backend does not support masks."""
     if name in MASKLESS_BACKENDS:
-        raise DitLoraError(
-            f"kernels.attention: {name} takes no mask, and this model attends with one; use auto"
-        )
+        raise DitLoraError(f"kernels.attention: {name} takes no mask, and this model attends with one; use auto")
 
 
 def attend(
@@ -149,17 +145,11 @@ def _find_enabled_backends() -> tuple[int, ...]:
 
     Compiled code treats the result as a constant. A fallback of the guard resets Dynamo, which also resets this value.
     """
-    enabled_flags = (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
+    enabled_flags = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     return tuple(index for index, enabled in enumerate(enabled_flags) if enabled)
 
 
-def project_qkv(
-    attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None
-) -> QueryKeyValue:
+def project_qkv(attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None) -> QueryKeyValue:
     """Project to q (B, S, H * D), and to k and v (B, K, H * D) of `encoder_hidden_states` (`hidden_states` if it is
     None).
     """
@@ -244,10 +234,7 @@ def _get_memory_key(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
 
 def _forward_to_stock(name: str) -> property:
     """A property that reads and writes this attribute of the stock processor; None if that does not have it."""
-    return property(
-        lambda self: getattr(self.stock, name, None),
-        lambda self, value: setattr(self.stock, name, value),
-    )
+    return property(lambda self: getattr(self.stock, name, None), lambda self, value: setattr(self.stock, name, value))
 
 
 class FusedProcessor:
@@ -333,12 +320,7 @@ class FusedProcessor:
         )
 
     def norm_and_rotate_heads(
-        self,
-        heads: torch.Tensor,
-        norm: Any,
-        rotary: RotaryTables | None,
-        kind: NormKind,
-        first_token: int = 0,
+        self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None, kind: NormKind, first_token: int = 0
     ) -> torch.Tensor:
         """q or k (B, S, H, D), normed per head; R tokens from `first_token` are rotated with tables (R, D).
 
@@ -381,16 +363,12 @@ class SharedInputProcessor(FusedProcessor):
         if self.should_use_stock or args or kwargs or not plain:
             # Pass temb on only before other positional arguments: it is for a spatial norm, and there is none.
             positional = (temb, *args) if args else ()
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, *positional, **kwargs
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, *positional, **kwargs)
         query, key, value = project_qkv(attn, hidden_states, encoder_hidden_states)
         query, key = self.normalize_qk(attn, query, key)
         mask = reshape_mask(attn, attention_mask, source)
         # (B, S, H * D) to (B, S, H, D), as a view.
-        query, key, value = (
-            tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value)
-        )
+        query, key, value = (tensor.view(*tensor.shape[:2], attn.heads, -1) for tensor in (query, key, value))
         attended = attend(query, key, value, mask, self.backend).flatten(2)
         if attended.dtype is not query.dtype:
             attended = attended.to(query.dtype)
@@ -409,9 +387,7 @@ class SharedInputProcessor(FusedProcessor):
         return query, key
 
 
-def reshape_mask(
-    attn: Attention, mask: torch.Tensor | None, source: torch.Tensor
-) -> torch.Tensor | None:
+def reshape_mask(attn: Attention, mask: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor | None:
     """Reshape a block's mask of the tokens of `source` (B, K, .) to (B, 1 or H, 1 or S, K), as attention takes it."""
     if mask is None:
         return None

@@ -37,9 +37,7 @@ class FirstForwardHook:
         self._compared_shapes: set[InputShapes] = set()
         self._is_comparing = False
 
-    def __call__(
-        self, model: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         # Traced or fake tensors have no values to compare, and no mask to read.
         if torch.compiler.is_compiling() or _is_fake(next(model.parameters(), None)):
             return None
@@ -80,20 +78,14 @@ class FirstForwardHook:
         fusion = get_fusion(model)
         assert fusion is not None
         # Fork the random state: the training step itself does not have this forward.
-        with (
-            torch.no_grad(),
-            fusion.use_stock_code(),
-            torch.random.fork_rng(get_cuda_devices(model)),
-        ):
+        with torch.no_grad(), fusion.use_stock_code(), torch.random.fork_rng(get_cuda_devices(model)):
             if not torch.isfinite(compute_losses()).all():
                 return False
         # Only kernels: compilation has a fallback too, but this check is not about it.
         kernels = [switch for switch in list_model_fallbacks(model) if switch.name != "compile"]
         options = ComparisonOptions(adds_second_row=_is_single_sample(model, args, kwargs))
 
-        def compare_kernel(
-            fallback: Fallback, other_fallbacks: Sequence[Fallback]
-        ) -> Difference | None:
+        def compare_kernel(fallback: Fallback, other_fallbacks: Sequence[Fallback]) -> Difference | None:
             return find_first_difference(
                 fallback, compute_losses, model, disabled_fallbacks=other_fallbacks, options=options
             )

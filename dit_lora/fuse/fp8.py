@@ -104,13 +104,7 @@ def enable_fp8(model: nn.Module, fusion: Fusion, *, required: bool) -> Fallback:
     disabled = partial(fusion.disable_op, OP)
     # Not part of `kernels`: those must agree to the last bits of fp32, which fp8 cannot.
     return Fallback(
-        OP,
-        "kernel",
-        disabled,
-        turn_off,
-        "the weights' own dtype",
-        required=required,
-        rounding_error=FP8_TOLERANCE,
+        OP, "kernel", disabled, turn_off, "the weights' own dtype", required=required, rounding_error=FP8_TOLERANCE
     )
 
 
@@ -118,9 +112,7 @@ class Fp8Weights:
     """Forward pre-hook of a fused model that rounds new or changed weights to fp8 before the blocks run."""
 
     def __init__(self, model: nn.Module, fusion: Fusion) -> None:
-        self._layers: list[Any] = [
-            model.get_submodule(name) for op, name in fusion.patched_modules if op == OP
-        ]
+        self._layers: list[Any] = [model.get_submodule(name) for op, name in fusion.patched_modules if op == OP]
         self._handle = model.register_forward_pre_hook(self)
 
     def __call__(self, model: nn.Module, _args: Any) -> None:

@@ -72,9 +72,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "dit_lora::liger_rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@torch.library.custom_op("dit_lora::liger_rms_norm_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -99,9 +97,7 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool
-) -> tuple[Tensor, Tensor]:
+def _(dout: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, of_weight: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), torch.empty_like(weight) if of_weight else weight.new_empty(0)
 
 
@@ -135,9 +131,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op(
-    "dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda")
-)
+@torch.library.custom_op("dit_lora::liger_swiglu_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, (..., W)."""
     from liger_kernel.ops.swiglu import swiglu_backward
@@ -166,17 +160,13 @@ _swiglu.register_autograd(_compute_swiglu_gradients, setup_context=_save_swiglu_
 
 
 @torch.library.custom_op("dit_lora::liger_rotation", mutates_args=(), device_types=("cpu", "cuda"))
-def _rotation(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool
-) -> tuple[Tensor, Tensor]:
+def _rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q and k (B, H, L, D) rotated with tables (1 or B, L, 2 * angles); in the inverse direction if `back`."""
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     # The kernel writes over its operands, unless it has to copy them: heads after tokens in memory.
     copies = (t.transpose(1, 2).clone(memory_format=torch.contiguous_format) for t in (query, key))
-    turned = (rope_backward if back else rope_forward)(
-        *(t.transpose(1, 2) for t in copies), cos, sin
-    )
+    turned = (rope_backward if back else rope_forward)(*(t.transpose(1, 2) for t in copies), cos, sin)
     return turned[0], turned[1]
 
 
@@ -236,9 +226,7 @@ def _replace_rotation(stock: Forward) -> Forward:
     module_names = stock.__globals__
     # The globals of the class's own module, with one name replaced.
     names = module_names | {_ROTATION_NAME: partial(_rotate, module_names[_ROTATION_NAME])}
-    copy = FunctionType(
-        stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
-    )
+    copy = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
     copy.__kwdefaults__ = stock.__kwdefaults__  # the constructor has no argument for these
     return copy
 

@@ -19,14 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from dit_lora.fuse import fp8
 from dit_lora.fuse.casts import cast_adapter
 from dit_lora.fuse.patches import ForwardPatch, get_class_name, get_fusion, has_patched_forward
-from dit_lora_kernels.lora_linear import (
-    COMPUTE_DTYPES,
-    Adapter,
-    Projection,
-    Quantized,
-    compute_dtype,
-    projected,
-)
+from dit_lora_kernels.lora_linear import COMPUTE_DTYPES, Adapter, Projection, Quantized, compute_dtype, projected
 
 OP = "lora_linear"
 _LINEAR_CLASS = "torch.nn.modules.linear.Linear"
@@ -121,14 +114,9 @@ def _project_shared_input(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
     for part in other_parts:
         if part.dropout != first_part.dropout:
             return None
-        if (
-            _get_base_dtype(part) is not _get_base_dtype(first_part)
-            and compute_dtype(x, part.weight) is not dtype
-        ):
+        if _get_base_dtype(part) is not _get_base_dtype(first_part) and compute_dtype(x, part.weight) is not dtype:
             return None
-    operands = [
-        _build_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)
-    ]
+    operands = [_build_projection(layer, part, dtype) for layer, part in zip(layers, parts, strict=True)]
     outputs = projected(x, operands, dtype, first_part.dropout)
     return tuple(
         _add_frozen_adapters(layer, part.frozen_adapters, x, y) if part.frozen_adapters else y
@@ -219,9 +207,7 @@ def _read_operands(layer: Any) -> _LoraOperands | str:
     if kind != _LINEAR_CLASS:
         weight = bias = None
     frozen_names = [adapter for adapter in names if adapter != name]
-    return _LoraOperands(
-        name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names
-    )
+    return _LoraOperands(name, base, weight, bias, low_a, low_b, layer.scaling[name], rate, frozen_names)
 
 
 def _find_trained_adapter(adapter_names: Sequence[str], a_modules: Any) -> str | None:
@@ -241,10 +227,7 @@ def _has_hooks(module: nn.Module) -> bool:
     """True if calling this module runs hooks registered on it."""
     # Private attributes: PyTorch has no public API for this. `Module.__call__` checks the same four.
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
@@ -266,9 +249,7 @@ def is_hooked(*modules: nn.Module) -> bool:
     return False
 
 
-def _find_tensor_problem(
-    layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int
-) -> str | None:
+def _find_tensor_problem(layer: Any, weight: Any, bias: Any, a: Tensor, b: Tensor, rank: int) -> str | None:
     """Why the op cannot take these tensors (sharded, trained or of another layout); None if it can."""
     shape = (layer.out_features, layer.in_features)
     # ZeRO-3 leaves an empty tensor in place of a parameter that is not gathered.
@@ -287,10 +268,7 @@ def _find_linear_problem(layer: Any, _base: Any, weight: Tensor) -> str | None:
     """Why the op cannot take this unquantized base layer; None if it can."""
     if layer.fan_in_fan_out:
         return "its base weight is transposed"
-    if type(weight) not in _PLAIN_TENSORS or weight.shape != (
-        layer.out_features,
-        layer.in_features,
-    ):
+    if type(weight) not in _PLAIN_TENSORS or weight.shape != (layer.out_features, layer.in_features):
         return "its base weight is sharded, or no plain tensor"
     if weight.dtype not in COMPUTE_DTYPES:
         return f"its base weight is in {weight.dtype}"
@@ -376,8 +354,6 @@ def _is_fused(layer: nn.Module) -> bool:
 
 
 FORWARDS = tuple(
-    ForwardPatch(
-        base, OP, lora_forward, find_current_problem=find_lora_problem, replaces_submodules=True
-    )
+    ForwardPatch(base, OP, lora_forward, find_current_problem=find_lora_problem, replaces_submodules=True)
     for base in SUPPORTED_BASES
 )

@@ -19,15 +19,7 @@ from torch import nn
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.numerics.opaque import set_fused_test
 
-OPS = (
-    "lora_linear",
-    "fp8",
-    "qk_norm_rope",
-    "ada_norm",
-    "relu_linear_attention",
-    "silu_dwconv_glu",
-    "liger",
-)
+OPS = ("lora_linear", "fp8", "qk_norm_rope", "ada_norm", "relu_linear_attention", "silu_dwconv_glu", "liger")
 """Ops that can replace part of a model, by their names in `kernels:`."""
 ATTENTION = "attention"
 """Op name of the attention processors' patches: one call for all backends, one input for q, k and v."""
@@ -192,9 +184,7 @@ def patch_forward(name: str, module: nn.Module, fusion: Fusion, patch: ForwardPa
     set_fusion(module, fusion)
     # Set on the instance: PEFT, FSDP's wrapping and checkpointing test its class. `Module.__call__` finds this
     # attribute, so hooks run as before.
-    module.forward = MethodType(
-        _make_switchable_forward(patch.op, patch.forward, type(module).forward), module
-    )
+    module.forward = MethodType(_make_switchable_forward(patch.op, patch.forward, type(module).forward), module)
     # The submodules are then not called: code that observes modules one by one must not expect them.
     if patch.replaces_submodules:
         set_fused_test(module, partial(fusion.is_on, patch.op))
@@ -244,9 +234,7 @@ def restore_modules(model: nn.Module) -> None:
     wrapped = [n for n, m in marked if n and "forward" in m.__dict__ and not has_patched_forward(m)]
     if wrapped:
         raise DitLoraError(
-            format_list(
-                "cannot unfuse: remove the hooks (offload, cache) that were added since", wrapped
-            )
+            format_list("cannot unfuse: remove the hooks (offload, cache) that were added since", wrapped)
         )
     for _, module in marked:
         if has_patched_forward(module):

@@ -40,8 +40,7 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
     if name not in _AVAILABILITY_CHECKS:
         raise DitLoraError(
             format_list(
-                f"kernels.attention: {name} is not for Transformers' models; choose",
-                TRAINABLE_IMPLEMENTATIONS,
+                f"kernels.attention: {name} is not for Transformers' models; choose", TRAINABLE_IMPLEMENTATIONS
             )
         )
     if not _AVAILABILITY_CHECKS[name]():
@@ -54,8 +53,7 @@ def require_implementation(model: PreTrainedModel, name: str) -> None:
     # (one draw each of 64 and 513 causal tokens of width 64, as `numerics.attention.parity` draws).
     if name == "eager" and any(p.dtype in _HALF_DTYPES for p in model.parameters()):
         raise DitLoraError(
-            "kernels.attention: eager rounds attention's scores to half precision; use auto, or model.dtype: "
-            "float32"
+            "kernels.attention: eager rounds attention's scores to half precision; use auto, or model.dtype: float32"
         )
 
 
@@ -81,9 +79,7 @@ class AttentionChoice:
         if rejecting_parts:
             self.remove()
             raise DitLoraError(
-                format_list(
-                    f"kernels.attention: these parts do not take {name}", sorted(rejecting_parts)
-                )
+                format_list(f"kernels.attention: these parts do not take {name}", sorted(rejecting_parts))
             )
 
     def remove(self) -> None:

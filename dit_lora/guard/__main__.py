@@ -26,17 +26,9 @@ def main() -> None:
         from dit_lora.guard.attach.monitoring import OPTIONAL_CHECKS
         from dit_lora.guard.attach.run_script import run_script
 
-        settings = {
-            name: getattr(options, name) for name in ("snapshot_every", "bundles", *OPTIONAL_CHECKS)
-        }
+        settings = {name: getattr(options, name) for name in ("snapshot_every", "bundles", *OPTIONAL_CHECKS)}
         config = LoopConfig.from_script_options(options.max_skips, **settings)
-        run_script(
-            options.script,
-            options.arguments,
-            config=config,
-            folder=options.folder,
-            module=options.module,
-        )
+        run_script(options.script, options.arguments, config=config, folder=options.folder, module=options.module)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ _TF32_TOLERANCE = TOLERANCE[torch.float16]  # TF32 has fp16's mantissa
 # Starts of torch's messages when no allowed backend supports a call: on CUDA, and on a CPU.
 _UNSUPPORTED_MESSAGES = ("No available kernel", "No viable backend")
 _RESULT_NAMES = ("out", "dq", "dk", "dv")
-_QUERIES_PER_CHUNK = (
-    1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
-)
+_QUERIES_PER_CHUNK = 1024  # queries of the reference at a time: 1,024 x 2 heads x 18,000 keys in fp64 is 0.3 GB
 
 
 class TensorLayout(NamedTuple):
@@ -66,9 +64,7 @@ class TensorLayout(NamedTuple):
         leading_shape = self.shape[:-2]
         # One sample along each batch dimension, and at most the given number of heads along the last.
         limits = (*([1] * (len(leading_shape) - 1)), max_heads)
-        leading_sizes = (
-            min(size, limit) for size, limit in zip(leading_shape, limits, strict=False)
-        )
+        leading_sizes = (min(size, limit) for size, limit in zip(leading_shape, limits, strict=False))
         return self._replace(shape=(*leading_sizes, *self.shape[-2:]))
 
     @property
@@ -76,9 +72,7 @@ class TensorLayout(NamedTuple):
         """The shape of the stored values: size 1 along expanded dimensions."""
         return tuple(size if stride else 1 for size, stride in zip(*self, strict=True))
 
-    def build_tensor(
-        self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def build_tensor(self, values: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make a tensor of this layout that holds `values`, which have the shape `stored_shape`."""
         # An expanded dimension has stride 0 and is stored once: allocate size 1, and expand afterwards.
         stored = torch.empty_strided(self.stored_shape, self.strides, dtype=dtype, device=device)
@@ -263,11 +257,7 @@ def _get_compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def measure_backend_parity(
-    call: AttentionCall,
-    name: str,
-    *,
-    attention: Attention = F.scaled_dot_product_attention,
-    seed: int = 0,
+    call: AttentionCall, name: str, *, attention: Attention = F.scaled_dot_product_attention, seed: int = 0
 ) -> BackendParity:
     """Compare one backend's values and gradients at this call, on random inputs, with fp64 math.
 
@@ -288,9 +278,7 @@ def measure_backend_parity(
             except torch.AcceleratorError:
                 raise  # the device is lost, so nothing else can run on it
             except RuntimeError as error:
-                reason = "; ".join(
-                    [str(error), *(str(warning.message) for warning in caught_warnings)]
-                )
+                reason = "; ".join([str(error), *(str(warning.message) for warning in caught_warnings)])
                 return BackendParity(call, name, not _is_unsupported(error), reason, errors={})
         errors.append(_compute_errors(small, inputs, results))
     worst = torch.stack(errors).amax(0).tolist()  # NaN if any is
@@ -319,9 +307,7 @@ def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
     """
     random = make_generator(seed, f"attention/{kind}")
     layouts = (call.query, call.key, call.value, call.output_layout)
-    query, key, value, grad = (
-        torch.randn(layout.stored_shape, generator=random) for layout in layouts
-    )
+    query, key, value, grad = (torch.randn(layout.stored_shape, generator=random) for layout in layouts)
     if kind == "low":
         # Each key now sums to D. Lowering the query by 120 / (scale * D) lowers each logit by 120.
         key = key - key.mean(-1, keepdim=True) + 1
@@ -334,9 +320,7 @@ def _make_random_inputs(call: AttentionCall, kind: str, seed: int) -> _Inputs:
     return _Inputs(query, key, value, grad, mask)
 
 
-def _make_random_mask(
-    call: AttentionCall, mask: Mask, kind: str, rng: torch.Generator
-) -> torch.Tensor:
+def _make_random_mask(call: AttentionCall, mask: Mask, kind: str, rng: torch.Generator) -> torch.Tensor:
     # Boolean, True for about 7 keys in 10.
     allowed = torch.rand(mask.layout.stored_shape, generator=rng) < 0.7
     # Keep the first key, so that rows are empty only where that is intended.
@@ -351,19 +335,13 @@ def _make_random_mask(
     return mask.layout.build_tensor(allowed, dtype=mask.dtype, device=call.device)
 
 
-def _compute_results(
-    call: AttentionCall, inputs: _Inputs, attention: Attention
-) -> list[torch.Tensor]:
+def _compute_results(call: AttentionCall, inputs: _Inputs, attention: Attention) -> list[torch.Tensor]:
     """Compute out, dq, dk and dv, each detached."""
     # Fresh leaves, so that their gradients are exactly dq, dk and dv.
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
     with torch.enable_grad(), torch.autocast(call.device.type, enabled=False):
         output = attention(
-            *leaves,
-            attn_mask=inputs.mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
+            *leaves, attn_mask=inputs.mask, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
         )
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.grad)]
 
@@ -390,17 +368,10 @@ def _compute_reference(call: AttentionCall, inputs: _Inputs) -> list[torch.Tenso
             parts.append(_compute_results(call, part, F.scaled_dot_product_attention))
     # The output and dq belong to single queries, while dk and dv are sums over all queries.
     output_parts, query_grads, key_grads, value_grads = zip(*parts, strict=True)
-    return [
-        torch.cat(output_parts, -2),
-        torch.cat(query_grads, -2),
-        sum(key_grads),
-        sum(value_grads),
-    ]
+    return [torch.cat(output_parts, -2), torch.cat(query_grads, -2), sum(key_grads), sum(value_grads)]
 
 
-def _compute_errors(
-    call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _compute_errors(call: AttentionCall, inputs: _Inputs, results: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest error of each result over its largest reference value, (4,).
 
     The divisor is at least the size that a result has with evenly spread attention: with one key, or with every key
@@ -417,9 +388,7 @@ def _compute_errors(
     )
     errors = [
         (result.double() - expected).abs().max() / expected.abs().max().clamp(min=size)
-        for result, expected, size in zip(
-            results, _compute_reference(call, inputs), sizes, strict=True
-        )
+        for result, expected, size in zip(results, _compute_reference(call, inputs), sizes, strict=True)
     ]
     return torch.stack(errors)
 

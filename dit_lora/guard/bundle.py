@@ -62,10 +62,7 @@ def write_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in contents.items():
         # Copy: safetensors does not accept tensors that share memory.
-        cpu_tensors = {
-            key: tensor.detach().to("cpu", copy=True).contiguous()
-            for key, tensor in tensors.items()
-        }
+        cpu_tensors = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
         write_atomically(folder / name, save(cpu_tensors))
     # The metadata comes last: a folder without it is an incomplete bundle.
     redacted_metadata = redact_value({**facts, "format": FORMAT, "left_out": missing})

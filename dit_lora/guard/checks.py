@@ -16,12 +16,7 @@ from torch import nn
 
 from dit_lora.errors import format_list
 from dit_lora.files import read_regular, write_atomically
-from dit_lora.guard.attention_backends import (
-    BACKENDS,
-    AttentionCall,
-    BackendParity,
-    measure_backend_parity,
-)
+from dit_lora.guard.attention_backends import BACKENDS, AttentionCall, BackendParity, measure_backend_parity
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor, is_zero_initialized
 from dit_lora.numerics.dtensors import gather_full_tensor, get_local_tensor
 from dit_lora.numerics.finite import describe_bad_values, is_finite
@@ -71,16 +66,12 @@ def check_base_weights(model: nn.Module) -> list[CheckFinding]:
     """Check that frozen weights, and the scales of quantized ones, are finite."""
     # Trained weights have a check of their own.
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    values = (
-        (name, values) for name, values in iterate_weight_values(model) if name not in trained
-    )
+    values = ((name, values) for name, values in iterate_weight_values(model) if name not in trained)
     frozen = [(name, tensor) for name, tensor in values if tensor.is_floating_point()]
     return [_check_finite("base weights are finite", frozen)]
 
 
-def check_autocast(
-    model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None
-) -> list[CheckFinding]:
+def check_autocast(model: nn.Module, run: Callable[[], Any], dtype: torch.dtype | None) -> list[CheckFinding]:
     """Check that every module runs under the policy's autocast during `run()`: `dtype`, or none if `dtype` is None.
 
     Another dtype inside the model is fatal. Autocast that is off where the policy has it on is a warning, since it may
@@ -112,12 +103,8 @@ def check_autocast(
     }
     policy = "no autocast" if dtype is None else f"autocast to {dtype}"
     # Another dtype is fatal; autocast that is only off may be intended.
-    other_dtypes = [
-        f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast
-    ]
-    without_autocast = [
-        f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast
-    ]
+    other_dtypes = [f"{name} runs under {autocast}" for name, autocast in outermost.items() if autocast]
+    without_autocast = [f"{name} runs without autocast" for name, autocast in outermost.items() if not autocast]
     return [
         _make_finding(
             "one owner of autocast",
@@ -169,9 +156,7 @@ def check_gradient_coverage(trainable: Sequence[tuple[str, nn.Parameter]]) -> Ch
     # Weights that are zero before the first step, such as LoRA's B, by their layer.
     idle_by_layer = {get_layer_name(name): p for name, p in trainable if is_zero_initialized(name)}
     without_gradient = [
-        f"{name}: {problem}"
-        for name, p in trainable
-        if (problem := _find_gradient_problem(name, p, idle_by_layer))
+        f"{name}: {problem}" for name, p in trainable if (problem := _find_gradient_problem(name, p, idle_by_layer))
     ]
     return _make_finding(
         "gradients reach every trainable",
@@ -195,9 +180,7 @@ def check_attention_backends(
     findings = [_check_backend(name, [r for r in results if r.name == name]) for name in BACKENDS]
     disabled = find_wrong_backends(findings)
     # Calls that at least one remaining backend computes correctly.
-    served_calls = {
-        result.call for result in results if result.is_accurate and result.name not in disabled
-    }
+    served_calls = {result.call for result in results if result.is_accurate and result.name not in disabled}
     unserved = [str(call) for call in device_calls if call not in served_calls]
     findings.append(
         _make_finding(
@@ -213,9 +196,7 @@ def check_attention_backends(
 def find_wrong_backends(findings: Iterable[CheckFinding]) -> list[str]:
     """Names of the attention backends to disable, from findings of `check_attention_backends`, cached or not."""
     return [
-        f.check.removeprefix(_ATTENTION_PREFIX)
-        for f in findings
-        if f.check.startswith(_ATTENTION_PREFIX) and not f.ok
+        f.check.removeprefix(_ATTENTION_PREFIX) for f in findings if f.check.startswith(_ATTENTION_PREFIX) and not f.ok
     ]
 
 
@@ -230,11 +211,7 @@ def is_cached(path: Path, facts: Mapping[str, Any]) -> bool:
 
 
 def check_with_cache(
-    path: Path,
-    facts: Mapping[str, Any],
-    check: Callable[[], list[CheckFinding]],
-    *,
-    use_cache: bool = True,
+    path: Path, facts: Mapping[str, Any], check: Callable[[], list[CheckFinding]], *, use_cache: bool = True
 ) -> list[CheckFinding]:
     """The findings of `check()`, or with `use_cache` those stored earlier for the same facts.
 
@@ -254,9 +231,7 @@ def check_with_cache(
 def store_findings(path: Path, facts: Mapping[str, Any], findings: list[CheckFinding]) -> None:
     """Store the findings in the file, under their facts."""
     results_by_key = {**_read_cache(path), compute_fingerprint(facts): findings}
-    entries = {
-        key: [asdict(finding) for finding in results] for key, results in results_by_key.items()
-    }
+    entries = {key: [asdict(finding) for finding in results] for key, results in results_by_key.items()}
     write_atomically(path, json.dumps({"version": _CACHE_VERSION, "found": entries}, indent=1))
 
 
@@ -273,20 +248,13 @@ def _read_cache(path: Path) -> dict[str, list[CheckFinding]]:
         if stored["version"] != _CACHE_VERSION:
             return {}
         findings_by_key = stored["found"]
-        return {
-            key: [CheckFinding(**f) for f in findings] for key, findings in findings_by_key.items()
-        }
+        return {key: [CheckFinding(**f) for f in findings] for key, findings in findings_by_key.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, or one torn or written by another version
 
 
 def _make_finding(
-    check: str,
-    offenders: Sequence[str],
-    *,
-    ok_message: str,
-    failure_message: str,
-    fatal: bool = True,
+    check: str, offenders: Sequence[str], *, ok_message: str, failure_message: str, fatal: bool = True
 ) -> CheckFinding:
     if not offenders:
         return CheckFinding(check, True, ok_message, fatal=False)
@@ -295,11 +263,7 @@ def _make_finding(
 
 def _check_finite(check: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> CheckFinding:
     parts = [(name, get_local_tensor(tensor.detach())) for name, tensor in tensors]
-    bad = [
-        description
-        for n, t in parts
-        if not is_finite(t) and (description := describe_bad_values(n, t))
-    ]
+    bad = [description for n, t in parts if not is_finite(t) and (description := describe_bad_values(n, t))]
     return _make_finding(
         check,
         bad,

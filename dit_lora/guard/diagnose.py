@@ -40,11 +40,7 @@ _MIN_RUNS_FOR_RATE = 8  # minimum number of runs for a reported failure rate
 
 
 def diagnose(
-    micro_batch: MicroBatch,
-    context: DiagnosisContext,
-    *,
-    kind: str,
-    control: MicroBatch | None = None,
+    micro_batch: MicroBatch, context: DiagnosisContext, *, kind: str, control: MicroBatch | None = None
 ) -> Diagnosis:
     """Find the cause of a failed step of this kind, as far as this rank's micro-batch shows it.
 
@@ -90,9 +86,7 @@ def _diagnose_by_replay(pending: PendingDiagnosis) -> Diagnosis:
     ranks_share_inputs = pending.context.collective_forward and is_sharded(pending.context.model)
     # Ranks that compute the same must fail together. One that fails where others succeed is the cause.
     if outcome.failed_ranks and ranks_share_inputs:
-        return _diagnose_failing_ranks(
-            pending, outcome.failed_ranks, lambda: pending.rerun().failed_ranks
-        )
+        return _diagnose_failing_ranks(pending, outcome.failed_ranks, lambda: pending.rerun().failed_ranks)
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
     # A probed run finds the first bad value. It changes nothing, so it comes before the experiments.
     traced_run = _probe_failure(pending)
@@ -116,9 +110,7 @@ def _diagnose_healthy_replay(pending: PendingDiagnosis) -> Diagnosis:
     if is_unusable_magnitude(peak, context.start_peak):
         return diagnose_diverged_weights(pending.micro_batch, context)
     pending.evidence["replays"] = {"failed": 0, "of": pending.num_runs}
-    return pending.conclude(
-        "transient", "finite when it was run again: it did not come from the data"
-    )
+    return pending.conclude("transient", "finite when it was run again: it did not come from the data")
 
 
 def _diagnose_inconsistent_runs(pending: PendingDiagnosis) -> Diagnosis:
@@ -128,25 +120,20 @@ def _diagnose_inconsistent_runs(pending: PendingDiagnosis) -> Diagnosis:
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
     pending.rank = -1  # the failure is not tied to the module at which one run began to fail
     message = (
-        f"it fails in {pending.num_failed} of {pending.num_runs} runs on equal bits: hardware or "
-        "memory, or a race"
+        f"it fails in {pending.num_failed} of {pending.num_runs} runs on equal bits: hardware or memory, or a race"
     )
     return pending.conclude("transient", message)
 
 
 def _diagnose_failing_ranks(
-    pending: PendingDiagnosis,
-    failing_ranks: tuple[int, ...],
-    find_failing_ranks: Callable[[], tuple[int, ...]],
+    pending: PendingDiagnosis, failing_ranks: tuple[int, ...], find_failing_ranks: Callable[[], tuple[int, ...]]
 ) -> Diagnosis:
     """The verdict on ranks that fail each time in a computation that succeeds on others with the same inputs."""
     if any(find_failing_ranks() != failing_ranks for _ in range(NUM_ROUNDS)):
         raise InconsistentReplayError
     pending.rank = failing_ranks[0]
     ranks = ", ".join(map(str, failing_ranks))
-    message = (
-        f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
-    )
+    message = f"it fails on rank {ranks} alone: other ranks run the same micro-batch and are healthy"
     pending.evidence["replays"] = {"failed": pending.num_failed, "of": pending.num_runs}
     return pending.conclude("rank", message)
 
@@ -169,9 +156,7 @@ def _find_bad_data(pending: PendingDiagnosis) -> Diagnosis | None:
     for index, sample in enumerate(batch.ids):
         # Batch tensors are (B, ...); the row with this index is the sample's.
         rows = {name: tensor[index] for name, tensor in batch.tensors.items() if tensor.ndim}
-        described = (
-            _describe_row(name, row, pending.context.max_magnitude) for name, row in rows.items()
-        )
+        described = (_describe_row(name, row, pending.context.max_magnitude) for name, row in rows.items())
         descriptions = [description for description in described if description]
         # Errors found while reading say more: they name the entry and its file.
         if descriptions and sample not in faults:
@@ -220,37 +205,25 @@ def _describe_row(name: str, row: torch.Tensor, limit: float | None) -> str | No
     bad = ~torch.isfinite(row).all(dim=-1)
     tokens = bad.nonzero().flatten().tolist()
     return (
-        f"{description}, at token {tokens[0]} of {len(row)}{format_remaining_count(tokens)}"
-        if tokens
-        else description
+        f"{description}, at token {tokens[0]} of {len(row)}{format_remaining_count(tokens)}" if tokens else description
     )
 
 
 def _run_experiments(pending: PendingDiagnosis) -> Diagnosis:
     """Change one thing at a time until the replay is healthy every time."""
-    if (
-        growth := find_grown_weights(pending)
-    ) is not None:  # then an overflow is not caused by a kernel
+    if (growth := find_grown_weights(pending)) is not None:  # then an overflow is not caused by a kernel
         return growth
     # Components that can be switched off come next, each tested by itself.
     fallback = find_faulty_component(pending)
     if fallback is not None:
         message = f"finite with {fallback.name} switched off ({fallback.replacement} in its place)"
         return pending.conclude(fallback.cause, message, switch=fallback.name)
-    if (
-        pending.kind != "zero_gradient"
-        and _should_try_fp32(pending)
-        and is_healthy_in_fp32(pending)
-    ):
-        return pending.conclude(
-            "precision", "finite in fp32: the values leave the range of the dtype"
-        )
+    if pending.kind != "zero_gradient" and _should_try_fp32(pending) and is_healthy_in_fp32(pending):
+        return pending.conclude("precision", "finite in fp32: the values leave the range of the dtype")
     return isolate_sample(pending)
 
 
-def _add_location(
-    diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_batch: MicroBatch
-) -> Diagnosis:
+def _add_location(diagnosis: Diagnosis, trace: Trace, outcome: Outcome, micro_batch: MicroBatch) -> Diagnosis:
     """Add to a verdict the first bad module and op, the timesteps, and the samples with bad inputs."""
     timesteps = outcome.timesteps
     if diagnosis.sample_ids:
@@ -270,16 +243,9 @@ def _add_location(
     if origin is None:
         return _add_bad_inputs(diagnosis, trace)
     position = f" at {origin.module}" if origin.module else " outside the model, in the loss"
-    message = (
-        f"{diagnosis.words}; first {origin.kind} in the {origin.direction}: {origin.op}{position}"
-    )
+    message = f"{diagnosis.words}; first {origin.kind} in the {origin.direction}: {origin.op}{position}"
     return replace(
-        diagnosis,
-        words=message,
-        module=origin.module,
-        op=origin.op,
-        direction=origin.direction,
-        dtype=origin.dtype,
+        diagnosis, words=message, module=origin.module, op=origin.op, direction=origin.direction, dtype=origin.dtype
     )
 
 
@@ -290,8 +256,7 @@ def _add_bad_inputs(diagnosis: Diagnosis, trace: Trace) -> Diagnosis:
     # The samples were checked before, so these values were made between data and model.
     bad_inputs = "; ".join(trace.bad_inputs.values())
     message = (
-        f"{diagnosis.words}; the model was given values that are not finite, "
-        f"though the cached ones are: {bad_inputs}"
+        f"{diagnosis.words}; the model was given values that are not finite, though the cached ones are: {bad_inputs}"
     )
     if diagnosis.cause != "unknown":
         return replace(diagnosis, words=message)
@@ -319,9 +284,7 @@ def _has_accelerate_autocast(model: nn.Module) -> bool:
 def _collect_evidence(outcome: Outcome, trace: Trace) -> dict[str, object]:
     return {
         # JSON has no NaN or infinity.
-        "losses": [
-            loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses
-        ],
+        "losses": [loss if loss == loss and abs(loss) < 1e38 else str(loss) for loss in outcome.losses],
         "bad_gradients": list(outcome.bad_gradients[:10]),
         "hidden": [f"{o.kind} in {o.op} at {o.module}" for o in trace.hidden_origins[:10]],
         "trail": [

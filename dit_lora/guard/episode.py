@@ -17,13 +17,7 @@ from dit_lora.guard.verdict import Diagnosis
 from dit_lora.numerics.ranks import gather_object
 
 # Kinds of failure in which the state itself is bad: no micro-batch is replayed for them.
-BAD_STATE_KINDS = (
-    "non_finite_weights",
-    "diverged_weights",
-    "altered_state",
-    "diverged_averages",
-    "ranks_differ",
-)
+BAD_STATE_KINDS = ("non_finite_weights", "diverged_weights", "altered_state", "diverged_averages", "ranks_differ")
 # Causes for which every rank fails in the same way, and no sample is the cause.
 STATE_CAUSES = ("weights", "optimizer", "learning_rate")
 
@@ -101,15 +95,12 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         diagnoses = self.gather_diagnoses(failure, results)
         # From here on, every rank computes the same from the same diagnoses, without further communication.
         action = self.replace_impossible(
-            failure,
-            self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses)),
-            diagnoses,
+            failure, self.capabilities.replace_unsupported(self.choose_action(failure, diagnoses)), diagnoses
         )
         duration_s = time.perf_counter() - start_s
         # One event per diagnosis. The action that was really taken is filled in below.
         events = [
-            make_event(failure.step, failure.kind, diagnosis, action.kind, duration_s)
-            for diagnosis in diagnoses
+            make_event(failure.step, failure.kind, diagnosis, action.kind, duration_s) for diagnosis in diagnoses
         ]
         # Write bundles before acting: they hold the weights that the step failed with, which a rollback replaces.
         events = self._write_bundles(failure, results, events)
@@ -117,10 +108,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         facts = result.facts
         if result.action.replaced_kind:
             facts = {**facts, "instead_of": result.action.replaced_kind}
-        events = [
-            replace(event, action=result.action.kind, facts={**event.facts, **facts})
-            for event in events
-        ]
+        events = [replace(event, action=result.action.kind, facts={**event.facts, **facts}) for event in events]
         for event in events:
             self.write_event(event)
         # All ranks raise: a rank that continued would hang in the next collective.
@@ -145,9 +133,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Choose the action for these verdicts, and count it."""
 
     @abstractmethod
-    def replace_impossible(
-        self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]
-    ) -> Action:
+    def replace_impossible(self, failure: FailureT, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """The action, or a stop if it needs something that is missing. Collective."""
 
     @abstractmethod
@@ -155,9 +141,7 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
         """Write a bundle and return its path below the loop's folder; None if none was written."""
 
     @abstractmethod
-    def apply_action(
-        self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action
-    ) -> RecoveryResult:
+    def apply_action(self, failure: FailureT, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
         """Carry out the action. Collective."""
 
     @abstractmethod
@@ -166,26 +150,18 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
 
     @abstractmethod
     def make_stop_error(
-        self,
-        failure: FailureT,
-        diagnoses: Sequence[Diagnosis],
-        result: RecoveryResult,
-        event: Event,
+        self, failure: FailureT, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
     ) -> NonFiniteError:
         """Prepare the state for a stop, and return the error that ends the loop. Collective."""
 
     @abstractmethod
     def log(self, message: str) -> None: ...
 
-    def gather_diagnoses(
-        self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]]
-    ) -> list[Diagnosis]:
+    def gather_diagnoses(self, failure: FailureT, results: Sequence[RankDiagnosis[SourceT]]) -> list[Diagnosis]:
         """The relevant verdicts of all ranks. Collective."""
         diagnoses = [result.diagnosis for result in results]
         # Ranks that diagnose together have the same diagnoses, so gathering would repeat each of them.
-        return select_conclusive(
-            failure, diagnoses if self.collective_forward else gather_object(diagnoses)
-        )
+        return select_conclusive(failure, diagnoses if self.collective_forward else gather_object(diagnoses))
 
     def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
         """One line per distinct verdict, starting with the ranks and samples that it applies to."""
@@ -219,18 +195,14 @@ class RecoveryHandler(ABC, Generic[FailureT, SourceT]):
 def select_conclusive(failure: FailedStep, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
     """The conclusive verdicts if any rank or micro-batch has one, else the first verdict."""
     # If the state is bad, a rank on which it is good reports the learning rate, which is inconclusive.
-    inconclusive = (
-        {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}
-    )
+    inconclusive = {"transient", "learning_rate"} if failure.kind in BAD_STATE_KINDS else {"transient"}
     conclusive = [diagnosis for diagnosis in diagnoses if diagnosis.cause not in inconclusive]
     # With sharded optimizer state, one rank's bad moments make the weights bad on all ranks.
     moments = [diagnosis for diagnosis in conclusive if diagnosis.cause == "optimizer"]
     return moments or conclusive or list(diagnoses[:1])
 
 
-def format_diagnosis_lines(
-    diagnoses: Sequence[Diagnosis], *, is_single_rank: bool = False
-) -> list[str]:
+def format_diagnosis_lines(diagnoses: Sequence[Diagnosis], *, is_single_rank: bool = False) -> list[str]:
     """One line per distinct verdict; without rank numbers if `is_single_rank`, for the only process."""
     # Samples and ranks with the same message share one line.
     positions: dict[str, list[str]] = {}

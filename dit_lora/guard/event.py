@@ -44,12 +44,7 @@ class Event:
 
 
 def make_event(
-    step: int,
-    kind: str,
-    diagnosis: Diagnosis,
-    action: str,
-    seconds: float,
-    facts: Mapping[str, Any] | None = None,
+    step: int, kind: str, diagnosis: Diagnosis, action: str, seconds: float, facts: Mapping[str, Any] | None = None
 ) -> Event:
     """Make the event for a verdict on a failed step."""
     return Event(

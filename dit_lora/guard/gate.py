@@ -106,9 +106,7 @@ class Gate:
         return flag
 
 
-def take_gated_step(
-    optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor
-) -> None:
+def take_gated_step(optimizer: "torch.optim.Optimizer | AcceleratedOptimizer", is_bad: torch.Tensor) -> None:
     """Take the optimizer's step unless `is_bad`; then weights, moments and step counts stay unchanged bit for bit.
 
     Fused optimizers decide on the device, through the `found_inf` of GradScaler. Others, and sharded parameters, need
@@ -142,11 +140,7 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     is_supported = any(record.found_inf_class in classes for record in OPTIMIZERS.values())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return (
-        is_supported
-        and is_fused
-        and not any(isinstance(parameter, DTensor) for parameter in parameters)
-    )
+    return is_supported and is_fused and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def has_nonfinite_weights(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -162,6 +156,4 @@ def has_nonfinite(tensors: Iterable[torch.Tensor], device: torch.device) -> torc
     """Bool scalar on the device: True if this rank's part of any tensor has a value that is not finite."""
     parts = [get_local_tensor(tensor.detach()) for tensor in tensors]
     # With FSDP2, some ranks hold nothing of a weight with fewer rows than there are ranks.
-    return ~torch.isfinite(
-        compute_magnitudes([part for part in parts if part.numel()], device)
-    ).all()
+    return ~torch.isfinite(compute_magnitudes([part for part in parts if part.numel()], device)).all()

@@ -65,15 +65,11 @@ class Monitor:
 
     def record_gradient_norms(self) -> None:
         """Record the norms of the current gradients."""
-        self._record_norms(
-            "grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None}
-        )
+        self._record_norms("grad", {n: p.grad for n, p in self._trainable.items() if p.grad is not None})
 
     def before_update(self) -> None:
         """Copy the trainable weights, which takes their memory once more until `after_update`."""
-        self._weights_before = [
-            get_local_tensor(p.detach()).clone() for p in self._trainable.values()
-        ]
+        self._weights_before = [get_local_tensor(p.detach()).clone() for p in self._trainable.values()]
 
     def after_update(self) -> None:
         """Record the norms of the weights and of the optimizer's changes to them."""
@@ -95,13 +91,9 @@ class Monitor:
         for key, value in zip(self._values, stacked, strict=True):
             values[key.module][key] = value
         self._values.clear()
-        statistics = {
-            module: _compute_statistics(module_values) for module, module_values in values.items()
-        }
+        statistics = {module: _compute_statistics(module_values) for module, module_values in values.items()}
         self._hidden_infinities = [
-            module
-            for module, numbers in statistics.items()
-            if not math.isfinite(numbers.get("abs_max", 0.0))
+            module for module, numbers in statistics.items() if not math.isfinite(numbers.get("abs_max", 0.0))
         ]
         return statistics
 
@@ -112,9 +104,7 @@ class Monitor:
         """
         return list(self._hidden_infinities)
 
-    def _record_norms(
-        self, kind: Literal["grad", "weight", "change"], tensors: dict[str, torch.Tensor]
-    ) -> None:
+    def _record_norms(self, kind: Literal["grad", "weight", "change"], tensors: dict[str, torch.Tensor]) -> None:
         if not tensors:
             return
         parts = [get_local_tensor(tensor.detach()) for tensor in tensors.values()]
@@ -154,9 +144,7 @@ def _compute_statistics(values: dict[_StatisticKey, float]) -> dict[str, float]:
     if "grad" in norms:
         statistics["grad_norm"] = math.hypot(*norms["grad"])
     if "change" in norms:
-        statistics["update_ratio"] = _compute_ratio(
-            math.hypot(*norms["change"]), math.hypot(*norms["weight"])
-        )
+        statistics["update_ratio"] = _compute_ratio(math.hypot(*norms["change"]), math.hypot(*norms["weight"]))
     if peaks:
         # NaN cannot be ordered, so sort it above all numbers.
         statistics["abs_max"] = max(peaks.values(), key=lambda peak: (math.isnan(peak), peak))
@@ -198,7 +186,5 @@ def _find_owner_name(parameter: str) -> str:
 def _find_tensors(output: Any) -> Sequence[torch.Tensor]:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     # Outputs in dicts or objects are not measured.
-    tensors = (
-        get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor)
-    )
+    tensors = (get_local_tensor(item.detach()) for item in outputs if isinstance(item, torch.Tensor))
     return [tensor for tensor in tensors if has_values(tensor)]

@@ -38,9 +38,7 @@ class Policy:
     last_rollback_step: int = 0
     """The failed step that led to the last rollback."""
 
-    def choose(
-        self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]
-    ) -> Action:
+    def choose(self, step: int, diagnoses: Sequence[Diagnosis], previously_skipped: Sequence[str]) -> Action:
         """The first action of `guard.on_nonfinite` that fits every cause; it is counted."""
         causes: set[str] = {diagnosis.cause for diagnosis in diagnoses}
         reasons: list[str] = []
@@ -90,14 +88,10 @@ class Policy:
         # If no sample is the cause, only the whole step can be skipped.
         if not samples:
             return Action("skip") if action_kind == "skip" and "step" in causes else ""
-        bad_as_stored = {
-            s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids
-        }
+        bad_as_stored = {s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids}
         # A sample that was skipped before and fails again with other noise is the cause, even if its stored data is
         # good.
-        repeated = {s for v in diagnoses if _is_caused_by_sample(v) for s in v.sample_ids} & {
-            *previously_skipped
-        }
+        repeated = {s for v in diagnoses if _is_caused_by_sample(v) for s in v.sample_ids} & {*previously_skipped}
         lasting = tuple(s for s in samples if s in bad_as_stored or s in repeated)
         if action_kind == "quarantine":
             return Action(action_kind, samples=lasting) if lasting else ""
@@ -118,10 +112,7 @@ class Policy:
         is_repeated = step == self.last_rollback_step
         if is_repeated and any(v.evidence.get("ranks") for v in diagnoses):
             return "the ranks differ again after a rollback: leave that machine out"
-        return Action(
-            "rollback",
-            should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses),
-        )
+        return Action("rollback", should_lower_lr=is_repeated or any(v.cause == "learning_rate" for v in diagnoses))
 
     def _count_action(self, action: Action, step: int) -> Action:
         if action.kind in ("retry", "skip", "quarantine"):
@@ -133,18 +124,11 @@ class Policy:
 
     def state_dict(self) -> dict[str, int]:
         """Counts for a checkpoint; `Policy(config, **state)` continues with them."""
-        return {
-            "skips": self.skips,
-            "rollbacks": self.rollbacks,
-            "last_rollback_step": self.last_rollback_step,
-        }
+        return {"skips": self.skips, "rollbacks": self.rollbacks, "last_rollback_step": self.last_rollback_step}
 
 
 def _is_caused_by_sample(diagnosis: Diagnosis) -> bool:
     """True if a failure that needs particular noise is the sample's fault: another sample is healthy with
     that noise.
     """
-    return (
-        diagnosis.cause == "inputs"
-        and diagnosis.evidence.get("control_with_the_same_draws") == "healthy"
-    )
+    return diagnosis.cause == "inputs" and diagnosis.evidence.get("control_with_the_same_draws") == "healthy"

@@ -95,30 +95,21 @@ class Probe(TorchDispatchMode):
     def observe(self) -> Iterator[Trace]:
         """Observe every op and every module of the model inside the context."""
         # Name the model itself by its class, since an empty name means outside the model.
-        names = {
-            m: name or get_original_class(m).__name__
-            for name, m in iterate_called_modules(self.model)
-        }
+        names = {m: name or get_original_class(m).__name__ for name, m in iterate_called_modules(self.model)}
         with ExitStack() as stack:
             hook = self.model.register_forward_pre_hook(self._check_inputs, with_kwargs=True)
             stack.enter_context(hook)
             for module, name in names.items():
                 stack.enter_context(module.register_forward_pre_hook(self._make_enter_hook(name)))
                 # Called even if the forward raises: the stack of modules must stay correct.
-                stack.enter_context(
-                    module.register_forward_hook(self._leave_module, always_call=True)
-                )
+                stack.enter_context(module.register_forward_hook(self._leave_module, always_call=True))
             # Use a single thread, so that the mode sees the backward's ops too.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self)
             yield self.trace
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _COMMUNICATION_NAMESPACES:
@@ -136,25 +127,16 @@ class Probe(TorchDispatchMode):
         module, direction = self._locate_op()
         # The last finite values show how the computation came close to the limit.
         if peak.is_finite:
-            self._recent_entries.append(
-                peak.to_trail_entry(f"{module}: {func}" if module else str(func), direction)
-            )
+            self._recent_entries.append(peak.to_trail_entry(f"{module}: {func}" if module else str(func), direction))
             return output
         # Masking with -inf is intended; any other new Inf or NaN may be the origin.
         if not _has_nonfinite_constant(args, kwargs):
-            inputs = (
-                input_summary if is_mutable else _summarize_values(_list_inputs(func, args, kwargs))
-            )
+            inputs = input_summary if is_mutable else _summarize_values(_list_inputs(func, args, kwargs))
             self._record_new_origin(str(func), peak, inputs, module, direction)
         return output
 
     def _record_new_origin(
-        self,
-        op: str,
-        output: "_ValueSummary",
-        inputs: "_ValueSummary | None",
-        module: str,
-        direction: str,
+        self, op: str, output: "_ValueSummary", inputs: "_ValueSummary | None", module: str, direction: str
     ) -> None:
         # A NaN is new even if an input was Inf (Inf - Inf); an Inf is new only if all inputs were finite.
         new_nan = output.has_nan and not (inputs and inputs.has_nan)
@@ -214,9 +196,7 @@ class Probe(TorchDispatchMode):
         leaves = [(name, leaf) for name, value in named.items() for leaf in tree_leaves(value)]
         with _disable_current_modes():
             for name, leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and (
-                    description := describe_bad_values(name, leaf)
-                ):
+                if isinstance(leaf, torch.Tensor) and (description := describe_bad_values(name, leaf)):
                     self.trace.bad_inputs[name] = description
 
 

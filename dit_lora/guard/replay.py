@@ -102,9 +102,7 @@ def _merge_outcomes(local_outcome: Outcome, owner_rank: int) -> Outcome:
     outcomes: list[Outcome] = gather_object([local_outcome])
     # A dict keeps the order of ranks, unlike a set.
     bad_gradients = {name: None for outcome in outcomes for name in outcome.bad_gradients}
-    failing_ranks = tuple(
-        rank for rank, outcome in enumerate(outcomes) if not outcome.has_finite_losses
-    )
+    failing_ranks = tuple(rank for rank, outcome in enumerate(outcomes) if not outcome.has_finite_losses)
     # If all ranks fail, no single rank is the cause.
     return replace(
         outcomes[owner_rank],
@@ -143,9 +141,7 @@ def trace_micro_batch(micro_batch: MicroBatch, model: nn.Module) -> RankTrace:
         return RankTrace(local_trace, rank)
     traces: list[Trace] = gather_object([local_trace])
     # Ranks whose own ops made a bad value.
-    failing_ranks = tuple(
-        index for index, trace in enumerate(traces) if trace.origin or trace.hidden_origins
-    )
+    failing_ranks = tuple(index for index, trace in enumerate(traces) if trace.origin or trace.hidden_origins)
     # The micro-batch's rank may hold a shard without any bad value.
     if failing_ranks and rank not in failing_ranks:
         rank = failing_ranks[0]

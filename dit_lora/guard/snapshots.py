@@ -77,9 +77,7 @@ class Snapshots:
                 # Buffers of tensors that no longer exist are released here.
                 self._snapshots[step] = {name: buffers[name] for name in live}
             else:
-                self._snapshots[step] = {
-                    name: _copy_into(buffers.get(name), tensor) for name, tensor in live.items()
-                }
+                self._snapshots[step] = {name: _copy_into(buffers.get(name), tensor) for name, tensor in live.items()}
 
     def before_update(self) -> None:
         """Make the current CUDA stream wait for a running copy, so that the update does not overwrite unread
@@ -104,9 +102,7 @@ class Snapshots:
         incompatible = [name for name, buffer in saved.items() if not _fits(buffer, live.get(name))]
         # Check all tensors before writing any: a partly restored step is worse than none.
         if incompatible:
-            summary = (
-                f"cannot go back to step {step}: of its tensors, these are no longer as they were"
-            )
+            summary = f"cannot go back to step {step}: of its tensors, these are no longer as they were"
             raise DitLoraError(format_list(summary, incompatible))
         for name, buffer in saved.items():
             live[name].copy_(buffer)
@@ -130,9 +126,7 @@ class Snapshots:
 
     def compute_peaks(self) -> dict[str, float]:
         """Largest magnitude of each tensor of the newest snapshot; empty if there is none."""
-        return (
-            read_scalars(compute_peaks(self.read(max(self._snapshots)))) if self._snapshots else {}
-        )
+        return read_scalars(compute_peaks(self.read(max(self._snapshots)))) if self._snapshots else {}
 
     def drop(self, step: int) -> None:
         """Drop the snapshot and reuse its buffers for the next one."""
@@ -151,11 +145,7 @@ class Snapshots:
         if self._spare_buffers:
             return self._spare_buffers.pop()
         # At the limit overwrite the oldest snapshot; below it, start with no buffers.
-        return (
-            self._snapshots.pop(min(self._snapshots))
-            if len(self._snapshots) == self._max_snapshots
-            else {}
-        )
+        return self._snapshots.pop(min(self._snapshots)) if len(self._snapshots) == self._max_snapshots else {}
 
     @contextmanager
     def _use_copy_stream(self, live: Tensors) -> Iterator[None]:

@@ -30,9 +30,7 @@ def find_bad_state(micro_batch: MicroBatch, context: DiagnosisContext) -> Diagno
     """
     pending = PendingDiagnosis(micro_batch, context, "non_finite_weights")
     # Check frozen weights first: no snapshot holds them, so other findings would not help.
-    return (
-        _find_bad_frozen(pending) or _find_nonfinite_state(pending) or _find_altered_state(pending)
-    )
+    return _find_bad_frozen(pending) or _find_nonfinite_state(pending) or _find_altered_state(pending)
 
 
 def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
@@ -46,11 +44,8 @@ def _find_bad_frozen(pending: PendingDiagnosis) -> Diagnosis | None:
         for n, b in iter_frozen_tensors(context.model)
         if n.startswith("buffer ") and n.removeprefix("buffer ") not in excluded
     )
-    problems = pending.describe_bad_tensors(
-        [*weights, *buffers], describe_bad_values
-    ) or _gather_descriptions(
-        pending,
-        context.frozen_record.describe_changes() if context.frozen_record is not None else [],
+    problems = pending.describe_bad_tensors([*weights, *buffers], describe_bad_values) or _gather_descriptions(
+        pending, context.frozen_record.describe_changes() if context.frozen_record is not None else []
     )
     if not problems:
         return None
@@ -67,9 +62,9 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
     state = list(context.optimizer_state())
     # Check moments before weights: a bad moment makes its weight bad in the next update, but not vice versa.
-    moments = pending.describe_bad_tensors(
-        state, describe_bad_values
-    ) or pending.describe_bad_tensors(state, _describe_negative)
+    moments = pending.describe_bad_tensors(state, describe_bad_values) or pending.describe_bad_tensors(
+        state, _describe_negative
+    )
     weights = pending.describe_bad_tensors(trained.items(), describe_bad_values)
     if not moments and not weights:
         return None
@@ -78,9 +73,7 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
         return _diagnose_grown_weights(pending)  # with such weights, squared gradients overflow
     if moments:
         cause, message = _describe_owner(moments[0], ())
-        return pending.conclude(
-            cause, message + format_remaining_count(moments), module=_find_module_name(moments[0])
-        )
+        return pending.conclude(cause, message + format_remaining_count(moments), module=_find_module_name(moments[0]))
     # A description starts with the parameter's name.
     bad = {name.split(" ")[0] for name in weights}
     if any(p.dtype is torch.float16 for n, p in trained.items() if n in bad):
@@ -89,9 +82,7 @@ def _find_nonfinite_state(pending: PendingDiagnosis) -> Diagnosis | None:
             "AdamW's eps of 1e-8 is 0 "
         )
         return pending.conclude(
-            "precision",
-            message + "and a gradient of 0 becomes NaN",
-            module=_find_module_name(weights[0]),
+            "precision", message + "and a gradient of 0 becomes NaN", module=_find_module_name(weights[0])
         )
     if has_diverged(pending):
         return _diagnose_grown_weights(pending)
@@ -132,26 +123,19 @@ def _find_altered_state(pending: PendingDiagnosis) -> Diagnosis | None:
         return None
     trained = {name for name, p in pending.context.model.named_parameters() if p.requires_grad}
     # Report moments first: an altered moment also changes its weight, but not vice versa.
-    descriptions.sort(
-        key=lambda description: _describe_owner(description, trained)[0] != "optimizer"
-    )
+    descriptions.sort(key=lambda description: _describe_owner(description, trained)[0] != "optimizer")
     pending.evidence["altered"] = descriptions[:20]
     cause, description = _describe_owner(descriptions[0], trained)
     description = (
-        f"{description}{format_remaining_count(descriptions)}: altered in memory, for no update "
-        "moves them alone"
+        f"{description}{format_remaining_count(descriptions)}: altered in memory, for no update moves them alone"
     )
-    return pending.conclude(
-        cause, description, module=_find_module_name(descriptions[0].split(":")[0])
-    )
+    return pending.conclude(cause, description, module=_find_module_name(descriptions[0].split(":")[0]))
 
 
 def describe_altered_state(context: DiagnosisContext) -> list[str]:
     """Describe this rank's trained weights, moments and averages with an element that memory has altered."""
     trained = {n: p for n, p in context.model.named_parameters() if p.requires_grad}
-    return describe_corrupted_tensors(
-        {**trained, **dict(context.optimizer_state())}, context.get_snapshot_peaks()
-    )
+    return describe_corrupted_tensors({**trained, **dict(context.optimizer_state())}, context.get_snapshot_peaks())
 
 
 def _gather_descriptions(pending: PendingDiagnosis, local_descriptions: list[str]) -> list[str]:
@@ -175,9 +159,7 @@ def _describe_negative(name: str, tensor: torch.Tensor) -> str | None:
 def has_diverged(pending: PendingDiagnosis) -> bool:
     """True if the finite trained weights grew far beyond the start."""
     trained = [p.detach() for p in pending.context.model.parameters() if p.requires_grad]
-    peak = compute_weight_peak(
-        trained, finite_only=True, all_ranks=pending.context.collective_forward
-    )
+    peak = compute_weight_peak(trained, finite_only=True, all_ranks=pending.context.collective_forward)
     pending.evidence |= {"weight_peak": peak, "weight_peak_at_start": pending.context.start_peak}
     # Weights that all started at zero, such as OFT's rotations, have no initial scale, so use the absolute limit.
     start = pending.context.start_peak
@@ -191,14 +173,9 @@ def _has_mostly_unusable_weights(pending: PendingDiagnosis) -> bool:
     trained = [p.detach() for p in pending.context.model.parameters() if p.requires_grad]
     local_peaks = [compute_weight_peak([p], finite_only=True) for p in trained]
     # (ranks, trained tensors): of sharded weights, each rank sees its own shards only.
-    ranks: list[list[float]] = (
-        gather_object([local_peaks]) if pending.context.collective_forward else [local_peaks]
-    )
+    ranks: list[list[float]] = gather_object([local_peaks]) if pending.context.collective_forward else [local_peaks]
     peaks = [max(peak) for peak in zip(*ranks, strict=True)]
-    return (
-        sum(is_unusable_magnitude(peak, pending.context.start_peak) for peak in peaks)
-        > len(peaks) / 2
-    )
+    return sum(is_unusable_magnitude(peak, pending.context.start_peak) for peak in peaks) > len(peaks) / 2
 
 
 def compute_decay_share(groups: Iterable[Mapping[str, Any]]) -> float:

@@ -52,17 +52,13 @@ def check_stored_precision(
         return [CheckFinding(check, True, "no floating weights are stored", fatal=False)]
     # Activations of bf16 and fp32 checkpoints may exceed fp16's range.
     if compute is torch.float16 and stored is not torch.float16:
-        message = (
-            f"{summary}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
-        )
+        message = f"{summary}, whose limit of {_FP16_MAX:g} they were not trained for; use bf16 or fp32"
         return [CheckFinding(check, False, message, fatal=True)]
     # Only weights that were trained in fp16 may rely on values that saturate at its limit.
     if stored is not torch.float16 or compute is torch.float16:
         return [CheckFinding(check, True, summary, fatal=False)]
     if saturates:
-        message = (
-            f"{summary}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
-        )
+        message = f"{summary}, with fp16's limit of {_FP16_MAX:g} repeated where the network relies on it"
         return [CheckFinding(check, True, message, fatal=False)]
     if peak is None:
         message = f"{summary}; whether activations stay within fp16's {_FP16_MAX:g} was not probed"
@@ -88,9 +84,6 @@ def _read_tensor_sizes(file: Path) -> list[tuple[str, int]]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  (it is no dict)
-            return [
-                (tensor_slice.get_dtype(), math.prod(tensor_slice.get_shape()))
-                for tensor_slice in slices
-            ]
+            return [(tensor_slice.get_dtype(), math.prod(tensor_slice.get_shape())) for tensor_slice in slices]
     except (OSError, SafetensorError) as error:
         raise DitLoraError(f"cannot read the header of {file}: {error}; fetch it again") from error

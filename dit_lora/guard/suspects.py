@@ -66,11 +66,7 @@ class DiagnosisContext:
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the parameters by name; without lockstep, this rank's shards."""
-        return (
-            self.model.named_parameters()
-            if self.collective_forward
-            else iterate_weight_values(self.model)
-        )
+        return self.model.named_parameters() if self.collective_forward else iterate_weight_values(self.model)
 
     def list_enabled_fallbacks(self) -> list[Fallback]:
         """The switches that are on. A part of a switch that is off, or a set of switches that are off, is excluded."""
@@ -88,9 +84,7 @@ class DiagnosisContext:
 def _are_all_disabled(name: str, disabled_names: Collection[str]) -> bool:
     """True if every backend of a set such as `attention:flash+efficient` has been switched off individually."""
     kind, _, names = name.partition(":")
-    return bool(names) and all(
-        f"{kind}:{backend}" in disabled_names for backend in names.split("+")
-    )
+    return bool(names) and all(f"{kind}:{backend}" in disabled_names for backend in names.split("+"))
 
 
 @dataclass
@@ -108,14 +102,10 @@ class PendingDiagnosis:
     """Number of unhealthy runs of the unchanged micro-batch, out of `num_runs`."""
     num_runs: int = 0
 
-    def describe_bad_tensors(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], describe: DescribeTensor
-    ) -> list[str]:
+    def describe_bad_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]], describe: DescribeTensor) -> list[str]:
         """Describe bad tensors with `describe`, and record the first rank that has any."""
         # Maps each description to the rank whose values it is about, or to -1 without other ranks.
-        descriptions = describe_tensors(
-            tensors, describe, is_collective=self.context.collective_forward
-        )
+        descriptions = describe_tensors(tensors, describe, is_collective=self.context.collective_forward)
         self.rank = next(iter(descriptions.values()), -1) if self.rank < 0 else self.rank
         return list(descriptions)
 

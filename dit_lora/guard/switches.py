@@ -160,10 +160,7 @@ def _make_attention_fallback(names: tuple[str, ...]) -> Fallback:
 
     def disable() -> None:
         # The tag names every backend that is off, so that compile caches keep the settings apart.
-        _enable_only(
-            _list_enabled_backends().difference(names),
-            f"{torch.compiler.config.cache_key_tag} no {name}",
-        )
+        _enable_only(_list_enabled_backends().difference(names), f"{torch.compiler.config.cache_key_tag} no {name}")
 
     @contextmanager
     def disable_temporarily() -> Iterator[None]:
@@ -171,19 +168,11 @@ def _make_attention_fallback(names: tuple[str, ...]) -> Fallback:
             disable()
             yield
 
-    return Fallback(
-        name,
-        "attention_backend",
-        disable_temporarily,
-        disable,
-        "PyTorch's next attention backend",
-    )
+    return Fallback(name, "attention_backend", disable_temporarily, disable, "PyTorch's next attention backend")
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or isinstance(
-        module, torch._dynamo.eval_frame.OptimizedModule
-    )
+    return module._compiled_call_impl is not None or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 @contextmanager
@@ -201,9 +190,7 @@ def _convert_local_to_fp32(model: nn.Module) -> Iterator[None]:
     all_tensors = [*model.parameters(), *model.buffers()]
     # Sharded weights are converted by the context around this one, which gathers them.
     tensors = [tensor for tensor in all_tensors if not isinstance(tensor, DTensor)]
-    half_tensors = [
-        (tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALF_DTYPES
-    ]
+    half_tensors = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.dtype in HALF_DTYPES]
     forward_before = model.__dict__.get("forward")
     # Accelerate stores the forward that it wraps in autocast under this name.
     unwrapped_forward = model.__dict__.get("_original_forward")

@@ -31,9 +31,7 @@ class InconsistentReplayError(Exception):
 
 
 def is_cause_of_failure(
-    pending: PendingDiagnosis,
-    disable_component: Callable[[], AbstractContextManager[None]],
-    rounds: int = NUM_ROUNDS,
+    pending: PendingDiagnosis, disable_component: Callable[[], AbstractContextManager[None]], rounds: int = NUM_ROUNDS
 ) -> bool:
     """True if the micro-batch is healthy each time without a component, and fails each time with it (A-B-A).
 
@@ -66,9 +64,7 @@ def find_faulty_component(pending: PendingDiagnosis) -> Fallback | None:
         except torch.OutOfMemoryError:
             if pending.context.collective_forward:
                 raise  # other ranks may wait in the middle of a pass for this one
-            pending.evidence[fallback.name] = (
-                "not tried: without it, a step does not fit into memory"
-            )
+            pending.evidence[fallback.name] = "not tried: without it, a step does not fit into memory"
     return None
 
 
@@ -77,9 +73,7 @@ def is_healthy_in_fp32(pending: PendingDiagnosis) -> bool:
     model = pending.context.model
     try:
         is_cause = pending.context.run_experiment(
-            lambda: is_cause_of_failure(
-                pending, lambda: convert_to_fp32(model), rounds=NUM_ROUNDS // 2
-            )
+            lambda: is_cause_of_failure(pending, lambda: convert_to_fp32(model), rounds=NUM_ROUNDS // 2)
         )
         return bool(is_cause)
     except torch.OutOfMemoryError:
@@ -94,25 +88,19 @@ def isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     diagnosis = pending.context.run_experiment(lambda: _isolate_sample(pending))
     if diagnosis is not None:
         return diagnosis
-    message = (
-        "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
-    )
+    message = "nothing that was switched off makes it healthy, and its samples cannot be run one by one"
     return pending.conclude("unknown", message)
 
 
 def _isolate_sample(pending: PendingDiagnosis) -> Diagnosis:
     singles = _split_samples(pending.micro_batch)
     # Run samples one at a time: in a batch, healthy samples could not be told from failing ones.
-    failing = [
-        sample for sample in singles if not _is_consistently_healthy(pending, sample, rounds=1)
-    ]
+    failing = [sample for sample in singles if not _is_consistently_healthy(pending, sample, rounds=1)]
     if not failing:
         message = "it fails in company only: each of its samples is healthy alone"
         return pending.conclude("step", message)
     # A sample is the cause only if another is healthy at the same position in the run.
-    control = _find_control(
-        pending, failing, [sample for sample in singles if sample not in failing]
-    )
+    control = _find_control(pending, failing, [sample for sample in singles if sample not in failing])
     if control is None:
         return pending.conclude("unknown", "nothing that was switched off makes it healthy")
     pending.evidence["control"] = control.ids[0]
@@ -127,15 +115,11 @@ def _split_samples(batch: MicroBatch) -> list[MicroBatch]:
     return [batch.select_sample(index) for index in range(len(batch.ids))]
 
 
-def _is_consistently_healthy(
-    pending: PendingDiagnosis, batch: MicroBatch, rounds: int = NUM_ROUNDS
-) -> bool:
+def _is_consistently_healthy(pending: PendingDiagnosis, batch: MicroBatch, rounds: int = NUM_ROUNDS) -> bool:
     """True if a micro-batch is healthy in every run. Raises `InconsistentReplayError` if runs differ."""
     is_healthy = pending.run_is_healthy(batch)
     # A single healthy run proves little, so repeat it often; a failure is repeated only once.
-    if any(
-        pending.run_is_healthy(batch) is not is_healthy for _ in range(rounds if is_healthy else 1)
-    ):
+    if any(pending.run_is_healthy(batch) is not is_healthy for _ in range(rounds if is_healthy else 1)):
         raise InconsistentReplayError
     return is_healthy
 
@@ -155,9 +139,7 @@ def _find_control(
     return pending.context.find_other_sample(pending.micro_batch, bad)
 
 
-def _move_to_position(
-    batch: MicroBatch, position: MicroBatch, *, copies_draws: bool = False
-) -> MicroBatch:
+def _move_to_position(batch: MicroBatch, position: MicroBatch, *, copies_draws: bool = False) -> MicroBatch:
     """The micro-batch at another one's position in the run, if possible: dropout masks depend on the position."""
     return batch if batch.move_to is None else batch.move_to(position, copies_draws)
 
@@ -169,15 +151,11 @@ def _diagnose_failing_control(pending: PendingDiagnosis, control: MicroBatch) ->
         message = "whatever sample is at this place in the run: one that is healthy elsewhere fails here too"
         return pending.conclude("step", message)
     pending.evidence["every_sample"] = True
-    message = (
-        "every sample fails now, those too that were healthy a step ago, whatever is switched off"
-    )
+    message = "every sample fails now, those too that were healthy a step ago, whatever is switched off"
     return pending.conclude("unknown", message)
 
 
-def _compare_with_control(
-    pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch
-) -> Diagnosis:
+def _compare_with_control(pending: PendingDiagnosis, failing: Sequence[MicroBatch], control: MicroBatch) -> Diagnosis:
     """The verdict on samples that fail where another sample is healthy."""
     if failing[0].move_to is None or failing[0].redraw is None:
         message = (
@@ -186,9 +164,7 @@ def _compare_with_control(
         )
         return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
     # Samples that are healthy with other noise and timesteps.
-    noise_dependent = [
-        sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)
-    ]
+    noise_dependent = [sample for sample in failing if _is_healthy_with_new_noise(pending, sample, control)]
     # The others are samples that are healthy at another position in the run.
     position_dependent = [
         sample
@@ -197,9 +173,7 @@ def _compare_with_control(
     ]
     # The rest fails with any noise and at any position.
     always_failing = [
-        sample
-        for sample in failing
-        if sample not in noise_dependent and sample not in position_dependent
+        sample for sample in failing if sample not in noise_dependent and sample not in position_dependent
     ]
     if always_failing:
         message = "it fails whatever is switched off; other samples are healthy"
@@ -219,22 +193,17 @@ def _diagnose_random_inputs(
     """
     # Give a healthy sample the failing one's noise and timesteps.
     if all(
-        _is_consistently_healthy(pending, _move_to_position(control, sample, copies_draws=True))
-        for sample in failing
+        _is_consistently_healthy(pending, _move_to_position(control, sample, copies_draws=True)) for sample in failing
     ):
         pending.evidence["control_with_the_same_draws"] = "healthy"
         message = "only with this noise and timestep: finite with others, whatever is switched off"
     else:
         pending.evidence["control_with_the_same_draws"] = "fails"
-        message = (
-            "with this noise and timestep, whatever the sample: another fails with the same ones"
-        )
+        message = "with this noise and timestep, whatever the sample: another fails with the same ones"
     return pending.conclude("inputs", message, sample_ids=_get_sample_ids(failing))
 
 
-def _is_healthy_with_new_noise(
-    pending: PendingDiagnosis, sample: MicroBatch, control: MicroBatch
-) -> bool:
+def _is_healthy_with_new_noise(pending: PendingDiagnosis, sample: MicroBatch, control: MicroBatch) -> bool:
     """True if the sample is healthy with other noise and timesteps: new draws, or those of the healthy control.
 
     All new draws may lie in a range of timesteps at which every sample fails; the control's do not.

@@ -62,6 +62,4 @@ class Diagnosis:
         """The verdict as a dict of plain values, for events.jsonl."""
         fields = asdict(self)
         # JSON has no tuples; None means not known and is left out.
-        return {
-            k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None
-        }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}

@@ -54,9 +54,7 @@ def check_account(repo_id: str, *, private: bool) -> None:
     # `read`, `write` or `fineGrained`; each level of the answer may be missing.
     role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
-        raise HubError(
-            f"the token of {name} may only read; log in with one that may write: `hf auth login`"
-        )
+        raise HubError(f"the token of {name} may only read; log in with one that may write: `hf auth login`")
     owner = repo_id.partition("/")[0]
     owners = [name, *(str(organization.get("name")) for organization in user.get("orgs") or ())]
     # Only for `write` tokens: the answer does not list the permissions of a fine-grained token.

@@ -67,8 +67,7 @@ def write_card(contents: Contents, repo_id: str) -> str:
         notes=list(_list_notes(contents)),
         verifications=sorted(name for name in contents.files if name.endswith(VERIFICATION_FILE)),
         commands=[
-            remove_tokens(line)
-            for line in build_sample_command(contents, repo_id, collapse_whitespace(prompt))
+            remove_tokens(line) for line in build_sample_command(contents, repo_id, collapse_whitespace(prompt))
         ],
         data=list(_list_data_facts(contents)),
         values=list(_list_settings(contents)),
@@ -198,28 +197,19 @@ def _write_summary(contents: Contents) -> str:
     description = f"{'An' if adapter.startswith('O') else 'A'} {adapter} of {base}"
     if contents.kind == "pipeline":
         scratch = contents.run.config["model"].get("from_scratch") is not None
-        description = (
-            f"A model trained from scratch, by the config of {base}"
-            if scratch
-            else f"A fine-tune of {base}"
-        )
+        description = f"A model trained from scratch, by the config of {base}" if scratch else f"A fine-tune of {base}"
     # None of the adapter's file names: only base weights were trained.
     elif not any(
-        name
-        in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(format_expert_filename, EXPERT_NAMES.values()))
+        name in (ADAPTER_FILE, CHAT_ADAPTER_FILE, *map(format_expert_filename, EXPERT_NAMES.values()))
         for name in contents.files
     ):
         description = f"Weights that were trained of {base}"
     if contents.expert and contents.kind != "pipeline":
         description += (
-            " (both experts)"
-            if contents.experts
-            else f" (its expert for {_format_expert(contents.expert)})"
+            " (both experts)" if contents.experts else f" (its expert for {_format_expert(contents.expert)})"
         )
     # Both experts' steps, or those of the only run.
-    steps = sum(
-        expert_contents.run.num_steps_taken for expert_contents in contents.experts or (contents,)
-    )
+    steps = sum(expert_contents.run.num_steps_taken for expert_contents in contents.experts or (contents,))
     return f"{description}{f', for {task}' if task else ''}: {steps:,} steps with dit-lora {metadata['version']}."
 
 
@@ -252,11 +242,7 @@ def _list_notes(contents: Contents) -> Iterator[str]:
         yield f"Training continued from the LoRA {escape_markdown(contents.metadata['continued']['name'])}."
     # `lora.under` of the recipe: adapters that were active and frozen during training.
     for frozen in contents.metadata.get("under") or ():
-        use = (
-            "load it beside this one"
-            if frozen["in_samples"]
-            else "it is not needed to use this one"
-        )
+        use = "load it beside this one" if frozen["in_samples"] else "it is not needed to use this one"
         yield (
             f"It was trained over the frozen adapter {escape_markdown(frozen['name'])}, scale "
             f"{frozen['scale']:g}; {use}."
@@ -277,14 +263,10 @@ def _describe_references(pipeline: Mapping[str, Any]) -> str:
     # The same names as in the example code.
     files = list_reference_files(pipeline)
     named = ", ".join(f"`{file}`" for file in files)
-    verb_phrase = (
-        "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
-    )
+    verb_phrase = "is what the sample is made from" if len(files) == 1 else "are what the sample is made from"
     if pipeline.get("reference_clips"):
         frames, fps = pipeline["arguments"]["num_frames"], pipeline["fps"]
-        return (
-            f"{named} {verb_phrase}: a clip of {frames} frames or more at {fps:g} frames a second."
-        )
+        return f"{named} {verb_phrase}: a clip of {frames} frames or more at {fps:g} frames a second."
     side = pipeline.get("reference_resolution")
     if side is None:
         return f"{named} {verb_phrase}, in the order of training."
@@ -298,9 +280,7 @@ def _list_data_facts(contents: Contents) -> Iterator[str]:
     samples = f"{data['samples']:,}"
     # Chat models count conversations and tokens, diffusion models clips and samples.
     if data["kind"] == "conversations":
-        media = ", ".join(
-            f"{count:,} about {_describe_media(kind)}" for kind, count in data["by_media"].items()
-        )
+        media = ", ".join(f"{count:,} about {_describe_media(kind)}" for kind, count in data["by_media"].items())
         yield f"{samples} conversations: {media}; {data['answer_tokens']['sum']:,} answer tokens"
     else:
         cut = "" if data["samples"] == data["clips"] else f", cut into {samples} samples"
@@ -350,28 +330,18 @@ def _list_settings(contents: Contents) -> Iterator[tuple[str, str]]:
     train, optim = config["train"], config["optim"]
     if contents.kind != "pipeline" and contents.metadata.get("rank"):
         dropout = contents.metadata.get("dropout", 0.0)
-        yield (
-            "rank, alpha, dropout",
-            f"{contents.metadata['rank']}, {contents.metadata['alpha']}, {dropout:g}",
-        )
+        yield ("rank, alpha, dropout", f"{contents.metadata['rank']}, {contents.metadata['alpha']}, {dropout:g}")
     # Groups that are None are not trained.
     for name, group in optim["groups"].items():
         if group and "lr" in group:
             yield f"learning rate of {escape_markdown(name)}", f"{group['lr']:g}"
     yield "optimizer", escape_markdown(optim["name"])
-    yield (
-        "schedule, warmup steps",
-        f"{escape_markdown(optim['schedule'])}, {optim['warmup_steps']:,}",
-    )
+    yield ("schedule, warmup steps", f"{escape_markdown(optim['schedule'])}, {optim['warmup_steps']:,}")
     ranks = contents.run.environment.get("processes", 1)
     batch = f"{train['batch_size']} x {train['accumulate']} accumulated x {ranks} processes"
     yield "samples of a step", batch
     for expert_contents in contents.experts or (contents,):
-        suffix = (
-            f" of the expert for {_format_expert(expert_contents.expert)}"
-            if expert_contents.expert
-            else ""
-        )
+        suffix = f" of the expert for {_format_expert(expert_contents.expert)}" if expert_contents.expert else ""
         # A running total: the last value is the number of samples of the run.
         sample_counts = expert_contents.run.metrics.get_column("samples")
         yield (
@@ -392,10 +362,7 @@ def _list_results(contents: Contents) -> Iterator[str]:
     """List items on losses and on what the guard did."""
     # Two experts: one list for each run, with the expert's name in front.
     for expert_contents in contents.experts:
-        yield from (
-            f"{_format_expert(expert_contents.expert)}: {line}"
-            for line in _list_results(expert_contents)
-        )
+        yield from (f"{_format_expert(expert_contents.expert)}: {line}" for line in _list_results(expert_contents))
     if contents.experts:
         return
     losses = [loss for loss in contents.run.metrics.get_column("loss") if math.isfinite(loss)]
@@ -408,8 +375,7 @@ def _list_results(contents: Contents) -> Iterator[str]:
         first_loss, last_loss = held_out
         change = f" ({100 * (last_loss / first_loss - 1):+.1f} %)" if first_loss else ""
         yield (
-            f"held-out loss ({_describe_eval_data(contents)}): {first_loss:.4f} before, "
-            f"{last_loss:.4f} after{change}"
+            f"held-out loss ({_describe_eval_data(contents)}): {first_loss:.4f} before, {last_loss:.4f} after{change}"
         )
     yield from _list_events(contents)
 
@@ -463,18 +429,14 @@ def _list_versions(contents: Contents) -> Iterator[str]:
     main_packages = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors")
     listed = [f"{name} {packages[name]}" for name in main_packages if name in packages]
     python = environment.get("python", "")
-    yield escape_markdown(
-        f"dit-lora {contents.metadata['version']}, Python {python}, " + ", ".join(listed)
-    )
+    yield escape_markdown(f"dit-lora {contents.metadata['version']}, Python {python}, " + ", ".join(listed))
     # Such as "8 x NVIDIA H100".
     names = Counter(str(device.get("name")) for device in environment.get("devices") or ())
     hardware = ", ".join(f"{count} x {name}" for name, count in names.items()) or "CPU"
     cuda = environment.get("torch_cuda")
     yield escape_markdown(f"{hardware}{f', CUDA {cuda}' if cuda else ''}")
     seconds = [
-        step_seconds
-        for step_seconds in contents.run.metrics.get_column("seconds")
-        if math.isfinite(step_seconds)
+        step_seconds for step_seconds in contents.run.metrics.get_column("seconds") if math.isfinite(step_seconds)
     ]
     if seconds:
         spent = sum(seconds)

@@ -36,11 +36,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     data = _get_section(values, "data")
     # The first source is `data` itself, further ones are in `data.sources`.
     for number, source in enumerate([data, *(data.get("sources") or ())]):
-        if source.get("path") not in (
-            None,
-            *datasets,
-            *(f"{HUB_PREFIX}{name}" for name in datasets),
-        ):
+        if source.get("path") not in (None, *datasets, *(f"{HUB_PREFIX}{name}" for name in datasets)):
             source["path"] = f"path/to/data_{number}" if number else "path/to/data"
         if source.get("media") is not None:
             source["media"] = f"path/to/media_{number}" if number else "path/to/media"
@@ -48,9 +44,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
             source["mask_folder"] = f"path/to/masks_{number}" if number else "path/to/masks"
         if source.get("reference_folders"):
             source["reference_folders"] = [
-                f"path/to/references_{number}_{position}"
-                if number
-                else f"path/to/references_{position}"
+                f"path/to/references_{number}_{position}" if number else f"path/to/references_{position}"
                 for position in range(len(source["reference_folders"]))
             ]
     # A path of the machine that trained, which readers do not need.
@@ -60,8 +54,7 @@ def clean_config(config: Mapping[str, Any], base: str, datasets: Sequence[str]) 
     for name in ("images", "last_images", "media"):
         if validation.get(name):
             validation[name] = [
-                f"path/to/{name}_{index:02d}{Path(str(item)).suffix}"
-                for index, item in enumerate(validation[name])
+                f"path/to/{name}_{index:02d}{Path(str(item)).suffix}" for index, item in enumerate(validation[name])
             ]
     if validation.get("references"):
         validation["references"] = [

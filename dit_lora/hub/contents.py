@@ -106,13 +106,8 @@ def collect_contents(run_dir: Path) -> Contents:
     if kind == "peft" and not main.is_file():
         main = result / BASE_FILE  # only base weights were trained
     _require_sound(run_dir, result, kind)
-    metadata = redact_value(
-        read_typed_json(main, RunMetadata) if kind == "pipeline" else read_run_metadata(main)
-    )
-    files = {
-        _get_repository_name(name, metadata, kind): content
-        for name, content in _list_result_files(result, kind)
-    }
+    metadata = redact_value(read_typed_json(main, RunMetadata) if kind == "pipeline" else read_run_metadata(main))
+    files = {_get_repository_name(name, metadata, kind): content for name, content in _list_result_files(result, kind)}
     samples = _collect_samples(run, files)
     facts = _read_facts(run)
     # A link could publish a file from outside the run.
@@ -123,11 +118,7 @@ def collect_contents(run_dir: Path) -> Contents:
     if run.verification:
         # The digests are by path in the run's folder, and the Hub has its own.
         shown_record = {name: value for name, value in run.verification.items() if name != "files"}
-        record = {
-            **shown_record,
-            "adapter": _get_repository_name(main.name, metadata, kind),
-            "base_model": base,
-        }
+        record = {**shown_record, "adapter": _get_repository_name(main.name, metadata, kind), "base_model": base}
         files[VERIFICATION_FILE] = clean_json(record).encode()
     redacted_fields = ("config", "environment", "events", "quarantine", "status")
     # The card is written from this copy.
@@ -147,24 +138,15 @@ def _join_experts(run_dir: Path, experts: Sequence[Contents]) -> Contents:
             f"of each to a repository of its own: {folders}"
         )
     last_expert = experts[-1]
-    files = {
-        name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES_PREFIX)
-    }
+    files = {name: item for name, item in last_expert.files.items() if name.startswith(SAMPLES_PREFIX)}
     for contents in experts:
         # Verifications have one name in both runs: put each in its expert's folder.
-        expert_files = {
-            name: item
-            for name, item in contents.files.items()
-            if not name.startswith(SAMPLES_PREFIX)
-        }
+        expert_files = {name: item for name, item in contents.files.items() if not name.startswith(SAMPLES_PREFIX)}
         files |= {
             f"{contents.expert}/{name}" if name == VERIFICATION_FILE else name: item
             for name, item in expert_files.items()
         }
-    base, datasets = (
-        str(last_expert.metadata.get("base_model")),
-        last_expert.facts["data"]["datasets"],
-    )
+    base, datasets = (str(last_expert.metadata.get("base_model")), last_expert.facts["data"]["datasets"])
     files["config.yaml"] = clean_config(read_yaml(run_dir / "config.yaml"), base, datasets).encode()
     return replace(last_expert, files=files, experts=tuple(experts))
 
@@ -196,20 +178,14 @@ def _require_complete_records(run: RunFiles) -> None:
     validate_value(run.config, ConfigInCard, f"{message_prefix}: config.yaml")
     validate_value(run.environment, EnvironmentInCard, f"{message_prefix}: environment.json")
     if run.verification:
-        validate_value(
-            run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}"
-        )
+        validate_value(run.verification, VerificationInCard, f"{message_prefix}: {VERIFICATION_FILE}")
 
 
 def _require_verified(run: RunFiles) -> None:
     """Raise `CheckFailedError` if the result failed its verification, or changed since."""
     if (run.folder / VERIFICATION_FILE).exists() and run.verification.get("passed") is not True:
         checks = run.verification.get("checks") or {}
-        failed = [
-            f"{name}: {check.get('words', '')}"
-            for name, check in checks.items()
-            if not check.get("passed")
-        ]
+        failed = [f"{name}: {check.get('words', '')}" for name, check in checks.items() if not check.get("passed")]
         raise CheckFailedError(
             format_list(
                 f"{run.folder} is not pushed: its result did not pass its verification ({VERIFICATION_FILE}). "
@@ -225,9 +201,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
     """Raise `CheckFailedError` for NaN, Inf or an adapter without effect: files may have changed since verified."""
     folder = result
     if kind == "pipeline":
-        folder = result / read_typed_json(result / RUN_METADATA_FILE, RunMetadata).get(
-            "part", "transformer"
-        )
+        folder = result / read_typed_json(result / RUN_METADATA_FILE, RunMetadata).get("part", "transformer")
     try:
         # An adapter must have an effect; base weights only have to be finite.
         for file in sorted(folder.glob("*.safetensors")):
@@ -236,9 +210,7 @@ def _require_sound(run_dir: Path, result: Path, kind: str) -> None:
             require_valid_tensors(adapter, {} if adapter else tensors)
     except (CheckFailedError, OSError, SafetensorError) as error:
         message = str(error).removeprefix("refused to save: ")
-        raise CheckFailedError(
-            f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {message}"
-        ) from error
+        raise CheckFailedError(f"{run_dir} is not pushed: {file.relative_to(run_dir)}: {message}") from error
 
 
 def _read_facts(run: RunFiles) -> dict[str, Any]:
@@ -268,9 +240,7 @@ def _get_repository_name(name: str, metadata: Mapping[str, Any], kind: str) -> s
 def _list_result_files(result: Path, kind: str) -> Iterator[tuple[str, Path | bytes]]:
     """Yield the result's files by name in the repository; configs without private values."""
     # A pipeline has many files, an adapter only known ones.
-    names = (
-        [*list_checkpoint_files(result), RUN_METADATA_FILE] if kind == "pipeline" else ADAPTER_FILES
-    )
+    names = [*list_checkpoint_files(result), RUN_METADATA_FILE] if kind == "pipeline" else ADAPTER_FILES
     for name in sorted(names):
         path = result / name
         if not path.is_file():
@@ -317,9 +287,7 @@ def _collect_answers(run_dir: Path, step_folders: Mapping[str, Path]) -> list[Ca
     return [
         CardSample(
             str(answer.get("prompt", "")),
-            str(answers["before"][index].get("answer", ""))
-            if index < len(answers["before"])
-            else None,
+            str(answers["before"][index].get("answer", "")) if index < len(answers["before"]) else None,
             str(answer.get("answer", "")),
             is_text=True,
         )

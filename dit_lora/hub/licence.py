@@ -12,9 +12,7 @@ def format_licence(contents: Contents) -> str:
         return "Not stated: the base model was a local folder. What is derived from it is under its licence."
     where = f"[{escape_markdown(contents.base)}](https://huggingface.co/{contents.base})"
     if licence is None:
-        return (
-            f"Not stated: see the licence of the base model, {where}, from which this is derived."
-        )
+        return f"Not stated: see the licence of the base model, {where}, from which this is derived."
     # Custom licences have a name and a link, standard ones only an id.
     name = escape_markdown(licence.name or licence.id)
     named = f"[{name}]({licence.link})" if licence.link else name

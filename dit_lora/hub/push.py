@@ -82,9 +82,7 @@ def _upload(publication: Publication, *, private: bool, say: MessageCallback) ->
     """Create the repository if needed and commit the files; retries transient errors."""
     api, repo_id = HfApi(), publication.repo_id
     # `exist_ok`: pushing again is normal. `private=None` leaves an organisation's default.
-    request_with_retries(
-        lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say
-    )
+    request_with_retries(lambda: api.create_repo(repo_id, private=private or None, exist_ok=True), say)
     url = f"{api.endpoint}/{repo_id}"
     return request_with_retries(lambda: _commit(api, publication, url, say), say)
 
@@ -99,22 +97,13 @@ def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback
     head = api.model_info(repo_id)
     existing = [item.rfilename for item in head.siblings or ()]
     # Only files that an earlier push wrote: others, such as pictures added by hand, stay.
-    removes = [
-        CommitOperationDelete(name)
-        for name in existing
-        if _is_pushed_file(name) and name not in files
-    ]
+    removes = [CommitOperationDelete(name) for name in existing if _is_pushed_file(name) and name not in files]
     # All files are added: huggingface_hub compares digests and does not send unchanged ones.
     adds = [CommitOperationAdd(name, content) for name, content in files.items()]
-    visibility, size = (
-        "private" if head.private else "public",
-        sum(publication.get_sizes().values()),
-    )
+    visibility, size = ("private" if head.private else "public", sum(publication.get_sizes().values()))
     say(f"hub: {len(files)} files to {url}, which is {visibility} ({_format_size(size)})")
     metadata = publication.contents.metadata
-    steps = sum(
-        item.run.num_steps_taken for item in publication.contents.experts or (publication.contents,)
-    )
+    steps = sum(item.run.num_steps_taken for item in publication.contents.experts or (publication.contents,))
     commit = api.create_commit(
         repo_id,
         [*adds, *removes],
@@ -130,11 +119,7 @@ def _commit(api: HfApi, publication: Publication, url: str, say: MessageCallback
 def _is_pushed_file(name: str) -> bool:
     """True for file names that a push of ours may have written."""
     experts = EXPERT_NAMES.values()
-    pairs = [
-        file
-        for expert in experts
-        for file in (format_expert_filename(expert), f"{expert}/{VERIFICATION_FILE}")
-    ]
+    pairs = [file for expert in experts for file in (format_expert_filename(expert), f"{expert}/{VERIFICATION_FILE}")]
     return name in (*ADAPTER_FILES, VERIFICATION_FILE, *pairs) or name.startswith(SAMPLES_PREFIX)
 
 
@@ -145,7 +130,4 @@ def _format_size(num_bytes: int) -> str:
 
 def list_files(publication: Publication) -> list[str]:
     """One line for each file of a push, with its size."""
-    return [
-        f"{_format_size(size):>10}  {name}"
-        for name, size in sorted(publication.get_sizes().items())
-    ]
+    return [f"{_format_size(size):>10}  {name}" for name, size in sorted(publication.get_sizes().items())]

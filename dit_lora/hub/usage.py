@@ -51,9 +51,7 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
     is_pipeline = "pipeline" in contents.facts
     name = "use_pipeline.jinja" if is_pipeline else "use_chat.jinja"
     # Not autoescaped: the result is Python. Values are inserted by `repr` or as quoted literals.
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = resources.files("dit_lora.hub").joinpath(name).read_text(encoding="utf-8")
     code = environment.from_string(template).render(
         facts={"to_image": False, **contents.facts["pipeline" if is_pipeline else "model"]},
@@ -72,9 +70,7 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
         ours=needs_dit_lora(contents),
         dtype=_format_dtype(contents)
         if is_pipeline
-        else validate_value(
-            contents.metadata.get("dtype"), Dtype, "the dtype of the result's header"
-        ),
+        else validate_value(contents.metadata.get("dtype"), Dtype, "the dtype of the result's header"),
         literal=quote_literal,
         repr=repr,
     )
@@ -84,9 +80,7 @@ def render_usage_code(contents: Contents, repo_id: str, prompt: str) -> str:
 def list_reference_files(pipeline: Mapping[str, Any]) -> list[str]:
     """File names for a pipeline's references in code and commands."""
     suffix = "mp4" if pipeline.get("reference_clips") else "png"
-    return [
-        f"reference_{number}.{suffix}" for number in range(1, pipeline.get("references", 0) + 1)
-    ]
+    return [f"reference_{number}.{suffix}" for number in range(1, pipeline.get("references", 0) + 1)]
 
 
 def quote_literal(text: str) -> str:
@@ -105,10 +99,7 @@ def _list_load_lines(contents: Contents, repo_id: str) -> list[str]:
         return []
     if needs_dit_lora(contents):
         return [f"dit_lora.load_adapter(pipe, {quote_literal(repo_id)})"]
-    return [
-        _build_load_line(expert_contents, repo_id)
-        for expert_contents in contents.experts or (contents,)
-    ]
+    return [_build_load_line(expert_contents, repo_id) for expert_contents in contents.experts or (contents,)]
 
 
 def _build_load_line(contents: Contents, repo_id: str) -> str:
@@ -144,10 +135,7 @@ def _format_base(contents: Contents) -> str:
 
 def _format_dtype(contents: Contents) -> str:
     """The `torch_dtype` argument: one dtype, or a dict if some components stay in fp32."""
-    dtype, fp32_components = (
-        str(contents.facts["pipeline"]["dtype"]),
-        contents.facts["pipeline"]["in_fp32"],
-    )
+    dtype, fp32_components = (str(contents.facts["pipeline"]["dtype"]), contents.facts["pipeline"]["in_fp32"])
     if not fp32_components or dtype == "torch.float32":
         return dtype
     components = "".join(f'"{name}": torch.float32, ' for name in fp32_components)

@@ -64,9 +64,7 @@ class ConvertedOpenDiT:
     """Names of position tables, which the model computes: they are compared and dropped."""
 
 
-def convert_opendit(
-    state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> ConvertedOpenDiT:
+def convert_opendit(state_dict: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> ConvertedOpenDiT:
     """Convert an OpenDiT VDiT state dict to tensors of `VideoDiTTransformer3DModel.from_config(config)`.
 
     Dtypes stay. The fused qkv is split by rows: queries, keys, values.
@@ -111,9 +109,7 @@ def convert_opendit(
     return ConvertedOpenDiT(converted, clip, tuple(recomputed))
 
 
-def infer_opendit_config(
-    state_dict: Mapping[str, torch.Tensor], heads: int | None = None
-) -> dict[str, Any]:
+def infer_opendit_config(state_dict: Mapping[str, torch.Tensor], heads: int | None = None) -> dict[str, Any]:
     """The model config for a VDiT state dict, inferred from its tensors' shapes.
 
     Args:
@@ -142,10 +138,7 @@ def infer_opendit_config(
     if [len(shapes[name]) for name in _SIZE_TENSORS] != [5, 3, 3, 2, 2]:
         received = [f"{name}: {shapes[name]}" for name in _SIZE_TENSORS]
         raise DitLoraError(
-            format_list(
-                "this is no state dict of OpenDiT's video model; got tensors of these shapes",
-                received,
-            )
+            format_list("this is no state dict of OpenDiT's video model; got tensors of these shapes", received)
         )
     width, channels, patch_t, patch, _ = kernel
     heads = heads or _HEADS_BY_WIDTH.get(width)
@@ -197,9 +190,7 @@ def _convert_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield f"transformer_blocks.{block}.{_BLOCK_NAMES[module]}.{kind}", tensor
 
 
-def _position_table_errors(
-    name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel
-) -> list[str]:
+def _position_table_errors(name: str, tensor: torch.Tensor, model: VideoDiTTransformer3DModel) -> list[str]:
     """Problems with a position table: another shape, or other values than the model computes."""
     config: Any = model.config
     width, (patch_t, patch, _) = model.width, model.patch
@@ -213,8 +204,4 @@ def _position_table_errors(
     # OpenDiT casts the tables with the model; one rounding to bf16 moves a sine by up to 2^-9.
     tolerance = 1e-5 if tensor.dtype in (torch.float32, torch.float64) else 2**-8
     max_error = float((tensor[0].double().cpu() - table).abs().max())
-    return (
-        [f"{name}: is not the table of sines; off by {max_error:.3g}"]
-        if max_error > tolerance
-        else []
-    )
+    return [f"{name}: is not the table of sines; off by {max_error:.3g}"] if max_error > tolerance else []

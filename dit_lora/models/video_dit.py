@@ -38,9 +38,7 @@ class ModulatedNorm(nn.Module):
 
     eps = 1e-6
 
-    def forward(
-        self, tokens_BND: torch.Tensor, shift_BD: torch.Tensor, scale_BD: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, tokens_BND: torch.Tensor, shift_BD: torch.Tensor, scale_BD: torch.Tensor) -> torch.Tensor:
         # (B, D) -> (B, 1, D), the same for every token.
         normed = functional.layer_norm(tokens_BND.float(), tokens_BND.shape[-1:], eps=self.eps)
         modulated = normed * (1 + scale_BD[:, None].float()) + shift_BD[:, None].float()
@@ -70,9 +68,7 @@ class VideoDiTBlock(nn.Module):
         self.norm1 = ModulatedNorm()
         self.attn = Attention(query_dim=width, heads=heads, dim_head=head_dim, bias=True)
         self.norm2 = ModulatedNorm()
-        self.ff = FeedForward(
-            width, inner_dim=int(width * mlp_ratio), activation_fn="gelu-approximate"
-        )
+        self.ff = FeedForward(width, inner_dim=int(width * mlp_ratio), activation_fn="gelu-approximate")
 
     def forward(self, tokens_BND: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
         shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.adaln(condition_BD)
@@ -147,8 +143,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.class_embed = None if num_classes is None else nn.Embedding(num_classes + 1, width)
         self.text_embed = None if text_dim is None else nn.Linear(text_dim, width)
         self.transformer_blocks = nn.ModuleList(
-            VideoDiTBlock(width, num_attention_heads, attention_head_dim, mlp_ratio)
-            for _ in range(num_layers)
+            VideoDiTBlock(width, num_attention_heads, attention_head_dim, mlp_ratio) for _ in range(num_layers)
         )
         self.norm_out = ModulatedNorm()
         self.adaln_out = AdaLayerNorm(width, 2)
@@ -209,19 +204,13 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def _embed_condition(
-        self,
-        timestep: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        pooled_projections: torch.Tensor | None,
+        self, timestep: torch.Tensor, class_labels: torch.Tensor | None, pooled_projections: torch.Tensor | None
     ) -> torch.Tensor:
         """Embedding (B, D) of the timestep plus that of the class or text."""
         # `Timesteps` always returns fp32.
         frequencies = self.time_proj(timestep).to(self.time_embed.linear_1.weight.dtype)
         embedded = self.time_embed(frequencies)
-        conditions: dict[str, Any] = {
-            "class_labels": class_labels,
-            "pooled_projections": pooled_projections,
-        }
+        conditions: dict[str, Any] = {"class_labels": class_labels, "pooled_projections": pooled_projections}
         required = "class_labels" if self.class_embed is not None else "pooled_projections"
         if [name for name, value in conditions.items() if value is not None] != [required]:
             raise DitLoraError(f"this video DiT is conditioned on {required} and nothing else")
@@ -233,9 +222,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
     def _patch_grid(self, latents: torch.Tensor) -> tuple[int, int, int]:
         """Numbers of patches in time, height and width."""
         sizes = tuple(latents.shape[2:])
-        if len(sizes) != 3 or any(
-            size % step for size, step in zip(sizes, self.patch, strict=True)
-        ):
+        if len(sizes) != 3 or any(size % step for size, step in zip(sizes, self.patch, strict=True)):
             raise DitLoraError(
                 f"latents of shape {tuple(latents.shape)} do not divide into patches of {self.patch} "
                 "(frames, height, width)"
@@ -253,9 +240,7 @@ class VideoDiTTransformer3DModel(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
 
 @lru_cache(maxsize=8)
-def sincos_positions(
-    width: int, frames: int, height: int, columns: int, device: torch.device
-) -> torch.Tensor:
+def sincos_positions(width: int, frames: int, height: int, columns: int, device: torch.device) -> torch.Tensor:
     """Spatial plus temporal sines, fp32 (frames * height * columns, width).
 
     Computed in fp64 from the token indices, as OpenDiT's two tables for a square video. Not a buffer of the model, so

@@ -92,18 +92,11 @@ def build_iddpm_scheduler() -> DDIMScheduler:
     Sources: facebook/DiT-XL-2-256 (scheduler/scheduler_config.json), OpenDiT (create_diffusion), Latte
     (configs/t2x/t2v_sample.yaml).
     """
-    return DDIMScheduler(
-        beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False
-    )
+    return DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02, clip_sample=False)
 
 
 def convert_checkpoint(
-    folder: Path,
-    weights: Path,
-    *,
-    heads: int | None = None,
-    vae: str | None = None,
-    text_encoder: str | None = None,
+    folder: Path, weights: Path, *, heads: int | None = None, vae: str | None = None, text_encoder: str | None = None
 ) -> list[str]:
     """Write `folder` with the weights of a video model saved by OpenDiT v1.0.0. Returns lines of a report.
 
@@ -127,9 +120,7 @@ def convert_checkpoint(
             state_dict=tensors,
         )
     except OSError as error:
-        raise DitLoraError(
-            f"cannot read the VAE or the text encoder, or write {folder}: {error}"
-        ) from error
+        raise DitLoraError(f"cannot read the VAE or the text encoder, or write {folder}: {error}") from error
     sizes = ", ".join(f"{name} {value}" for name, value in config.items())
     return [f"{folder}: {len(tensors)} tensors of {weights}", f"  {sizes}"]
 
@@ -142,18 +133,14 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise DitLoraError(
-            f"{path} is neither a file of weights nor a folder of .bin or .safetensors"
-        )
+        raise DitLoraError(f"{path} is neither a file of weights nor a folder of .bin or .safetensors")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         file_tensors = _read_tensors(file)
         # Shards of one checkpoint never share a name, so duplicates mean that two checkpoints are mixed.
         duplicates = sorted(file_tensors.keys() & tensors.keys())
         if duplicates:
-            raise DitLoraError(
-                format_list(f"{file} has tensors that another file of it has too", duplicates)
-            )
+            raise DitLoraError(format_list(f"{file} has tensors that another file of it has too", duplicates))
         tensors |= file_tensors
     return tensors
 

@@ -57,11 +57,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     ) -> None:
         super().__init__()
         self.register_modules(
-            transformer=transformer,
-            vae=vae,
-            scheduler=scheduler,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
+            transformer=transformer, vae=vae, scheduler=scheduler, text_encoder=text_encoder, tokenizer=tokenizer
         )
         self.register_to_config(id2label=dict(id2label or {}))
         # Class indices by name.
@@ -79,9 +75,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         null = self.transformer.config.num_classes
         unknown = [name for name in names if name and name not in self.labels]
         if unknown:
-            raise DitLoraError(
-                format_list(f"no class {', '.join(unknown)}; there are", [*self.labels])
-            )
+            raise DitLoraError(format_list(f"no class {', '.join(unknown)}; there are", [*self.labels]))
         return torch.tensor([self.labels[name] if name else null for name in names])
 
     @torch.no_grad()
@@ -174,9 +168,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
     ) -> torch.Tensor:
         """The transformer's output in fp32, at one timestep."""
         timesteps = step.expand(len(latents))
-        predicted = self.transformer(
-            hidden_states=latents, timestep=timesteps, return_dict=False, **condition
-        )[0]
+        predicted = self.transformer(hidden_states=latents, timestep=timesteps, return_dict=False, **condition)[0]
         # The scheduler steps in fp32.
         return predicted.float()
 
@@ -207,9 +199,7 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         # A text-conditional model: prompts are texts.
         pooled = self.encode_prompt(prompts) if prompts is not None else pooled_projections
         if pooled is None:
-            raise DitLoraError(
-                "this pipeline is conditioned on text; give prompt or pooled_projections"
-            )
+            raise DitLoraError("this pipeline is conditioned on text; give prompt or pooled_projections")
         conditions = {"pooled_projections": pooled.to(device, self.transformer.dtype)}
         if guidance_scale <= 1:
             return conditions, None
@@ -220,14 +210,10 @@ class VideoDiTPipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):
         return conditions, {"pooled_projections": negative}
 
 
-def _apply_guidance(
-    output: torch.Tensor, unconditional: torch.Tensor, scale: float, channels: int
-) -> torch.Tensor:
+def _apply_guidance(output: torch.Tensor, unconditional: torch.Tensor, scale: float, channels: int) -> torch.Tensor:
     """Noise with classifier-free guidance. A learned variance stays that of the conditional prediction."""
     # Extrapolate from the unconditional prediction through the conditional one.
-    noise = unconditional[:, :channels] + scale * (
-        output[:, :channels] - unconditional[:, :channels]
-    )
+    noise = unconditional[:, :channels] + scale * (output[:, :channels] - unconditional[:, :channels])
     return torch.cat([noise, output[:, channels:]], dim=1)
 
 

@@ -36,9 +36,7 @@ def attention_call() -> AbstractContextManager[Any]:
     return nullcontext() if keeper is None else keeper.attention_call()
 
 
-def swap_context_provider(
-    provider: AttentionContextProvider | None,
-) -> AttentionContextProvider | None:
+def swap_context_provider(provider: AttentionContextProvider | None) -> AttentionContextProvider | None:
     """Set the keeper of attention calls in this thread, and return the previous one."""
     # The caller sets the previous one again when it is done, so that contexts can be nested.
     previous, _THREAD_STATE.provider = _THREAD_STATE.provider, provider

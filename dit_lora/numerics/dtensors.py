@@ -47,9 +47,7 @@ def wrap_local_values(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     # The global shape and stride are taken from the sharded tensor: they cannot be computed from one shard.
     mesh, placements = tensor.device_mesh, tensor.placements
     # Without the check: comparing shapes with other ranks would make this collective.
-    return DTensor.from_local(
-        values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(values, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def get_original_class(module: nn.Module) -> type:
@@ -62,18 +60,13 @@ def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_tensors(
-    tensors: Mapping[str, torch.Tensor], *, keep_values: bool
-) -> dict[str, torch.Tensor]:
+def gather_tensors(tensors: Mapping[str, torch.Tensor], *, keep_values: bool) -> dict[str, torch.Tensor]:
     """All tensors unsharded, by name. Collective.
 
     Sharded ones are gathered one at a time and moved to the CPU. Without `keep_values` they come back without values
     (on `meta`), for ranks that only take part in the gathering.
     """
-    return {
-        name: _gather_tensor(tensor.detach(), keep_values=keep_values)
-        for name, tensor in tensors.items()
-    }
+    return {name: _gather_tensor(tensor.detach(), keep_values=keep_values) for name, tensor in tensors.items()}
 
 
 def _gather_tensor(tensor: torch.Tensor, *, keep_values: bool) -> torch.Tensor:
@@ -94,9 +87,7 @@ def shard_like(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     if not isinstance(reference, DTensor):
         return values.clone()
     # Without a source rank nothing is sent: each rank takes its shard from its own copy.
-    return distribute_tensor(
-        values, reference.device_mesh, reference.placements, src_data_rank=None
-    )
+    return distribute_tensor(values, reference.device_mesh, reference.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -116,11 +107,7 @@ def describe_tensors(
     """
     named = [(name, tensor.detach()) for name, tensor in tensors]
     # Each rank checks its shards first: a healthy model costs one gather of empty lists.
-    local_findings = {
-        name: description
-        for name, t in named
-        if (description := describe(name, get_local_tensor(t)))
-    }
+    local_findings = {name: description for name, t in named if (description := describe(name, get_local_tensor(t)))}
     if not is_collective:
         return dict.fromkeys(local_findings.values(), -1)
     # The lowest rank whose shard of a tensor has a finding.
@@ -133,16 +120,10 @@ def describe_tensors(
         return {}
     # Only tensors in which a rank found something are gathered: all of them would not fit in memory.
     suspected = {name: tensor for name, tensor in named if name in owners}
-    descriptions = {
-        name: describe(name, gather_full_tensor(tensor)) for name, tensor in suspected.items()
-    }
+    descriptions = {name: describe(name, gather_full_tensor(tensor)) for name, tensor in suspected.items()}
     ranks: list[dict[str, str | None]] = gather_object([descriptions])
     # A tensor that is not sharded may be wrong only on its owner: take the owner's description.
-    return {
-        description: owners[name]
-        for name in descriptions
-        if (description := ranks[owners[name]][name])
-    }
+    return {description: owners[name] for name in descriptions if (description := ranks[owners[name]][name])}
 
 
 @contextmanager
@@ -188,12 +169,7 @@ def keep_gathered(block: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-_GATHER_ATTRIBUTES = (
-    "param_dtype",
-    "all_gather_outputs",
-    "_unsharded_inner_tensors",
-    "_unsharded_param",
-)
+_GATHER_ATTRIBUTES = ("param_dtype", "all_gather_outputs", "_unsharded_inner_tensors", "_unsharded_param")
 """Attributes of torch's `FSDPParam`: the dtype that it gathers in, and buffers from the last all-gather."""
 
 
@@ -222,9 +198,7 @@ def gather_in_fp32(model: nn.Module, dtypes: Collection[torch.dtype]) -> Iterato
     ]
     for weight in low_precision:
         # Without its old buffers, FSDP2 allocates new ones in the new dtype.
-        weight.__dict__.update(
-            param_dtype=torch.float32, all_gather_outputs=[], _unsharded_inner_tensors=[]
-        )
+        weight.__dict__.update(param_dtype=torch.float32, all_gather_outputs=[], _unsharded_inner_tensors=[])
     try:
         yield
     finally:

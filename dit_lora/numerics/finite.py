@@ -27,9 +27,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def has_nan(values: Any) -> bool:
     """True if any tensor in a nested structure has a NaN. Synchronizes with the devices."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return any(
-        bool(_to_checkable_tensor(tensor).isnan().any()) for tensor in tensors if has_values(tensor)
-    )
+    return any(bool(_to_checkable_tensor(tensor).isnan().any()) for tensor in tensors if has_values(tensor))
 
 
 def _to_checkable_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,16 +98,10 @@ def describe_bad_values(name: str, tensor: torch.Tensor, limit: float | None = N
 
 def describe_nonfinite_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Descriptions of all tensors that have a NaN or Inf."""
-    return [
-        description
-        for name, tensor in tensors
-        if (description := describe_bad_values(name, tensor))
-    ]
+    return [description for name, tensor in tensors if (description := describe_bad_values(name, tensor))]
 
 
-def describe_bad_tensors(
-    tensors: Mapping[str, torch.Tensor], limit: float | None = None
-) -> str | None:
+def describe_bad_tensors(tensors: Mapping[str, torch.Tensor], limit: float | None = None) -> str | None:
     """The descriptions of `describe_bad_values` for all tensors, joined with semicolons; None if nothing is wrong."""
     descriptions = (describe_bad_values(name, tensor, limit) for name, tensor in tensors.items())
     return "; ".join(text for text in descriptions if text) or None

@@ -69,9 +69,7 @@ class NoiseLevelDistribution:
         # Not evaluated at 0 and 1: their logits are infinite, and a search for a step's first Inf would find them.
         # Pairs below are for the lower and the upper end.
         is_cut = self.t_min > 0, self.t_max < 1
-        ends = [
-            end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)
-        ]
+        ends = [end if cut else 0.5 for end, cut in zip((self.t_min, self.t_max), is_cut, strict=True)]
         shares = self._untruncated_cdf(torch.tensor(ends, dtype=torch.float64), shift).tolist()
         # An end that is not cut has probability 0 or 1.
         low, high = (shares[i] if cut else float(i) for i, cut in enumerate(is_cut))
@@ -98,9 +96,7 @@ class NoiseLevelDistribution:
     def _untruncated_icdf(self, probability: torch.Tensor, shift: float) -> torch.Tensor:
         """The inverse of `_untruncated_cdf`: levels with these fractions of untruncated draws below them."""
         if self.density == "stretched_logit_normal":
-            return _invert_by_bisection(
-                lambda level: self._stretched_cdf(level, math.log(shift)), probability
-            )
+            return _invert_by_bisection(lambda level: self._stretched_cdf(level, math.log(shift)), probability)
         if self.density == "uniform":
             unshifted = probability
         elif self.density == "mode":
@@ -112,9 +108,7 @@ class NoiseLevelDistribution:
 
     def _mode_icdf(self, probability: torch.Tensor) -> torch.Tensor:
         """Equation 20 of the paper with u = 1 - share, so that the level increases with the share."""
-        return probability - self.mode_scale * (
-            torch.sin(math.pi / 2 * probability).square() - probability
-        )
+        return probability - self.mode_scale * (torch.sin(math.pi / 2 * probability).square() - probability)
 
     def _stretched_cdf(self, level: torch.Tensor, shift: float) -> torch.Tensor:
         """Fraction of the stretched density's draws below these levels; `shift` is added to the mean of the logits."""
@@ -128,9 +122,7 @@ class NoiseLevelDistribution:
             return torch.special.ndtr((-torch.logit(clean) - mean) / self.std)
 
         # Draws further below the mirror than this level is above it end up above the level: they do not count.
-        mirrored = compute_unstretched_cdf(level) - compute_unstretched_cdf(
-            2 * _MIRROR_LEVEL - level
-        )
+        mirrored = compute_unstretched_cdf(level) - compute_unstretched_cdf(2 * _MIRROR_LEVEL - level)
         # Levels that the stretch moves beyond 1 count as 1.
         normal = torch.where(level < _MIRROR_LEVEL, 0.0, torch.where(level < 1, mirrored, 1.0))
         # The uniform tenth starts at the mirror too.
@@ -141,9 +133,7 @@ class NoiseLevelDistribution:
 LOGIT_NORMAL = NoiseLevelDistribution()
 
 
-def _invert_by_bisection(
-    increasing: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor
-) -> torch.Tensor:
+def _invert_by_bisection(increasing: Callable[[torch.Tensor], torch.Tensor], target: torch.Tensor) -> torch.Tensor:
     """Invert an increasing function on [0, 1] by bisection."""
     low, high = torch.zeros_like(target), torch.ones_like(target)
     for _ in range(_NUM_BISECTIONS):

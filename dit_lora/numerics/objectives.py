@@ -38,11 +38,7 @@ def compute_mean_squared_error(
 
 
 def compute_next_token_losses(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    chunk_size: int,
+    hidden: torch.Tensor, labels: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], *, chunk_size: int
 ) -> torch.Tensor:
     """Mean cross entropy of each sample over labels other than `IGNORE_INDEX`, fp32 (B,); NaN for a sample without
     any.
@@ -59,9 +55,7 @@ def compute_next_token_losses(
         raise DitLoraError(f"chunk_size must be at least 1 row; got {chunk_size}")
     # (B * A, D) and (B * A,), in chunks of rows: logits of the whole batch may not fit in memory.
     rows, targets = hidden.flatten(0, 1).split(chunk_size), labels.flatten().split(chunk_size)
-    parts = [
-        recomputed(_compute_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)
-    ]
+    parts = [recomputed(_compute_cross_entropy, head, *part) for part in zip(rows, targets, strict=True)]
     # (B * A,) to (B, A), then the mean over the labels that count; 0 / 0 is NaN for a sample without any.
     return torch.cat(parts).view_as(labels).sum(1) / (labels != IGNORE_INDEX).sum(1)
 
@@ -104,21 +98,15 @@ class VPrediction:
         alphas = alphas_cumprod.double()
         return cls(alphas.sqrt().float(), (1 - alphas).sqrt().float())
 
-    def add_noise(
-        self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-    ) -> torch.Tensor:
+    def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         alpha, sigma = self._look_up(timesteps, clean)
         return alpha * clean.float() + sigma * noise.float()
 
-    def compute_target(
-        self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-    ) -> torch.Tensor:
+    def compute_target(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         alpha, sigma = self._look_up(timesteps, clean)
         return alpha * noise.float() - sigma * clean.float()
 
-    def _look_up(
-        self, timesteps: torch.Tensor, reference: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _look_up(self, timesteps: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # (B, 1, ..., 1), to broadcast over each sample.
         shape = (-1, *[1] * (reference.ndim - 1))
         alpha, sigma = (t.to(reference.device, non_blocking=True) for t in (self.alpha, self.sigma))
@@ -149,9 +137,7 @@ class FlowMatching:
             raise ValueError("this objective shifts by the number of tokens: give the shift")
         return self.distribution.compute_levels(gaussian, shift)
 
-    def add_noise(
-        self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor
-    ) -> torch.Tensor:
+    def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
         # (B,) to (B, 1, ..., 1).
         sigma = sigmas.float().view(-1, *[1] * (clean.ndim - 1))
         return (1 - sigma) * clean.float() + sigma * noise.float()
@@ -211,9 +197,7 @@ class EpsilonPrediction:
         )
         return cls(*(values.float() for values in tables))
 
-    def add_noise(
-        self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-    ) -> torch.Tensor:
+    def add_noise(self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         alpha, sigma = (_look_up(table, timesteps, clean) for table in (self.alpha, self.sigma))
         return alpha * clean.float() + sigma * noise.float()
 
@@ -248,11 +232,7 @@ class EpsilonPrediction:
         error = clean_share * (clean.float() - guess)  # of the mean
         # Divergence of the posterior (variance exp(low)) from the prediction (variance exp(log_variance)).
         divergence = 0.5 * (
-            log_variance
-            - low
-            - 1
-            + (low - log_variance).exp()
-            + error.square() * (-log_variance).exp()
+            log_variance - low - 1 + (low - log_variance).exp() + error.square() * (-log_variance).exp()
         )
         likelihood = _compute_binned_log_likelihood(clean.float(), mean, 0.5 * log_variance)
         # Both terms are computed for all samples; `where` takes the one that applies, without a synchronization.
@@ -276,14 +256,10 @@ def _compute_weighted_mean(values: torch.Tensor, weights: torch.Tensor | None) -
 
 def _look_up(table: torch.Tensor, timesteps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     # (B,) to (B, 1, ..., 1), to broadcast over each sample.
-    return table.to(reference.device, non_blocking=True)[timesteps].view(
-        -1, *[1] * (reference.ndim - 1)
-    )
+    return table.to(reference.device, non_blocking=True)[timesteps].view(-1, *[1] * (reference.ndim - 1))
 
 
-def _compute_binned_log_likelihood(
-    x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor
-) -> torch.Tensor:
+def _compute_binned_log_likelihood(x: torch.Tensor, mean: torch.Tensor, log_deviation: torch.Tensor) -> torch.Tensor:
     """Log probability of the 8-bit pixel bin around x under a normal distribution. The outermost bins are open.
 
     Probabilities are clamped at 1e-12, as in the code that DiT was trained with. That code, and OpenDiT's,
@@ -297,8 +273,6 @@ def _compute_binned_log_likelihood(
     lower_open_bin = torch.special.ndtr((distance + 1 / 255) * inverse)
     # Pixel values 0 and 255 are x = -1 and 1: their bins extend to infinity.
     inside = torch.where(
-        x > 0.999,
-        upper_open_bin,
-        torch.where(x < -0.999, lower_open_bin, near_edge_cdf - far_edge_cdf),
+        x > 0.999, upper_open_bin, torch.where(x < -0.999, lower_open_bin, near_edge_cdf - far_edge_cdf)
     )
     return inside.clamp(min=1e-12).log()

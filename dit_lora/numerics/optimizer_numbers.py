@@ -29,9 +29,7 @@ def is_scalar_tensor(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 0 and tensor.dtype in (torch.int64, torch.float64)
 
 
-def restore_scalars(
-    container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]
-) -> None:
+def restore_scalars(container: MutableMapping[str, Any], prefix: str, state: Mapping[str, torch.Tensor]) -> None:
     """Overwrite each number of the holder with `<prefix>/<name>` of the state. Tensors in it stay as they are."""
     for name, value in container.items():
         # Only values of existing keys change, so iterating over the mapping meanwhile is safe.

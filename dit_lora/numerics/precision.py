@@ -29,7 +29,5 @@ def choose_precision(requested: str, device: torch.device) -> Precision:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return Precision(torch.bfloat16, "this GPU computes in bf16")
     if device.type == "cpu":
-        return Precision(
-            torch.float32, "without bf16 instructions a CPU is 10 to 70 times slower in bf16"
-        )
+        return Precision(torch.float32, "without bf16 instructions a CPU is 10 to 70 times slower in bf16")
     return Precision(torch.float32, f"this {device.type} device does not compute in bf16")

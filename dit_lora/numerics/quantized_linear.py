@@ -150,9 +150,7 @@ def iterate_weight_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             yielded.add(id(parameter))
             values = get_local_tensor(parameter.detach())
-            is_fp8 = (
-                isinstance(module, QuantizedLinear) and module.kind == "fp8" and key == "weight"
-            )
+            is_fp8 = isinstance(module, QuantizedLinear) and module.kind == "fp8" and key == "weight"
             yield prefix + key, values.view(_FP8) if is_fp8 else values
             for constant, tensor in _get_quantization_constants(module, parameter).items():
                 yield prefix + constant, tensor
@@ -166,10 +164,7 @@ def _get_quantization_constants(module: Any, parameter: Tensor) -> dict[str, Ten
         constants["absmax"] = four_bits.absmax
         # With double quantization the scales are quantized too, and have an offset and scales of their own.
         if four_bits.nested:
-            constants |= {
-                "absmax_offset": four_bits.offset,
-                "absmax_absmax": four_bits.state2.absmax,
-            }
+            constants |= {"absmax_offset": four_bits.offset, "absmax_absmax": four_bits.state2.absmax}
     if hasattr(parameter, "SCB"):
         # The layer's first forward takes it from the parameter.
         scales = parameter.SCB if parameter.SCB is not None else module.state.SCB

@@ -42,6 +42,4 @@ def gather_object(local_items: list[T]) -> list[T]:
 
 def _is_distributed() -> bool:
     # `is_initialized` exists only in builds of torch with distributed support.
-    return (
-        not _IS_SINGLE_PROCESS.get() and distributed.is_available() and distributed.is_initialized()
-    )
+    return not _IS_SINGLE_PROCESS.get() and distributed.is_available() and distributed.is_initialized()

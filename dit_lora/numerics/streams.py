@@ -59,9 +59,7 @@ class RandomStreams:
     otherwise.
     """
 
-    def __init__(
-        self, seed: int, sample_seeds: Sequence[int], prefetched: RandomInputs | None = None
-    ) -> None:
+    def __init__(self, seed: int, sample_seeds: Sequence[int], prefetched: RandomInputs | None = None) -> None:
         self.seed = seed
         self.sample_seeds = tuple(sample_seeds)
         # They do not match, for instance, after a sample was drawn again; then the numbers are computed here.
@@ -74,16 +72,12 @@ class RandomStreams:
     def __call__(self, stream: str) -> list[torch.Generator]:
         return [make_generator(self.seed, stream, draw) for draw in self.sample_seeds]
 
-    def draw_tensors(
-        self, functions: DrawFunctions, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def draw_tensors(self, functions: DrawFunctions, device: torch.device) -> dict[str, torch.Tensor]:
         """The random numbers of all streams on a device, from `prefetched` if it has them and drawn now otherwise. The
         bits are equal either way.
         """
         return {
-            name: move_to_device(
-                self._prefetched[name] if name in self._prefetched else draw(self(name)), device
-            )
+            name: move_to_device(self._prefetched[name] if name in self._prefetched else draw(self(name)), device)
             for name, draw in functions.items()
         }
 

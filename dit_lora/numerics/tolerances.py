@@ -36,9 +36,7 @@ _TF32_ROUNDOFF = 2.0**-11
 _SAFETY_FACTOR = 4.0
 
 
-def compute_rounding_tolerance(
-    dtypes: Collection[torch.dtype], devices: Collection[str], num_blocks: int
-) -> float:
+def compute_rounding_tolerance(dtypes: Collection[torch.dtype], devices: Collection[str], num_blocks: int) -> float:
     """How far the outputs of two correct computations of a model may differ, for these dtypes and devices.
 
     Four times u sqrt(blocks), where u is the unit roundoff of the coarsest dtype. Measurements are in docs/verify.md.

@@ -216,8 +216,7 @@ def _compute_state(
         buckets=trained if launch.num_ranks > 1 and launch.sharding == "ddp" else 0,
         optimizer=_count_optimizer_bytes(recipe.optim.name, weights)[0] // launch.num_state_shards,
         ema=trained // parts if recipe.train.ema else 0,
-        batch=max_resident_micro_batches(recipe.train.accumulate)
-        * _count_micro_batch_bytes(recipe, estimator),
+        batch=max_resident_micro_batches(recipe.train.accumulate) * _count_micro_batch_bytes(recipe, estimator),
         activations=0,
         encoders=encoders,
     )
@@ -261,9 +260,7 @@ def _compute_phase_peaks(
     if text is not None:
         phases["captions"] = compute_encoder_peak(text)
     elif "text_encoder" in estimator.checkpoint.text_cache_key():
-        uncounted.append(
-            "captions: text_encoder/config.json is not there, so the text encoder is not counted"
-        )
+        uncounted.append("captions: text_encoder/config.json is not there, so the text encoder is not counted")
     phases["clips"] = compute_encoder_peak(estimator.video_encoder)
     phases["training"] = at_training
     if recipe.validation.prompts:
@@ -276,9 +273,7 @@ def _compute_phase_peaks(
         freed_bytes = recipe.train.accumulate * _count_micro_batch_bytes(recipe, estimator)
         state = training.state_bytes - freed_bytes - training.gradients
         decoder_and_second = decoder.weight_bytes + _count_second_model_bytes(recipe, weights)
-        phases["validation"] = (
-            state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
-        )
+        phases["validation"] = state + stored + decoder_and_second + int(at_work * rounded) + context_bytes
     return phases, uncounted
 
 
@@ -287,20 +282,12 @@ def _count_second_model_bytes(recipe: Recipe, weights: ModelWeights) -> int:
     if recipe.validation.model is None:
         return 0
     # With offload only two blocks of the second model are on the device too.
-    offloaded_bytes = (
-        weights.block_bytes - 2 * weights.largest_block_bytes
-        if recipe.train.offload == "group"
-        else 0
-    )
+    offloaded_bytes = weights.block_bytes - 2 * weights.largest_block_bytes if recipe.train.offload == "group" else 0
     return weights.frozen_bytes - max(0, offloaded_bytes) + weights.trained_bytes
 
 
 def _compute_host_bytes(
-    recipe: Recipe,
-    estimator: MemoryEstimator,
-    weights: ModelWeights,
-    training: TrainingMemory,
-    launch: Launch,
+    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights, training: TrainingMemory, launch: Launch
 ) -> dict[str, int]:
     """Bytes of host memory for all ranks of one machine together, without Python and its libraries."""
     data, ranks = recipe.data, launch.num_ranks
@@ -315,22 +302,17 @@ def _compute_host_bytes(
         "loading": ranks * (weights.frozen_bytes + weights.trained_bytes),
         "snapshots": ranks * _NUM_SNAPSHOTS * (rank_state + paged),
         "prefetched batches": ranks * data.workers * data.prefetch * read_ahead,
-        "offloaded weights": ranks
-        * (weights.block_bytes if recipe.train.offload == "group" else 0),
+        "offloaded weights": ranks * (weights.block_bytes if recipe.train.offload == "group" else 0),
         "paged optimizer": ranks * paged,
         "a second transformer": weights.frozen_bytes if recipe.validation.model else 0,
         "checkpoint on its way": launch.num_state_shards * rank_state + paged,
     }
 
 
-def _compute_disk_bytes(
-    recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights
-) -> dict[str, int]:
+def _compute_disk_bytes(recipe: Recipe, estimator: MemoryEstimator, weights: ModelWeights) -> dict[str, int]:
     """Bytes on disk by kind of file."""
     trained = weights.trained_bytes
-    checkpoint = trained * (2 if recipe.train.ema else 1) + sum(
-        _count_optimizer_bytes(recipe.optim.name, weights)
-    )
+    checkpoint = trained * (2 if recipe.train.ema else 1) + sum(_count_optimizer_bytes(recipe.optim.name, weights))
     # An adapter, or the whole transformer.
     result = trained if recipe.train.mode == "lora" else weights.frozen_bytes + trained
     # One more than the recipe keeps: the oldest is deleted after the newest is written.
@@ -339,8 +321,7 @@ def _compute_disk_bytes(
     if estimator.is_chat or not recipe.data.precompute:
         return sizes
     return {
-        "cache, a clip": estimator.count_sample_bytes(estimator.shapes[0])
-        * (2 if recipe.data.flip else 1),
+        "cache, a clip": estimator.count_sample_bytes(estimator.shapes[0]) * (2 if recipe.data.flip else 1),
         **sizes,
     }
 
@@ -362,9 +343,7 @@ def _list_assumptions(recipe: Recipe, estimator: MemoryEstimator, launch: Launch
             "its communication are not counted"
         )
     if recipe.train.context_parallel > 1:
-        lines.append(
-            "context_parallel: activations are divided evenly; what is exchanged is not counted"
-        )
+        lines.append("context_parallel: activations are divided evenly; what is exchanged is not counted")
     if recipe.model.quantize:
         lines.append(
             "model.quantize: a layer's weight in its wide form, for the moment of its product, is not counted"

@@ -33,11 +33,7 @@ def compute_chat_specs(
         DitLoraError: The data has no usable conversation.
     """
     clips = (
-        build_training_set(
-            find_conversations(recipe, checkpoint, recipe.data, quiet=True).entries,
-            checkpoint,
-            recipe,
-        )
+        build_training_set(find_conversations(recipe, checkpoint, recipe.data, quiet=True).entries, checkpoint, recipe)
         if is_data_available(recipe)
         else _build_synthetic_set(recipe, checkpoint)
     )
@@ -53,15 +49,11 @@ def _build_synthetic_set(recipe: Recipe, checkpoint: ChatCheckpoint) -> ChatSet:
     chat, data = recipe.chat or ChatConfig(), recipe.data
     # Wide enough for the maximum number of tiles, if the model splits frames into tiles.
     height, width = data.height, data.width * (chat.tiles or 1)
-    header = VideoHeader(
-        fps=8.0, seconds=_SYNTHETIC_DURATION_S, frames=None, height=height, width=width
-    )
+    header = VideoHeader(fps=8.0, seconds=_SYNTHETIC_DURATION_S, frames=None, height=height, width=width)
     pixels = checkpoint.shape("video", height, width)
     assert pixels is not None
     # Time stamps of frames in the middle of equal parts: their digits become tokens in some prompts.
-    seconds = [
-        _SYNTHETIC_DURATION_S * (index + 0.5) / pixels.frames for index in range(pixels.frames)
-    ]
+    seconds = [_SYNTHETIC_DURATION_S * (index + 0.5) / pixels.frames for index in range(pixels.frames)]
 
     def render_sample(num_words: int) -> tuple[Conversation, RenderedConversation]:
         turn = Turn("a " * chat.max_tokens, "a " * num_words, "a")

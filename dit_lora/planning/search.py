@@ -63,9 +63,7 @@ class MemoryPlan:
             "cheapest_change": cheapest,
             "training": _convert_to_gib(vars(budget.training)),
             "checkpointing": budget.checkpointing_mode,
-            "activations": {
-                shape: _convert_to_gib(needs) for shape, needs in budget.activations.items()
-            },
+            "activations": {shape: _convert_to_gib(needs) for shape, needs in budget.activations.items()},
             "host": _convert_to_gib(budget.host_bytes),
             "disk": _convert_to_gib(budget.disk_bytes),
             "clips": budget.num_clips,
@@ -76,12 +74,7 @@ class MemoryPlan:
         }
 
 
-def plan_memory(
-    path: str | Path,
-    overrides: Sequence[str],
-    launch: Launch,
-    gpu_bytes: int | None,
-) -> MemoryPlan:
+def plan_memory(path: str | Path, overrides: Sequence[str], launch: Launch, gpu_bytes: int | None) -> MemoryPlan:
     """Compute the memory budget of a recipe, and a change that makes it fit.
 
     Args:
@@ -143,9 +136,7 @@ class _RecipeVariants:
         settings = _merge_settings(changes)
         recipe = load_recipe(self.path, [*self.overrides, *_format_overrides(settings)])
         # Sharding is not a key of the recipe: it belongs to the launch.
-        launch = (
-            Launch(self.launch.num_ranks, "fsdp2") if _SHARDING_KEY in settings else self.launch
-        )
+        launch = Launch(self.launch.num_ranks, "fsdp2") if _SHARDING_KEY in settings else self.launch
         _require_valid_launch(recipe, launch)
         # The recipe was read again, so its path is that of the original checkpoint.
         model = recipe.model.model_copy(update={"path": self.config_folder})
@@ -233,9 +224,7 @@ def _iterate_setting_changes(budget: MemoryBudget) -> Iterator[Settings]:
     """
     recipe, train, launch = budget.recipe, budget.recipe.train, budget.launch
     # Phases that do not fit. Tiling helps where the VAE runs; sampling can be turned off.
-    too_much = {
-        name for name, size in budget.phase_bytes.items() if size > (budget.gpu_bytes or size)
-    }
+    too_much = {name for name, size in budget.phase_bytes.items() if size > (budget.gpu_bytes or size)}
     if too_much & {"clips", "validation"}:
         yield {"data.vae_tiling": "true"}
     if too_much == {"validation"}:
@@ -277,9 +266,7 @@ def _iterate_smaller_shapes(recipe: Recipe, estimator: MemoryEstimator) -> Itera
     # Height and width must be multiples of it.
     step = checkpoint.size_multiple
     for scale in _SHAPE_SCALES:
-        height, width = (
-            max(step, round(side * scale / step) * step) for side in (data.height, data.width)
-        )
+        height, width = (max(step, round(side * scale / step) * step) for side in (data.height, data.width))
         if checkpoint.unsupported_reason(VideoShape(data.frames, height, width)) is None:
             yield {"data.height": height, "data.width": width}
 

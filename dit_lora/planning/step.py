@@ -17,11 +17,7 @@ from torch.utils._pytree import tree_map
 from dit_lora.data.cache.cache import Spec
 from dit_lora.families.base import Tensors
 from dit_lora.patching import Patches
-from dit_lora.training.execution.activation_checkpointing import (
-    BLOCK_CALLERS,
-    CheckpointingMode,
-    use_block_caller,
-)
+from dit_lora.training.execution.activation_checkpointing import BLOCK_CALLERS, CheckpointingMode, use_block_caller
 from dit_lora.training.execution.fake_step import FakeStep, Losses
 
 # Source: torch/include/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE. Python names of the ops
@@ -58,9 +54,7 @@ class CudaAutocast(TorchFunctionMode):
     Only for counting: RMSNorm computes no values.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         # Outside of autocast, ops run in the dtype of their inputs on every device.
         if torch.is_autocast_enabled("cpu") and name in FP32_OPS:

@@ -20,11 +20,7 @@ from dit_lora.data.cache.cache import Spec
 from dit_lora.data.loading.encoded import build_preserve_spec
 from dit_lora.data.media.sound import Sound
 from dit_lora.families import CHAT_FAMILIES
-from dit_lora.families.without_weights import (
-    build_from_configs,
-    build_text_encoders,
-    is_data_available,
-)
+from dit_lora.families.without_weights import build_from_configs, build_text_encoders, is_data_available
 from dit_lora.fuse import api, fp8, kernel_support
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.patching import Patches
@@ -33,13 +29,7 @@ from dit_lora.planning.step import emulate_autocast, measure_step_peak
 from dit_lora.training.execution.activation_checkpointing import CheckpointingMode
 from dit_lora.training.execution.activations import PeakBytes, measure_activations
 from dit_lora.training.execution.blocks import find_weights_read_outside, repeated_blocks
-from dit_lora.training.execution.fake_step import (
-    CPU,
-    AllocationTracker,
-    FakeStep,
-    Losses,
-    count_tensor_bytes,
-)
+from dit_lora.training.execution.fake_step import CPU, AllocationTracker, FakeStep, Losses, count_tensor_bytes
 from dit_lora.training.preserve import compute_training_losses
 from dit_lora.training.tasks.diffusion.cache_entries import DecodedSample
 from dit_lora.training.tasks.diffusion.sample_references import BucketedSample
@@ -127,8 +117,7 @@ class MemoryEstimator:
             {id(p) for p in find_weights_read_outside(model, self.family.directly_called_modules)},
         )
         in_blocks = [
-            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed)
-            for block in blocks
+            sum(p.nbytes for p in block.parameters() if not p.requires_grad and id(p) not in fixed) for block in blocks
         ]
         # Only weights in blocks are quantized, so the same bytes are subtracted from the blocks.
         narrowed = self._count_quantization_savings(recipe)
@@ -148,18 +137,14 @@ class MemoryEstimator:
 
         def load() -> nn.Module:
             # The base without an adapter, whose layers have the names that quantization uses.
-            load_base = (
-                self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
-            )
+            load_base = self.checkpoint.load_model if self.is_chat else self.checkpoint.load_transformer
             with _build_on_meta():
                 base_model: nn.Module = load_base(self.dtype)
             return base_model
 
         base_model = self._get_cached("bare", load)
         names = find_base_members(base_model, recipe.optim.groups, self.family.group_patterns)
-        return count_quantized_bytes(base_model, None) - count_quantized_bytes(
-            base_model, kind, names
-        )
+        return count_quantized_bytes(base_model, None) - count_quantized_bytes(base_model, kind, names)
 
     @cached_property
     def shapes(self) -> tuple[Any, ...]:
@@ -175,10 +160,7 @@ class MemoryEstimator:
         """For each shape: specs of a sample's tensors, and tensors with values that the model's shapes depend on."""
         if self.is_chat:
             return compute_chat_specs(self.recipe, self.checkpoint)
-        return {
-            shape: (self._compute_encoded_spec(shape), _NO_INTEGER_INPUTS)
-            for shape in self._list_video_shapes()
-        }
+        return {shape: (self._compute_encoded_spec(shape), _NO_INTEGER_INPUTS) for shape in self._list_video_shapes()}
 
     @cached_property
     def samples(self) -> Sequence[BucketedSample] | None:
@@ -230,20 +212,14 @@ class MemoryEstimator:
             size = (shape.frames, 3, shape.height, shape.width)
             with fake:
                 pixels, *references = (
-                    torch.empty(
-                        (module.frames, 3, module.height, module.width),
-                        dtype=torch.uint8,
-                        device=CPU,
-                    )
+                    torch.empty((module.frames, 3, module.height, module.width), dtype=torch.uint8, device=CPU)
                     for module in (shape, *shape.references)
                 )
             # The first frame, (3, H, W): a real tensor, created outside of the fake mode.
             first_frame = torch.zeros(size[1:], dtype=torch.uint8)
             masked = any(source.has_masks for source in self.recipe.data.all_sources)
             mask = torch.ones(shape.height, shape.width) if masked else None
-            encoder_tensors = [
-                t for module in encoders for t in (*module.parameters(), *module.buffers())
-            ]
+            encoder_tensors = [t for module in encoders for t in (*module.parameters(), *module.buffers())]
             # Tensors that exist before are not counted in the peak.
             with AllocationTracker([*encoder_tensors, pixels]) as live:
                 sound = self._make_silent_audio(shape)
@@ -297,10 +273,7 @@ class MemoryEstimator:
             latents = torch.empty((1, *size), dtype=vae.dtype, device=CPU)
             # Decoders of LTX-Video 0.9.1 and later take a timestep.
             timestep = [latents.new_empty(1)] if vae.config.get("timestep_conditioning") else []
-        with (
-            torch.no_grad(),
-            AllocationTracker([*vae.parameters(), *vae.buffers(), latents]) as live,
-        ):
+        with torch.no_grad(), AllocationTracker([*vae.parameters(), *vae.buffers(), latents]) as live:
             vae.decode(latents, *timestep)
         return EncoderMemory(count_tensor_bytes(vae.parameters()), live.max_bytes)
 
@@ -325,10 +298,7 @@ class MemoryEstimator:
             # T5 has relative positions, so its config has no limit.
             positions = getattr(config.get_text_config(), "max_position_embeddings", limit)
             tokens = min(limit or positions, positions)
-            with (
-                torch.no_grad(),
-                AllocationTracker([*model.parameters(), *model.buffers()]) as live,
-            ):
+            with torch.no_grad(), AllocationTracker([*model.parameters(), *model.buffers()]) as live:
                 # Token ids (1, tokens); their values do not change the memory.
                 model(torch.ones((1, tokens), dtype=torch.int64))
             peak_bytes = max(peak_bytes, live.max_bytes)
@@ -340,14 +310,9 @@ class MemoryEstimator:
         size, model = recipe.train.batch_size, self.get_model(recipe)
 
         def measure_needs() -> PeakBytes:
-            batch, integers = (
-                self._get_batch_spec(self.get_spec(shape), size),
-                self.get_integer_inputs(shape, size),
-            )
+            batch, integers = (self._get_batch_spec(self.get_spec(shape), size), self.get_integer_inputs(shape, size))
             with emulate_autocast(model, self.dtype, is_gpu=self.is_gpu):
-                return measure_activations(
-                    model, self._make_loss_function(size), batch, CPU, integers
-                )
+                return measure_activations(model, self._make_loss_function(size), batch, CPU, integers)
 
         return self._get_cached(("needs", _get_model_key(recipe), size, shape), measure_needs)
 
@@ -358,19 +323,12 @@ class MemoryEstimator:
         exist = recipe.train.accumulate > 1
 
         def measure_micro_step() -> int:
-            batch, integers = (
-                self._get_batch_spec(self.get_spec(shape), size),
-                self.get_integer_inputs(shape, size),
-            )
+            batch, integers = (self._get_batch_spec(self.get_spec(shape), size), self.get_integer_inputs(shape, size))
             losses = self._make_loss_function(size)
             with emulate_autocast(model, self.dtype, is_gpu=self.is_gpu):
-                return measure_step_peak(
-                    model, losses, batch, mode, integer_inputs=integers, has_gradients=exist
-                )
+                return measure_step_peak(model, losses, batch, mode, integer_inputs=integers, has_gradients=exist)
 
-        return self._get_cached(
-            ("peak", _get_model_key(recipe), size, exist, shape, mode), measure_micro_step
-        )
+        return self._get_cached(("peak", _get_model_key(recipe), size, exist, shape, mode), measure_micro_step)
 
     def measure_inference_peak(self, recipe: Recipe) -> int:
         """Peak bytes of one denoising call in validation. Guidance may double the batch."""
@@ -411,9 +369,7 @@ class MemoryEstimator:
 
     def _get_batch_spec(self, spec: Spec, size: int) -> Spec:
         """Specs of a batch of `size` samples."""
-        return {
-            n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()
-        }
+        return {n: (torch.Size([size, *sample_size]), dtype) for n, (sample_size, dtype) in spec.items()}
 
     def get_integer_inputs(self, shape: Any, size: int) -> dict[str, torch.Tensor]:
         """Integer tensors of a micro-batch, such as token ids, that the model's shapes depend on."""

@@ -63,9 +63,7 @@ def write_chat_sample_page(
     return write_page(path, page)
 
 
-def _encode_pictures(
-    frames: torch.Tensor | None, seconds: Sequence[float]
-) -> list[tuple[str, str]]:
+def _encode_pictures(frames: torch.Tensor | None, seconds: Sequence[float]) -> list[tuple[str, str]]:
     """Data URI and time of at most `MAX_FRAMES` frames."""
     if frames is None:
         return []

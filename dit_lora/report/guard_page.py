@@ -118,16 +118,12 @@ def write_guard_report(folder: Path) -> Path:
         heat=heat,
         weights=_list_weight_files(folder),
         any_bundle=next((row.bundle for row in rows if row.bundle), ""),
-        script=next(
-            (str(start["script"]) for start in reversed(starts) if start.get("script")), ""
-        ),
+        script=next((str(start["script"]) for start in reversed(starts) if start.get("script")), ""),
     )
     return write_page(folder / "report.html", page, allow_stream=False)
 
 
-def _describe_state(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
-) -> tuple[str, str]:
+def _describe_state(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """How the last start ended, as far as is known, and its color class."""
     if events and events[-1].get("action") == "stop":
         return "stopped by the guard", "reject"
@@ -137,15 +133,11 @@ def _describe_state(
     return "ended", "ok"
 
 
-def _build_figures(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
-) -> list[Figure]:
+def _build_figures(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Figure]:
     have_all_ended = bool(starts) and all(start.get("ended") is True for start in starts)
     # Counts of a start that did not end are as of its last write.
     caveat = "" if have_all_ended else "as far as known"
-    num_taken, lost = (
-        sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost")
-    )
+    num_taken, lost = (sum(_to_count(start.get(name)) for start in starts) for name in ("taken", "lost"))
     event_counts: dict[str, int] = {}
     for event in events:
         for sample in _to_strings(event.get("sample_ids")):
@@ -159,16 +151,10 @@ def _build_figures(
     switched_off_names = sorted(_find_switched_off(events, starts))
     return [
         Figure("Steps taken", f"{num_taken:,}" if starts else NO_VALUE, caveat),
-        Figure(
-            "Steps not taken",
-            f"{lost:,}" if starts else NO_VALUE,
-            _format_share(lost, num_taken + lost),
-        ),
+        Figure("Steps not taken", f"{lost:,}" if starts else NO_VALUE, _format_share(lost, num_taken + lost)),
         Figure("Samples blamed", f"{len(named):,}", "; ".join(filter(None, (most_frequent, rows)))),
         Figure(
-            "Switched off",
-            f"{len(switched_off_names):,}",
-            ", ".join(switched_off_names) or "no kernel, no backend",
+            "Switched off", f"{len(switched_off_names):,}", ", ".join(switched_off_names) or "no kernel, no backend"
         ),
     ]
 
@@ -177,15 +163,9 @@ def _format_share(part: int, total: int) -> str:
     return f"{100 * part / total:.1f}% of {total:,}" if part and total else ""
 
 
-def _find_switched_off(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
-) -> set[str]:
+def _find_switched_off(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> set[str]:
     # Each fallback is an event, and guard.json lists what was off at its last write: take both.
-    from_events = {
-        str(ensure_dict(entry.get("verdict")).get("switch", ""))
-        for entry in events
-        if _is_fallback(entry)
-    }
+    from_events = {str(ensure_dict(entry.get("verdict")).get("switch", "")) for entry in events if _is_fallback(entry)}
     from_starts = {name for entry in starts for name in _to_strings(entry.get("switched_off"))}
     return (from_events | from_starts) - {""}
 
@@ -194,17 +174,12 @@ def _is_fallback(event: Mapping[str, Any]) -> bool:
     return event.get("action") == "fallback"
 
 
-def _build_starts(
-    events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]
-) -> list[Start]:
+def _build_starts(events: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> list[Start]:
     """The known guards, and an extra entry for events that none of them has written."""
     guard_ids = {str(entry["id"]) for entry in starts}
     # guard.json may be missing or damaged while events.jsonl is complete.
     unmatched_events = [entry for entry in events if str(entry.get("guard")) not in guard_ids]
-    entries = [
-        _build_start(entry, [e for e in events if e.get("guard") == entry["id"]])
-        for entry in starts
-    ]
+    entries = [_build_start(entry, [e for e in events if e.get("guard") == entry["id"]]) for entry in starts]
     return [*entries, *([_build_start({}, unmatched_events)] if unmatched_events else [])]
 
 
@@ -214,17 +189,11 @@ def _build_start(facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) 
     steps = max([_to_count(facts.get("taken")) + _to_count(facts.get("lost")), *event_steps, 1])
     # In order of first appearance.
     causes = dict.fromkeys(_describe_cause(event) for event in events)
-    lanes = [
-        _build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps)
-        for cause in causes
-    ]
+    lanes = [_build_lane(cause, [e for e in events if _describe_cause(e) == cause], steps) for cause in causes]
     models = facts.get("models")
     rows = [
         ("Loop", _describe_loop(facts)),
-        *(
-            ("Model", _describe_model(ensure_dict(model)))
-            for model in (models if isinstance(models, list) else [])
-        ),
+        *(("Model", _describe_model(ensure_dict(model))) for model in (models if isinstance(models, list) else [])),
         ("Optimizers", format_value(facts.get("optimizers"))),
         ("Checks", format_value(facts.get("checks"))),
         ("Steps", _describe_steps(facts)),
@@ -246,9 +215,7 @@ def _describe_loop(facts: Mapping[str, Any]) -> str:
 
 def _describe_model(model: Mapping[str, Any]) -> str:
     dtypes = format_value(model.get("dtypes"))
-    numbers = (
-        f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
-    )
+    numbers = f"{_to_count(model.get('trained')):,} of {_to_count(model.get('parameters')):,} trained"
     return f"{model.get('name')}: {numbers}" + (f", in {dtypes}" if dtypes else "")
 
 
@@ -295,9 +262,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
     verdict, base_row = ensure_dict(event.get("verdict")), build_event_row(event, _ACTION_TEXTS)
     bundle = str(event.get("bundle", ""))
     # The file may be untrusted, so only a valid bundle path becomes a link.
-    is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(
-        folder, folder / bundle / "bundle.json"
-    )
+    is_there = _BUNDLE_PATH.fullmatch(bundle) and can_open_inside(folder, folder / bundle / "bundle.json")
     return Row(
         step=base_row.step,
         again=f"{len(group) - 1:,} more, to {group[-1].get('step')}" if len(group) > 1 else "",
@@ -314,9 +279,7 @@ def _build_row(group: Sequence[Mapping[str, Any]], folder: Path) -> Row:
 
 def _build_notes(starts: Sequence[Mapping[str, Any]], num_torn_lines: int) -> list[str]:
     notes = [] if starts else [f"{FILE_NAME} is not there or torn: what was watched is not known."]
-    return notes + (
-        [f"{num_torn_lines} torn lines of events.jsonl are left out."] if num_torn_lines else []
-    )
+    return notes + ([f"{num_torn_lines} torn lines of events.jsonl are left out."] if num_torn_lines else [])
 
 
 def _read_module_history(folder: Path) -> ModuleHistory:
@@ -332,11 +295,7 @@ def _read_module_history(folder: Path) -> ModuleHistory:
 
 def _list_weight_files(folder: Path) -> list[tuple[str, str]]:
     """Names and sizes of the files with the last good weights."""
-    paths = sorted(
-        path
-        for path in folder.glob("last_good_step_*.safetensors")
-        if can_open_inside(folder, path)
-    )
+    paths = sorted(path for path in folder.glob("last_good_step_*.safetensors") if can_open_inside(folder, path))
     return [(path.name, f"{path.stat().st_size / 2**20:.3g} MiB") for path in paths]
 
 

@@ -33,9 +33,7 @@ class LocalServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0, token: str = ""
-    ) -> None:
+    def __init__(self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0, token: str = "") -> None:
         self.token = token
         try:
             super().__init__((HOST, port), handler)
@@ -63,9 +61,7 @@ def _encode(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def serve_until_interrupted(
-    server: LocalServer, description: object, say: Callable[[str], None]
-) -> None:
+def serve_until_interrupted(server: LocalServer, description: object, say: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; `say` receives the address and the closing message."""
     with server:
         say(f"{description}: {server.url} (Ctrl-C ends)")
@@ -158,9 +154,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             self.refuse(HTTPStatus.LENGTH_REQUIRED, "send one Content-Length, a number of bytes")
             return None
         if length > max_bytes:
-            self.refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {max_bytes:,} bytes are taken"
-            )
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {max_bytes:,} bytes are taken")
             return None
         try:
             data = self.rfile.read(length)
@@ -202,9 +196,7 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             for value in parse_qs(urlsplit(self.path).query).get("token", []):
                 # The first visit has the token in the URL; later requests, such as for media files, use the cookie.
                 if self.server.is_token(value):
-                    self._new_cookie = (
-                        f"{self._cookie_name}={value}; Path=/; HttpOnly; SameSite=Strict"
-                    )
+                    self._new_cookie = f"{self._cookie_name}={value}; Path=/; HttpOnly; SameSite=Strict"
                     return True
         return False
 
@@ -263,20 +255,13 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
         """First and last requested byte, and whether that is only a part; None if the range is beyond the file."""
         match = _RANGE_PATTERN.fullmatch(self.headers.get("Range", ""))
         if match is None or not any(match.groups()):
-            return (
-                0,
-                num_bytes - 1,
-                False,
-            )  # HTTP allows answering several ranges with the whole file
+            return (0, num_bytes - 1, False)  # HTTP allows answering several ranges with the whole file
         start, end = match.groups()
         # `bytes=-N` asks for the last N bytes.
         if start == "":
             first_byte, last_byte = max(0, num_bytes - int(end)), num_bytes - 1
         else:
-            first_byte, last_byte = (
-                int(start),
-                min(int(end) if end else num_bytes - 1, num_bytes - 1),
-            )
+            first_byte, last_byte = (int(start), min(int(end) if end else num_bytes - 1, num_bytes - 1))
         return (first_byte, last_byte, True) if first_byte <= last_byte else None
 
     def _send_bytes(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
@@ -300,18 +285,12 @@ class PageHandler(BaseHTTPRequestHandler, ABC):
             while dropped < _MAX_DROPPED_BYTES and (part := self.rfile.read1(_CHUNK_BYTES)):
                 dropped += len(part)
 
-    def send_message(
-        self, status: HTTPStatus, message: str, extra_headers: Mapping[str, str] = {}
-    ) -> None:
+    def send_message(self, status: HTTPStatus, message: str, extra_headers: Mapping[str, str] = {}) -> None:
         """Answer with a line of text."""
         self.send_text(f"{message}\n", "text/plain; charset=utf-8", status, extra_headers)
 
     def send_text(
-        self,
-        text: str,
-        content_type: str,
-        status: HTTPStatus = HTTPStatus.OK,
-        extra_headers: Mapping[str, str] = {},
+        self, text: str, content_type: str, status: HTTPStatus = HTTPStatus.OK, extra_headers: Mapping[str, str] = {}
     ) -> None:
         """Answer with a text of this content type."""
         # File names may contain surrogate escapes, which UTF-8 cannot encode.

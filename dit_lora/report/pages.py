@@ -15,9 +15,7 @@ from dit_lora.redact import make_redactor
 # Beginnings of embedded media, whose base64 must not be changed by redaction.
 _DATA_URI_PREFIXES = ("data:image/png;base64,", "data:image/jpeg;base64,", "data:video/mp4;base64,")
 # Nothing may be loaded or submitted except what a page's `sources` adds.
-_CONTENT_POLICY = (
-    "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
-)
+_CONTENT_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
 
 
 MAX_PICTURE_BYTES = 7 * 2**20
@@ -61,12 +59,7 @@ def write_page(path: Path, page: str, *, allow_stream: bool = True) -> Path:
 
 
 def render_page(
-    template: str,
-    *,
-    scripts: Sequence[str] = (),
-    sources: str = "img-src data:",
-    redact: bool = True,
-    **values: Any,
+    template: str, *, scripts: Sequence[str] = (), sources: str = "img-src data:", redact: bool = True, **values: Any
 ) -> str:
     """Render a template of this package, with all values escaped, and tokens and absolute paths redacted.
 

@@ -31,9 +31,7 @@ def find_expert_results(target: Path) -> tuple[Path, ...]:
         return runs
     # An adapter's folder, or the folder of a run.
     for folder in (target, target / "adapter"):
-        files = tuple(
-            file for name in EXPERT_NAMES.values() for file in _find_expert_file(folder, name)
-        )
+        files = tuple(file for name in EXPERT_NAMES.values() for file in _find_expert_file(folder, name))
         if files:
             return files
     return (target,)
@@ -61,9 +59,6 @@ def _find_expert_file(folder: Path, expert: str) -> list[Path]:
     files = sorted(folder.glob(f"*_{expert}.safetensors"))
     if len(files) > 1:
         raise DitLoraError(
-            format_list(
-                f"{folder}: several files end with {expert}.safetensors; give one",
-                list(map(str, files)),
-            )
+            format_list(f"{folder}: several files end with {expert}.safetensors; give one", list(map(str, files)))
         )
     return files

@@ -7,12 +7,7 @@ from typing import Any
 
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
-from dit_lora.adapters.diffusers_format import (
-    ADAPTER_FILE,
-    BASE_FILE,
-    RUN_METADATA_FILE,
-    read_run_metadata,
-)
+from dit_lora.adapters.diffusers_format import ADAPTER_FILE, BASE_FILE, RUN_METADATA_FILE, read_run_metadata
 from dit_lora.adapters.load import is_in_peft_format
 from dit_lora.adapters.lora_file import STATE_FILE, WEIGHTS_FILE
 from dit_lora.config.load import load_recipe
@@ -55,9 +50,7 @@ class ResultSource:
             DitLoraError: The base is not recorded, or `model` is given for a pipeline.
         """
         if self.is_pipeline and model:
-            raise DitLoraError(
-                f"--model does not apply: {self.file} is a whole model, not an adapter"
-            )
+            raise DitLoraError(f"--model does not apply: {self.file} is a whole model, not an adapter")
         # Order of precedence: --model, the pipeline itself, the run's recipe, the adapter's header.
         recorded = None if self.is_pipeline else read_run_model(self.target, self.file)
         family = self.metadata.get("family") or (recorded.family if recorded else "")
@@ -68,9 +61,7 @@ class ResultSource:
         elif recorded is not None:
             base = recorded
         else:
-            path = require_hub_base(
-                self.file, self.metadata.get("base_model") or read_peft_base(self.file.parent)
-            )
+            path = require_hub_base(self.file, self.metadata.get("base_model") or read_peft_base(self.file.parent))
             base = ModelConfig(family=family, path=path, revision=self.metadata.get("revision"))
         # The header knows which expert and task were trained; a base given by path does not.
         if "part" in self.metadata:
@@ -110,9 +101,7 @@ def find_source(
             f"{target} holds an adapter in PEFT's format: a chat model's answers by dit-lora chat; of a diffusion "
             f"model, write what its pipeline loads: dit-lora export {target} --to diffusers --out OUT"
         )
-    raise DitLoraError(
-        f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file"
-    )
+    raise DitLoraError(f"no adapter in {target}; give a run's folder, an adapter's folder or a .safetensors file")
 
 
 def _read_pipeline_metadata(record: Path) -> dict[str, Any]:
@@ -128,10 +117,7 @@ def find_pipeline_folder(target: Path) -> Path | None:
 
 def _find_file(target: Path, filenames: Sequence[str]) -> Path | None:
     """The first file with one of these names in a run's or adapter's folder, or the target if it is a file."""
-    candidates = [
-        target,
-        *(folder / n for folder in (target, target / "adapter") for n in filenames),
-    ]
+    candidates = [target, *(folder / n for folder in (target, target / "adapter") for n in filenames)]
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -144,9 +130,7 @@ def _read_checkpoint_metadata(file: Path) -> dict[str, Any]:
     metadata = read_run_metadata(saved) if saved else {}
     # Drop the recorded output: it belongs to the last step.
     applicable = {key: value for key, value in metadata.items() if key != "output"}
-    return applicable | (
-        {"steps": int(file.parent.name.removeprefix("step_"))} if applicable else {}
-    )
+    return applicable | ({"steps": int(file.parent.name.removeprefix("step_"))} if applicable else {})
 
 
 def _find_peft_only_adapter(target: Path) -> Path | None:
@@ -225,9 +209,5 @@ def detect_family(model: ModelConfig) -> str:
     for name, pipelines in families.items():
         if pipeline in pipelines:
             return name
-    names = sorted(
-        {pipeline_name for pipelines in families.values() for pipeline_name in pipelines}
-    )
-    raise DitLoraError(
-        f"{model.path} is a {pipeline} checkpoint; families have those of {', '.join(names)}"
-    )
+    names = sorted({pipeline_name for pipelines in families.values() for pipeline_name in pipelines})
+    raise DitLoraError(f"{model.path} is a {pipeline} checkpoint; families have those of {', '.join(names)}")

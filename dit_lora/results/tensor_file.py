@@ -10,12 +10,7 @@ from safetensors.torch import load_file
 from dit_lora.adapters.lora_file import require_few_tensors
 from dit_lora.errors import CheckFailedError
 
-FLOAT_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' dtype names to dtypes."""
 
 

@@ -37,9 +37,7 @@ def find_changed_files(run: Path) -> list[str]:
     except ParseError as error:
         raise DitLoraError(f"{error}; run dit-lora verify {run} again") from error
     return [
-        name
-        for name, digest in digests.items()
-        if not (run / name).is_file() or _compute_sha256(run / name) != digest
+        name for name, digest in digests.items() if not (run / name).is_file() or _compute_sha256(run / name) != digest
     ]
 
 
@@ -48,9 +46,7 @@ def read_verification(run: Path) -> VerifiedFiles:
     # Runs of earlier versions may have none.
     record = run / VERIFICATION_FILE
     return (
-        read_typed_json(record, VerifiedFiles)
-        if record.is_file()
-        else validate_value({}, VerifiedFiles, str(record))
+        read_typed_json(record, VerifiedFiles) if record.is_file() else validate_value({}, VerifiedFiles, str(record))
     )
 
 

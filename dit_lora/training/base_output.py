@@ -24,12 +24,7 @@ from dit_lora.files import write_atomically
 from dit_lora.fuse.first_forward import format_required_error
 from dit_lora.fuse.patches import KERNELS
 from dit_lora.guard.event import Event, make_kernel_event
-from dit_lora.guard.switches import (
-    COMPILE,
-    Fallback,
-    list_attention_fallbacks,
-    list_model_fallbacks,
-)
+from dit_lora.guard.switches import COMPILE, Fallback, list_attention_fallbacks, list_model_fallbacks
 from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.tolerances import END_OF_RUN_FACTOR, KERNEL_TOLERANCE
@@ -44,11 +39,7 @@ from dit_lora.results.verify.output import (
     find_kernel_fallbacks,
     is_finite,
 )
-from dit_lora.results.verify.reference_model import (
-    InputSpec,
-    find_sharing_obstacle,
-    share_model_weights,
-)
+from dit_lora.results.verify.reference_model import InputSpec, find_sharing_obstacle, share_model_weights
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.execution.base_alone import has_only_idle_adapters
 from dit_lora.training.session.session import raise_on_all_ranks
@@ -96,9 +87,7 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     if all(parameter.requires_grad for parameter in model.parameters()):
         return BaseFingerprint(None)
     # At the end, base weights that train are not a base: the record needs their values at loading.
-    trainable_base = [
-        (n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter_tensor(n)
-    ]
+    trainable_base = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_adapter_tensor(n)]
     loaded = {name: get_local_tensor(p.detach()).to("cpu", copy=True) for name, p in trainable_base}
     # Only the main process reads the run's folder; every rank then gets the same record.
     record = _read_first_record(setup.session.dir, resume_from) if main else None
@@ -106,9 +95,7 @@ def record_base_fingerprint(setup: AnySetup, resume_from: Path | None) -> BaseFi
     # Collective, and before a checkpoint is loaded: a resumed adapter has an effect already.
     base = BaseFingerprint(None, loaded, has_idle_adapter=has_only_idle_adapters(model))
     # Every rank computes it: a rank with a damaged file is found here, before it spoils the others' gradients.
-    today = _compute_base_output(
-        setup, base, first_record["inputs"] if first_record else make_synthetic_inputs(setup)
-    )
+    today = _compute_base_output(setup, base, first_record["inputs"] if first_record else make_synthetic_inputs(setup))
     # Every rank takes the main process's record.
     (reference_output,) = broadcast_object_list([first_record or today])
     base.record = reference_output
@@ -129,9 +116,7 @@ def write_base_fingerprint(setup: AnySetup, fingerprint: BaseFingerprint, start_
     fingerprint.recorded_at_step = fingerprint.record.setdefault("since", start_step)
     if NOT_RECORDED in fingerprint.record:
         reason = fingerprint.record[NOT_RECORDED]
-        setup.session.say(
-            f"warning: the result of this run will not pass its verification: {reason}"
-        )
+        setup.session.say(f"warning: the result of this run will not pass its verification: {reason}")
     elif fingerprint.recorded_at_step and fingerprint.recorded_at_step == start_step:
         setup.session.say(
             f"guard: the first start of this run has no record of its base's output; it is compared with today's, "
@@ -158,20 +143,14 @@ def find_base_fault(setup: AnySetup, fingerprint: BaseFingerprint) -> str | None
         current = {**fingerprint.record, "norm": math.nan}
     limit = compute_tolerance(fingerprint.record, setup.transformer, setup.dtype)
     rank = setup.session.accelerator.process_index
-    distances = gather_object(
-        [(compute_distance(current, fingerprint.record), -rank, socket.gethostname())]
-    )
+    distances = gather_object([(compute_distance(current, fingerprint.record), -rank, socket.gethostname())])
     # The furthest rank; of several, the lowest.
     max_deviation, worst, host = max(distances)
     if max_deviation <= limit:
         return None
     # The host is named only if there are several ranks.
     location = f" on rank {-worst} ({host})" if setup.session.accelerator.num_processes > 1 else ""
-    deviation_text = (
-        f"{format_percent(max_deviation)} from then"
-        if math.isfinite(max_deviation)
-        else "not finite"
-    )
+    deviation_text = f"{format_percent(max_deviation)} from then" if math.isfinite(max_deviation) else "not finite"
     start = (
         "the run's start"
         if not fingerprint.recorded_at_step
@@ -203,9 +182,7 @@ def find_kernel_fault(
     """
     # A kernel errs in proportion to what it computes, and the adapter's part grew since the start.
     effect = (
-        min(1.0, compute_distance(reference_output, reference_output["base"]))
-        if "base" in reference_output
-        else 1.0
+        min(1.0, compute_distance(reference_output, reference_output["base"])) if "base" in reference_output else 1.0
     )
     allowed = END_OF_RUN_FACTOR * (fingerprint.kernel_distance + KERNEL_TOLERANCE * effect)
     differing_kernels, _ = _find_differing_kernels(
@@ -214,8 +191,7 @@ def find_kernel_fault(
     if not differing_kernels:
         return None
     kernel_names = ", ".join(
-        f"{switch.name} ({_format_distance(deviation)})"
-        for switch, deviation in differing_kernels.items()
+        f"{switch.name} ({_format_distance(deviation)})" for switch, deviation in differing_kernels.items()
     )
     off_settings = " ".join(_format_off_setting(switch) for switch in differing_kernels)
     return (
@@ -227,9 +203,7 @@ def find_kernel_fault(
     )
 
 
-def switch_off_faulty_kernels(
-    setup: AnySetup, fingerprint: BaseFingerprint, disabled_names: list[str]
-) -> list[Event]:
+def switch_off_faulty_kernels(setup: AnySetup, fingerprint: BaseFingerprint, disabled_names: list[str]) -> list[Event]:
     """Switch off on all ranks the kernels that the check at the run's end would refuse; returns the events.
     Collective.
 
@@ -241,9 +215,7 @@ def switch_off_faulty_kernels(
     if record is not None and NOT_RECORDED in record:
         return []
     inputs = record["inputs"] if record else make_synthetic_inputs(setup)
-    differing_kernels, fingerprint.kernel_distance = _find_differing_kernels(
-        setup, inputs, KERNEL_TOLERANCE
-    )
+    differing_kernels, fingerprint.kernel_distance = _find_differing_kernels(setup, inputs, KERNEL_TOLERANCE)
     worst: dict[str, float] = {}
     for name, deviation in gather_object(
         [(switch.name, deviation) for switch, deviation in differing_kernels.items()]
@@ -260,14 +232,11 @@ def switch_off_faulty_kernels(
         )
         # Collective: the switches have the same order on all ranks, and `worst` is equal.
         raise_on_all_ranks(
-            accelerator,
-            DitLoraError(format_required_error(switch, message)) if switch.required else None,
+            accelerator, DitLoraError(format_required_error(switch, message)) if switch.required else None
         )
         switch.disable()
         disabled_names.append(switch.name)
-        events.append(
-            make_kernel_event(0, "preflight", f"{message}; switched off for this run", switch.name)
-        )
+        events.append(make_kernel_event(0, "preflight", f"{message}; switched off for this run", switch.name))
     if events:
         # Without the kernel, more is kept for backward.
         choose_checkpointing(setup)
@@ -293,24 +262,18 @@ def _read_first_record(folder: Path, resume_from: Path | None) -> dict[str, Any]
     return None
 
 
-def _compute_base_output(
-    setup: AnySetup, fingerprint: BaseFingerprint, inputs: InputSpec
-) -> dict[str, Any]:
+def _compute_base_output(setup: AnySetup, fingerprint: BaseFingerprint, inputs: InputSpec) -> dict[str, Any]:
     """Compute the base's present output with `compute_output_record`, or give the reason why that is impossible."""
     model, dtype = setup.transformer, setup.dtype
     try:
         with disable_kernels(model), _restore_initial_base(model, fingerprint.initial_weights):
-            output = compute_output_record(
-                setup.task.build_reference_model(setup.checkpoint), model, inputs, dtype
-            )
+            output = compute_output_record(setup.task.build_reference_model(setup.checkpoint), model, inputs, dtype)
     except torch.OutOfMemoryError:
         return {NOT_RECORDED: "a forward pass of the base does not fit the memory of its device"}
     # JSON has no NaN, and nothing could be compared with it.
     if is_finite(output):
         return output
-    return {
-        NOT_RECORDED: "the base's output of made-up inputs is not finite, with every kernel off"
-    }
+    return {NOT_RECORDED: "the base's output of made-up inputs is not finite, with every kernel off"}
 
 
 def make_synthetic_inputs(setup: AnySetup) -> InputSpec:
@@ -323,15 +286,11 @@ def make_synthetic_inputs(setup: AnySetup) -> InputSpec:
 
 
 @contextmanager
-def _restore_initial_base(
-    model: nn.Module, initial_weights: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
+def _restore_initial_base(model: nn.Module, initial_weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Disable all adapters inside the context, and set trained base weights back to the values they were loaded
     with.
     """
-    live = {
-        n: get_local_tensor(p.detach()) for n, p in model.named_parameters() if n in initial_weights
-    }
+    live = {n: get_local_tensor(p.detach()) for n, p in model.named_parameters() if n in initial_weights}
     # The trained values are kept on the device and restored, bit for bit, at the end.
     trained = {name: tensor.clone() for name, tensor in live.items()}
     try:
@@ -377,9 +336,7 @@ def _find_faulty_backend(setup: AnySetup, fingerprint: BaseFingerprint, limit: f
     for switch in list_attention_fallbacks():
         with switch.disable_temporarily():
             current = _compute_base_output(setup, fingerprint, fingerprint.record["inputs"])
-        is_restored = (
-            NOT_RECORDED not in current and compute_distance(current, fingerprint.record) <= limit
-        )
+        is_restored = NOT_RECORDED not in current and compute_distance(current, fingerprint.record) <= limit
         if all(gather_object([is_restored])):
             return switch.name
     return None
@@ -391,36 +348,22 @@ def _has_intact_weights(setup: AnySetup, fingerprint: BaseFingerprint, limit: fl
     process.
     """
     live, dtype, record = setup.transformer, setup.dtype, fingerprint.record
-    if (
-        not setup.session.is_main
-        or setup.engine.collective_forward
-        or find_sharing_obstacle(live) is not None
-    ):
+    if not setup.session.is_main or setup.engine.collective_forward or find_sharing_obstacle(live) is not None:
         return False
     assert record is not None
     reference_model = setup.task.build_reference_model(setup.checkpoint)
     # The same tensors without the run's hooks: if their output is right, the weights are.
-    fresh = share_model_weights(
-        reference_model.load_meta_model(dtype), live, dtype, share_trained=False
-    )
+    fresh = share_model_weights(reference_model.load_meta_model(dtype), live, dtype, share_trained=False)
     parameters = dict(fresh.named_parameters())
     for name, values in fingerprint.initial_weights.items():
         # PEFT moves a wrapped layer's weights to `base_layer`; an unpatched model has no such level.
         parameters[name.replace(".base_layer.", ".")].copy_(values)
-    return (
-        compute_distance(
-            compute_output_record(reference_model, fresh, record["inputs"], dtype), record
-        )
-        <= limit
-    )
+    return compute_distance(compute_output_record(reference_model, fresh, record["inputs"], dtype), record) <= limit
 
 
 @torch.no_grad()
 def _find_differing_kernels(
-    setup: AnySetup,
-    inputs: InputSpec,
-    max_distance: float,
-    expected: Mapping[str, Any] | None = None,
+    setup: AnySetup, inputs: InputSpec, max_distance: float, expected: Mapping[str, Any] | None = None
 ) -> tuple[dict[Fallback, float], float]:
     """Find the kernels that change the output by more than `max_distance` and rounding, each enabled by itself.
 
@@ -428,10 +371,7 @@ def _find_differing_kernels(
     combination, the first stands for all. The second result is the distance with all kernels together.
     """
     model, dtype = setup.transformer, setup.dtype
-    kernels, reference_model = (
-        find_kernel_fallbacks(model),
-        setup.task.build_reference_model(setup.checkpoint),
-    )
+    kernels, reference_model = (find_kernel_fallbacks(model), setup.task.build_reference_model(setup.checkpoint))
     if not kernels:
         return {}, 0.0
     if expected is None:
@@ -442,9 +382,7 @@ def _find_differing_kernels(
     coarse = [switch for switch in kernels if switch.rounding_error]
 
     def measure_distance() -> float:
-        measured = [
-            compute_distance(compute_output_record(reference_model, model, inputs, dtype), expected)
-        ]
+        measured = [compute_distance(compute_output_record(reference_model, model, inputs, dtype), expected)]
         # One answer for all ranks, so that all take the same branch.
         if setup.engine.collective_forward:
             broadcast_object_list(measured)
@@ -456,9 +394,7 @@ def _find_differing_kernels(
         for switch in coarse:
             kernels_off.enter_context(switch.disable_temporarily())
         joint_distance = measure_distance()
-        distances = (
-            _measure_each_kernel(model, limit, measure_distance) if joint_distance > limit else {}
-        )
+        distances = _measure_each_kernel(model, limit, measure_distance) if joint_distance > limit else {}
     if joint_distance > limit and not distances:
         # Wrong only in combination: no kernel exceeds the limit by itself, and the first stands for all.
         distances = {next(kernel for kernel in kernels if kernel not in coarse): joint_distance}

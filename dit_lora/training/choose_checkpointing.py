@@ -15,18 +15,12 @@ from dit_lora.training.execution.activation_checkpointing import (
     require_checkpointing,
     set_checkpointing,
 )
-from dit_lora.training.execution.activations import (
-    CheckpointingAdvice,
-    advise_checkpointing,
-    measure_activations,
-)
+from dit_lora.training.execution.activations import CheckpointingAdvice, advise_checkpointing, measure_activations
 from dit_lora.training.preserve import compute_training_losses
 from dit_lora.training.task import AnySetup
 
 
-def choose_checkpointing(
-    setup: AnySetup, count_free: Callable[[AnySetup], int] | None = None
-) -> None:
+def choose_checkpointing(setup: AnySetup, count_free: Callable[[AnySetup], int] | None = None) -> None:
     """Apply `train.checkpointing` to the run's model and log the mode. Collective; every rank takes the same mode.
 
     `auto` is decided for the model as it is now: call this again after kernels were patched in or removed. The mode
@@ -38,28 +32,19 @@ def choose_checkpointing(
     # `measure_activations` counts all modes from one pass without checkpointing.
     set_checkpointing(setup.transformer, "none")
     # One mode for all: the rank with the least free memory would be the first to fail.
-    agreed = select_most_saving(
-        gather_object([_advise_locally(setup, count_free or count_free_bytes)])
-    )
+    agreed = select_most_saving(gather_object([_advise_locally(setup, count_free or count_free_bytes)]))
     set_checkpointing(setup.transformer, agreed.mode)
     setup.session.say(f"checkpointing: {agreed.message}")
     if not agreed.fits:
         setup.session.say(
             "warning: these activations will hardly fit; a smaller train.batch_size or shape of data needs "
-            "less"
-            + (
-                ""
-                if requested_mode == "auto"
-                else ", and train.checkpointing=auto takes what fits best"
-            )
+            "less" + ("" if requested_mode == "auto" else ", and train.checkpointing=auto takes what fits best")
         )
 
 
 def select_most_saving(candidates: Sequence[CheckpointingAdvice]) -> CheckpointingAdvice:
     """The advice that all ranks follow: the mode that saves the most memory; the first of several."""
-    return max(
-        candidates, key=lambda advice: (CHECKPOINTING_MODES.index(advice.mode), not advice.fits)
-    )
+    return max(candidates, key=lambda advice: (CHECKPOINTING_MODES.index(advice.mode), not advice.fits))
 
 
 def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> CheckpointingAdvice:
@@ -72,9 +57,7 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
     try:
         needs = measure_activations(
             setup.transformer.train(),
-            lambda model, tensors: compute_training_losses(
-                setup.checkpoint, model, tensors, streams
-            ),
+            lambda model, tensors: compute_training_losses(setup.checkpoint, model, tensors, streams),
             batch,
             setup.session.accelerator.device,
             integer_inputs={
@@ -85,15 +68,9 @@ def _advise_locally(setup: AnySetup, count_free: Callable[[AnySetup], int]) -> C
         )
     # Ops without fake tensor support, and token ids that do not fit the media, raise many exception classes.
     except (RuntimeError, ValueError) as error:
-        mode = (
-            choose_least_memory_mode(setup.transformer)
-            if requested_mode == "auto"
-            else requested_mode
-        )
+        mode = choose_least_memory_mode(setup.transformer) if requested_mode == "auto" else requested_mode
         reason = str(error).strip().partition("\n")[0]
-        return CheckpointingAdvice(
-            mode, f"{mode}: activations could not be counted: {reason}", fits=True
-        )
+        return CheckpointingAdvice(mode, f"{mode}: activations could not be counted: {reason}", fits=True)
     # Embeddings and the output are not shared, but they are small.
     shared = setup.recipe.train.context_parallel
     needs = {mode: peak // shared for mode, peak in needs.items()}

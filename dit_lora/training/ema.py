@@ -35,10 +35,7 @@ class TrainedEMA:
         DTensors.
         """
         values = self._parameters.values()
-        return [
-            get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p
-            for p in values
-        ]
+        return [get_local_tensor(p.detach()).requires_grad_() if isinstance(p, DTensor) else p for p in values]
 
     def step(self, number: int) -> None:
         """Update the averages after optimizer step `number`, counted from 1."""
@@ -50,10 +47,7 @@ class TrainedEMA:
         """The live averages as `ema/<parameter>`; DTensors if the weights are sharded."""
         # Diffusers keeps the averages in the order of the parameters.
         averages = zip(self._parameters, self._ema_model.shadow_params, strict=True)
-        return {
-            f"ema/{name}": wrap_local_values(self._parameters[name], average)
-            for name, average in averages
-        }
+        return {f"ema/{name}": wrap_local_values(self._parameters[name], average) for name, average in averages}
 
     @contextmanager
     def apply_averages(self) -> Iterator[None]:
@@ -84,10 +78,7 @@ class AverageBounds:
     def find_exceeding(self, weights: Tensors, averages: Tensors) -> dict[str, tuple[float, float]]:
         """Finite averages that exceed every magnitude their weights had: name to (largest magnitude, bound)."""
         current_peaks = _compute_peaks(weights)
-        bounds = {
-            name: max(peak, self.max_magnitudes.get(name, 0.0))
-            for name, peak in current_peaks.items()
-        }
+        bounds = {name: max(peak, self.max_magnitudes.get(name, 0.0)) for name, peak in current_peaks.items()}
         return {
             name: (peak, bounds[name])
             for name, peak in _compute_peaks(averages).items()

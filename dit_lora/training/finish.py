@@ -20,28 +20,13 @@ from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.files import read_json_lines
 from dit_lora.numerics.memory import unify_out_of_memory_errors
 from dit_lora.redact import redact_value
-from dit_lora.results.verified_files import (
-    VERIFICATION_FILE,
-    compute_digests,
-    list_result_files,
-    write_verification,
-)
+from dit_lora.results.verified_files import VERIFICATION_FILE, compute_digests, list_result_files, write_verification
 from dit_lora.results.verify.checks import PATTERN_KEYS
 from dit_lora.results.verify.output import FAILURE, NOT_RECORDED, record_output
 from dit_lora.results.verify.pipeline import check_pipeline_files
 from dit_lora.results.verify.reference_model import find_sharing_obstacle, share_model_weights
-from dit_lora.results.verify.verify import (
-    Verification,
-    VerificationTarget,
-    check_adapter,
-    check_pipeline,
-)
-from dit_lora.training.base_output import (
-    BaseFingerprint,
-    find_base_fault,
-    find_kernel_fault,
-    make_synthetic_inputs,
-)
+from dit_lora.results.verify.verify import Verification, VerificationTarget, check_adapter, check_pipeline
+from dit_lora.training.base_output import BaseFingerprint, find_base_fault, find_kernel_fault, make_synthetic_inputs
 from dit_lora.training.fit import use_averaged_weights, validate
 from dit_lora.training.journal import read_eval_losses
 from dit_lora.training.run import Run
@@ -82,9 +67,7 @@ def finish(run: Run) -> WrittenFiles:
     return written
 
 
-def _write_result(
-    setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
-) -> WrittenFiles:
+def _write_result(setup: AnySetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> WrittenFiles:
     try:
         with setup.session.phases.timing("saving"):
             path = setup.task.save(setup, metadata, weights)
@@ -106,9 +89,7 @@ def _try_verification(
             return verify_result(setup, path, metadata, weights)
     except torch.OutOfMemoryError:
         folder = setup.session.dir
-        setup.session.say(
-            f"warning: {path} is written and not verified: out of memory; run dit-lora verify {folder}"
-        )
+        setup.session.say(f"warning: {path} is written and not verified: out of memory; run dit-lora verify {folder}")
         return None
 
 
@@ -120,9 +101,7 @@ def build_metadata(setup: Setup[Any, Any]) -> dict[str, Any]:
     metadata = {
         "version": __version__,
         "family": recipe.model.family,
-        "base_model": path.resolve().name
-        if path.is_dir()
-        else recipe.model.path.removeprefix(HUB_PREFIX),
+        "base_model": path.resolve().name if path.is_dir() else recipe.model.path.removeprefix(HUB_PREFIX),
         "revision": recipe.model.revision,
         "transformer_digest": setup.data.transformer_digest,
         **_describe_lora(setup),
@@ -165,11 +144,7 @@ def verify_result(
     tensors, so that no weight is in memory twice. If these are spread over ranks or devices, the output is not
     compared: `output` says so and refers to `dit-lora verify`.
     """
-    reference_model, dtype, live = (
-        setup.task.build_reference_model(setup.checkpoint),
-        setup.dtype,
-        setup.transformer,
-    )
+    reference_model, dtype, live = (setup.task.build_reference_model(setup.checkpoint), setup.dtype, setup.transformer)
     # The reason if a fresh model cannot share the run's weights, for example because they are sharded.
     unsharable_reason = find_sharing_obstacle(live)
     full = setup.recipe.train.mode == "full"
@@ -178,21 +153,10 @@ def verify_result(
     if unsharable_reason is None:
         fresh = share_model_weights(fresh, live, dtype, share_trained=full)
     # The output is then not compared here; `dit-lora verify` loads the written file.
-    later = (
-        f"{unsharable_reason}; dit-lora verify {setup.session.dir.name} does"
-        if unsharable_reason
-        else None
-    )
+    later = f"{unsharable_reason}; dit-lora verify {setup.session.dir.name} does" if unsharable_reason else None
     allow = setup.recipe.guard.allow_extreme_update
     result = VerificationTarget(
-        path,
-        metadata,
-        metadata["base_model"],
-        reference_model,
-        dtype,
-        later,
-        allow,
-        shares_weights=True,
+        path, metadata, metadata["base_model"], reference_model, dtype, later, allow, shares_weights=True
     )
     part = metadata.get("part", "transformer") if full else ""
     folder = path if full else path.parent
@@ -222,9 +186,7 @@ def record_trained_output(setup: AnySetup, fingerprint: BaseFingerprint) -> dict
     try:
         # Without the frozen adapters below: users load the result on the plain base, and `verify` has no other.
         with disable_frozen_adapters(setup.transformer):
-            output = record_output(
-                reference_model, setup.transformer, make_synthetic_inputs(setup), setup.dtype
-            )
+            output = record_output(reference_model, setup.transformer, make_synthetic_inputs(setup), setup.dtype)
             # A changed base explains a wrong output already: kernels are compared only without one.
             if fault is None and NOT_RECORDED not in output:
                 fault = find_kernel_fault(setup, fingerprint, output)
@@ -239,15 +201,12 @@ def require_verified(session: Session, verification: Verification | None) -> Non
         # Only the main process has a verification; the error is raised on all ranks.
         if verification is not None and not verification.passed:
             summary = (
-                "the run wrote its result, and it does not pass "
-                f"({VERIFICATION_FILE}); the checkpoints are whole"
+                f"the run wrote its result, and it does not pass ({VERIFICATION_FILE}); the checkpoints are whole"
             )
             raise CheckFailedError(format_list(summary, verification.failures))
 
 
-def summary(
-    session: Session, adapter: Path, verification: Verification | None, report: Path | None
-) -> str:
+def summary(session: Session, adapter: Path, verification: Verification | None, report: Path | None) -> str:
     """The closing lines: what was written, where, and by how much the held-out loss fell."""
     losses = read_eval_losses(session.dir)
     kind = "model" if session.recipe.train.mode == "full" else "adapter"
@@ -255,15 +214,11 @@ def summary(
     # Trained base weights are a second file, which must be loaded before the adapter.
     base = adapter.with_name(BASE_FILE)
     if base.exists() and base != adapter:
-        lines.insert(
-            1, f"base weights: {base}: load these too, before the adapter (docs/design.md)"
-        )
+        lines.insert(1, f"base weights: {base}: load these too, before the adapter (docs/design.md)")
     if len(losses) > 1 and 0 in losses:
         first_loss, last_loss = losses[min(losses)], losses[max(losses)]
         change = 100 * (last_loss / first_loss - 1)
-        lines.append(
-            f"held-out loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)"
-        )
+        lines.append(f"held-out loss: {first_loss:.4f} before, {last_loss:.4f} after ({change:+.1f}%)")
     # The whole run, resumes included: the file has a line for each step taken.
     waited, spent = (
         sum(line[name] for line in read_json_lines(session.dir / "metrics.jsonl")[0])

@@ -51,10 +51,7 @@ def fit(run: Run, on_checkpoint: Callable[[], None] = lambda: None) -> None:
     # Preflight's comparison is the first that passed: a kernel fault found later rolls back to this state.
     run.parity.start(was_compared=bool(recipe.guard.preflight))
     with phases.timing("whole model's kernels"):
-        _report_events(
-            run,
-            switch_off_faulty_kernels(setup, run.base_fingerprint, run.recovery.state.switched_off),
-        )
+        _report_events(run, switch_off_faulty_kernels(setup, run.base_fingerprint, run.recovery.state.switched_off))
     record_sound_averages(run)
     with phases.timing("snapshot"):
         run.recovery.snapshots.take(run.start_step)
@@ -192,9 +189,7 @@ def _load_batches(run: Run, start_step: int) -> Iterable[Batch]:
         pin_memory=session.accelerator.device.type == "cuda",
         get_draw_functions=run.setup.checkpoint.draw_functions,
     )
-    return run.parity.record_batches(
-        run.setup.data.training_set.make_loader(loader_config), start_step
-    )
+    return run.parity.record_batches(run.setup.data.training_set.make_loader(loader_config), start_step)
 
 
 def _check_and_save(run: Run, result: StepResult) -> None:
@@ -214,16 +209,13 @@ def _check_and_save(run: Run, result: StepResult) -> None:
             _require_sound_state(run, step, check_frozen=to_save)
     if to_save:
         with phases.timing("saving"):
-            run.checkpoints.save(
-                step, recovery.state_dict(), wait=is_last or bool(result.stop_code)
-            )
+            run.checkpoints.save(step, recovery.state_dict(), wait=is_last or bool(result.stop_code))
     if snapshots.is_due(step):
         with phases.timing("snapshot"):
             snapshots.take(step)
     if result.stop_code:
         raise InterruptedRunError(
-            f"after step {step}, as asked; it is saved: continue with train.resume=auto",
-            result.stop_code,
+            f"after step {step}, as asked; it is saved: continue with train.resume=auto", result.stop_code
         )
     interval = setup.recipe.validation.every
     if interval and step % interval == 0 and not is_last:
@@ -271,9 +263,7 @@ def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
     if hidden:
         # Values beyond the dtype's range, hidden from the loss by a clamp or a mask.
         # At most five names in the message.
-        modules_text = ", ".join(hidden[:5]) + (
-            f" and {len(hidden) - 5} more" if hidden[5:] else ""
-        )
+        modules_text = ", ".join(hidden[:5]) + (f" and {len(hidden) - 5} more" if hidden[5:] else "")
         message = f"the loss is finite, but the output of {modules_text} is not: something hides it"
         _report_anomaly(run, step, "hidden_infinity", message, cause="precision", module=hidden[0])
     for name in run.journal.find_idle_groups(line):
@@ -285,9 +275,7 @@ def _log_step(run: Run, bar: tqdm, result: StepResult) -> None:
         _report_anomaly(run, step, "zero_gradient_group", message)
 
 
-def _report_anomaly(
-    run: Run, step: int, kind: str, message: str, cause: str = "unknown", **facts: str
-) -> None:
+def _report_anomaly(run: Run, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
     """Log an unusual but healthy step and write an event; no action is taken. Writes on the main process only."""
     diagnosis = {"cause": cause, "words": message, **facts}
     if run.journal is not None:
@@ -302,22 +290,15 @@ def validate(run: Run, step: int) -> None:
     """
     setup, phases, optional = run.setup, run.setup.session.phases, run.setup.session.optional_work
     of_base = step == 0 and run.base_fingerprint.has_idle_adapter
-    weights_context = (
-        temporarily_reset_adapters(setup.transformer) if of_base else use_averaged_weights(run)
-    )
+    weights_context = temporarily_reset_adapters(setup.transformer) if of_base else use_averaged_weights(run)
     is_collective = needs_all_ranks(setup.model)
     with ExitStack() as stack:
         # Copies of weights may not fit either. A rank that fails must not leave the others waiting in a forward pass.
-        if not optional.attempt(
-            "validations", step, lambda: _enter_context(stack, weights_context)
-        ):
+        if not optional.attempt("validations", step, lambda: _enter_context(stack, weights_context)):
             return
         with phases.timing("held-out loss"):
             loss = optional.attempt(
-                "held-out losses",
-                step,
-                lambda: setup.task.compute_eval_loss(setup),
-                is_collective=is_collective,
+                "held-out losses", step, lambda: setup.task.compute_eval_loss(setup), is_collective=is_collective
             )
         if run.journal is not None and loss is not None:
             # The report and best.json sort by the loss, and NaN has no order.
@@ -329,10 +310,7 @@ def validate(run: Run, step: int) -> None:
                 _report_anomaly(run, step, "non_finite_validation", message)
         with phases.timing("samples"):
             optional.attempt(
-                "samples",
-                step,
-                lambda: setup.task.write_samples(setup, step),
-                is_collective=is_collective,
+                "samples", step, lambda: setup.task.write_samples(setup, step), is_collective=is_collective
             )
         setup.session.trackers.log_samples(step, setup.recipe.validation.sample_titles)
 
@@ -375,9 +353,7 @@ def _end_unreadable_run(run: Run, step: int, reason: str) -> NoReturn:
     """End the run after `write_step`, because some rank cannot read its data for the reason `reason`. Collective."""
     accelerator = run.setup.session.accelerator
     with _save_on_error(run, step):
-        raise_on_all_ranks(
-            accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None
-        )
+        raise_on_all_ranks(accelerator, DitLoraError(f"step {step + 1}: {reason}") if reason else None)
     raise AssertionError("no rank says why")
 
 
@@ -401,11 +377,7 @@ def _save_after_failure(run: Run, step: int) -> str:
         run.checkpoints.save(step, run.recovery.state_dict(), wait=True)
     except DitLoraError:
         checkpoint = find_newest_checkpoint(session.dir) if session.is_main else None
-        resort = (
-            f"train.resume=auto goes on from {checkpoint}"
-            if checkpoint
-            else "there is no checkpoint"
-        )
+        resort = f"train.resume=auto goes on from {checkpoint}" if checkpoint else "there is no checkpoint"
         return f"\nstep {step} cannot be saved either; {resort}"
     # Lines that the disk refused before: a resumed run does not repeat their steps.
     if run.journal is not None:

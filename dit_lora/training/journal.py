@@ -57,9 +57,7 @@ class Journal:
         for name in ("metrics.jsonl", "held_out.jsonl", "events.jsonl"):
             torn = read_json_lines(run_dir / name)[1]
             if torn:
-                say(
-                    f"warning: {name}: passed over {torn} torn line(s), of a process that was killed"
-                )
+                say(f"warning: {name}: passed over {torn} torn line(s), of a process that was killed")
         # A killed run may have written steps after its last checkpoint: these are repeated.
         self.rewind(start_step)
 
@@ -76,9 +74,7 @@ class Journal:
         """All lines of metrics.jsonl so far."""
         return _read_records(self.dir / "metrics.jsonl")
 
-    def write_step(
-        self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None
-    ) -> None:
+    def write_step(self, line: dict[str, Any], modules: Mapping[str, Mapping[str, float]] | None = None) -> None:
         """Write a `build_metrics_line`. `modules` are per-module statistics, or None in steps without them."""
         self._num_samples += line["samples"]
         if self.trackers is not None:
@@ -142,9 +138,7 @@ class Journal:
         diagnosis = {"cause": "data", "words": "; ".join(samples.values())}
         event = Event(step, "data_rejected", diagnosis, "skip", sample_ids=tuple(samples))
         # A resumed run finds the same samples again: only a changed list is a new event.
-        earlier = [
-            line for line in _read_records(self.dir / "events.jsonl") if line["kind"] == event.kind
-        ]
+        earlier = [line for line in _read_records(self.dir / "events.jsonl") if line["kind"] == event.kind]
         if not earlier or earlier[-1]["sample_ids"] != list(samples):
             self.write_event(event)
 
@@ -167,9 +161,7 @@ class Journal:
             self._unwritten.pop(0)
 
 
-def build_metrics_line(
-    result: StepResult, parts: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
+def build_metrics_line(result: StepResult, parts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """One line of metrics.jsonl. Equal on all ranks except for its timings.
 
     `samples` counts this step's samples. `parts` are mean losses from the task, such as `loss_by_timestep`.
@@ -191,17 +183,13 @@ def build_metrics_line(
 
 def read_eval_losses(run_dir: Path) -> dict[int, float]:
     """A run's held-out losses so far, by step."""
-    return {
-        line["step"]: line["held_out_loss"] for line in _read_records(run_dir / "held_out.jsonl")
-    }
+    return {line["step"]: line["held_out_loss"] for line in _read_records(run_dir / "held_out.jsonl")}
 
 
 def flatten_for_trackers(line: Mapping[str, Any]) -> dict[str, float]:
     """A `build_metrics_line` flattened for trackers, with keys such as `lr/adapter` and `grad_norm/adapter`."""
     # All plain numbers; `lr` is left out, because it repeats the first entry of `lr_groups`.
-    flat = {
-        k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")
-    }
+    flat = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "lr")}
     # Derived here; metrics.jsonl does not contain it.
     flat["samples_per_second"] = line["samples"] / line["seconds"]
     for name in ("lr_groups", "grad_norm_groups", *LOSS_PART_KEYS):

@@ -149,9 +149,7 @@ def train(
     """
     # Once: code that evaluates in between restores the mode.
     loop.engine.model.train()
-    loop.engine.fix_ddp_bucket_order(
-        lambda: _compute_first_loss(loop, batches(start_step), start_step + 1)
-    )
+    loop.engine.fix_ddp_bucket_order(lambda: _compute_first_loss(loop, batches(start_step), start_step + 1))
     # Two steps are in flight: while the host reads step n, forward and backward of step n + 1 are queued.
     progress, reader = _Progress(start_step), Reader[Batch]()
     while progress.confirmed_step < steps:
@@ -164,9 +162,7 @@ def train(
             with step.measure_time():
                 progress.pending = _update_weights(loop, step, get_stop_code())
             # The last step is read immediately too: there is no next step to launch first.
-            if (number == steps or loop.sync_after(number)) and not _finish_pending_step(
-                loop, progress, on_step
-            ):
+            if (number == steps or loop.sync_after(number)) and not _finish_pending_step(loop, progress, on_step):
                 break
 
 
@@ -181,11 +177,7 @@ def _compute_first_loss(loop: Loop, batches: Iterable[Batch], number: int) -> to
 
 
 def _launch_step(
-    loop: Loop,
-    progress: _Progress,
-    reader: Reader[Batch],
-    step: _Step,
-    on_step: Callable[[StepResult], None],
+    loop: Loop, progress: _Progress, reader: Reader[Batch], step: _Step, on_step: Callable[[StepResult], None]
 ) -> bool:
     """Queue a step's forward and backward, then finish the step before it. Returns False if batches must be requested
     again.
@@ -222,9 +214,7 @@ def _run_micro_steps(loop: Loop, reader: Reader[Batch], step: _Step) -> None:
             _run_micro_step(loop, reader, step, micro_step)
 
 
-def _finish_pending_step(
-    loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]
-) -> bool:
+def _finish_pending_step(loop: Loop, progress: _Progress, on_step: Callable[[StepResult], None]) -> bool:
     """Wait for the pending step's metrics and handle them. Returns False if batches must be requested again from
     `progress.confirmed_step`.
     """
@@ -332,24 +322,13 @@ def _find_failure(metrics: StepMetrics, step: int, ranks_per_sample: int) -> Ste
     # With context parallelism the first of the ranks that share a sample stands for them: (samples' ranks,
     # micro-steps).
     bad = (bad_losses | bad_data).view(-1, ranks_per_sample, accumulate).any(1)
-    failed_positions = [
-        (ranks_per_sample * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()
-    ]
+    failed_positions = [(ranks_per_sample * rank, micro_step) for rank, micro_step in bad.nonzero().tolist()]
     if failed_positions:
-        return StepFailure(
-            step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions)
-        )
+        return StepFailure(step, "non_finite_loss" if bad_losses.any() else "bad_data", tuple(failed_positions))
     # In the order of causes: a bad gradient makes bad weights too.
     kinds = ("non_finite_gradient", "zero_gradient", "non_finite_weights")
     raised = (metrics.flags > 0).any(0).tolist()
-    return next(
-        (
-            StepFailure(step, kind)
-            for kind, is_raised in zip(kinds, raised, strict=True)
-            if is_raised
-        ),
-        None,
-    )
+    return next((StepFailure(step, kind) for kind, is_raised in zip(kinds, raised, strict=True) if is_raised), None)
 
 
 def _build_result(metrics: StepMetrics, pending: _PendingStep, ranks_per_sample: int) -> StepResult:

@@ -40,23 +40,15 @@ class BatchPosition:
     rank: int
 
 
-def forward(
-    loss_function: LossFunction, model: nn.Module, batch: Batch, batch_position: BatchPosition
-) -> LossOutput:
+def forward(loss_function: LossFunction, model: nn.Module, batch: Batch, batch_position: BatchPosition) -> LossOutput:
     """Compute a micro-batch's losses, bitwise equal at every call with equal weights."""
     # Seeded at every call: a replay draws the numbers of the original step, even if others were drawn since. Dropout
     # inside the model draws from torch's own generators.
     seed = derive_seed(
-        batch_position.seed,
-        "dropout",
-        batch_position.step,
-        batch_position.micro_step,
-        batch_position.rank,
+        batch_position.seed, "dropout", batch_position.step, batch_position.micro_step, batch_position.rank
     )
     _seed_generators(seed, next(iter(batch.tensors.values())).device)
-    return loss_function(
-        model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs)
-    )
+    return loss_function(model, batch, RandomStreams(batch_position.seed, batch.sample_seeds, batch.random_inputs))
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -80,15 +72,11 @@ def make_replayable(
         rank=batch_position.rank,
         tensors=batch.tensors,
         forward=lambda: forward(loss_function, model, batch, batch_position),
-        select_sample=lambda index: make_replayable(
-            loss_function, model, batch.select_sample(index), batch_position
-        ),
+        select_sample=lambda index: make_replayable(loss_function, model, batch.select_sample(index), batch_position),
         faults=batch.faults,
         draw_numbers=batch.sample_seeds,
         # For the diagnosis: the same samples with noise that training never uses, to tell bad noise from bad data.
-        redraw=lambda number: make_replayable(
-            loss_function, model, _reseed(batch, number), batch_position
-        ),
+        redraw=lambda number: make_replayable(loss_function, model, _reseed(batch, number), batch_position),
         move_to=lambda position, draws: make_replayable(
             loss_function,
             model,
@@ -108,7 +96,4 @@ def pack_for_sending(micro_batch: MicroBatch, seed: int) -> tuple[Batch, BatchPo
 
 def _reseed(batch: Batch, number: int) -> Batch:
     """The same samples with random seeds that no epoch uses."""
-    return replace(
-        batch,
-        sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds),
-    )
+    return replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", number) for draw in batch.sample_seeds))

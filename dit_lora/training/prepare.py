@@ -12,10 +12,7 @@ from dit_lora.data.loading.training_set import TrainingData
 from dit_lora.families.base import TrainableCheckpoint
 from dit_lora.guard.snapshots import Snapshots
 from dit_lora.training.base_output import record_base_fingerprint, write_base_fingerprint
-from dit_lora.training.checkpoints.compatibility import (
-    SAMPLES_PER_STEP_KEY,
-    describe_launch_topology,
-)
+from dit_lora.training.checkpoints.compatibility import SAMPLES_PER_STEP_KEY, describe_launch_topology
 from dit_lora.training.checkpoints.files import require_same_recipe
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.distributed.build import build_engine
@@ -140,9 +137,7 @@ def _log_groups(session: Session, groups: list[dict[str, Any]]) -> None:
         session.say(f"group {group['name']}: {count:,} parameters, learning rate {group['lr']:g}")
 
 
-def _open_journal(
-    setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int
-) -> Journal | None:
+def _open_journal(setup: Setup[Any, Any], checkpoints: Checkpoints, start_step: int) -> Journal | None:
     """Open the journal and start the trackers; None except on the main process."""
     session = setup.session
     if not session.is_main:
@@ -184,18 +179,12 @@ def build_trajectory_config(setup: AnySetup) -> dict[str, Any]:
     # Replaced by digests and scales: moving a file does not change the training.
     flat.pop("lora.under", None)
     if recipe.lora.under:
-        flat["lora.under"] = [
-            [*_list_digests(adapter), adapter["scale"]] for adapter in setup.data.adapters["under"]
-        ]
+        flat["lora.under"] = [[*_list_digests(adapter), adapter["scale"]] for adapter in setup.data.adapters["under"]]
     if recipe.lora.has_file_init:
         # The file's folder and name are not part of its content.
         flat["lora.init"] = " ".join(_list_digests(setup.data.adapters["continued"]))
         # These are values of the file, whether the recipe repeats them or not.
-        for name in (
-            "rank",
-            "alpha",
-            "targets",
-        ):
+        for name in ("rank", "alpha", "targets"):
             del flat[f"lora.{name}"]
     # Compiled blocks round differently; omitted if off, as in checkpoints from before the option.
     if recipe.train.compile:

@@ -17,10 +17,7 @@ from dit_lora.numerics.streams import RandomStreams
 
 
 def compute_training_losses(
-    checkpoint: TrainableCheckpoint,
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    streams: RandomStreams,
+    checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> LossOutput:
     """The family's losses of a batch; adds the preservation loss if the batch has captions without the trigger
     word.
@@ -29,14 +26,10 @@ def compute_training_losses(
     weight = batch.get(PRESERVE_WEIGHT)
     if weight is None:
         return checkpoint.losses(model, batch, streams)
-    main_batch = {
-        n: t for n, t in batch.items() if n != PRESERVE_WEIGHT and not n.startswith(PRESERVE_PREFIX)
-    }
+    main_batch = {n: t for n, t in batch.items() if n != PRESERVE_WEIGHT and not n.startswith(PRESERVE_PREFIX)}
     # First: activations kept for backward would take the memory that this pass needs.
     preserved_batch = main_batch | {
-        n.removeprefix(PRESERVE_PREFIX): t
-        for n, t in batch.items()
-        if n.startswith(PRESERVE_PREFIX)
+        n.removeprefix(PRESERVE_PREFIX): t for n, t in batch.items() if n.startswith(PRESERVE_PREFIX)
     }
     with disable_trained_adapter(model), torch.no_grad():
         base = _collect_predictions(checkpoint, model, preserved_batch, streams)
@@ -67,19 +60,14 @@ def mean_squared_difference(
 
 
 def _collect_predictions(
-    checkpoint: TrainableCheckpoint,
-    model: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    streams: RandomStreams,
+    checkpoint: TrainableCheckpoint, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
 ) -> list[torch.Tensor]:
     """The tensors that the model outputs during the family's loss computation, which uses the batch's random seeds."""
     outputs: list[torch.Tensor] = []
 
     def record_output(_module: nn.Module, _args: object, output: object) -> None:
         outputs.extend(
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         )
 
     with model.register_forward_hook(record_output):

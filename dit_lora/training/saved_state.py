@@ -10,11 +10,7 @@ from typing import Any
 from dit_lora.errors import DitLoraError
 from dit_lora.files import write_atomically
 from dit_lora.numerics.dtensors import copy_full_values, gather_tensors
-from dit_lora.training.checkpoints.compatibility import (
-    describe_launch_topology,
-    describe_topology_change,
-    has_dropout,
-)
+from dit_lora.training.checkpoints.compatibility import describe_launch_topology, describe_topology_change, has_dropout
 from dit_lora.training.checkpoints.files import (
     LoadedCheckpoint,
     SavedState,
@@ -64,8 +60,7 @@ def resume(
                 session.say(f"warning: passed over {newer}: it is torn or altered")
     if loaded.step > train.steps:
         raise DitLoraError(
-            f"train.steps is {train.steps}, and {path} is beyond it; raise train.steps or "
-            "resume an earlier checkpoint"
+            f"train.steps is {train.steps}, and {path} is beyond it; raise train.steps or resume an earlier checkpoint"
         )
     return loaded.step, loaded.guard_state
 
@@ -104,10 +99,7 @@ class Checkpoints:
                     copy,
                     self.trajectory_config,
                     keep=train.keep,
-                    best_steps=[
-                        entry["step"]
-                        for entry in find_best_checkpoints(session.dir, train.keep_best)
-                    ],
+                    best_steps=[entry["step"] for entry in find_best_checkpoints(session.dir, train.keep_best)],
                     guard_state=guard_state,
                     launch_topology=launch_topology,
                 )
@@ -165,10 +157,7 @@ def restore_state(loaded: LoadedCheckpoint, engine: Engine, ema: TrainedEMA | No
     """Load weights, optimizer state and averages into `engine`, bit for bit; each rank loads its part."""
     stored, averages = loaded.state, ema.named_averages() if ema else {}
     # Compared before anything is filled: a model half restored would be neither the old nor the new.
-    for live, saved in (
-        (engine.trainable_state_dict(), stored.weights),
-        (averages, stored.averages),
-    ):
+    for live, saved in ((engine.trainable_state_dict(), stored.weights), (averages, stored.averages)):
         if {n: t.shape for n, t in live.items()} != {n: t.shape for n, t in saved.items()}:
             raise DitLoraError(f"{loaded.path}: its trainable parameters are not this model's")
     # Copies: tensors that a CPU optimizer keeps must not live in a memory-mapped file.
@@ -185,6 +174,5 @@ def find_best_checkpoints(run_dir: Path, count: int) -> list[dict[str, Any]]:
     # Of equal losses, the earlier step comes first.
     measured = sorted((losses[step], step) for step in checkpoints if step in losses)
     return [
-        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss}
-        for loss, step in measured[:count]
+        {"checkpoint": checkpoints[step].name, "step": step, "held_out_loss": loss} for loss, step in measured[:count]
     ]

@@ -29,9 +29,7 @@ NUM_SAMPLES = 32
 _MAX_ROWS = 1024
 
 
-def initialize_lora_from_data(
-    session: Session, checkpoint: TrainableCheckpoint, data: Any, model: nn.Module
-) -> str:
+def initialize_lora_from_data(session: Session, checkpoint: TrainableCheckpoint, data: Any, model: nn.Module) -> str:
     """Set A of every adapted linear layer, equally on all ranks; returns a line that reports it.
 
     Runs the whole model on this rank's device. Layers that receive fewer rows than their rank keep their random
@@ -64,18 +62,12 @@ def initialize_lora_from_data(
                 continue
             batch = sample.to(device)
             checkpoint.losses(
-                model,
-                batch.tensors,
-                RandomStreams(derive_seed(recipe.train.seed, "eva"), batch.sample_seeds),
+                model, batch.tensors, RandomStreams(derive_seed(recipe.train.seed, "eva"), batch.sample_seeds)
             )
     unchanged_layers = [name for name, inputs in layers.items() if not inputs.set_lora_a()]
     model.to(home)
     message = f"lora.init: eva: {len(layers) - len(unchanged_layers)} layers start from {len(chosen)} samples"
-    return (
-        f"{message}; {len(unchanged_layers)} were given fewer rows than their rank"
-        if unchanged_layers
-        else message
-    )
+    return f"{message}; {len(unchanged_layers)} were given fewer rows than their rank" if unchanged_layers else message
 
 
 class LayerInputs:
@@ -114,8 +106,7 @@ class LayerInputs:
 @contextmanager
 def _watch_inputs(layers: dict[str, LayerInputs]) -> Iterator[None]:
     handles = [
-        inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs))
-        for inputs in layers.values()
+        inputs.layer.register_forward_pre_hook(partial(LayerInputs.add_rows, inputs)) for inputs in layers.values()
     ]
     try:
         yield

@@ -97,12 +97,7 @@ class Task(Protocol):
     def build_reference_model(self, checkpoint: Any) -> "ReferenceModel":
         """The checkpoint as its own library loads it, for checks of the saved result."""
 
-    def save(
-        self,
-        setup: Setup[Any, Any],
-        metadata: Mapping[str, Any],
-        weights: Mapping[str, torch.Tensor],
-    ) -> Path:
+    def save(self, setup: Setup[Any, Any], metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Path:
         """Write the result and return its path. Main process only; raises if it is not finite or has no effect.
 
         `weights` are the trained weights, unsharded.

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("shape", args.shapes, (*SHAPES, "tiny")),
     ):
         if unknown := [name for name in asked if name not in names]:
-            return _refuse(
-                f"no {kind} is called {', '.join(unknown)}; there are {', '.join(names)}"
-            )
+            return _refuse(f"no {kind} is called {', '.join(unknown)}; there are {', '.join(names)}")
     pairs = list(_pairs(args.op, args.shapes))
     if not pairs:
         return _refuse(f"{', '.join(args.shapes)} has no {', '.join(args.op)}")
@@ -63,12 +61,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="NAME")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=HERE / "results", metavar="FOLDER")
-    parser.add_argument(
-        "--seconds-per-case", type=float, default=0.5, metavar="S", help="of a row's samples"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), metavar="S", help="no row begins after it"
-    )
+    parser.add_argument("--seconds-per-case", type=float, default=0.5, metavar="S", help="of a row's samples")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="S", help="no row begins after it")
     return parser.parse_args(argv)
 
 

@@ -92,9 +92,7 @@ def _ada_norm(name: str, shape: Shape, device: torch.device, *, gated: bool) -> 
         fields = ("x", "shift", "scale", "y", "gate")
         streams = [Stream(*(given.get(f"{key}{i}") for key in fields)) for i in range(count)]  # type: ignore[arg-type]
         norm = "rms" if kind == "rms" else "layer"
-        out, residuals = joint_ada_norm(
-            streams, given.get("weight"), given.get("bias"), norm=norm, eps=shape.norm_eps
-        )
+        out, residuals = joint_ada_norm(streams, given.get("weight"), given.get("bias"), norm=norm, eps=shape.norm_eps)
         return (out, *residuals)
 
     # Forward reads each x and writes out; gated it reads y and writes the sum too. Backward reads the gradients of out

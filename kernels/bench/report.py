@@ -28,14 +28,10 @@ def kind_of_ours(device: torch.device) -> str:
     return "interpreter" if triton_support().mode == "interpreter" else "reference"
 
 
-def markdown(
-    about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str], failures: Sequence[str]
-) -> str:
+def markdown(about: dict[str, str], rows: Sequence[Row], left_out: Sequence[str], failures: Sequence[str]) -> str:
     """Return two tables of the same rows, then what is missing from them."""
     lines = [f"# Kernels on {about['device']}, {about['date']}", ""]
-    lines += [
-        f"- {name}: {value}" for name, value in about.items() if name not in ("device", "date")
-    ]
+    lines += [f"- {name}: {value}" for name, value in about.items() if name not in ("device", "date")]
     lines += ["", "Milliseconds, p50 (p20 to p80); the spread is that of the medians of two repetitions, "
               "the largest of the columns.", ""]  # fmt: skip
     lines += _table(

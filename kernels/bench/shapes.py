@@ -40,9 +40,7 @@ SHAPES = {
     # 49 frames of 480x720: 13 x 30 x 45 tokens of video, 226 of text.
     "cogvideox_5b": Shape(1, (226, 17550), 48, 64, "affine", 1e-5, 42, "layer", True),
     # 1024x1024: 32x32 tokens; q, k, v and out of linear and of cross-attention.
-    "sana_1.6b": Shape(
-        8, (1024,), 70, 32, "layer", 1e-6, 20, linear_attention=True, glu=(32, 32, 5600)
-    ),
+    "sana_1.6b": Shape(8, (1024,), 70, 32, "layer", 1e-6, 20, linear_attention=True, glu=(32, 32, 5600)),
     "dit_xl2": Shape(64, (256,), 16, 72, "layer", 1e-6, 28),  # 256x256
     # 81 frames of 480x832: 21 x 30 x 52.
     "wan_1.3b": Shape(1, (32760,), 12, 128, "fp32", 1e-6, 30, "across", True),

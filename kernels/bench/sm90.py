@@ -189,10 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="an object a line, with all accesses")
     given = parser.parse_args(argv)
     chosen = [
-        (op, name, launch)
-        for op in given.op
-        for name, launch in sm90_cases.CASES[op].items()
-        if given.case in name
+        (op, name, launch) for op in given.op for name, launch in sm90_cases.CASES[op].items() if given.case in name
     ]
     rows = ({"op": op} | row for op, name, launch in chosen for row in compiled(name, launch))
     if given.json:

@@ -78,9 +78,7 @@ def _qk_norm_rope(
         qk_norm_rope_kernels.launch_forward(x, weight, bias, cos, sin, options, rstd)
         return
     source = None if norm == "none" else _empty(*size)
-    operands = qk_norm_rope_kernels.BackwardOperands(
-        x, source, None if trained else rstd, weight, bias, cos, sin
-    )
+    operands = qk_norm_rope_kernels.BackwardOperands(x, source, None if trained else rstd, weight, bias, cos, sin)
     needs = (True, trained, trained and bias is not None)
     qk_norm_rope_kernels.launch_backward(operands, options, needs)
 
@@ -100,9 +98,7 @@ def _relu(size: tuple[int, int, int, int], *, rotated: bool, dtype: torch.dtype 
 
 def _glu(size: tuple[int, int, int, int], dtype: torch.dtype = BF16) -> None:
     """Launch forward, dc, dh and the filters' gradient on (B,H,W,2C)."""
-    h, weight, bias = (
-        _empty(*shape, dtype=dtype) for shape in (size, (size[3], 1, 3, 3), (size[3],))
-    )
+    h, weight, bias = (_empty(*shape, dtype=dtype) for shape in (size, (size[3], 1, 3, 3), (size[3],)))
     out = silu_dwconv_glu.launch_convolution(h, weight, bias, None)
     dc = silu_dwconv_glu.launch_convolution(h, weight, bias, out)
     silu_dwconv_glu.launch_input(dc, h, weight)
@@ -122,12 +118,8 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
         "cogvideox forward": partial(_ada_norm, COGVIDEOX, affine=True),
         "cogvideox forward, no y": partial(_ada_norm, COGVIDEOX, affine=True, gated=False),
         "cogvideox backward": partial(_ada_norm_backward, COGVIDEOX, affine=True),
-        "cogvideox backward, no y": partial(
-            _ada_norm_backward, COGVIDEOX, affine=True, gated=False
-        ),
-        "cogvideox backward with tables": partial(
-            _ada_norm_backward, COGVIDEOX, affine=True, full=True
-        ),
+        "cogvideox backward, no y": partial(_ada_norm_backward, COGVIDEOX, affine=True, gated=False),
+        "cogvideox backward with tables": partial(_ada_norm_backward, COGVIDEOX, affine=True, full=True),
         "sana forward": partial(_ada_norm, SANA),
         "sana backward": partial(_ada_norm_backward, SANA),
         "dit forward": partial(_ada_norm, DIT),
@@ -143,25 +135,15 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
     "qk_norm_rope": {
         "cogvideox forward": partial(_qk_norm_rope, (1, 17776, 48, 64), 17550),
         "cogvideox backward": partial(_qk_norm_rope, (1, 17776, 48, 64), 17550, backward=True),
-        "cogvideox backward, trained": partial(
-            _qk_norm_rope, (1, 17776, 48, 64), 17550, backward=True, trained=True
-        ),
+        "cogvideox backward, trained": partial(_qk_norm_rope, (1, 17776, 48, 64), 17550, backward=True, trained=True),
         "wan forward": partial(_qk_norm_rope, (1, 32760, 40, 128), 32760, kind="across"),
-        "wan backward": partial(
-            _qk_norm_rope, (1, 32760, 40, 128), 32760, kind="across", backward=True
-        ),
+        "wan backward": partial(_qk_norm_rope, (1, 32760, 40, 128), 32760, kind="across", backward=True),
         "wan backward, trained": partial(
             _qk_norm_rope, (1, 32760, 40, 128), 32760, kind="across", backward=True, trained=True
         ),
-        "mistral forward, halves": partial(
-            _qk_norm_rope, (2, 2048, 32, 128), 2048, kind="none", rotation="half"
-        ),
-        "ltx backward": partial(
-            _qk_norm_rope, (1, 5632, 32, 64), 5632, kind="across", per_head=True, backward=True
-        ),
-        "flux backward, no norm": partial(
-            _qk_norm_rope, (1, 4608, 24, 128), 4608, kind="none", backward=True
-        ),
+        "mistral forward, halves": partial(_qk_norm_rope, (2, 2048, 32, 128), 2048, kind="none", rotation="half"),
+        "ltx backward": partial(_qk_norm_rope, (1, 5632, 32, 64), 5632, kind="across", per_head=True, backward=True),
+        "flux backward, no norm": partial(_qk_norm_rope, (1, 4608, 24, 128), 4608, kind="none", backward=True),
     },
     "relu_linear_attention": {
         "sana": partial(_relu, (8, 1024, 70, 32), rotated=False),

@@ -83,10 +83,7 @@ class Clock:
                 call()
                 times.append(1e3 * (time.perf_counter() - began))
             return times
-        pairs = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(count)
-        ]
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         # Nothing waits within the loop: the GPU sleeps while the host enqueues, and then has all launches of a call.
         for start, end in pairs:
             self._flush.sum()

@@ -89,9 +89,7 @@ def ada_norm_reference(
     return output.to(x.dtype), residual, stats.movedim(-1, 0)
 
 
-def _backward_reference(
-    operands: BackwardOperands, groups: int
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _backward_reference(operands: BackwardOperands, groups: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute dx', ``gate * dx'`` and the three sums of `launch_backward`, in fp32 (fp64 for fp64)."""
     grad, grad_residual, residual, stats, y, gate, scale, weight = operands
     wide, (B, T, D) = stats.dtype, residual.shape
@@ -131,9 +129,7 @@ def _allocate_forward(streams: Sequence[Stream], layer: bool) -> list[Tensor]:
     x = streams[0].x
     tokens = sum(stream.x.shape[1] for stream in streams)
     output = torch.empty((x.shape[0], tokens, x.shape[2]), dtype=x.dtype, device=x.device)
-    stats = torch.empty(
-        (1 + layer, x.shape[0], tokens), dtype=accumulation_dtype(x.dtype), device=x.device
-    )
+    stats = torch.empty((1 + layer, x.shape[0], tokens), dtype=accumulation_dtype(x.dtype), device=x.device)
     gated = [stream.x.shape for stream in streams if stream.y is not None]
     return [output, stats, *(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in gated)]
 
@@ -171,15 +167,11 @@ def ada_norm_forward(
 
 
 @ada_norm_forward.register_fake
-def _(
-    flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
-) -> list[Tensor]:
+def _(flat: list[Tensor | None], weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float) -> list[Tensor]:
     return _allocate_forward(_group_fields(flat), layer)
 
 
-def _allocate_backward(
-    operands: BackwardOperands, dx: bool, dy: torch.dtype | None
-) -> list[Tensor | None]:
+def _allocate_backward(operands: BackwardOperands, dx: bool, dy: torch.dtype | None) -> list[Tensor | None]:
     """Allocate dx' and ``gate * dx'`` (B,T,D), None for a gradient that is not needed."""
     shape, device = operands.residual.shape, operands.residual.device
     dtypes = (operands.residual.dtype if dx else None, dy)
@@ -208,15 +200,11 @@ def ada_norm_backward(
 
 
 @ada_norm_backward.register_fake
-def _(
-    flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]
-) -> list[Tensor]:
+def _(flat: list[Tensor | None], groups: int, dx: bool, dy: torch.dtype | None, sums: list[bool]) -> list[Tensor]:
     operands = BackwardOperands._make(flat)
     rows = _allocate_backward(operands, dx, dy)
     (B, _, D), stats = operands.residual.shape, operands.stats
-    totals = [
-        torch.empty((B, groups, D), dtype=stats.dtype, device=stats.device) for want in sums if want
-    ]
+    totals = [torch.empty((B, groups, D), dtype=stats.dtype, device=stats.device) for want in sums if want]
     return [*(v for v in rows if v is not None), *totals]
 
 
@@ -237,43 +225,27 @@ def _find_needed_gradients(
 
 
 def _compute_gradients(
-    operands: BackwardOperands,
-    bias: Tensor | None,
-    groups: int,
-    dtypes: Stream,
-    want: Stream,
-    affine: Sequence[bool],
+    operands: BackwardOperands, bias: Tensor | None, groups: int, dtypes: Stream, want: Stream, affine: Sequence[bool]
 ) -> tuple[list[Tensor | None], tuple[Tensor | None, Tensor | None]]:
     """The gradients of a Stream's fields, in order, and its contributions to those of weight and bias, (D,).
 
     `dtypes` and `want` hold each field's dtype and whether it needs a gradient; `affine`, whether weight and bias do.
     """
-    y_is_x, needed_outputs = _find_needed_gradients(
-        operands.gate is None, bias is not None, dtypes, want, affine
-    )
+    y_is_x, needed_outputs = _find_needed_gradients(operands.gate is None, bias is not None, dtypes, want, affine)
     dy_dtype: Any = dtypes.y if needed_outputs[1] else None
-    computed = iter(
-        ada_norm_backward(list(operands), groups, needed_outputs[0], dy_dtype, needed_outputs[2:])
-    )
+    computed = iter(ada_norm_backward(list(operands), groups, needed_outputs[0], dy_dtype, needed_outputs[2:]))
     parts: list[Any] = [next(computed) if needed else None for needed in needed_outputs]
     dx, dy, ones, hats, dgate = parts
     # weight and bias are applied before the scale, so their gradients take each group's factor before groups are
     # summed.
     factor = 1 if operands.scale is None else 1 + operands.scale.to(operands.stats.dtype)
-    shares = (
-        (factor * hats).sum((0, 1)) if affine[0] else None,
-        (factor * ones).sum((0, 1)) if affine[1] else None,
-    )
+    shares = ((factor * hats).sum((0, 1)) if affine[0] else None, (factor * ones).sum((0, 1)) if affine[1] else None)
     sums = (dx if y_is_x else dy, ones, hats, dgate)
     return _order_by_field(dx, sums, (operands.weight, bias), dtypes, want), shares
 
 
 def _order_by_field(
-    dx: Any,
-    gradient_parts: Sequence[Any],
-    affine: Sequence[Tensor | None],
-    dtypes: Sequence[Any],
-    want: Sequence[Any],
+    dx: Any, gradient_parts: Sequence[Any], affine: Sequence[Tensor | None], dtypes: Sequence[Any], want: Sequence[Any]
 ) -> list[Tensor | None]:
     """The gradients of a Stream's fields, in order, from dx', the gradient of y, and the three sums."""
     dy, ones, hats, dgate = gradient_parts
@@ -296,9 +268,7 @@ class _StreamPlan:
     stats: Layout
     groups: int
 
-    def backward(
-        self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]
-    ) -> list[Tensor | None]:
+    def backward(self, tensors: Sequence[Any], grads: Sequence[Any], want: tuple[bool, ...]) -> list[Tensor | None]:
         """Compute the gradients of the stream's fields.
 
         `tensors` are weight, bias, the stream's stats, x', y, gate and scale. `grads` are those of its part of
@@ -331,10 +301,7 @@ class _BackwardPlan(NamedTuple):
 
 @functools.lru_cache(8192)
 def _build_backward_plan(
-    stream: _StreamPlan,
-    wants: tuple[bool, ...],
-    grad: PlainLayout,
-    grad_residual: PlainLayout | None,
+    stream: _StreamPlan, wants: tuple[bool, ...], grad: PlainLayout, grad_residual: PlainLayout | None
 ) -> _BackwardPlan:
     """The plan for the needed gradients of the fields, given the layouts of the gradients of `output_shape` and x'."""
     of_grads = [None if v is None else Layout._make(v) for v in (grad, grad_residual)]
@@ -343,9 +310,7 @@ def _build_backward_plan(
     want: Any = Stream._make(wants)
     dtypes: Any = Stream._make([None if v is None else v.dtype for v in stream.fields])
     weight, bias = stream.affine
-    y_is_x, needed = _find_needed_gradients(
-        gate is None, bias is not None, dtypes, want, (False, False)
-    )
+    y_is_x, needed = _find_needed_gradients(gate is None, bias is not None, dtypes, want, (False, False))
     (B, T, D), wide = x.shape, stream.stats.dtype
     count, chunks = programs(B * T, T // stream.groups, any(needed[2:]))
     tables = [v.shape for v in (shift, scale, gate) if v is not None]
@@ -417,10 +382,7 @@ def _build_plan(norm: str, eps: float, layouts: tuple[PlainLayout | None, ...]) 
         return None
     if any(make_rows_contiguous(tensor) is not tensor for tensor in tensors):
         return None
-    if any(
-        s.x.numel() == 0 or not _has_equal_table_shapes(s, w)
-        for s, w in zip(streams, wide, strict=True)
-    ):
+    if any(s.x.numel() == 0 or not _has_equal_table_shapes(s, w) for s, w in zip(streams, wide, strict=True)):
         return None
     B, _, D = streams[0].x.shape
     lengths = [stream.x.shape[1] for stream in streams]
@@ -487,9 +449,7 @@ class _AdaNorm(torch.autograd.Function):
         return (output, *residuals)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor | None, *grad_residuals: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grad_residuals: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, bias, stats, *saved = ctx.saved_tensors
         if grad is None:  # out was not used
             grad = torch.zeros_like(saved[0][:, :1, :1]).expand(*stats.shape[1:], saved[0].shape[2])
@@ -515,9 +475,7 @@ class _AdaNorm(torch.autograd.Function):
                 by_stream[0][i], grad_residuals[i], residual, by_stream[1][i], y, gate, scale, weight
             )  # fmt: skip
             dtypes = Stream._make(ctx.dtypes[5 * i : 5 * i + 5])
-            stream_grads, share = _compute_gradients(
-                operands, bias, ctx.groups[i], dtypes, want, affine
-            )
+            stream_grads, share = _compute_gradients(operands, bias, ctx.groups[i], dtypes, want, affine)
             grads += stream_grads
             shares.append(share)
         dweight = dbias = None
@@ -542,20 +500,13 @@ def check_streams(streams: Sequence[Stream], norm: str, affine: dict[str, Tensor
     first_x = streams[0].x
     for i, (x, _, _, y, gate) in enumerate(streams):
         fits_first = x.dtype is first_x.dtype and x.device == first_x.device
-        if (
-            x.ndim != 3
-            or not x.is_floating_point()
-            or x.shape[::2] != first_x.shape[::2]
-            or not fits_first
-        ):
+        if x.ndim != 3 or not x.is_floating_point() or x.shape[::2] != first_x.shape[::2] or not fits_first:
             raise ValueError(
                 f"x of stream {i} must be floating (B,T,D), with the B, D, dtype and device of stream 0: "
                 f"got {_describe(x)} beside {_describe(first_x)}"
             )
         if y is not None and y.shape != x.shape:
-            raise ValueError(
-                f"y of stream {i} must have the shape of x {tuple(x.shape)}, got {_describe(y)}"
-            )
+            raise ValueError(f"y of stream {i} must have the shape of x {tuple(x.shape)}, got {_describe(y)}")
         if gate is not None and y is None:
             raise ValueError(f"gate of stream {i} multiplies y, and there is no y")
     for name, vector in affine.items():
@@ -611,9 +562,7 @@ def joint_ada_norm(
     return output, tuple(residuals)
 
 
-def _find_plan(
-    norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]
-) -> _Plan | None:
+def _find_plan(norm: str, eps: float, weight: Tensor | None, bias: Tensor | None, flat: list[Any]) -> _Plan | None:
     """The plan for these operands; None if ops must be called, because tracing would not see a plain launch."""
     if not flat or not launches(flat[0]):
         return None
@@ -675,7 +624,5 @@ def ada_norm(
 
     Source: diffusers AdaLayerNormZero, and the block forwards of Sana, Wan and LTX.
     """
-    output, (residual,) = joint_ada_norm(
-        [Stream(x, shift, scale, y, gate)], weight, bias, norm=norm, eps=eps
-    )
+    output, (residual,) = joint_ada_norm([Stream(x, shift, scale, y, gate)], weight, bias, norm=norm, eps=eps)
     return output if y is None else (output, residual)

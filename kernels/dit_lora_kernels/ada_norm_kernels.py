@@ -219,9 +219,7 @@ def _list_strides(layouts: Layouts) -> list[int]:
 
 
 @functools.lru_cache(8192)
-def prepare_forward(
-    rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float
-) -> Prepared:
+def prepare_forward(rows: Layouts, affine: Layouts, stats: Layout, groups: int, eps: float) -> Prepared:
     """Prepare the forward launch for `rows` (x, y, gate, shift, scale), weight and bias, and a stream's `stats`.
 
     Call it with these seven tensors, x' (B,T,D) or None, and the stream's tokens of `output` (B,S,D) and of `stats` (1
@@ -301,17 +299,12 @@ def launch_forward(
     ordered = (stream.x, stream.y, stream.gate, stream.shift, stream.scale)
     rows = [make_rows_contiguous(tensor) for tensor in ordered]
     affine = [make_contiguous(weight), make_contiguous(bias)]
-    launch = prepare_forward(
-        _get_layouts(rows), _get_layouts(affine), get_layout(stats), stream.groups(), eps
-    )
+    launch = prepare_forward(_get_layouts(rows), _get_layouts(affine), get_layout(stats), stream.groups(), eps)
     launch(*rows, *affine, residual, output, stats)
 
 
 def launch_backward(
-    operands: BackwardOperands,
-    rows: Sequence[Tensor | None],
-    groups: int,
-    needed_sums: Sequence[bool],
+    operands: BackwardOperands, rows: Sequence[Tensor | None], groups: int, needed_sums: Sequence[bool]
 ) -> list[Tensor | None]:
     """Fill `rows` (dx and dy) and return the sums over each group's tokens that `needed_sums` selects, (B,G,D) or
     None.
@@ -322,18 +315,13 @@ def launch_backward(
     B, T, D = residual.shape
     count, chunks = programs(B * T, T // groups, any(needed_sums))
     shape = (B, groups, chunks, D)
-    partials = [
-        torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None
-        for want in needed_sums
-    ]
+    partials = [torch.empty(shape, dtype=stats.dtype, device=grad.device) if want else None for want in needed_sums]
     if residual.numel() > 0:
         read = [make_rows_contiguous(v) for v in (grad, grad_residual, residual, y, gate, scale)]
         factor, outputs = make_contiguous(weight), (*rows, *partials)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in outputs])
         of_weight = None if factor is None else get_layout(factor)
-        launch = prepare_backward(
-            _get_layouts(read), of_weight, get_layout(stats), groups, count, dtypes
-        )
+        launch = prepare_backward(_get_layouts(read), of_weight, get_layout(stats), groups, count, dtypes)
         launch(*read[:3], stats, *read[3:], factor, *outputs)
     return [None if p is None else total(p, chunks) for p in partials]
 

@@ -20,15 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.support import (
-    accumulation_triton_dtype,
-    cdiv,
-    launch,
-    launches,
-    op,
-    tl,
-    triton,
-)
+from dit_lora_kernels.support import accumulation_triton_dtype, cdiv, launch, launches, op, tl, triton
 
 # Elements that a program takes: 32 a thread of its 4 warps.
 CHUNK = 4096
@@ -104,9 +96,7 @@ def _build_chunk_table(rows: Sequence[tuple[int, int, int]], element_size: int) 
     index = torch.arange(len(tensor_of_chunk)) - (chunks.cumsum(0) - chunks)[tensor_of_chunk]
     remaining = size[tensor_of_chunk] - index * CHUNK
     start = address[tensor_of_chunk] + index * (CHUNK * element_size)
-    return torch.stack(
-        [start, remaining.clamp(max=CHUNK), norm_index[tensor_of_chunk] + index], dim=1
-    )
+    return torch.stack([start, remaining.clamp(max=CHUNK), norm_index[tensor_of_chunk] + index], dim=1)
 
 
 class _Tables(NamedTuple):
@@ -118,9 +108,7 @@ class _Tables(NamedTuple):
     chunks: list[tuple[torch.dtype, bool, Tensor]]
 
 
-def _build_tables(
-    device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]
-) -> _Tables:
+def _build_tables(device: torch.device, groups: tuple[int, ...], count: int, flat: tuple[FlatTensor, ...]) -> _Tables:
     """Build the tables on the device, for contiguous tensors at these addresses; see `_launch`."""
     # One row per group, padded with zeros; a chunk's index does not depend on its launch.
     used = [0] * count
@@ -158,9 +146,7 @@ def _launch(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Ten
         return _launch_on_current_device(tensors, groups, count)
 
 
-def _launch_on_current_device(
-    tensors: Sequence[Tensor], groups: Sequence[int], count: int
-) -> Tensor:
+def _launch_on_current_device(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
     """`_launch` on the current device."""
     device = tensors[0].device
     # Held until everything is launched: the memory of a freed copy could be reused before.
@@ -209,9 +195,7 @@ def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
     Raises ValueError if groups do not match the tensors or the devices differ, TypeError for another dtype.
     """
     if len(groups) != len(tensors):
-        raise ValueError(
-            f"groups must name a group for each of {len(tensors)} tensors; received {len(groups)}."
-        )
+        raise ValueError(f"groups must name a group for each of {len(tensors)} tensors; received {len(groups)}.")
     for index, (tensor, group) in enumerate(zip(tensors, groups, strict=True)):
         if not 0 <= group < count:
             raise ValueError(f"groups[{index}] must be from 0 to {count - 1}; received {group}.")
@@ -221,8 +205,7 @@ def finite_norms(tensors: Sequence[Tensor], groups: Sequence[int], count: int) -
             )
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"tensors must be on one device; received {tensors[0].device} and, at {index}, "
-                f"{tensor.device}."
+                f"tensors must be on one device; received {tensors[0].device} and, at {index}, {tensor.device}."
             )
     if not tensors:  # an op of torch.library takes its device from a tensor
         return torch.zeros(count, dtype=torch.float64)

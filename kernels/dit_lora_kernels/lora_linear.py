@@ -77,16 +77,12 @@ def lower(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Ten
 
 
 @torch.no_grad()
-def lower_all(
-    adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
+def lower_all(adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """`lower` of every (a, b, scaling), with the same bits, in a few launches per dtype and device."""
     a = [matrix for matrix, _, _ in adapters]
     b = [matrix for _, matrix, _ in adapters]
     scalings = [scaling for *_, scaling in adapters]
-    if (
-        torch.promote_types(b[0].dtype, dtype) is not b[0].dtype
-    ):  # must be multiplied in a wider dtype
+    if torch.promote_types(b[0].dtype, dtype) is not b[0].dtype:  # must be multiplied in a wider dtype
         return [lower(*adapter, dtype) for adapter in adapters]
     # PyTorch's optimizers use these two functions, which have no public names.
     if any(scaling != 1 for scaling in scalings):
@@ -122,9 +118,7 @@ def lora_linear(
     return lora_qkv(x, [Projection(weight, bias, adapter, quantized)], dropout=dropout)[0]
 
 
-def lora_qkv(
-    x: Tensor, projections: Sequence[Projection], *, dropout: float = 0.0
-) -> tuple[Tensor, ...]:
+def lora_qkv(x: Tensor, projections: Sequence[Projection], *, dropout: float = 0.0) -> tuple[Tensor, ...]:
     """Apply `lora_linear` to several layers that share x: it is saved once, and A's products are one GEMM.
 
     dx is one buffer that every product is added into. With `dropout` each layer draws its own mask, in order, as
@@ -135,9 +129,7 @@ def lora_qkv(
     return projected(x, projections, dtype, dropout)
 
 
-def projected(
-    x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float
-) -> tuple[Tensor, ...]:
+def projected(x: Tensor, projections: Sequence[Projection], dtype: torch.dtype, dropout: float) -> tuple[Tensor, ...]:
     """`lora_qkv` without checks of the operands. `dtype` is the `compute_dtype` of each projection."""
     operands: list[Tensor | None] = []
     size = 10 if [p for p in projections if p.fp8 is not None] else 6
@@ -146,21 +138,12 @@ def projected(
         operands += [weight, bias, a, b, *(lowered or lower(a, b, scaling, dtype))]
         if size > 6:
             operands += [None] * 4 if narrow is None else [*narrow.forward, *narrow.backward]
-    settings = _Settings(
-        dropout,
-        [p.adapter.scaling for p in projections],
-        [p.quantized for p in projections],
-        size,
-    )
-    apply = (
-        partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
-    )
+    settings = _Settings(dropout, [p.adapter.scaling for p in projections], [p.quantized for p in projections], size)
+    apply = partial(apply_plainly, _LoraProjections) if is_plain_python() else _LoraProjections.apply
     return apply(_as(x, dtype), settings, *operands)  # type: ignore[no-any-return]
 
 
-def _check(
-    x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype
-) -> None:
+def _check(x: Tensor, projections: Sequence[Projection], dropout: float, dtype: torch.dtype) -> None:
     """Raise `ValueError` for a dropout, dtype, shape or base that the op does not support."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
@@ -172,9 +155,7 @@ def _check(
         if compute_dtype(x, weight) is not dtype:
             raise ValueError("projections of one input must have weights of one dtype")
         if b.ndim != 2 or a.shape != (b.shape[1], x.shape[-1]):
-            raise ValueError(
-                f"a (R, {x.shape[-1]}) and b (O, R) expected, got {(*a.shape,)} and {(*b.shape,)}"
-            )
+            raise ValueError(f"a (R, {x.shape[-1]}) and b (O, R) expected, got {(*a.shape,)} and {(*b.shape,)}")
         if (weight is None) is (quantized is None) or (weight is None and bias is not None):
             raise ValueError("give a weight, with or without a bias, or `quantized` alone")
         for tensor, shape in ((weight, (b.shape[0], a.shape[1])), (bias, (b.shape[0],))):
@@ -228,9 +209,7 @@ class _LoraProjections(torch.autograd.Function):
                 y.addmm_(products[i], lows_b[i].t())
                 outputs.append(y.view(*x.shape[:-1], y.shape[1]))
         ctx.settings, ctx.shape = settings, x.shape
-        ctx.dtypes = [
-            (operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), size)
-        ]
+        ctx.dtypes = [(operands[i + 2].dtype, operands[i + 3].dtype) for i in range(0, len(operands), size)]
         # Save x as passed in: for a strided x, `rows` is a second copy of memory that others keep. Only dA needs it.
         saved_x = x if any(ctx.needs_input_grad[4::size]) else None
         backward = [part for of_part in narrow[2:] for part in of_part]
@@ -282,11 +261,7 @@ def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     if not torch.is_autocast_enabled(kind):
         return _NULL_CONTEXT
     # Dynamo supports only the first; the second skips its checks, which take longer than a product.
-    return (
-        torch.autocast(kind, enabled=False)
-        if torch.compiler.is_compiling()
-        else _AutocastDisabled(kind)
-    )
+    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _AutocastDisabled(kind)
 
 
 _NULL_CONTEXT = nullcontext()
@@ -331,9 +306,7 @@ def _compute_inner_products(
     return products, masks
 
 
-def _base_product(
-    rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None
-) -> Tensor:
+def _base_product(rows: Tensor, weight: Tensor | None, bias: Tensor | None, quantized: Quantized | None) -> Tensor:
     """Compute the base's x W^T + bias (N, O), in a new buffer that may be added to."""
     if quantized is not None:
         return quantized.product(rows).to(rows.dtype)
@@ -400,9 +373,7 @@ def _masked_backward(
     masked, scale = torch.ops.aten.native_dropout_backward, 1 / (1 - dropout)
     d_a: list[Tensor | None] = []
     for gradient, low_a, mask in zip(inner, lows_a, masks, strict=True):
-        d_a.append(
-            None if rows is None else _weight_gradient(gradient.t(), masked(rows, mask, scale))
-        )
+        d_a.append(None if rows is None else _weight_gradient(gradient.t(), masked(rows, mask, scale)))
         if dx is not None:
             dx += masked(gradient @ low_a, mask, scale)
     return d_a

@@ -21,13 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit_lora_kernels.qk_norm_rope_kernels import (
-    BackwardOperands,
-    Gradients,
-    Options,
-    launch_backward,
-    launch_forward,
-)
+from dit_lora_kernels.qk_norm_rope_kernels import BackwardOperands, Gradients, Options, launch_backward, launch_forward
 from dit_lora_kernels.support import accumulation_dtype, launches, op
 
 # 1. reference
@@ -55,9 +49,7 @@ def _expand_table(table: Tensor, width: int, rotation: str) -> Tensor:
     return table.repeat_interleave(2, dim=-1)
 
 
-def _apply_rotation(
-    y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1
-) -> Tensor:
+def _apply_rotation(y: Tensor, cos: Tensor | None, sin: Tensor | None, options: Options, sign: int = 1) -> Tensor:
     """Apply R to the tokens of y (B,S,H,D) that have a row in the tables; with `sign` -1 its inverse."""
     if cos is None or sin is None:
         return y
@@ -109,9 +101,7 @@ def qk_norm_rope_reference(
     return _apply_rotation(y, cos, sin, options).to(x.dtype)
 
 
-def _compute_reference_gradients(
-    operands: BackwardOperands, options: Options, needs: Sequence[bool]
-) -> Gradients:
+def _compute_reference_gradients(operands: BackwardOperands, options: Options, needs: Sequence[bool]) -> Gradients:
     """`launch_backward` in plain torch: fp32 inside (fp64 for fp64)."""
     grad, source, rstd, weight, bias, cos, sin = operands
     wide = accumulation_dtype(grad.dtype)
@@ -157,9 +147,7 @@ def _op(
 ) -> tuple[Tensor, Tensor]:
     """The forward op: the output, and rstd if the backward starts from the output (else an empty tensor)."""
     options = Options(norm, eps, across_heads, rotation, first)
-    rstd = torch.empty(
-        _get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device
-    )
+    rstd = torch.empty(_get_rstd_shape(x, options, from_output), dtype=accumulation_dtype(x.dtype), device=x.device)
     if launches(x):
         output = launch_forward(x, weight, bias, cos, sin, options, rstd if from_output else None)
         return output, rstd
@@ -273,17 +261,11 @@ def recoverable(weight: Tensor | None, bias: Tensor | None = None) -> bool:
 
 
 def _check(
-    x: Tensor,
-    parameters: dict[str, Tensor | None],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    options: Options,
+    x: Tensor, parameters: dict[str, Tensor | None], cos: Tensor | None, sin: Tensor | None, options: Options
 ) -> None:
     """Raise a ValueError that names the operand or setting that the kernels do not support."""
     if x.ndim != 4 or not x.is_floating_point() or x.shape[3] % 2:
-        raise ValueError(
-            f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}"
-        )
+        raise ValueError(f"x is (B, S, H, D), floating, with an even D; got {x.dtype} {tuple(x.shape)}")
     if options.norm not in ("layer", "rms", "none"):
         raise ValueError(f"norm is 'layer', 'rms' or 'none', not {options.norm!r}")
     if options.rotation not in ("interleaved", "half"):
@@ -296,16 +278,12 @@ def _check(
         if options.norm == "none":
             raise ValueError(f"{name} is given, but norm is 'none': there is nothing to scale")
         if parameter.shape != (size,):
-            raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}; this norm needs ({size},)"
-            )
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; this norm needs ({size},)")
     if cos is None and sin is None:
         return
     if cos is None or sin is None or cos.shape != sin.shape:
         shapes = [None if t is None else tuple(t.shape) for t in (cos, sin)]
-        raise ValueError(
-            f"cos and sin come together, in one shape; got {shapes[0]} and {shapes[1]}"
-        )
+        raise ValueError(f"cos and sin come together, in one shape; got {shapes[0]} and {shapes[1]}")
     if cos.ndim == 4:
         fits = cos.shape[2] in (1, heads) and cos.shape[3] == width // 2
     else:

@@ -129,12 +129,8 @@ def _load_rotation(
         c2, s2 = c1, s1
     else:
         offset = row * (H * D if PER_HEAD else D)
-        c1, c2 = _load_shared(
-            cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
-        )
-        s1, s2 = _load_shared(
-            sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC
-        )
+        c1, c2 = _load_shared(cos_ptr, offset, count, 1.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
+        s1, s2 = _load_shared(sin_ptr, offset, count, 0.0, PER_HEAD, H, D, BLOCK_H, BLOCK, HALVES, ACC)
     return c1, c2, s1, s2
 
 
@@ -353,18 +349,12 @@ def launch_forward(
     return output
 
 
-def launch_backward(
-    operands: BackwardOperands, options: Options, needs: Sequence[bool]
-) -> Gradients:
+def launch_backward(operands: BackwardOperands, options: Options, needs: Sequence[bool]) -> Gradients:
     """Compute the gradients of x, weight and bias that `needs` selects; partial sums are added in fp32."""
     grad, source, rstd, weight, bias, cos, sin = operands
     batch, tokens, heads, width = grad.shape
     total, size = batch * tokens, heads * width if options.across_heads else width
-    grad, cos, sin = (
-        make_rows_contiguous(grad),
-        _add_batch_dimension(cos),
-        _add_batch_dimension(sin),
-    )
+    grad, cos, sin = (make_rows_contiguous(grad), _add_batch_dimension(cos), _add_batch_dimension(sin))
     source = make_rows_contiguous(source)
     # Several tokens per program only if their sums are needed; a power of two, to compile few kernels.
     tokens_per_program = next_power_of_2(max(cdiv(total, MAX_PARTIALS), 1)) if any(needs[1:]) else 1

@@ -104,13 +104,7 @@ def _compute_reference(
 
 
 def relu_linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, eps: float = 1e-6
 ) -> Tensor:
     """Reference of `relu_linear_attention`: plain torch, differentiable, fp32 inside (fp64 for fp64), rounded once."""
     return _compute_reference(q, k, v, cos, sin, eps)[0]
@@ -505,9 +499,7 @@ def _get_launch_options(kernel: Any, *operands: Tensor) -> dict[str, Any]:
     }
 
 
-def _prepare_tables(
-    cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, int]:
+def _prepare_tables(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
     """The contiguous tables, and the elements from one sample's table to the next: 0 if samples share it."""
     if cos is None or sin is None:
         return None, None, 0
@@ -624,9 +616,7 @@ def relu_linear_attention_backward(
     return [gradient for gradient in grads if gradient is not None]
 
 
-def _allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, needed_gradients: Sequence[bool]
-) -> list[Tensor | None]:
+def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed_gradients: Sequence[bool]) -> list[Tensor | None]:
     """Allocate dq, dk and dv, contiguous and in the inputs' dtypes; None for a gradient that is not needed."""
     return [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if want else None
@@ -663,13 +653,7 @@ relu_linear_attention_forward.register_autograd(_backward, setup_context=_setup_
 
 
 def relu_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, eps: float = 1e-6
 ) -> Tensor:
     """ReLU linear attention of every head, its state and its normaliser in fp32; no NaN from dead queries.
 

@@ -280,9 +280,7 @@ def _reorder_by_tap(weight: Tensor) -> Tensor:
     return weight.flatten(1).t().contiguous()
 
 
-def _compute_tiles(
-    shape: tuple[int, int, int], channels: int, block: int
-) -> tuple[tuple[int, int], dict[str, Any]]:
+def _compute_tiles(shape: tuple[int, int, int], channels: int, block: int) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid over samples' tiles and blocks of channels, and a tile's size."""
     B, H, W = shape
     # Rows in equal parts of at most MAX_ROWS: with 17, two programs of 9 and 8 and not of 16 and 1.
@@ -292,9 +290,7 @@ def _compute_tiles(
     return (spots, cdiv(channels, block)), {"ROWS": rows, "PAIRS": PAIRS, "BLOCK_C": block}
 
 
-def launch_convolution(
-    h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None
-) -> Tensor:
+def launch_convolution(h: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor | None) -> Tensor:
     """Compute out (B,H,W,C) of h (B,H,W,2C), weight (2C,1,3,3), bias (2C,); given out's gradient, dc (B,H,W,2C)
     instead.
     """
@@ -395,13 +391,9 @@ def silu_dwconv_glu_backward(
 
 
 @silu_dwconv_glu_backward.register_fake
-def _(
-    _dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
-) -> list[Tensor]:
+def _(_dout: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> list[Tensor]:
     operands = zip((h, weight, bias), wanted, strict=True)
-    return [
-        tensor.new_empty(tensor.shape) for tensor, want in operands if want and tensor is not None
-    ]
+    return [tensor.new_empty(tensor.shape) for tensor, want in operands if want and tensor is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -436,13 +428,8 @@ def silu_dwconv_glu(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
             "Permute (B, 2C, H, W) to (0, 2, 3, 1)."
         )
     channels = h.shape[3]
-    for name, tensor, shape in (
-        ("weight", weight, (channels, 1, 3, 3)),
-        ("bias", bias, (channels,)),
-    ):
+    for name, tensor, shape in (("weight", weight, (channels, 1, 3, 3)), ("bias", bias, (channels,))):
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must be {shape} for h {tuple(h.shape)}; received {tuple(tensor.shape)}."
-            )
+            raise ValueError(f"{name} must be {shape} for h {tuple(h.shape)}; received {tuple(tensor.shape)}.")
     output: Tensor = silu_dwconv_glu_forward(h, weight, bias)
     return output

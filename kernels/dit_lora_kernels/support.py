@@ -137,11 +137,7 @@ class Prepared:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        numbers: tuple[int, ...],
-        constants: dict[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], constants: dict[str, Any]
     ) -> None:
         """Store the arguments after the tensors: whole numbers in order, then compile-time arguments by name."""
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
@@ -169,10 +165,7 @@ class Prepared:
             return
         names = self._kernel.arg_names[len(tensors) + len(numbers) :]
         other_arguments = (*numbers, *(constants[name] for name in names))
-        self._compiled[specialization] = (
-            compiled[self._grid + (1,) * (3 - len(self._grid))],
-            other_arguments,
-        )
+        self._compiled[specialization] = (compiled[self._grid + (1,) * (3 - len(self._grid))], other_arguments)
 
 
 # Launches by everything except the tensors, with the number of tensor arguments. Bounded, because each new shape adds
@@ -229,9 +222,7 @@ class Op:
         registered: Callable[..., Any] = self.library.register_fake(fake)
         return registered
 
-    def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[..., None]
-    ) -> None:
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register the gradient, with torch.library's interface, for both paths."""
         self.library.register_autograd(backward, setup_context=setup_context)
         function = self.function
@@ -304,11 +295,7 @@ def get_plain_layouts(tensors: Sequence[Tensor | None]) -> tuple[PlainLayout | N
     for tensor in tensors:
         if tensor is None:
             layouts.append(None)
-        elif (
-            type(tensor) in _PLAIN_TYPES
-            and (tensor.is_cuda or tensor.is_cpu)
-            and not tensor.is_neg()
-        ):
+        elif type(tensor) in _PLAIN_TYPES and (tensor.is_cuda or tensor.is_cpu) and not tensor.is_neg():
             layouts.append((tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
         else:
             return None

@@ -35,9 +35,7 @@ class Check:
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        variables = {
-            name: value for name, value in os.environ.items() if name not in ("OUT", "CODE")
-        }
+        variables = {name: value for name, value in os.environ.items() if name not in ("OUT", "CODE")}
         variables |= {
             "PYTHON": str(self.python),
             "CALLS": str(self.calls),
@@ -78,9 +76,7 @@ def test_packages_that_the_caller_gives_are_found_by_every_part(check: Check) ->
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(("goal", "parts"), [("gpu-check", FIRST), ("gpu-check-more", SECOND)])
-def test_make_calls_it_with_what_it_is_given(
-    check: Check, goal: str, parts: tuple[str, ...]
-) -> None:
+def test_make_calls_it_with_what_it_is_given(check: Check, goal: str, parts: tuple[str, ...]) -> None:
     environment = {**os.environ, "PYTHONPATH": "/given", "CALLS": str(check.calls), "MISSING": ""}
     process = subprocess.run(
         ["make", "--silent", goal, f"PYTHON={check.python}", f"OUT={check.out}"],

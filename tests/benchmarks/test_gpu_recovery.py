@@ -52,9 +52,7 @@ def written(runs: Any, name: str, losses: list[float], adapter: dict[str, Any]) 
         ([1.0], "cuda", True),
     ],
 )
-def test_what_a_resume_may_differ_by(
-    runs: Any, losses: list[float], device: str, wrong: bool
-) -> None:
+def test_what_a_resume_may_differ_by(runs: Any, losses: list[float], device: str, wrong: bool) -> None:
     import torch
 
     runs.device = device

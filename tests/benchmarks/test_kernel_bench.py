@@ -75,11 +75,7 @@ def test_every_op_has_a_row_for_each_pass_and_says_what_ran(
             times = cell["times"]
             assert 0 < times["p20"] <= times["p50"] <= times["p80"]
             assert cell["failed"] is None
-        lines = [
-            line
-            for line in text.splitlines()
-            if line.startswith(f"| {row['op']} | tiny | {row['pass']} |")
-        ]
+        lines = [line for line in text.splitlines() if line.startswith(f"| {row['op']} | tiny | {row['pass']} |")]
         assert len(lines) == 2
         medians = [row["cells"][name]["times"]["p50"] for name in COLUMNS]
         ratio = min(medians[:-1]) / medians[-1]
@@ -130,9 +126,7 @@ def test_the_floor_is_bytes_at_the_copys_rate_and_the_base_layers(
     rate = float(head["about"]["copy"].split()[0])
     for row in rows:
         assert (row["base_ms"] > 0) == row["op"].startswith("lora")
-        assert row["floor_ms"] == pytest.approx(
-            1e3 * row["bytes"] / rate + row["base_ms"], rel=1e-3
-        )
+        assert row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / rate + row["base_ms"], rel=1e-3)
         median = row["cells"]["ours"]["times"]["p50"]
         assert row["percent_of_floor"] == pytest.approx(100 * row["floor_ms"] / median)
 
@@ -162,9 +156,7 @@ def counted(case: Any) -> tuple[int, int]:
         ys = sum(output.nbytes for output in outs)
         return dx + 2 * ys, dx + 2 * ys + 2 * dx  # what the adapters add to the base layers
     input_storages = {t.untyped_storage().data_ptr() for t in inputs.values()}
-    new_outputs = [
-        output for output in outs if output.untyped_storage().data_ptr() not in input_storages
-    ]
+    new_outputs = [output for output in outs if output.untyped_storage().data_ptr() not in input_storages]
     input_storages |= {output.untyped_storage().data_ptr() for output in outs}
     statistics = sum(t.nbytes for at, t in saved.items() if at not in input_storages)
     forward = sum(t.nbytes for t in [*inputs.values(), *new_outputs]) + statistics

@@ -147,9 +147,7 @@ def test_a_named_cause_is_compared_with_the_planted_one(
     assert compare(planted, *events, stderr=stderr) == naming
 
 
-@pytest.mark.parametrize(
-    ("bad_rows", "naming"), [({1, 2}, "unknown"), ({2}, "wrong"), ((), "unknown")]
-)
+@pytest.mark.parametrize(("bad_rows", "naming"), [({1, 2}, "unknown"), ({2}, "wrong"), ((), "unknown")])
 def test_a_numbered_row_must_be_a_bad_one(bad_rows: Collection[int], naming: str) -> None:
     report = GuardReport([event("has 1 NaN", ["row 1 of micro-batch 0"], "data")], [])
     assert compare_causes([SAMPLE], report, bad_rows=bad_rows)[0] == naming
@@ -169,9 +167,7 @@ class Outer(torch.nn.Module):
 Outer.__module__ = "__main__"
 
 
-def test_tensors_are_found_in_whole_models_and_lists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_found_in_whole_models_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "Outer", Outer, raising=False)
     model = Outer()
     with torch.no_grad():

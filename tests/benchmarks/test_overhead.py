@@ -13,8 +13,6 @@ def test_every_kind_of_step_is_timed(tiny_checkpoints: dict[str, Path], tmp_path
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = FAMILY.open(ModelConfig(family="cogvideox", path=path))
     times = measure(checkpoint, tmp_path, WATCHED_ROUNDS, size=2)
-    counts = [
-        len(seconds) for seconds in (times.bare, times.unguarded, times.guarded, times.watched)
-    ]
+    counts = [len(seconds) for seconds in (times.bare, times.unguarded, times.guarded, times.watched)]
     assert counts == [WATCHED_ROUNDS, WATCHED_ROUNDS, WATCHED_ROUNDS, 1]
     assert min(times.bare + times.unguarded + times.guarded + times.watched) > 0

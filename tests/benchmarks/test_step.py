@@ -59,14 +59,11 @@ def test_every_setting_trains_tiny_models_with_the_same_losses(tmp_path: Path) -
         assert result["kernels"]["by_kind"]["products"] > 0, label
         assert ("ours" in result["kernels"]["by_kind"]) == (result["setting"] not in UNFUSED), label
         example = next(entry for entry in results if entry["model"] == result["model"])
-        difference = max(
-            abs(a - b) / b for a, b in zip(result["losses"], example["losses"], strict=True)
-        )
+        difference = max(abs(a - b) / b for a, b in zip(result["losses"], example["losses"], strict=True))
         assert difference < 1e-3, label
         assert (difference > 0) == (result["setting"] not in UNFUSED), label
     guarded, ours = (
-        next(entry["losses"] for entry in results if entry["setting"] == name)
-        for name in ("ours, guard", "ours")
+        next(entry["losses"] for entry in results if entry["setting"] == name) for name in ("ours, guard", "ours")
     )
     assert guarded == pytest.approx(ours, rel=1e-6), "the gate changed what is trained"
 
@@ -79,31 +76,21 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_a_model_that_it_does_not_know_is_refused(
-    step: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_it_does_not_know_is_refused(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main(["--models", "vast"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "step: no model is called vast; there are cogvideox-5b"
-    )
+    assert capsys.readouterr().err.startswith("step: no model is called vast; there are cogvideox-5b")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_without_a_gpu_it_says_so(
-    step: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so(step: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("step: there is no CUDA device here")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_setting_that_it_does_not_know_is_refused(
-    step: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_that_it_does_not_know_is_refused(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main(["--models", "tiny", "--settings", "fastest"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "step: no setting is called fastest; there are example"
-    )
+    assert capsys.readouterr().err.startswith("step: no setting is called fastest; there are example")
 
 
 def test_what_does_not_fit_or_fails_says_so_and_the_other_settings_run(
@@ -128,9 +115,7 @@ def test_what_does_not_fit_or_fails_says_so_and_the_other_settings_run(
     printed = capsys.readouterr()
     assert "| stock, none | does not fit | - |" in printed.out
     assert "| example, compiled | failed: AttributeError: no compiler | - |" in printed.out
-    assert printed.err.endswith(
-        "failed: tiny-cogvideox, example, compiled: AttributeError: no compiler\n"
-    )
+    assert printed.err.endswith("failed: tiny-cogvideox, example, compiled: AttributeError: no compiler\n")
     ours = next(line for line in printed.out.splitlines() if "| ours |" in line)
     assert "left out" not in ours
     assert "failed" not in ours
@@ -286,9 +271,7 @@ def test_a_gpus_kernels_are_added_once_without_the_hosts_calls_and_annotations(s
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_real_models_have_their_size_and_take_their_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_real_models_have_their_size_and_take_their_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without weights: shapes alone."""
     monkeypatch.syspath_prepend(ROOT)
     from benchmarks.step_models import MODELS

@@ -31,9 +31,7 @@ def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_ki
     assert faults == drawn(5, 300, EVERY, (1, 2))
     assert faults[:40] == drawn(5, 40, EVERY, (1, 2))
     assert faults != drawn(6, 300, EVERY, (1, 2))
-    pairs = {
-        (place_name, kind) for place_name, of_place in PLACES.items() for kind in of_place.kinds
-    }
+    pairs = {(place_name, kind) for place_name, of_place in PLACES.items() for kind in of_place.kinds}
     assert {(fault.place, fault.kind) for fault in faults} == pairs
     assert {fault.variant for fault in faults} == set(EVERY)
     assert {fault.ranks for fault in faults} == {1, 2}
@@ -42,9 +40,7 @@ def test_a_seed_draws_the_same_faults_and_three_hundred_reach_every_place_and_ki
 def test_every_place_makes_a_case_of_every_kind() -> None:
     for name, fault_place in PLACES.items():
         for kind in fault_place.kinds:
-            for targets, ranks in [
-                (s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if fault_place.fits(s, n)
-            ]:
+            for targets, ranks in [(s, n) for s in FAULT_TARGETS.values() for n in (1, 2) if fault_place.fits(s, n)]:
                 case = fault_place.make(Draw(random.Random(0), targets, ranks, "02.mp4", kind))
                 assert case.when, (name, kind)
                 assert case.right.causes or not case.right.told, (name, kind)
@@ -86,9 +82,7 @@ def test_only_what_is_wrong_may_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(ALLOWED, words=("1 Inf",)), "data", "not said: 1 Inf"),
     ],
 )
-def test_only_a_right_cause_may_be_named(
-    tmp_path: Path, allowed: Right, cause: str, wrong: str
-) -> None:
+def test_only_a_right_cause_may_be_named(tmp_path: Path, allowed: Right, cause: str, wrong: str) -> None:
     complaint = judge._cause(allowed, seen(tmp_path, cause), came=True)
     assert complaint.startswith(wrong)
     assert bool(complaint) == bool(wrong)

@@ -111,9 +111,7 @@ def test_what_is_within_the_bounds_is_read_as_before() -> None:
     assert parse_json(json.dumps(values_list).encode()) == values_list
     assert parse_json(str(10**99)) == 10**99
     assert parse_yaml(yaml.safe_dump(values, allow_unicode=True)) == values
-    shared = (
-        "base: &base {lr: 1e-3, betas: &b [0.9, 0.95]}\nother: {<<: *base, more: *b}\nn: 0x1F\n"
-    )
+    shared = "base: &base {lr: 1e-3, betas: &b [0.9, 0.95]}\nother: {<<: *base, more: *b}\nn: 0x1F\n"
     assert parse_yaml(shared) == yaml.safe_load(shared)
     assert parse_yaml("") is None
 

@@ -29,9 +29,7 @@ def is_tame(text: str) -> bool:
 
 
 @pytest.mark.parametrize("evil", EVIL.values(), ids=EVIL)
-def test_what_a_terminal_obeys_is_written_out(
-    evil: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_terminal_obeys_is_written_out(evil: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not is_tame(evil)
     assert is_tame(make_printable(evil))
     assert make_printable(make_printable(evil)) == make_printable(evil)

@@ -105,9 +105,7 @@ def test_each_gradient_alone(name: str, kernel: bool, monkeypatch: pytest.Monkey
     tensors = make(CASE)
     everything = results(ours, "layer", tensors)
     leaves = {k: v.detach().requires_grad_(k == name) for k, v in tensors.items()}
-    assert_same(
-        results(ours, "layer", leaves), {k: everything[k] for k in ("out", "residual", f"d_{name}")}
-    )
+    assert_same(results(ours, "layer", leaves), {k: everything[k] for k in ("out", "residual", f"d_{name}")})
 
 
 def test_an_ungated_y_of_another_dtype_has_its_own_gradient() -> None:
@@ -125,9 +123,7 @@ def test_fp32_tables_and_bf16_rows() -> None:
         tensors[name] = tensors[name].detach().bfloat16().requires_grad_()
     exact_inputs = {k: v.detach().double().requires_grad_() for k, v in tensors.items()}
     exact = results(eager, "layer", exact_inputs)
-    stock = results(
-        lambda norm, **t: tuple(v.bfloat16() for v in eager(norm, **t)), "layer", tensors
-    )
+    stock = results(lambda norm, **t: tuple(v.bfloat16() for v in eager(norm, **t)), "layer", tensors)
     for name, value in results(ours, "layer", tensors).items():
         assert value.dtype is (tensors[name[2:]].dtype if name[:2] == "d_" else torch.bfloat16)
         assert_as_good_as_eager(name, value, stock[name], exact[name])

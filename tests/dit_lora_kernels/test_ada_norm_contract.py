@@ -41,9 +41,7 @@ HARD = {
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize(
-    ("what", "dtype"), [*((k, torch.float32) for k in HARD), ("large", torch.float16)]
-)
+@pytest.mark.parametrize(("what", "dtype"), [*((k, torch.float32) for k in HARD), ("large", torch.float16)])
 def test_hard_values(what: str, norm: str, dtype: torch.dtype) -> None:
     tensors = make(Case(norm, (2, 5, 72), without="y gate"), dtype)
     tensors["x"] = HARD[what](tensors["x"].detach()).requires_grad_()
@@ -141,9 +139,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("programs", [1, 512], ids=["chunks", "a program a row"])
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_comes_to_the_same_bits(
-    name: str, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_comes_to_the_same_bits(name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once by the ops, twice by a plan: made, and found again."""
     monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", programs)
     op._build_backward_plan.cache_clear()
@@ -173,9 +169,7 @@ def test_a_joint_plan_comes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     affine = {k: video[k].detach() for k in ("weight", "bias")}
 
     def run(_: str, **leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        text_leaves = {
-            k.removeprefix("text "): v for k, v in leaves.items() if k.startswith("text ")
-        }
+        text_leaves = {k.removeprefix("text "): v for k, v in leaves.items() if k.startswith("text ")}
         video_leaves = {k: v for k, v in leaves.items() if not k.startswith("text ")}
         return joint(video_leaves | affine, text_leaves)
 
@@ -217,9 +211,7 @@ def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
     assert no_plan("batch")
     assert no_plan(x=torch.randn(2, 40, 7, device=DEVICE).transpose(1, 2))
     assert no_plan(gate=torch.randn(2, 40, device=DEVICE))  # another shape than the other tables
-    assert no_plan(
-        shift=torch.randn(2, 7, 40, device=DEVICE)
-    )  # a row a token, beside a row a sample
+    assert no_plan(shift=torch.randn(2, 7, 40, device=DEVICE))  # a row a token, beside a row a sample
     assert no_plan(shift=torch.randn(2, 1, 80, device=DEVICE)[..., ::2])
     assert no_plan(y=torch.empty(2, 7, 40, device="meta"))
     assert no_plan(bias=torch.zeros(40, device=DEVICE, requires_grad=True))
@@ -233,8 +225,7 @@ def test_no_plan_for_what_needs_a_copy_or_is_looked_at() -> None:
 def test_rows_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ada_norm_kernels, "MIN_PROGRAMS", 512)
     assert [
-        ada_norm_kernels.compute_rows_per_program(*v)
-        for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
+        ada_norm_kernels.compute_rows_per_program(*v) for v in ((17_550, 17_550), (512, 512), (9, 9), (70_200, 1))
     ] == [32, 1, 1, 1]
     assert ada_norm_kernels.compute_rows_per_program(17_550, 13) == 8
     assert ada_norm_kernels.compute_rows_per_program(0, 0) == 1
@@ -274,17 +265,12 @@ def test_saved_bytes() -> None:
         make(Case("rms", shape, without="y gate"), torch.bfloat16),
     )
     rows, stats = B * T * D * 2, B * T * 4
-    saved = [
-        saved_bytes(lambda run=run: run("layer", **full), [*full.values()]) for run in (ours, eager)
-    ]
+    saved = [saved_bytes(lambda run=run: run("layer", **full), [*full.values()]) for run in (ours, eager)]
     assert saved[0] == rows + 2 * stats
     assert saved[1] >= saved[0] + rows
     assert saved_bytes(lambda: ours("rms", **minimal), [*minimal.values()]) == stats
     full["gate"] = full["gate"].detach()  # then y is not needed either
-    assert (
-        saved_bytes(lambda: ours("layer", **full), [v for k, v in full.items() if k != "y"])
-        == rows + 2 * stats
-    )
+    assert saved_bytes(lambda: ours("layer", **full), [v for k, v in full.items() if k != "y"]) == rows + 2 * stats
 
 
 def test_compiles_without_a_break() -> None:
@@ -295,9 +281,7 @@ def test_compiles_without_a_break() -> None:
         (outputs, torch.autograd.grad(outputs, leaves, cotangents(outputs)))
         for outputs in (joint(tensors, text), compiled(tensors, text))
     ]
-    for value, expected_value in zip(
-        *([*outputs, *grads] for outputs, grads in actual), strict=True
-    ):
+    for value, expected_value in zip(*([*outputs, *grads] for outputs, grads in actual), strict=True):
         assert torch.equal(value, expected_value)
 
 

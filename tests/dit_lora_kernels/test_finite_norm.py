@@ -48,14 +48,8 @@ def exact(given: Sequence[Tensor], groups: Sequence[int], count: int) -> Tensor:
     """In fp64, a group's elements side by side."""
     norms = []
     for group in range(count):
-        group_tensors = [
-            t.double().flatten() for t, g in zip(given, groups, strict=True) if g == group
-        ]
-        joined = (
-            torch.cat(group_tensors)
-            if group_tensors
-            else torch.zeros(0, dtype=torch.float64, device=DEVICE)
-        )
+        group_tensors = [t.double().flatten() for t, g in zip(given, groups, strict=True) if g == group]
+        joined = torch.cat(group_tensors) if group_tensors else torch.zeros(0, dtype=torch.float64, device=DEVICE)
         norms.append((joined / 2.0**60).square().sum().sqrt() * 2.0**60)
     return torch.stack(norms)
 
@@ -82,9 +76,7 @@ def test_the_reference_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_one_bad_element_anywhere_shows_in_its_group_alone(
-    dtype: torch.dtype, bad: float, kernel: bool
-) -> None:
+def test_one_bad_element_anywhere_shows_in_its_group_alone(dtype: torch.dtype, bad: float, kernel: bool) -> None:
     inputs = tensors([dtype])
     clean = finite_norms(inputs, GROUPS, COUNT)
     positions = [(1, 0), (3, CHUNK), (5, 2 * CHUNK - 17), (6, 31)]
@@ -187,9 +179,7 @@ def test_tables_are_made_once_and_never_stale(monkeypatch: pytest.MonkeyPatch) -
     """Address, size, dtype, group and count are all compared, and values are read again."""
     tables_built: list[Any] = []
     build_table = module._build_chunk_table
-    monkeypatch.setattr(
-        module, "_build_chunk_table", lambda *args: tables_built.append(args) or build_table(*args)
-    )
+    monkeypatch.setattr(module, "_build_chunk_table", lambda *args: tables_built.append(args) or build_table(*args))
     module._get_cached_tables.cache_clear()
     inputs = tensors([torch.float32])
     finite_norms(inputs, GROUPS, COUNT)
@@ -256,9 +246,7 @@ def test_opcheck() -> None:
 
 def test_compiles_without_a_graph_break(kernel: bool) -> None:
     inputs = tensors([torch.float32])[:4]
-    compiled: Any = torch.compile(
-        lambda *t: finite_norms(t, GROUPS[:4], 3) * 2, fullgraph=True, backend="aot_eager"
-    )
+    compiled: Any = torch.compile(lambda *t: finite_norms(t, GROUPS[:4], 3) * 2, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), finite_norms(inputs, GROUPS[:4], 3) * 2)
 
 
@@ -284,9 +272,7 @@ def test_compiles_without_a_graph_break(kernel: bool) -> None:
         ),
     ],
 )
-def test_refused(
-    given: list[Tensor], groups: list[int], count: int, error: type[Exception], message: str
-) -> None:
+def test_refused(given: list[Tensor], groups: list[int], count: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         finite_norms(given, groups, count)
 

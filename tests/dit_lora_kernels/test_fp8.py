@@ -117,9 +117,7 @@ def test_an_adapted_layer_is_within_its_bounds(widths: tuple[int, ...], dropout:
         assert not torch.equal(y, e)
         allowed += bound(dy.flatten(0, 1), p.weight.t())
     off = (dx.double() - plain_dx.double()).abs().flatten(0, 1)
-    assert (
-        off <= allowed * (1 + 2 * share) + share * plain_dx.double().abs().flatten(0, 1) + 1e-6
-    ).all()
+    assert (off <= allowed * (1 + 2 * share) + share * plain_dx.double().abs().flatten(0, 1) + 1e-6).all()
     assert not torch.equal(dx, plain_dx)
 
 
@@ -161,21 +159,15 @@ def test_what_fits() -> None:
 
 def test_it_is_refused_where_products_are_not_in_bf16() -> None:
     p = layer(32, 16, 16, bias=False)
-    with pytest.raises(
-        ValueError, match="fp8 is for a weight computed with in bfloat16, got torch"
-    ):
+    with pytest.raises(ValueError, match="fp8 is for a weight computed with in bfloat16, got torch"):
         lora_qkv(torch.randn(4, 32), [p._replace(weight=p.weight.float())])  # type: ignore[union-attr]
     of_another = Quantized(lambda rows: rows, lambda dtype: torch.zeros(1, dtype=dtype))
     with pytest.raises(ValueError, match="fp8 is for a weight"):
-        lora_qkv(
-            torch.randn(4, 32).to(BF16), [p._replace(weight=None, bias=None, quantized=of_another)]
-        )
+        lora_qkv(torch.randn(4, 32).to(BF16), [p._replace(weight=None, bias=None, quantized=of_another)])
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])
-def test_a_gpu_without_fp8_is_named(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_a_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")

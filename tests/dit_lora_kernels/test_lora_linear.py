@@ -154,9 +154,7 @@ def test_strided_inputs_and_gradients(dropout: float) -> None:
 def test_no_rows(shape: tuple[int, ...], dropout: float) -> None:
     x, projections = randn(*shape, dtype=torch.bfloat16).requires_grad_(), qkv(24, torch.bfloat16)
     outputs = lora_qkv(x, projections, dropout=dropout)
-    assert [y.shape for y in outputs] == [
-        (*shape[:-1], num_outputs) for num_outputs in (24, 40, 24)
-    ]
+    assert [y.shape for y in outputs] == [(*shape[:-1], num_outputs) for num_outputs in (24, 40, 24)]
     dx, *other_grads = gradients(outputs, x, projections)
     assert dx.shape == shape
     assert all(torch.count_nonzero(g) == 0 and g.dtype is torch.float32 for g in other_grads)
@@ -207,17 +205,14 @@ def test_hard_values_stay_finite() -> None:
 def test_repeatable() -> None:
     x, projections = randn(70, 72, dtype=torch.bfloat16).requires_grad_(), qkv(72, torch.bfloat16)
     first_grads, second = (
-        [*(outputs := lora_qkv(x, projections)), *gradients(outputs, x, projections)]
-        for _ in range(2)
+        [*(outputs := lora_qkv(x, projections)), *gradients(outputs, x, projections)] for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first_grads, second, strict=True))
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_autocast_changes_nothing_where_the_base_is_bf16(
-    given: torch.dtype, dropout: float
-) -> None:
+def test_autocast_changes_nothing_where_the_base_is_bf16(given: torch.dtype, dropout: float) -> None:
     """Forward, backward, or both under it: x in bf16, or in fp32 as a norm under autocast leaves it."""
     x, projections = randn(6, 72, dtype=given).requires_grad_(), qkv(72, torch.bfloat16)
     runs = []
@@ -262,19 +257,14 @@ def test_saved_bytes() -> None:
     """x once for all three, what A makes of it, with dropout a byte a number for each mask; about half of PEFT's."""
     projections = [projection(64, 64, 4, 2.0, torch.bfloat16, seed=s) for s in range(3)]
     lowered = [lower(*p.adapter[:3], torch.bfloat16) for p in projections]
-    ours = [
-        p._replace(adapter=p.adapter._replace(lowered=low))
-        for p, low in zip(projections, lowered, strict=True)
-    ]
+    ours = [p._replace(adapter=p.adapter._replace(lowered=low)) for p, low in zip(projections, lowered, strict=True)]
     x = randn(2, 50, 64, dtype=torch.bfloat16).requires_grad_()
     saved_inputs = [p.weight for p in projections] + [t for pair in lowered for t in pair]
     rows, e = 100, 2
     with torch.autocast(DEVICE, torch.bfloat16):
         products = rows * 3 * 4 * e
         assert saved_bytes(lambda: lora_qkv(x, ours), saved_inputs) == rows * 64 * e + products
-        assert (
-            saved_bytes(lambda: lora_linear(x, *ours[0][:3]), saved_inputs) == rows * (64 + 4) * e
-        )
+        assert saved_bytes(lambda: lora_linear(x, *ours[0][:3]), saved_inputs) == rows * (64 + 4) * e
         dropped = saved_bytes(lambda: lora_qkv(x, ours, dropout=0.1), saved_inputs)
         assert dropped == rows * 64 * e + products + 3 * rows * 64
         stock = [p.weight for p in projections] + [t for p in projections for t in p.adapter[:2]]
@@ -322,9 +312,7 @@ def test_products_are_few() -> None:
     x = randn(50, 64, dtype=torch.float32)
     with Products() as forward:
         outputs = lora_qkv(x, projections)
-    assert sorted(forward.shapes) == sorted(
-        [(50, 64, 12), *[(50, 64, 32)] * 3, *[(50, r, 32) for r in (3, 4, 5)]]
-    )
+    assert sorted(forward.shapes) == sorted([(50, 64, 12), *[(50, 64, 32)] * 3, *[(50, r, 32) for r in (3, 4, 5)]])
     with Products() as backward:
         torch.stack(outputs).sum().backward()
     inner, d_b = [(50, 32, r) for r in (3, 4, 5)], [(32, 50, r) for r in (3, 4, 5)]
@@ -334,9 +322,7 @@ def test_products_are_few() -> None:
     outputs = lora_qkv(x.requires_grad_(), projections)
     with Products() as backward:
         torch.autograd.grad(torch.stack(outputs).sum(), x)
-    assert sorted(backward.shapes) == sorted(
-        [(50, 12, 64), (12, 50, 64), *[(50, 32, 64)] * 3, *inner]
-    )
+    assert sorted(backward.shapes) == sorted([(50, 12, 64), (12, 50, 64), *[(50, 32, 64)] * 3, *inner])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

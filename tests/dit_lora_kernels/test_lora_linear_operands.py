@@ -40,9 +40,7 @@ def test_lowered_copies_are_used_and_get_no_gradient() -> None:
     assert lowered[0].grad is None
     factors = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16)
     lowered_factors = lower(*factors, 1.0, torch.bfloat16)
-    assert [t.data_ptr() for t in lowered_factors] == [
-        t.data_ptr() for t in factors
-    ]  # nothing to cast, no copy
+    assert [t.data_ptr() for t in lowered_factors] == [t.data_ptr() for t in factors]  # nothing to cast, no copy
 
 
 def test_masters_of_any_dtype_get_gradients_of_theirs() -> None:
@@ -89,9 +87,7 @@ def test_a_quantized_base(dtype: torch.dtype) -> None:
 
 def _case(**changes: Any) -> Callable[[], object]:
     p = projection(24, 40, 4, 1.0, torch.float32)
-    adapter = p.adapter._replace(
-        **{k: changes.pop(k) for k in list(changes) if k in ("a", "b", "lowered")}
-    )
+    adapter = p.adapter._replace(**{k: changes.pop(k) for k in list(changes) if k in ("a", "b", "lowered")})
     p = p._replace(adapter=adapter, **{k: changes.pop(k) for k in list(changes) if k in p._fields})
     x = changes.pop("x", randn(2, 24, dtype=torch.float32))
     return lambda: lora_qkv(x, [p, *changes.pop("more", [])], **changes)

@@ -32,9 +32,7 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.ops: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace == "dit_lora":
             self.ops.append(func._schema.name.removeprefix("dit_lora::"))
         return func(*args, **(kwargs or {}))
@@ -104,9 +102,7 @@ def results(name: str, context: AbstractContextManager[Any]) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_ways_are_the_same_bits_and_save_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_are_the_same_bits_and_save_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Seen()
     through, saved_through = results(name, recorder)
     assert {name, f"{name}_backward"} <= set(recorder.ops)
@@ -139,9 +135,7 @@ def test_without_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode():
         assert torch.equal(run(*inputs)[0], expected)
     values = [noise(4, 3), noise(5, 3)]
-    assert torch.allclose(
-        finite_norms(values, [0, 1], 2), torch.stack([v.norm() for v in values]).double()
-    )
+    assert torch.allclose(finite_norms(values, [0, 1], 2), torch.stack([v.norm() for v in values]).double())
     assert finite_norms_op.library is not None
 
 
@@ -172,9 +166,7 @@ def test_what_watches_sees_the_op(what: str, monkeypatch: pytest.MonkeyPatch) ->
     context, h = WATCHED[what]()
     calls = []
     library = silu_dwconv_glu_forward.library
-    monkeypatch.setattr(
-        silu_dwconv_glu_forward, "library", lambda *args: calls.append(1) or library(*args)
-    )
+    monkeypatch.setattr(silu_dwconv_glu_forward, "library", lambda *args: calls.append(1) or library(*args))
     weight = noise(4, 1, 3, 3)
     plain = silu_dwconv_glu(noise(1, 3, 3, 4), nn.Parameter(weight))
     assert not calls
@@ -187,9 +179,7 @@ def test_what_watches_sees_the_op(what: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_transforms_see_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     library = silu_dwconv_glu_forward.library
-    monkeypatch.setattr(
-        silu_dwconv_glu_forward, "library", lambda *args: calls.append(1) or library(*args)
-    )
+    monkeypatch.setattr(silu_dwconv_glu_forward, "library", lambda *args: calls.append(1) or library(*args))
     weight = noise(4, 1, 3, 3)
     with pytest.raises(RuntimeError, match="functorch transforms"):  # torch.library's own refusal
         torch.func.grad(lambda h: silu_dwconv_glu(h, weight).sum())(noise(1, 3, 3, 4))
@@ -283,9 +273,7 @@ def test_what_triton_compiles_for_is_looked_up_anew(kernel: Any) -> None:
     assert not kernel.called
 
 
-def test_versions_that_were_not_tried_look_up_each_time(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_were_not_tried_look_up_each_time(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "triton", SimpleNamespace(__version__="3.10.1"))
     support._can_reuse_compiled.cache_clear()
     for _ in range(2):

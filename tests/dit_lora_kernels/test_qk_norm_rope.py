@@ -40,9 +40,7 @@ def test_no_further_from_fp64_than_eager(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_of_weight_and_bias(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_weight_and_bias(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # several tokens to a program, and a last one with fewer
     monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     check(LAYERS[name], dtype, train=True)
@@ -117,9 +115,7 @@ def test_gradient_from_a_bf16_output(smallest: float, allowed: float) -> None:
     x, weight, bias, cos, sin = inputs.inputs()
     output = qk_norm_rope_reference(x.detach(), weight, bias, cos, sin, **layer.options)
     rstd = module._normalize(x.detach(), options)[1].squeeze(-1)
-    saved = qk_norm_rope_kernels.BackwardOperands(
-        inputs.grad, output.bfloat16(), rstd, weight, bias, cos, sin
-    )
+    saved = qk_norm_rope_kernels.BackwardOperands(inputs.grad, output.bfloat16(), rstd, weight, bias, cos, sin)
     dx, _, _ = qk_norm_rope_kernels.launch_backward(saved, options, (True, False, False))
     assert relative_error(dx, exact) < allowed
 
@@ -140,9 +136,7 @@ def test_recoverable() -> None:
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(
-    "name", ["cogvideox, text first", "layer across heads, halves", "ltx, tables of each sample"]
-)
+@pytest.mark.parametrize("name", ["cogvideox, text first", "layer across heads, halves", "ltx, tables of each sample"])
 def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
     monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
@@ -163,9 +157,7 @@ def test_nothing_is_left_unwritten(name: str, train: bool, monkeypatch: pytest.M
         "an angle once for all heads",
     ],
 )
-def test_nothing_is_read_outside_the_operands(
-    name: str, train: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_outside_the_operands(name: str, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
     monkeypatch.setattr(qk_norm_rope_kernels, "MAX_PARTIALS", 4)
     inputs = operands(layer).to(torch.float32, train)
@@ -233,9 +225,7 @@ def test_offsets_beyond_32_bits(far: int) -> None:
             spread.grad = view
         else:
             spread.x = view.requires_grad_()
-        actual = results(
-            lambda *t, kind=kind: ours(layer, *t, from_output=kind != "source"), spread
-        )
+        actual = results(lambda *t, kind=kind: ours(layer, *t, from_output=kind != "source"), spread)
         assert torch.equal(actual["out"], clean["out"])
         assert relative_error(actual["dx"], clean["dx"]) < 1e-5
 
@@ -273,9 +263,7 @@ def test_rows_that_are_constant_or_extreme(norm: str, value: float) -> None:
         for from_output in (True, False):
             actual = results(lambda *t, f=from_output: ours(layer, *t, from_output=f), low)
             assert all(torch.isfinite(v).all() for v in actual.values() if dtype is torch.float32)
-            assert relative_error(actual["out"], exact["out"]) < (
-                2e-6 if dtype is torch.float32 else 2e-3
-            )
+            assert relative_error(actual["out"], exact["out"]) < (2e-6 if dtype is torch.float32 else 2e-3)
 
 
 @pytest.mark.parametrize("name", ["cogvideox, text first", "ltx, tables of each sample"])

@@ -48,27 +48,21 @@ def test_opcheck(name: str, from_output: bool) -> None:
     layer = replace(LAYERS[name], batch=1, tokens=2, rows=1, first=0, tables=0)
     inputs = operands(layer).to(torch.float32, train=not from_output)
     options = tuple(layer.options.values())
-    torch.library.opcheck(
-        module._op.library, (*inputs.inputs(), *options, from_output and layer.norm != "none")
-    )
+    torch.library.opcheck(module._op.library, (*inputs.inputs(), *options, from_output and layer.norm != "none"))
 
 
 @pytest.mark.parametrize(("train", "from_output"), [(False, True), (False, False), (True, True)])
 def test_compile_without_a_graph_break(train: bool, from_output: bool) -> None:
     inputs = operands(SMALL).to(torch.float32, train)
     clean = results(lambda *t: ours(SMALL, *t, from_output=from_output), inputs)
-    compiled = torch.compile(
-        lambda *t: ours(SMALL, *t, from_output=from_output), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda *t: ours(SMALL, *t, from_output=from_output), fullgraph=True, backend="aot_eager")
     alike(clean, results(compiled, inputs))
 
 
 def test_saved_bytes() -> None:
     def kept(layer: Layer, train: bool = False, from_output: bool = True) -> int:
         inputs = operands(layer).to(torch.bfloat16, train)
-        saved_inputs = [
-            t for t in (inputs.weight, inputs.bias, inputs.cos, inputs.sin) if t is not None
-        ]
+        saved_inputs = [t for t in (inputs.weight, inputs.bias, inputs.cos, inputs.sin) if t is not None]
         kept_out: list[Tensor] = []
 
         def run() -> Tensor:
@@ -85,9 +79,7 @@ def test_saved_bytes() -> None:
         return total
 
     elements = 2 * 3 * 3 * 64
-    assert (
-        kept(SMALL) == elements * 2 + 2 * 3 * 3 * 4
-    )  # the output, which attention saves too, and rstd
+    assert kept(SMALL) == elements * 2 + 2 * 3 * 3 * 4  # the output, which attention saves too, and rstd
     assert kept(replace(SMALL, norm="rms", bias=False, across=True)) == elements * 2 + 2 * 3 * 4
     assert kept(SMALL, from_output=False) == elements * 2  # x, and no rstd
     assert kept(SMALL, train=True) == elements * 2
@@ -109,9 +101,7 @@ def test_the_reference_is_differentiable() -> None:
     for layer in LAYERS.values():
         inputs = operands(layer).to(torch.float64, train=True)
         expected = results(lambda *t, layer=layer: stock(layer, *t), inputs)
-        actual = results(
-            lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), inputs
-        )
+        actual = results(lambda *t, layer=layer: qk_norm_rope_reference(*t, **layer.options), inputs)
         assert all(relative_error(actual[key], expected[key]) < 1e-12 for key in expected)
 
 

@@ -64,9 +64,7 @@ def stock(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | Non
         output[..., 1::2] = x[..., 0::2] * s[..., 1::2] + x[..., 1::2] * c[..., 0::2]
         return output
 
-    state = torch.einsum(
-        "bshd,bshe->bhde", rotated(k).to(accumulation_dtype), v.to(accumulation_dtype)
-    )
+    state = torch.einsum("bshd,bshe->bhde", rotated(k).to(accumulation_dtype), v.to(accumulation_dtype))
     result = torch.einsum("bshd,bhde->bshe", rotated(q).to(accumulation_dtype), state)
     if cos is None:
         q, k = q.to(accumulation_dtype), k.to(accumulation_dtype)

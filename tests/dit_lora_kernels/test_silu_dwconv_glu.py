@@ -72,9 +72,7 @@ def wide(of: Operands) -> Operands:
     return h, weight, bias
 
 
-def run(
-    function: Callable[..., Tensor], of: Operands, upstream: Tensor | None = None
-) -> list[Tensor]:
+def run(function: Callable[..., Tensor], of: Operands, upstream: Tensor | None = None) -> list[Tensor]:
     """The output and every operand's gradient."""
     output = function(*of)
     if upstream is None:
@@ -165,9 +163,7 @@ def test_only_wanted_gradients_are_computed(
     inputs = operands((2, 2, 3, 3))
     expected_grads = run(silu_dwconv_glu, inputs)[1:]
     partial_inputs = [
-        t.detach().requires_grad_(needs_grad)
-        for t, needs_grad in zip(inputs, wanted, strict=True)
-        if t is not None
+        t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(inputs, wanted, strict=True) if t is not None
     ]
     if not kernel:
         without_kernel(monkeypatch)
@@ -207,9 +203,7 @@ def test_strides() -> None:
     for view, gradient in zip((wider, permuted, wider, permuted), gradients, strict=True):
         inputs = (view.requires_grad_(), weight, bias)
         expected = run(silu_dwconv_glu, (h, weight, bias), gradient.contiguous())
-        for ours, expected_value in zip(
-            run(silu_dwconv_glu, inputs, gradient), expected, strict=True
-        ):
+        for ours, expected_value in zip(run(silu_dwconv_glu, inputs, gradient), expected, strict=True):
             assert torch.equal(ours, expected_value)
 
 
@@ -265,9 +259,7 @@ def test_a_bad_pixel_stays_among_its_neighbours(bad: float) -> None:
 
 def test_repeats_bit_for_bit() -> None:
     inputs = operands((2, 3, 4, 3), torch.bfloat16)
-    for first_value, second in zip(
-        run(silu_dwconv_glu, inputs), run(silu_dwconv_glu, inputs), strict=True
-    ):
+    for first_value, second in zip(run(silu_dwconv_glu, inputs), run(silu_dwconv_glu, inputs), strict=True):
         assert torch.equal(first_value, second)
 
 
@@ -305,9 +297,7 @@ def test_opcheck(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     h, weight, bias = operands((1, 2, 3, 2))
     permuted = h.detach().permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     torch.library.opcheck(silu_dwconv_glu_forward.library, (h, weight, bias))
-    torch.library.opcheck(
-        silu_dwconv_glu_forward.library, (permuted.requires_grad_(), weight, None)
-    )
+    torch.library.opcheck(silu_dwconv_glu_forward.library, (permuted.requires_grad_(), weight, None))
     operator_args = (
         torch.randn(1, 2, 3, 2, device=DEVICE),
         permuted.detach(),
@@ -330,17 +320,13 @@ def test_only_h_is_saved() -> None:
 def test_compiles_without_a_graph_break() -> None:
     inputs = operands((1, 2, 3, 2))
     compiled: Any = torch.compile(silu_dwconv_glu, fullgraph=True, backend="aot_eager")
-    for ours, expected_value in zip(
-        run(compiled, inputs), run(silu_dwconv_glu, inputs), strict=True
-    ):
+    for ours, expected_value in zip(run(compiled, inputs), run(silu_dwconv_glu, inputs), strict=True):
         assert torch.equal(ours, expected_value)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 2, 3, 0)])
-def test_nothing_to_do(
-    shape: tuple[int, int, int, int], kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_to_do(shape: tuple[int, int, int, int], kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
         without_kernel(monkeypatch)
     h, weight, bias = operands(shape)

@@ -52,10 +52,7 @@ def test_every_block_runs(page: Path, reader: Callable[[Path], "Reader"]) -> Non
 @pytest.mark.parametrize("what", ["not run", "example"])
 def test_what_is_not_run_is_listed_with_its_reason(what: str) -> None:
     listed = {"not run": doc_pages.NOT_RUN, "example": doc_pages.EXAMPLES}[what]
-    unrun = {
-        str(page.relative_to(ROOT)): Counter(r for b in blocks(page) if (r := b.says(what)))
-        for page in PAGES
-    }
+    unrun = {str(page.relative_to(ROOT)): Counter(r for b in blocks(page) if (r := b.says(what))) for page in PAGES}
     assert {page: reasons for page, reasons in unrun.items() if reasons} == {
         page: Counter(reasons) for page, reasons in listed.items()
     }
@@ -106,9 +103,7 @@ class Reader:
         process = self.shell.run(block.text)
         output = process.stdout
         code = int(block.says("exit code") or 0)
-        assert process.returncode == code, (
-            f"{block}: ended with {process.returncode}\n{output[-3000:]}"
-        )
+        assert process.returncode == code, f"{block}: ended with {process.returncode}\n{output[-3000:]}"
         self.said = block.heading, output
 
     def _console(self, block: Block) -> None:
@@ -156,9 +151,7 @@ class Reader:
         if set(values) & {"compute_environment", "distributed_type"}:
             path = self.folder / "given.yaml"
             path.write_text(block.text)
-            self.commands.check(
-                "accelerate launch --config_file given.yaml -m dit_lora families", self.folder
-            )
+            self.commands.check("accelerate launch --config_file given.yaml -m dit_lora families", self.folder)
             return
         assert set(values) <= set(Recipe.model_fields), f"{block}: unknown {set(values)}"
         parse_recipe(_merged(_base(values), values), source=str(block))

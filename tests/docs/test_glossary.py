@@ -91,8 +91,6 @@ def test_every_name_of_a_term_exists(term: Term) -> None:
         functools.reduce(getattr, attribute.split("."), import_module(f"{root}{module}"))
 
 
-@pytest.mark.parametrize(
-    "name", ["dit-lora nothing", "dit_lora.nothing", "train.nothing", "nothing", "train.steps.x"]
-)
+@pytest.mark.parametrize("name", ["dit-lora nothing", "dit_lora.nothing", "train.nothing", "nothing", "train.steps.x"])
 def test_a_name_that_does_not_exist_is_found(name: str) -> None:
     assert not exists(name)

@@ -165,11 +165,7 @@ def named(page: str) -> list[str]:
 def whole(name: str, options: list[str]) -> list[str]:
     """The options that a name stands for: itself, or all with the beginning before its `*`."""
     beginning = name.removesuffix("*")
-    return (
-        [name]
-        if name == beginning
-        else [option for option in options if option.startswith(beginning)]
-    )
+    return [name] if name == beginning else [option for option in options if option.startswith(beginning)]
 
 
 def fields(config: Any) -> dict[str, Any]:
@@ -188,21 +184,15 @@ def test_every_flag_of_theirs_has_one_row(page: str) -> None:
 @pytest.mark.parametrize("page", OPTIONS)
 def test_every_option_of_theirs_has_one_row_and_is_counted(page: str) -> None:
     options, counts = OPTIONS[page]
-    option_names = [
-        option for name in named(page) for option in whole(name.removeprefix("--"), options)
-    ]
+    option_names = [option for name in named(page) for option in whole(name.removeprefix("--"), options)]
     assert sorted(option_names) == sorted(options)
     text = " ".join((DOCS / page).read_text().split())
-    assert [
-        sentence for sentence, count in counts.items() if sentence.format(count) not in text
-    ] == []
+    assert [sentence for sentence, count in counts.items() if sentence.format(count) not in text] == []
 
 
 def test_every_key_of_sat_has_one_row() -> None:
     keys = named("migrate_cogvideo.md")
-    assert sorted(key for key in keys if not key.startswith(("--", "model."))) == sorted(
-        SAT.split()
-    )
+    assert sorted(key for key in keys if not key.startswith(("--", "model."))) == sorted(SAT.split())
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE)
@@ -245,9 +235,7 @@ def test_what_their_defaults_are_said_to_be_is_what_the_recipes_hold() -> None:
     assert (video["optim"]["clip"], video["train"]["batch_size"]) == (1.0, 1)
 
 
-def test_an_adapter_without_alpha_is_corrected_by_a_weight(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_without_alpha_is_corrected_by_a_weight(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """As CogVideo's trainer and Diffusers' script save one: trained at alpha / rank 0.5, which no file says."""
     base = tiny_checkpoints["cogvideox-2b"]
     torch.manual_seed(0)
@@ -341,9 +329,7 @@ def test_each_layout_that_a_page_shows_is_read_at_its_strength(
     if alpha is not None:
         tensors[f"{key}.alpha"] = torch.tensor(alpha)
     save_file(tensors, tmp_path / "theirs.safetensors")
-    read = read_lora(
-        tmp_path / "theirs.safetensors", model, family.comfyui, checkpoint.pipeline_class
-    ).layers
+    read = read_lora(tmp_path / "theirs.safetensors", model, family.comfyui, checkpoint.pipeline_class).layers
     assert set(read) == set(layers)
     change = torch.cat([read[name].alpha / 3 * read[name].b @ read[name].a for name in layers])
     torch.testing.assert_close(change, (alpha or 3.0) / 3 * up @ down)

@@ -20,9 +20,7 @@ NOTEBOOK = ROOT / "notebooks" / "first_lora.ipynb"
 
 
 def cells(kind: str) -> list[dict[str, Any]]:
-    sources = [
-        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind
-    ]
+    sources = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
     assert len(sources) > 8
     return sources
 
@@ -69,11 +67,7 @@ def test_it_holds_small_outputs_and_nothing_of_the_machine_it_ran_on() -> None:
     assert len(text) < 150_000
     outputs = json.dumps([cell["outputs"] for cell in cells("code")])
     assert not re.search(r"/(tmp|home|root|work|usr|opt)/|Traceback|Warning", outputs)
-    assert any(
-        "image/png" in output.get("data", {})
-        for cell in cells("code")
-        for output in cell["outputs"]
-    )
+    assert any("image/png" in output.get("data", {}) for cell in cells("code") for output in cell["outputs"])
 
 
 def test_its_links_are_files() -> None:

@@ -85,9 +85,7 @@ def pages(site: Path) -> dict[Path, Built]:
 def test_every_page_has_a_place_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     assert {
-        str(path.relative_to(DOCS))
-        for path in DOCS.rglob("*.md")
-        if f": {path.relative_to(DOCS)}\n" not in text
+        str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if f": {path.relative_to(DOCS)}\n" not in text
     } == set()
 
 
@@ -109,9 +107,7 @@ def test_every_link_and_anchor_of_the_site_resolves(pages: dict[Path, Built]) ->
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             num_links += 1
-            is_page = target in pages and (
-                not parts.fragment or parts.fragment in pages[target].anchors
-            )
+            is_page = target in pages and (not parts.fragment or parts.fragment in pages[target].anchors)
             if not (is_page or (target.is_file() and not parts.fragment)):
                 broken.append(f"{path.name}: {link}")
     assert not broken
@@ -156,10 +152,7 @@ def test_the_site_shows_what_commonmark_means(page: Path, site: Path) -> None:
     """Python-Markdown wants a blank line before a list and four blanks within: a page must read the same in both."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page.read_text())
     expected = {
-        tag: sum(
-            token.type == kind if kind else token.type == "heading_open" and token.tag == tag
-            for token in tokens
-        )
+        tag: sum(token.type == kind if kind else token.type == "heading_open" and token.tag == tag for token in tokens)
         for tag, kind in _COUNTED.items()
     }
     name = "index.html" if page.name == "README.md" else f"{page.stem}.html"
@@ -177,9 +170,7 @@ def test_the_references_have_every_key_verb_option_and_name(site: Path) -> None:
     commands = (site / "reference" / "commands.html").read_text()
     names = set(_verbs_and_options(typer.main.get_command(app), ""))
     assert len(names) > 80
-    assert {
-        word for word in names if not re.search(rf"<code>{re.escape(word)}[ <,]", commands)
-    } == set()
+    assert {word for word in names if not re.search(rf"<code>{re.escape(word)}[ <,]", commands)} == set()
 
     python = Built(site / "reference" / "python.html").anchors
     public = [name for name in dit_lora.__all__ if not name.startswith("__")]

@@ -68,9 +68,7 @@ class ChatSubject(NamedTuple):
                 noise = torch.randint(0, 256, size, generator=generator)
                 media["pixels"] = noise.to(torch.uint8)
             if shape is not None and kind == "video":
-                seconds = tuple(
-                    (0.25 + 0.5 * number) * (1 + frame) for frame in range(shape.frames)
-                )
+                seconds = tuple((0.25 + 0.5 * number) * (1 + frame) for frame in range(shape.frames))
                 media["seconds"] = torch.tensor(seconds)
             conversation = Conversation(str(number), kind, None, turns)
             rendered = self.checkpoint.render(conversation, shape, seconds, include_answer=answered)
@@ -90,9 +88,7 @@ def open_chat(variant: str, path: Path) -> ChatSubject:
     )
 
 
-def padded(
-    samples: Sequence[Sample], *, extra: int = 0, pad: int = 0, device: str = "cpu"
-) -> dict[str, torch.Tensor]:
+def padded(samples: Sequence[Sample], *, extra: int = 0, pad: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One batch, padded on the right to the longest and `extra` more."""
     length, answers, instruction_length = (
         max(count(sample.rendered) for sample in samples) + extra
@@ -123,9 +119,7 @@ def adapted(subject: ChatSubject, *, trained: bool = True, base: bool = True) ->
     """The model with LoRA and, with `base`, connector and backbone training; `trained`: all of it moved a little."""
     model, family = subject.model(), subject.family
     targets = select_default_targets(family, model)
-    attach_lora(
-        model, LoraConfig(rank=4, alpha=7), targets, seed=0, submodules=family.lora_parent_modules
-    )
+    attach_lora(model, LoraConfig(rank=4, alpha=7), targets, seed=0, submodules=family.lora_parent_modules)
     if base:
         patterns = family.group_patterns
         parameter_groups(model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=patterns)

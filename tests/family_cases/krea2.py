@@ -17,9 +17,7 @@ def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     """Decode clean latents; Krea2Pipeline.__call__ ends so."""
     latents = pipeline._unpack_latents(clean, NATIVE.height, NATIVE.width)
     config = pipeline.vae.config
-    mean, std = (
-        torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)
-    )
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
     return pipeline.vae.decode(latents * std + mean).sample
 
 

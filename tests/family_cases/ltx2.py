@@ -19,9 +19,7 @@ def unpacked(pipeline: Any, tokens: torch.Tensor, shape: VideoShape = NATIVE) ->
 
 def denormalised(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
     vae = pipeline.vae
-    return pipeline._denormalize_latents(
-        latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
-    )
+    return pipeline._denormalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
 
 
 def decode(pipeline: Any, clean: torch.Tensor, shape: VideoShape = NATIVE) -> torch.Tensor:
@@ -31,8 +29,7 @@ def decode(pipeline: Any, clean: torch.Tensor, shape: VideoShape = NATIVE) -> to
 def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
     """The cache holds what is normalised by the VAE's own statistics."""
     mean_of, std = (
-        statistic.view(1, -1, 1, 1, 1)
-        for statistic in (pipeline.vae.latents_mean, pipeline.vae.latents_std)
+        statistic.view(1, -1, 1, 1, 1) for statistic in (pipeline.vae.latents_mean, pipeline.vae.latents_std)
     )
     return pipeline.vae.decode(mean * std + mean_of).sample
 
@@ -69,9 +66,7 @@ SIDES = (
     (VideoShape(23, 64, 96), r"frames must be 8n \+ 1; got 23, nearest 17 and 25"),
 )
 HALVED = VideoShape(17, 64, 128)
-HALVES = (
-    (VideoShape(9, 64, 96), "references 2 times smaller than 96 x 64, .* be multiples of 64"),
-)
+HALVES = ((VideoShape(9, 64, 96), "references 2 times smaller than 96 x 64, .* be multiples of 64"),)
 ONE = ((VideoShape(1, 64, 96), "frames must be 9 or more, as the first is given; got 1"),)
 
 

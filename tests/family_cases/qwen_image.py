@@ -15,12 +15,9 @@ from family_cases.case import Call, Case
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     """Decode clean latents; QwenImagePipeline.__call__ ends so."""
     config, native = pipeline.vae.config, flux.NATIVE
-    latents = pipeline._unpack_latents(
-        clean, native.height, native.width, pipeline.vae_scale_factor
-    )
+    latents = pipeline._unpack_latents(clean, native.height, native.width, pipeline.vae_scale_factor)
     mean, std = (
-        torch.tensor(v, dtype=latents.dtype).view(1, -1, 1, 1, 1)
-        for v in (config.latents_mean, config.latents_std)
+        torch.tensor(v, dtype=latents.dtype).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)
     )
     return pipeline.vae.decode(latents * std + mean).sample
 
@@ -44,9 +41,7 @@ def noisy(call: Call) -> torch.Tensor:
 
 
 def case(variant: str, **other: Any) -> Case:
-    kind = {"-": "", "-edit": "Edit", "-edit-plus": "EditPlus"}[
-        variant.removeprefix("qwen-image") or "-"
-    ]
+    kind = {"-": "", "-edit": "Edit", "-edit-plus": "EditPlus"}[variant.removeprefix("qwen-image") or "-"]
     common: dict[str, Any] = {
         "family": "qwen_image",
         "variant": variant,

@@ -25,9 +25,7 @@ def vae_decode(pipeline: Any, mean: torch.Tensor) -> torch.Tensor:
 def decode_video(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     """As SanaVideoPipeline.__call__ ends with Wan's autoencoder."""
     config = pipeline.vae.config
-    mean, std = (
-        torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)
-    )
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
     return pipeline.vae.decode(clean * std + mean, return_dict=False)[0]
 
 

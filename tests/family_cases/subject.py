@@ -36,9 +36,7 @@ class Subject(NamedTuple):
 def open_subject(case: Case, path: Path) -> Subject:
     family = get_family(case.family)
     opened_checkpoint = family.open(ModelConfig(family=case.family, path=str(path), **case.model))
-    opened_checkpoint = opened_checkpoint.with_training_metadata(
-        {"reference_resolution": case.reference_resolution}
-    )
+    opened_checkpoint = opened_checkpoint.with_training_metadata({"reference_resolution": case.reference_resolution})
     return Subject(case, family, opened_checkpoint, path)
 
 
@@ -80,9 +78,7 @@ def encoded_text(
 _ENCODED: dict[tuple[str, Path, VideoShape, int], dict[str, torch.Tensor]] = {}
 
 
-def encoded_batch(
-    subject: Subject, shape: VideoShape | None = None, size: int = 3
-) -> dict[str, torch.Tensor]:
+def encoded_batch(subject: Subject, shape: VideoShape | None = None, size: int = 3) -> dict[str, torch.Tensor]:
     """A batch whose rows differ in pixels and caption. Encoded once; each caller has tensors of its own."""
     shape = shape or subject.case.native
     key = (subject.case.name, subject.path, shape, size)
@@ -97,9 +93,7 @@ def _encode(subject: Subject, shape: VideoShape, size: int) -> dict[str, torch.T
     encode_video = checkpoint.load_video_encoder(torch.float32, CPU)
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     if takes is not None:
-        encoded = tuple(
-            takes.encoded_shape(image_size.height, image_size.width, shape) for image_size in sizes
-        )
+        encoded = tuple(takes.encoded_shape(image_size.height, image_size.width, shape) for image_size in sizes)
         shape = replace(shape, references=encoded)
     rows = []
     for caption in subject.case.captions[:size]:

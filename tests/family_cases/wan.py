@@ -11,9 +11,7 @@ from family_cases.case import Call, Case
 def decode(pipeline: Any, clean: torch.Tensor) -> torch.Tensor:
     """Decode clean latents; WanPipeline.__call__ ends so."""
     config = pipeline.vae.config
-    mean, std = (
-        torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std)
-    )
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
     return pipeline.vae.decode(clean * std + mean, return_dict=False)[0]
 
 

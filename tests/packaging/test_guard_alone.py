@@ -64,9 +64,7 @@ def test_a_loop_is_guarded_where_torch_alone_is_installed(tmp_path: Path) -> Non
                 (packages / top).symlink_to(root / top)
     (packages / "here.pth").write_text(f"{ROOT}\n")
     python = tmp_path / "venv" / "bin" / "python"
-    process = subprocess.run(
-        [python, "-c", LOOP], cwd=tmp_path, capture_output=True, text=True, env={}, check=False
-    )
+    process = subprocess.run([python, "-c", LOOP], cwd=tmp_path, capture_output=True, text=True, env={}, check=False)
     assert process.returncode == 0, process.stderr
     skipped_line, finite, *put_back, is_finite_line = process.stdout.splitlines()
     assert skipped_line == "3 row 3 of micro-batch 0 inputs"

@@ -24,9 +24,7 @@ def metadata(dist: Path) -> Message:
         return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_the_sdists_wheel_has_every_file_of_the_checkout_as_it_is(
-    checkout: Path, dist: Path
-) -> None:
+def test_the_sdists_wheel_has_every_file_of_the_checkout_as_it_is(checkout: Path, dist: Path) -> None:
     """What `test_wheel.py` asks of the checkout's own wheel."""
     expected = {}
     for root, top in ((checkout, "dit_lora"), (checkout / "kernels", "dit_lora_kernels")):
@@ -87,9 +85,7 @@ def test_the_metadata_says_what_the_project_is(dist: Path) -> None:
     pythons = {name for name in facts.get_all("Classifier") or () if "Python :: 3." in name}
     assert {name.rpartition(" ")[2] for name in pythons} == {"3.11", "3.12", "3.13"}
     assert facts["Requires-Python"] == "<3.14,>=3.11"
-    required_packages = [
-        need for need in facts.get_all("Requires-Dist") or () if "extra ==" not in need
-    ]
+    required_packages = [need for need in facts.get_all("Requires-Dist") or () if "extra ==" not in need]
     assert len(required_packages) == len(pyproject()["project"]["dependencies"])
 
 
@@ -139,6 +135,4 @@ def test_issue_forms_are_what_github_takes(name: str) -> None:
     assert len(ids) == len(set(ids))
     if name == "bug_report":
         form_text = yaml.safe_dump(form)
-        assert all(
-            item in form_text for item in ("doctor --json", "bundle", "recipe", "events.jsonl")
-        )
+        assert all(item in form_text for item in ("doctor --json", "bundle", "recipe", "events.jsonl"))

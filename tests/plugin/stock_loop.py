@@ -49,9 +49,7 @@ def adapted(checkpoint: str) -> CogVideoXTransformer3DModel:
     transformer = CogVideoXTransformer3DModel.from_pretrained(checkpoint, subfolder="transformer")
     transformer.requires_grad_(False)
     targets = ["to_k", "to_q", "to_v", "to_out.0"]
-    transformer.add_adapter(
-        LoraConfig(r=4, lora_alpha=4, init_lora_weights=True, target_modules=targets)
-    )
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=True, target_modules=targets))
     cast_training_params([transformer])
     return transformer.train()
 
@@ -84,13 +82,9 @@ def main() -> None:
     transformer = adapted(args.checkpoint)
     parameters = [p for p in transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=1e-4)
-    lr_scheduler = get_scheduler(
-        "cosine", optimizer=optimizer, num_warmup_steps=0, num_training_steps=args.steps
-    )
+    lr_scheduler = get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=0, num_training_steps=args.steps)
     loader = torch.utils.data.DataLoader(dataset(args.nan_sample), batch_size=2, shuffle=True)
-    transformer, optimizer, loader, lr_scheduler = accelerator.prepare(
-        transformer, optimizer, loader, lr_scheduler
-    )
+    transformer, optimizer, loader, lr_scheduler = accelerator.prepare(transformer, optimizer, loader, lr_scheduler)
     if args.guard:
         import dit_lora
 

@@ -190,9 +190,7 @@ def scaled_loop(guard_of: Any, fault: str, steps: int = 40) -> tuple[nn.Module, 
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("sample", "inputs"), ("weight", "weights")])
-def test_a_step_that_a_scaler_leaves_out_for_a_bad_output_is_diagnosed(
-    fault: str, cause: str, tmp_path: Path
-) -> None:
+def test_a_step_that_a_scaler_leaves_out_for_a_bad_output_is_diagnosed(fault: str, cause: str, tmp_path: Path) -> None:
     guards: list[Guard] = []
 
     def watch(model: nn.Module, optimizer: Any, scaler: Any) -> None:

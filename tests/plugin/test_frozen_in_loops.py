@@ -179,9 +179,7 @@ def frozen_by_the_loop(number: int, model: Counting, x: torch.Tensor) -> None:
         model.bias.requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    "change", [averaged, averaged_in_each_step, written, replaced, loaded, frozen_by_the_loop]
-)
+@pytest.mark.parametrize("change", [averaged, averaged_in_each_step, written, replaced, loaded, frozen_by_the_loop])
 def test_frozen_values_that_the_loop_itself_changes_are_no_damage_at_a_save(
     change: Spoil,
 ) -> None:
@@ -230,12 +228,7 @@ def test_a_buffer_that_the_model_writes_to_is_named_and_put_back_where_no_sample
     (event,) = guard.events
     assert (event["step"], event["sample_ids"]) == (4, [])
     message = event["verdict"]["words"]
-    assert message.startswith(
-        "the buffer calls has 3 NaN among 3 values; the model itself writes to"
-    )
-    assert (
-        "step 4: non finite gradient; the step was not taken; not finite and put back: calls"
-        in (caplog.text)
-    )
+    assert message.startswith("the buffer calls has 3 NaN among 3 values; the model itself writes to")
+    assert "step 4: non finite gradient; the step was not taken; not finite and put back: calls" in (caplog.text)
     # It begins again with the count that the snapshot of the start holds, and step 5 adds one.
     assert models[0].calls.tolist() == [1.0] * 3

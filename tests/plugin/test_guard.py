@@ -97,9 +97,9 @@ def test_ids_that_do_not_fit_the_rows_are_warned_of_once(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger="dit_lora"):
         loop.step(good(), ["a", "b"])
         loop.step(good(), ["a", "b"])
-    assert [
-        record.message for record in caplog.records if "2 ids for 3 rows" in record.message
-    ] == ["guard.microbatch: 2 ids for 3 rows; rows are numbered"]
+    assert [record.message for record in caplog.records if "2 ids for 3 rows" in record.message] == [
+        "guard.microbatch: 2 ids for 3 rows; rows are numbered"
+    ]
 
 
 def test_detaching_gives_the_loop_its_own_methods_back() -> None:
@@ -111,9 +111,7 @@ def test_detaching_gives_the_loop_its_own_methods_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_weights_are_warned_of(
-    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_precision_weights_are_warned_of(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 2).to(dtype)
@@ -180,9 +178,7 @@ def test_a_trainer_with_the_callback_saves_its_checkpoints_and_trains_alike(
         trainer.train()
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
         assert len(list((tmp_path / str(guarded)).glob("checkpoint-*/scheduler.pt"))) >= 2
-    assert all(
-        torch.equal(weight, other_weight) for weight, other_weight in zip(*weights, strict=True)
-    )
+    assert all(torch.equal(weight, other_weight) for weight, other_weight in zip(*weights, strict=True))
 
 
 def test_a_schedules_state_can_be_saved_while_it_is_gated_and_after(tmp_path: Path) -> None:

@@ -36,9 +36,7 @@ def guarded_loop(folder: Path, bad: int, *, cached: bool) -> Events:
         model = nn.Linear(4, 4)
         loader = DataLoader(Pictures(bad), batch_size=2, shuffle=True)
         cache = [batch * 0.5 for batch in loader] if cached else []
-        model, optimizer, loader = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=0.1), loader
-        )
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), loader)
         for _ in range(3):
             for step, batch in enumerate(loader):
                 latents = cache[step] if cached else batch * 0.5
@@ -51,9 +49,7 @@ def guarded_loop(folder: Path, bad: int, *, cached: bool) -> Events:
 
 
 @pytest.mark.parametrize("bad", range(6))
-def test_the_sample_is_named_though_accelerate_fetches_a_batch_ahead(
-    bad: int, tmp_path: Path
-) -> None:
+def test_the_sample_is_named_though_accelerate_fetches_a_batch_ahead(bad: int, tmp_path: Path) -> None:
     events = guarded_loop(tmp_path, bad, cached=False)
     assert [event["sample_ids"] for event in events] == [[f"dataset index {bad}"]] * 3
 

@@ -59,9 +59,7 @@ def trained(config: LoopConfig | None, folder: Path, steps: int = 5) -> tuple[nn
         loss.backward()
         if step == 4:
             recorded = {"hidden": hidden.detach(), "weight": model[2].weight.detach().clone()}
-            recorded["grads"] = [
-                p.grad.clone() for p in model[0].parameters() if p.grad is not None
-            ]
+            recorded["grads"] = [p.grad.clone() for p in model[0].parameters() if p.grad is not None]
         if guard:
             guard.before_clipping()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -87,18 +85,14 @@ def test_statistics_are_those_of_the_whole_step(tmp_path: Path) -> None:
     assert first_layer["abs_max"] == pytest.approx(float(recorded["hidden"].abs().max()), rel=1e-3)
     # The second optimizer's layer too, which steps after the first has ended the step.
     change = float(recorded["changed"].double().norm())
-    assert last_layer["update_ratio"] * float(
-        recorded["after"][0].double().norm()
-    ) == pytest.approx(change, rel=0.2)
+    assert last_layer["update_ratio"] * float(recorded["after"][0].double().norm()) == pytest.approx(change, rel=0.2)
 
 
 def test_a_loop_that_is_looked_at_trains_bit_for_bit_the_same(tmp_path: Path) -> None:
     config = LoopConfig(monitor_every=1, spike_threshold=8, preflight=True)
     looked, _ = trained(config, tmp_path)
     unguarded, _ = trained(None, tmp_path)
-    for looked_weight, unguarded_weight in zip(
-        looked.parameters(), unguarded.parameters(), strict=True
-    ):
+    for looked_weight, unguarded_weight in zip(looked.parameters(), unguarded.parameters(), strict=True):
         assert torch.equal(looked_weight, unguarded_weight)
     assert len(lines(tmp_path / monitoring.STATISTICS_FILE)) == 5
     assert not lines(tmp_path / "events.jsonl")
@@ -183,9 +177,7 @@ def test_the_preflight_switches_off_a_wrong_backend_and_names_what_never_learns(
     assert "flash" in attention
     assert "q 3x2x5x4" in attention
     assert switched_off_message.startswith("attention:flash differs from fp64")
-    assert json.loads((tmp_path / "guard.json").read_text())["starts"][0]["switched_off"] == [
-        "attention:flash"
-    ]
+    assert json.loads((tmp_path / "guard.json").read_text())["starts"][0]["switched_off"] == ["attention:flash"]
     assert "checks at the first healthy step" in caplog.text
 
 

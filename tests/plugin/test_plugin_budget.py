@@ -93,9 +93,7 @@ def test_a_bad_sample_is_named_by_its_index_told_once_and_costs_the_budget_once(
         loop.run(epochs)
         loop.accelerator.end_training()
     assert blamed(loop.guard) == ["dataset index 3"] * epochs
-    assert [event.get("known", False) for event in loop.guard.events] == [
-        number > 0 for number in range(epochs)
-    ]
+    assert [event.get("known", False) for event in loop.guard.events] == [number > 0 for number in range(epochs)]
     named_message, summary = [record.message for record in caplog.records]
     # The loop has added noise: the item is named because it was bad as it was loaded.
     assert named_message.endswith("\n  - dataset index 3: x has 1 NaN among 4 values")
@@ -192,9 +190,7 @@ def test_a_stop_for_bad_weights_puts_the_last_good_ones_back_and_on_the_disk(
     assert saved["weight"].isfinite().all()
 
 
-def trained_in_pairs(
-    loop: Loop, batches: Iterator[dict[str, torch.Tensor]], *, alike: bool
-) -> None:
+def trained_in_pairs(loop: Loop, batches: Iterator[dict[str, torch.Tensor]], *, alike: bool) -> None:
     """As Transformers' Trainer accumulates: it takes several batches, then runs the first."""
     while pair := list(islice(batches, 2)):
         for batch in pair:
@@ -289,7 +285,5 @@ def test_a_trainer_says_at_its_end_how_many_steps_were_not_taken(
 
 def test_the_guard_is_imported_without_diffusers() -> None:
     code = "import sys; from dit_lora import Guard; print('diffusers' in sys.modules)"
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"

@@ -74,9 +74,7 @@ def bundle(script: Path) -> Path:
     return folder / event["bundle"]
 
 
-def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(
-    script: Path, bundle: Path
-) -> None:
+def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(script: Path, bundle: Path) -> None:
     before = (bundle.parent.parent / "guard.json").read_bytes()
     replayed = replay_bundle(bundle, script=str(script), arguments=["--steps", "3"])
     assert replayed.diagnosis is not None
@@ -91,9 +89,7 @@ def test_a_bundle_comes_to_its_verdict_in_the_script_which_takes_no_step(
     assert (bundle.parent.parent / "guard.json").read_bytes() == before
 
 
-def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(
-    script: Path, bundle: Path
-) -> None:
+def test_the_call_is_made_with_the_weights_and_the_dropout_of_then(script: Path, bundle: Path) -> None:
     """The healthy rows have the losses of the weights after two steps."""
     (bundle.parent / "again").mkdir()
     mended = read_bundle(bundle)
@@ -121,9 +117,7 @@ def test_without_a_script_it_says_what_it_needs(bundle: Path) -> None:
         replay_bundle(bundle, script="train.py", device="cpu")
 
 
-def test_a_model_that_does_not_fit_is_told_parameter_by_parameter(
-    script: Path, bundle: Path
-) -> None:
+def test_a_model_that_does_not_fit_is_told_parameter_by_parameter(script: Path, bundle: Path) -> None:
     with pytest.raises(DitLoraError) as error:
         replay_bundle(bundle, script=str(script), arguments=["--width", "5", "--steps", "40"])
     summary, *differing = str(error.value).splitlines()
@@ -332,9 +326,7 @@ def test_guard_json_says_what_is_watched_and_what_was_lost() -> None:
     assert {event["guard"] for event in guards[0].events} == {first_start["id"]}
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("bundles", -1), ("bundles", 1.5), ("bundle_mib", 0)]
-)
+@pytest.mark.parametrize(("setting", "value"), [("bundles", -1), ("bundles", 1.5), ("bundle_mib", 0)])
 def test_a_setting_out_of_its_bounds_is_refused(setting: str, value: float) -> None:
     with pytest.raises(DitLoraError, match=f"{setting}={value}"):
         LadderConfig(**{setting: value})  # type: ignore[arg-type]

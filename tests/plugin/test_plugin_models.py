@@ -62,9 +62,7 @@ def test_a_bad_gradient_that_no_optimizer_clears_does_not_outlive_its_step() -> 
     torch.manual_seed(0)
     encoder, denoiser = TextEncoder(4, 4), Denoiser(4, 2)
     parameters = [encoder.bias, *denoiser.parameters()]
-    encoder, denoiser, optimizer = accelerator.prepare(
-        encoder, denoiser, torch.optim.AdamW(parameters, lr=0.1)
-    )
+    encoder, denoiser, optimizer = accelerator.prepare(encoder, denoiser, torch.optim.AdamW(parameters, lr=0.1))
     guard = Guard.attach(accelerator, denoiser, optimizer)
     for x in (batch(1), bad_batch(2), batch(3), batch(4)):
         accelerator.backward(denoiser(encoder(x).tanh()).square().mean())
@@ -79,9 +77,7 @@ def test_a_bad_gradient_that_no_optimizer_clears_does_not_outlive_its_step() -> 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "an optimizer each"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_bad_gradient_of_either_model_stops_the_step_of_its_optimizer_and_is_named(
-    which: int, split: bool
-) -> None:
+def test_a_bad_gradient_of_either_model_stops_the_step_of_its_optimizer_and_is_named(which: int, split: bool) -> None:
     loop = Two(split=split)
     loop.step(batch(1))
     before = loop.state()

@@ -29,9 +29,7 @@ def test_a_bad_loss_in_fp16_leaves_schedule_and_weights_as_they_were() -> None:
     guard = Guard.attach(accelerator, model, optimizer)
     for number in range(1, 6):
         before, rate = everything([model], [optimizer]), schedule.get_last_lr()
-        accelerator.backward(
-            model((bad_batch if number in (2, 3) else batch)(number)).square().mean()
-        )
+        accelerator.backward(model((bad_batch if number in (2, 3) else batch)(number)).square().mean())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -79,9 +77,7 @@ def test_a_closure_is_judged_after_it_ran_and_a_healthy_run_is_bit_for_bit_as_wi
     bare, _ = plain_loop(OPTIMIZERS[name], 5, guarded=False)
     guarded, guard = plain_loop(OPTIMIZERS[name], 5, guarded=True)
     assert guard.events == []
-    assert all(
-        same(weight, other_weight) for weight, other_weight in zip(bare, guarded, strict=True)
-    )
+    assert all(same(weight, other_weight) for weight, other_weight in zip(bare, guarded, strict=True))
     states, guard = plain_loop(OPTIMIZERS[name], 5, guarded=True, bad=(2,))
     assert causes(guard.events) == [("inputs", "skip")]
     weights = [[t for t in state if t.dtype is torch.float32][:4] for state in states]
@@ -278,9 +274,7 @@ def test_a_gradient_is_bad_if_the_optimizer_squares_it_to_infinity(
     assert causes(guard.events) == ([("unknown", "skip")] if is_skipped else [])
     if is_skipped:
         message = guard.events[0]["verdict"]["words"]
-        assert message.startswith(
-            "the gradient that came back from the loss reaches 1.67e+24, whose"
-        )
+        assert message.startswith("the gradient that came back from the loss reaches 1.67e+24, whose")
 
 
 class Timed(nn.Linear):

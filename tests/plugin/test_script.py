@@ -102,9 +102,7 @@ GUARD = ("-m", "dit_lora.guard", "--folder", "guarded")
     ("options", "cause", "named"),
     [
         (("--nan", "5"), "data", "dataset index 5"),
-        pytest.param(
-            ("--fault", "weight"), "weights", "Sequential.0.weight", marks=pytest.mark.thorough
-        ),
+        pytest.param(("--fault", "weight"), "weights", "Sequential.0.weight", marks=pytest.mark.thorough),
         pytest.param(
             ("--fault", "moment"),
             "optimizer",
@@ -291,9 +289,7 @@ dist.destroy_process_group()
         ),
     ],
 )
-def test_ranks_that_share_weights_diagnose_together(
-    tmp_path: Path, fault: str, told: tuple[str, ...]
-) -> None:
+def test_ranks_that_share_weights_diagnose_together(tmp_path: Path, fault: str, told: tuple[str, ...]) -> None:
     """A rank alone cannot run a model of `fully_shard`: all run the micro-batch of the one that failed."""
     (tmp_path / "sharded.py").write_text(SHARDED)
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")

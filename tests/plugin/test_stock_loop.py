@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 LOOP = Path(__file__).with_name("stock_loop.py")
 
 
-def run(
-    checkpoint: Path, out: Path, *options: str, ranks: int = 1
-) -> subprocess.CompletedProcess[str]:
+def run(checkpoint: Path, out: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return started([checkpoint, out, *options], ranks, script=LOOP).wait()
 
 
@@ -29,9 +27,7 @@ def finite(out: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "accumulate"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.thorough), (2, 1)]
-)
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.thorough), (2, 1)])
 def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, ranks: int, accumulate: int
 ) -> None:
@@ -51,9 +47,7 @@ def test_one_nan_sample_ruins_every_tensor_without_the_guard_and_none_with_it(
     assert messages == {"latents has 1 NaN among 288 values"}
     assert all(event["sample_ids"] == ["dataset index 3"] for event in events)
     assert all(event["action"] == "skip" for event in events)
-    assert all(
-        tensor.any() for name, tensor in adapter(tmp_path / "guarded").items() if "B" in name
-    )
+    assert all(tensor.any() for name, tensor in adapter(tmp_path / "guarded").items() if "B" in name)
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.thorough), 2])

@@ -60,18 +60,14 @@ def run(folder: Path, fault: str, *, guarded: bool) -> str:
 
 @pytest.mark.parametrize(("fault", "cause"), [("inputs", "inputs"), ("moment", "optimizer")])
 @pytest.mark.thorough
-def test_checkpoints_are_finite_with_the_guard_alone(
-    fault: str, cause: str, tmp_path: Path
-) -> None:
+def test_checkpoints_are_finite_with_the_guard_alone(fault: str, cause: str, tmp_path: Path) -> None:
     """The moment's NaN comes in the step that the trainer saves after."""
     assert run(tmp_path, fault, guarded=False).startswith("finite [False, False]")
     assert run(tmp_path, fault, guarded=True).startswith("finite [True, True]")
     lines = (tmp_path / "guarded" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     assert {event["verdict"]["cause"] for event in events} == {cause}
-    if (
-        fault == "inputs"
-    ):  # the collator looks its rows up in a table: nothing proves whose they are
+    if fault == "inputs":  # the collator looks its rows up in a table: nothing proves whose they are
         rows = [["row 0 of micro-batch 0"], ["row 1 of micro-batch 0"]]
         assert all(event["sample_ids"] in rows for event in events)
 

@@ -103,9 +103,7 @@ def run(folder: Path, kind: str, fault: str, *, guarded: bool) -> str:
         ("weight", "weights", "model.layers.1.mlp.up_proj.weight"),
     ],
 )
-def test_a_fault_is_named_and_ruins_nothing(
-    kind: str, fault: str, cause: str, words: str, tmp_path: Path
-) -> None:
+def test_a_fault_is_named_and_ruins_nothing(kind: str, fault: str, cause: str, words: str, tmp_path: Path) -> None:
     assert run(tmp_path, kind, fault, guarded=False) == "finite False"
     assert run(tmp_path, kind, fault, guarded=True) == "finite True"
     lines = (tmp_path / "guarded" / "events.jsonl").read_text().splitlines()

@@ -70,9 +70,7 @@ def batch(step: int) -> Batch:
     }
 
 
-def guarded(
-    pair: Pair, model: Any, folder: Path, steps: int, at: Callable[[int, Batch], None]
-) -> Guard:
+def guarded(pair: Pair, model: Any, folder: Path, steps: int, at: Callable[[int, Batch], None]) -> Guard:
     config = LadderConfig(snapshot_every=1)
     guard = Guard.watch(model, pair.optimizer, folder=folder, config=config)
     for step in range(1, steps + 1):
@@ -271,9 +269,7 @@ def test_a_sample_with_several_rows_is_named_if_they_have_its_content(
         optimizer.step()
     events = [(event["verdict"]["cause"], event["sample_ids"]) for event in guard.events]
     assert events == [("data", ["dataset index 3"]), ("inputs", ["row 1 of micro-batch 0"])]
-    assert (
-        "\n  - row 1 of micro-batch 0 (its dataset index is not known): argument 0" in caplog.text
-    )
+    assert "\n  - row 1 of micro-batch 0 (its dataset index is not known): argument 0" in caplog.text
 
 
 def test_a_guard_that_is_gone_looks_at_no_call() -> None:

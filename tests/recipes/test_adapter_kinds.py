@@ -76,9 +76,7 @@ def arguments(
 def trained(run: Path) -> dict[str, torch.Tensor]:
     """What its last checkpoint holds, the optimizer's state too."""
     checkpoint = max((run / "checkpoints").glob("step_*"))
-    return load_file(checkpoint / "trainable.safetensors") | load_file(
-        checkpoint / "optimizer.safetensors"
-    )
+    return load_file(checkpoint / "trainable.safetensors") | load_file(checkpoint / "optimizer.safetensors")
 
 
 def resumed(main: Main, args: list[str], folder: Path) -> Path:

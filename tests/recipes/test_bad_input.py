@@ -97,9 +97,7 @@ def test_guidance_below_0(refused: Callable[..., str]) -> None:
 def test_a_missing_checkpoint(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "no folder ./nowhere" in refused("model.path=./nowhere")
     (tmp_path / "empty").mkdir()
-    assert "is not a Diffusers checkpoint: it has no model_index.json" in refused(
-        f"model.path={tmp_path / 'empty'}"
-    )
+    assert "is not a Diffusers checkpoint: it has no model_index.json" in refused(f"model.path={tmp_path / 'empty'}")
 
 
 def test_a_hub_id_that_cannot_be_had(refused: Callable[..., str]) -> None:
@@ -171,9 +169,7 @@ def test_a_run_dir_that_is_a_file_or_not_ours(refused: Callable[..., str], tmp_p
 
 
 def test_a_target_and_a_group_that_match_nothing(refused: Callable[..., str]) -> None:
-    assert "match no linear layer of CogVideoXTransformer3DModel: to_qq" in refused(
-        "lora.targets=[to_qq]"
-    )
+    assert "match no linear layer of CogVideoXTransformer3DModel: to_qq" in refused("lora.targets=[to_qq]")
     message = refused("optim.groups.connector={lr: 1e-5, modules: [nothing.*]}")
     assert "these parameter groups match nothing: connector" in message
     message = refused("optim.groups.connector={lr: 1e-5, modules: [proj_out.*, x.*]}")
@@ -207,9 +203,7 @@ def test_a_run_folder_in_use_is_not_overwritten(
 
 
 @pytest.mark.usefixtures("nothing_encoded")
-def test_a_run_folder_that_another_process_trains_in(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_run_folder_that_another_process_trains_in(refused: Callable[..., str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with (run / LOCK_FILE).open("w") as lock:
@@ -245,9 +239,7 @@ def test_a_full_disk_while_saving(
     assert names == ["step_000002"]
 
 
-def test_a_tracker_that_is_not_installed(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate would leave it out and say nothing."""
     installed = metadata.distributions
 
@@ -275,31 +267,23 @@ def everyone_out(shape_clips: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_quarantine_list_that_is_missing_or_is_none(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_quarantine_list_that_is_missing_or_is_none(refused: Callable[..., str], tmp_path: Path) -> None:
     assert refused("guard.quarantine=nowhere") == "guard.quarantine: nowhere does not exist"
     (tmp_path / "list.txt").write_text("a.mp4\n")
     message = refused(f"guard.quarantine={tmp_path / 'list.txt'}")
     assert f"{tmp_path / 'list.txt'} is not a quarantine list" in message
 
 
-def test_a_quarantine_list_is_read_before_anything_is_written(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_quarantine_list_is_read_before_anything_is_written(refused: Callable[..., str], tmp_path: Path) -> None:
     refused("guard.quarantine=nowhere")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_quarantine_list_that_leaves_no_sample(
-    refused: Callable[..., str], everyone_out: Path
-) -> None:
+def test_a_quarantine_list_that_leaves_no_sample(refused: Callable[..., str], everyone_out: Path) -> None:
     assert "leaves out all 5 samples" in refused(f"guard.quarantine={everyone_out}")
 
 
-def test_from_the_shell_it_is_a_message_and_exit_code_2(
-    launch, smoke: list[str], tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_from_the_shell_it_is_a_message_and_exit_code_2(launch, smoke: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     result = launch([*smoke, "data.path=nowhere", f"run.dir={tmp_path / 'run'}"])
     assert result.returncode == 2
     assert "error: data.path: no folder nowhere" in result.stderr

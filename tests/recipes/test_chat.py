@@ -63,9 +63,7 @@ def test_every_chat_family_has_a_smoke_recipe() -> None:
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -91,13 +89,9 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     lora_main([*args, f"run.dir={parts}", "train.steps=2"])
     lora_main([*args, f"run.dir={parts}", "train.steps=4", "train.resume=auto"])
     assert state(parts, 4) == state(uninterrupted, 4)
-    kinds = {
-        kind for line in lines(uninterrupted, "metrics.jsonl") for kind in line["loss_by_media"]
-    }
+    kinds = {kind for line in lines(uninterrupted, "metrics.jsonl") for kind in line["loss_by_media"]}
     assert len(kinds) > 1
-    held_out = [
-        (line["step"], line["held_out_loss"]) for line in lines(uninterrupted, "held_out.jsonl")
-    ]
+    held_out = [(line["step"], line["held_out_loss"]) for line in lines(uninterrupted, "held_out.jsonl")]
     assert [step for step, _ in held_out] == [0, 4]
     assert held_out[0][1] != held_out[1][1]
     assert lines(parts, "held_out.jsonl")[-1]["held_out_loss"] == held_out[1][1]
@@ -110,18 +104,14 @@ def test_a_smoke_recipe_trains_resumes_answers_and_exports(
     _the_merged_checkpoint_is_the_trained_model(uninterrupted, tmp_path / "merged", base, clip)
 
 
-def _the_merged_checkpoint_is_the_trained_model(
-    run: Path, merged: Path, base: Path, clip: Path
-) -> None:
+def _the_merged_checkpoint_is_the_trained_model(run: Path, merged: Path, base: Path, clip: Path) -> None:
     from dit_lora.data.chat.conversation import Conversation, Turn
     from dit_lora.data.media.media import MediaFile
 
     logits = []
     for target in (run, merged, base):
         answerer = load_answerer(target, frames=4)
-        answerer.checkpoint = answerer.checkpoint.with_vision_settings(
-            load_answerer(run).checkpoint.vision_settings
-        )
+        answerer.checkpoint = answerer.checkpoint.with_vision_settings(load_answerer(run).checkpoint.vision_settings)
         media = answerer.read_media(MediaFile(clip))
         about = Conversation("", "video", None, (Turn("What shape is it?", "A disc.", "Look."),))
         rendered = answerer.checkpoint.render(about, media.shape, media.seconds)
@@ -141,9 +131,7 @@ def _the_merged_checkpoint_is_the_trained_model(
     assert (trained - untrained).abs().max() > 0.01
 
 
-def test_base_groups_train_alone(
-    lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path
-) -> None:
+def test_base_groups_train_alone(lora_main: Main, videochat2: list[str], data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = [*videochat2, f"run.dir={run}", "train.steps=3", "optim.groups.adapter=null", "lora={}"]
     with pytest.raises(DitLoraError, match=r"conversations\.json#7: it is text alone") as refused:
@@ -163,9 +151,7 @@ def test_base_groups_train_alone(
     invoke("chat", run, "--video", data / CLIPS[0], "--prompt", "What?", "--max-tokens", 2)
 
 
-def test_the_average_of_the_weights_is_what_is_saved(
-    lora_main: Main, videochat2: list[str], tmp_path: Path
-) -> None:
+def test_the_average_of_the_weights_is_what_is_saved(lora_main: Main, videochat2: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     lora_main([*videochat2, f"run.dir={run}", "train.steps=3", "train.ema=0.9"])
     folder = run / "checkpoints" / "step_000003"
@@ -189,9 +175,7 @@ def test_samples_that_cannot_be_used_are_refused_in_one_list_or_left_out(
     (bad / "broken.mp4").write_bytes((data / CLIPS[0]).read_bytes()[:300])
     shutil.copytree(data, bad, dirs_exist_ok=True)
     long = {"QA": [{"q": "Tell.", "a": "word " * 300}]}
-    records += [
-        {"video": name, "QA": [{"q": "What?", "a": "It."}]} for name in ("broken.mp4", "gone.mp4")
-    ]
+    records += [{"video": name, "QA": [{"q": "What?", "a": "It."}]} for name in ("broken.mp4", "gone.mp4")]
     (bad / "conversations.json").write_text(json.dumps([*records, {"video": CLIPS[1], **long}]))
     run = tmp_path / "run"
     args = [
@@ -261,14 +245,8 @@ def test_two_ranks_with_half_the_batch_each_train_alike(  # type: ignore[no-unty
     }
     assert [line["samples"] for line in one_process] == [line["samples"] for line in two_ranks]
     for name in ("loss", "grad_norm"):
-        assert [line[name] for line in two_ranks] == pytest.approx(
-            [line[name] for line in one_process], rel=1e-4
-        )
-    eval_losses = [
-        line["held_out_loss"]
-        for run in ("one", "two")
-        for line in lines(tmp_path / run, "held_out.jsonl")
-    ]
+        assert [line[name] for line in two_ranks] == pytest.approx([line[name] for line in one_process], rel=1e-4)
+    eval_losses = [line["held_out_loss"] for run in ("one", "two") for line in lines(tmp_path / run, "held_out.jsonl")]
     assert eval_losses[:2] == pytest.approx(eval_losses[2:], rel=1e-4)
 
 

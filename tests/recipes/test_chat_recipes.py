@@ -158,10 +158,7 @@ def test_a_recipe_trains_what_its_header_counts(name: str) -> None:
         headed = {FROZEN[config], expected["adapter"], CONNECTORS[config]}
         assert connector_count(name, recipe, model) == CONNECTORS[config]
     assert counts == expected
-    assert (
-        num_parameters - sum(expected.get(part, 0) for part in ("connector", "backbone"))
-        == FROZEN[config]
-    )
+    assert num_parameters - sum(expected.get(part, 0) for part in ("connector", "backbone")) == FROZEN[config]
     assert said(name) == headed
     # bf16, and fp32 weight, gradient and two moments.
     gib = (2 * FROZEN[config] + 16 * sum(expected.values())) / 2**30
@@ -175,9 +172,7 @@ def connector_count(name: str, recipe: Recipe, model: Any) -> int:
     group = yaml.safe_load(line.replace("# connector", "connector"))["connector"]
     groups = GroupsConfig(adapter=recipe.optim.groups.adapter, connector=GroupConfig(**group))
     param_groups = build_recipe_groups(model, groups, get_family("chat").group_patterns)
-    (connector,) = [
-        param_group for param_group in param_groups if param_group["name"] == "connector"
-    ]
+    (connector,) = [param_group for param_group in param_groups if param_group["name"] == "connector"]
     return sum(p.numel() for p in connector["params"])
 
 

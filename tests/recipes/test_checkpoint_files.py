@@ -32,9 +32,7 @@ def test_alpha_is_the_runs(
 ) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     file = run(lora_main, base, shape_clips, tmp_path, "lora.rank=4", "lora.alpha=12")
-    result = CliRunner().invoke(
-        app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
-    )
+    result = CliRunner().invoke(app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"])
     assert result.exit_code == 0, result.output
     pipeline = (
         get_family("cogvideox")
@@ -61,9 +59,7 @@ def test_a_checkpoint_that_does_not_say_alpha_is_refused_with_the_folder_to_give
     run(lora_main, base, shape_clips, tmp_path / "one", "lora.rank=4", "lora.alpha=12")
     init = f"lora.init={tmp_path / 'one' / 'run'}"
     file = run(lora_main, base, shape_clips, tmp_path / "two", init, *OF_THE_FILE)
-    result = CliRunner().invoke(
-        app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"]
-    )
+    result = CliRunner().invoke(app, ["export", str(file), "--to=folded", f"--out={tmp_path / 'out'}"])
     message = str(result.exception)
     assert "does not say its alpha" in message
     assert message.endswith(f"give its folder: {tmp_path / 'two' / 'run'}")
@@ -85,11 +81,7 @@ def test_the_averages_of_a_checkpoint_are_exported_as_the_run_saves_them(
     shape_clips: Path,
     tmp_path: Path,
 ) -> None:
-    options = (
-        ["lora.rank=null", "lora.alpha=null"]
-        if kind == "oft"
-        else ["lora.rslora=true"] * (kind == "lora")
-    )
+    options = ["lora.rank=null", "lora.alpha=null"] if kind == "oft" else ["lora.rslora=true"] * (kind == "lora")
     base = tiny_checkpoints["cogvideox-2b"]
     more = ["train.ema=0.5", f"lora.kind={kind}", *options]
     file = run(lora_main, base, shape_clips, tmp_path, *more)
@@ -109,6 +101,4 @@ def test_the_averages_of_a_checkpoint_are_exported_as_the_run_saves_them(
     assert saved_tensors.keys() == exported_tensors.keys()
     assert all(torch.equal(saved_tensors[name], exported_tensors[name]) for name in saved_tensors)
     raw, averages = load_file(file), load_file(file.with_name("ema.safetensors"))
-    assert not any(
-        torch.equal(raw[n.removeprefix("ema/")], average) for n, average in averages.items()
-    )
+    assert not any(torch.equal(raw[n.removeprefix("ema/")], average) for n, average in averages.items())

@@ -36,9 +36,7 @@ def onward(smoke: list[str], tmp_path: Path) -> list[str]:
     """The recipe without a rank of its own: its file's YAML has one."""
     recipe = tmp_path / "onward.yaml"
     recipe_lines = Path(smoke[0]).read_text().splitlines()
-    recipe.write_text(
-        "\n".join(line for line in recipe_lines if "rank:" not in line and "alpha:" not in line)
-    )
+    recipe.write_text("\n".join(line for line in recipe_lines if "rank:" not in line and "alpha:" not in line))
     return [str(recipe), *smoke[1:]]
 
 
@@ -55,9 +53,7 @@ def held_out(run: Path) -> dict[int, float]:
     return {line["step"]: line["held_out_loss"] for line in lines(run, "held_out.jsonl")}
 
 
-def test_a_run_starts_where_the_file_ended(
-    lora_main: Main, onward: list[str], first: Path, tmp_path: Path
-) -> None:
+def test_a_run_starts_where_the_file_ended(lora_main: Main, onward: list[str], first: Path, tmp_path: Path) -> None:
     run = tmp_path / "second"
     args = [*onward, f"lora.init={first}", "train.steps=3", f"run.dir={run}"]
     lora_main([*args, "validation.held_out_draws=2"])
@@ -119,9 +115,7 @@ def test_other_weights_of_the_same_architecture_are_told_of(
 ) -> None:
     other_base = tmp_path / "another-base"
     get_family("cogvideox").build_tiny("cogvideox-5b", other_base, 9)
-    message = (
-        "lora.init: first was trained on cogvideox-5b, with other weights than this another-base"
-    )
+    message = "lora.init: first was trained on cogvideox-5b, with other weights than this another-base"
     args = [*onward, f"lora.init={first}", "train.steps=1"]
     lora_main([*args, f"run.dir={tmp_path / 'same'}"])
     assert "with other weights" not in capsys.readouterr().err
@@ -150,9 +144,7 @@ def test_layers_of_several_ranks_are_trained_saved_and_verified(
     tensors[f"{key}.alpha"] = torch.tensor(1.5)
     save_file(tensors, tmp_path / "uneven.safetensors")
     run = tmp_path / "run"
-    lora_main(
-        [*onward, f"lora.init={tmp_path / 'uneven.safetensors'}", "train.steps=2", f"run.dir={run}"]
-    )
+    lora_main([*onward, f"lora.init={tmp_path / 'uneven.safetensors'}", "train.steps=2", f"run.dir={run}"])
     ranks = {name: len(t) for name, t in adapter(run).items() if "lora_A" in name}
     uneven = "transformer.transformer_blocks.1.attn1.to_q.lora_A.weight"
     assert {name for name, rank in ranks.items() if rank != 3} == {uneven}
@@ -187,15 +179,10 @@ def refused(lora_main: Main, onward: list[str], tmp_path: Path) -> Callable[...,
 
 
 @pytest.mark.usefixtures("nothing_encoded")
-def test_a_start_that_is_not_there_or_no_adapter(
-    refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_start_that_is_not_there_or_no_adapter(refused: Callable[..., str], tmp_path: Path) -> None:
     """In one line, and before anything is encoded."""
     message = refused("lora.init=kaimming")
-    assert (
-        message
-        == "lora.init: no file or folder kaimming; a start is kaiming, gaussian, or a LoRA to continue from"
-    )
+    assert message == "lora.init: no file or folder kaimming; a start is kaiming, gaussian, or a LoRA to continue from"
     assert "and the Hub did not give it" in refused("lora.init=nobody/nothing-here")
     assert "and the Hub did not give it" in refused("lora.init=nobody/many/one.safetensors")
     (tmp_path / "empty").mkdir()
@@ -203,13 +190,9 @@ def test_a_start_that_is_not_there_or_no_adapter(
     for name in ("one", "two"):
         save_file({}, tmp_path / "empty" / f"{name}.safetensors")
     message = refused(f"lora.init={tmp_path / 'empty'}")
-    assert message.endswith(
-        "has several files; name one of them\n  - one.safetensors\n  - two.safetensors"
-    )
+    assert message.endswith("has several files; name one of them\n  - one.safetensors\n  - two.safetensors")
     (tmp_path / "old.pt").write_bytes(b"x")
-    assert "is no .safetensors file, the one form that holds no code" in refused(
-        f"lora.init={tmp_path / 'old.pt'}"
-    )
+    assert "is no .safetensors file, the one form that holds no code" in refused(f"lora.init={tmp_path / 'old.pt'}")
     (tmp_path / "torn.safetensors").write_bytes(b"nonsense")
     message = refused(f"lora.init={tmp_path / 'torn.safetensors'}")
     assert "torn.safetensors is not a safetensors adapter: " in message
@@ -221,10 +204,7 @@ def test_an_adapter_of_another_model_or_with_more_than_a_lora(
 ) -> None:
     file = first / "adapter" / ADAPTER_FILE
     sana_file = relabelled(file, tmp_path / "other.safetensors", family="sana")
-    renamed = {
-        f"transformer.x{number}.{name}": t
-        for number, (name, t) in enumerate(load_file(sana_file).items())
-    }
+    renamed = {f"transformer.x{number}.{name}": t for number, (name, t) in enumerate(load_file(sana_file).items())}
     header = {"dit_lora": json.dumps(read_run_metadata(sana_file))}
     save_file(renamed, sana_file, metadata=header)  # of which nothing fits
     message = refused(f"lora.init={sana_file}")

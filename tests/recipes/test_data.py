@@ -129,9 +129,7 @@ def test_a_samples_weight_multiplies_its_loss_and_nothing_else(
     for weight in (1.0, 0.25):
         run = tmp_path / str(weight)
         source = json.dumps([{"path": str(shape_clips), "loss_weight": weight}])
-        lora_main(
-            [*smoke, "data.path=", f"data.sources={source}", "train.steps=1", f"run.dir={run}"]
-        )
+        lora_main([*smoke, "data.path=", f"data.sources={source}", "train.steps=1", f"run.dir={run}"])
         losses[weight] = trajectory(run)[0][1]
     assert losses[0.25] == pytest.approx(losses[1.0] / 4, rel=1e-6)
 
@@ -175,9 +173,7 @@ def test_rejects_are_refused_all_at_once_or_left_out_as_if_never_there(
     assert len(lines(skip, "events.jsonl")) == 1
 
 
-def test_a_run_whose_samples_are_all_rejected_says_so(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_run_whose_samples_are_all_rejected_says_so(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.mp4").write_bytes(b"no video")
     (tmp_path / "one" / "a.txt").write_text("a caption")
@@ -205,9 +201,7 @@ def test_the_largest_bucket_runs_before_the_first_step_and_says_if_it_does_not_f
     monkeypatch.setattr(CogVideoXCheckpoint, "losses", losses)
     run = tmp_path / "run"
     quiet = ["validation.held_out_draws=0", "train.checkpointing=none"]
-    with pytest.raises(
-        DitLoraError, match=r"2 samples of the largest shape, 17x(48x32|32x48), does"
-    ):
+    with pytest.raises(DitLoraError, match=r"2 samples of the largest shape, 17x(48x32|32x48), does"):
         lora_main([*mixed, *quiet, "train.steps=3", f"run.dir={run}"])
     assert not (run / "metrics.jsonl").exists() or not lines(run, "metrics.jsonl")
     assert ran[-1][0] == 2

@@ -51,14 +51,10 @@ def test_it_is_told_when_fifty_steps_waited_for_more_than_a_fifth(
 ) -> None:
     run_journal = journal.Journal(tmp_path, start_step=0)
     line = {"data_seconds": 2 * waited, "seconds": 2.0}
-    messages = {
-        step: run_journal.check_dataloader_bottleneck(line, num_workers=2) for step in range(1, 120)
-    }
+    messages = {step: run_journal.check_dataloader_bottleneck(line, num_workers=2) for step in range(1, 120)}
     assert [step for step, message in messages.items() if message] == ([told_at] if told_at else [])
     if told_at:
-        assert "waited for data for 21% of their time: raise data.workers (2)" in str(
-            messages[told_at]
-        )
+        assert "waited for data for 21% of their time: raise data.workers (2)" in str(messages[told_at])
 
 
 def test_a_slow_start_is_forgotten(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ def trajectory(run: Path) -> torch.Tensor:
     return torch.tensor([(m["loss"], m["grad_norm"], m["samples"]) for m in metrics(run)])
 
 
-def test_two_ranks_with_half_the_batch_each_train_alike(
-    launch, lora_main, smoke, tmp_path, shape_clips: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_two_ranks_with_half_the_batch_each_train_alike(launch, lora_main, smoke, tmp_path, shape_clips: Path) -> None:  # type: ignore[no-untyped-def]
     """Same losses and gradient norms, over buckets, caption dropout and held-out loss; half encode each.
 
     By torchrun itself: its ranks have hash seeds of their own.
@@ -43,9 +41,7 @@ def test_two_ranks_with_half_the_batch_each_train_alike(
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
     assert environment["processes"] == 2
     lora_main([*common, "train.batch_size=8", f"run.dir={tmp_path / 'one'}"])
-    torch.testing.assert_close(
-        trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), rtol=1e-5, atol=0)
     held_out = [
         json.loads(line)["held_out_loss"]
         for run in ("one", "two")
@@ -75,10 +71,7 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     assert event["action"] == "stop"
     assert (run / event["bundle"] / "bundle.json").exists()  # whichever rank wrote it
     assert result.stderr.count(f"step {step}: non finite loss") == 1  # said once, by one rank
-    assert (
-        f"{sample} (rank {event['rank']}): in its cache entry {entry.key[:16]} of {entry.path}"
-        in result.stderr
-    )
+    assert f"{sample} (rank {event['rank']}): in its cache entry {entry.key[:16]} of {entry.path}" in result.stderr
     assert "1 NaN" in result.stderr
     assert "weights are those of step" in result.stderr
     assert not (run / "adapter").exists()
@@ -92,9 +85,7 @@ def test_a_nan_in_one_cached_latent_stops_all_ranks_before_it_touches_a_weight( 
     stopped_at = before.read_bytes()
     healed = launch([*args, f"run.dir={run}", "train.resume=auto"], ranks=ranks)
     assert healed.returncode == 0, healed.stderr
-    result = launch(
-        [*args, f"run.dir={clean}", "train.save_every=1", "train.keep=100"], ranks=ranks
-    )
+    result = launch([*args, f"run.dir={clean}", "train.save_every=1", "train.keep=100"], ranks=ranks)
     assert result.returncode == 0, result.stderr
     undisturbed = clean / "checkpoints" / f"step_{step - 1:06d}" / "trainable.safetensors"
     assert stopped_at == undisturbed.read_bytes()

@@ -110,9 +110,7 @@ def denoised(pipeline: Any) -> np.ndarray:
     return np.stack(steps)
 
 
-def test_two_files_each_change_what_their_own_expert_does(
-    run: Path, base: Path, tmp_path: Path
-) -> None:
+def test_two_files_each_change_what_their_own_expert_does(run: Path, base: Path, tmp_path: Path) -> None:
     """With both, the video is the trained model's, bit for bit; with one, its own steps differ from the base's."""
     high, low = (run / "adapter" / name for name in PAIR)
     assert [read_run_metadata(file)["part"] for file in (high, low)] == [
@@ -151,8 +149,7 @@ def test_each_expert_draws_in_its_own_range_and_gets_its_share(
 def test_the_second_experts_samples_are_made_with_the_firsts_adapter(run: Path) -> None:
     """After training they are the stock pipeline's with both; before it, with the first expert's alone."""
     low_before, low_after = (
-        (run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4").read_bytes()
-        for step in (0, 2)
+        (run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4").read_bytes() for step in (0, 2)
     )
     high_before = (run / "high_noise" / "samples" / "step_000000" / "prompt_00.mp4").read_bytes()
     high_after = (run / "high_noise" / "samples" / "step_000002" / "prompt_00.mp4").read_bytes()
@@ -160,9 +157,7 @@ def test_the_second_experts_samples_are_made_with_the_firsts_adapter(run: Path) 
     assert low_after != low_before
 
 
-def test_one_expert_alone_trains_the_same_file(
-    lora_main: Main, args: list[str], run: Path, tmp_path: Path
-) -> None:
+def test_one_expert_alone_trains_the_same_file(lora_main: Main, args: list[str], run: Path, tmp_path: Path) -> None:
     lora_main(
         [
             *args,
@@ -206,9 +201,7 @@ def test_an_interrupted_run_goes_on_with_the_expert_that_it_was_at(
         assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
-def test_memory_holds_one_expert_at_a_time(
-    lora_main: Main, args: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_holds_one_expert_at_a_time(lora_main: Main, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """When the second is loaded, nothing of the first is left."""
     alive: list[int] = []
     earlier_models: list[weakref.ref[Any]] = []
@@ -226,9 +219,7 @@ def test_memory_holds_one_expert_at_a_time(
     assert alive == [0, 0]
 
 
-def test_two_ranks_train_both_alike(
-    launch: Any, args: list[str], run: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_train_both_alike(launch: Any, args: list[str], run: Path, tmp_path: Path) -> None:
     """Their second run has the process group of the first."""
     split = ["train.batch_size=1", f"run.dir={tmp_path / 'two'}"]
     result = launch([*args, *split], ranks=2)
@@ -249,13 +240,9 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     assert record["high_noise"]["passed"]
     assert record["low_noise"]["passed"]
     samples = write_samples(
-        SampleRequest(
-            run, ("a red disc",), inference_steps=4, guidance_scale=1.0, output_folder=tmp_path
-        )
+        SampleRequest(run, ("a red disc",), inference_steps=4, guidance_scale=1.0, output_folder=tmp_path)
     )
-    before, after = (
-        run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2)
-    )
+    before, after = (run / "low_noise" / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 2))
     assert apart(samples[0], after) < apart(after, before) / 10
     assert runner.invoke(app, ["report", str(run)]).exit_code == 0
     page = (run / "low_noise" / "report.html").read_text()
@@ -263,22 +250,14 @@ def test_every_verb_knows_both(run: Path, base: Path, tmp_path: Path) -> None:
     result = runner.invoke(app, ["report", str(run), "--serve"])
     assert isinstance(result.exception, DitLoraError)
     assert "--serve shows one run" in str(result.exception)
-    assert all(
-        verify_adapter(expert, str(base)).passed for expert in find_expert_results(run / "adapter")
-    )
+    assert all(verify_adapter(expert, str(base)).passed for expert in find_expert_results(run / "adapter"))
 
 
 @pytest.mark.parametrize("form", ["diffusers", "folded"])
-def test_an_export_of_both_makes_the_trained_video(
-    run: Path, base: Path, tmp_path: Path, form: str
-) -> None:
-    result = CliRunner().invoke(
-        app, ["export", str(run), "--to", form, "--out", str(tmp_path / "kitten")]
-    )
+def test_an_export_of_both_makes_the_trained_video(run: Path, base: Path, tmp_path: Path, form: str) -> None:
+    result = CliRunner().invoke(app, ["export", str(run), "--to", form, "--out", str(tmp_path / "kitten")])
     assert result.exit_code == 0, result.output
-    files = [
-        tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")
-    ]
+    files = [tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")]
     assert sorted((tmp_path / "kitten").iterdir()) == files
     expected = stock_video(base, *(run / "adapter" / name for name in PAIR))
     np.testing.assert_allclose(stock_video(base, *files), expected, rtol=0, atol=1e-5)
@@ -287,13 +266,9 @@ def test_an_export_of_both_makes_the_trained_video(
 def test_comfyuis_names_load_in_the_stock_pipeline_into_their_own_experts(
     run: Path, base: Path, tmp_path: Path
 ) -> None:
-    result = CliRunner().invoke(
-        app, ["export", str(run), "--to", "comfyui", "--out", str(tmp_path / "kitten")]
-    )
+    result = CliRunner().invoke(app, ["export", str(run), "--to", "comfyui", "--out", str(tmp_path / "kitten")])
     assert result.exit_code == 0, result.output
-    files = [
-        tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")
-    ]
+    files = [tmp_path / "kitten" / f"kitten_{name}.safetensors" for name in ("high_noise", "low_noise")]
     for file in files:
         assert all(name.startswith("diffusion_model.blocks.") for name in load_file(file))
     expected = stock_video(base, *(run / "adapter" / name for name in PAIR))
@@ -301,9 +276,7 @@ def test_comfyuis_names_load_in_the_stock_pipeline_into_their_own_experts(
 
 
 def test_a_merged_pipeline_has_both_experts_merged(run: Path, base: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["export", str(run), "--to", "merged", "--out", str(tmp_path / "whole")]
-    )
+    result = CliRunner().invoke(app, ["export", str(run), "--to", "merged", "--out", str(tmp_path / "whole")])
     assert result.exit_code == 0, result.output
     expected = stock_video(base, *(run / "adapter" / name for name in PAIR))
     merged = stock_video(tmp_path / "whole", None, None)

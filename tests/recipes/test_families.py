@@ -41,10 +41,7 @@ ALIKE = (
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if name in (*ALIKE, *OTHERS) else ())
-        for name in RUNS
-    ],
+    [pytest.param(name, marks=pytest.mark.thorough if name in (*ALIKE, *OTHERS) else ()) for name in RUNS],
 )
 def test_a_smoke_recipe_trains_resumes_and_samples(
     name: str,
@@ -87,16 +84,12 @@ def trains_resumes_and_samples(
     samples = sorted(path.parent.name for path in (parts / "samples").rglob("prompt_00.*"))
     assert samples == ["step_000000", "step_000003", "step_000005"]
     reference_names = [path.stem for path in (parts / "samples" / "references").glob("*")]
-    assert sorted(reference_names) == [
-        f"prompt_00_{number + 1}" for number in range(len(references))
-    ]
+    assert sorted(reference_names) == [f"prompt_00_{number + 1}" for number in range(len(references))]
     trained = load_recipe(uninterrupted / "config.yaml").train
     result = uninterrupted / ("adapter" if trained.mode == "lora" else "model")
     assert any(load_file(path) for path in result.rglob("*.safetensors"))
     image_kwargs = {field.removesuffix("s"): image for field, image in images.items()}
-    request = SampleRequest(
-        uninterrupted, (smoke.prompt,), inference_steps=2, references=references, **image_kwargs
-    )
+    request = SampleRequest(uninterrupted, (smoke.prompt,), inference_steps=2, references=references, **image_kwargs)
     (sample,) = write_samples(request)
     assert sample.stat().st_size > 0
     assert read_header(sample).has_sound == recipe.data.sound
@@ -110,9 +103,7 @@ def trains_resumes_and_samples(
 def state(run: Path) -> dict[str, bytes]:
     """Weights and optimizer of the last checkpoint."""
     folder = run / "checkpoints" / "step_000005"
-    return {
-        n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
-    }
+    return {n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")}
 
 
 @pytest.mark.parametrize("name", ["dit", "video_dit"])

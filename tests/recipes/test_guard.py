@@ -21,9 +21,7 @@ Main = Callable[[list[str]], None]
 def state(run: Path, step: int) -> dict[str, bytes]:
     """Weights and optimizer of a checkpoint, byte for byte."""
     folder = run / "checkpoints" / f"step_{step:06d}"
-    return {
-        n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
-    }
+    return {n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")}
 
 
 class _NanGradient(torch.autograd.Function):
@@ -60,9 +58,7 @@ def test_a_nan_gradient_under_a_finite_loss_stops_before_clipping_and_the_optimi
     common = [*smoke, "train.batch_size=1", "train.accumulate=2", "train.steps=4"]
     common += ["guard.on_nonfinite=[stop]", "guard.preflight=false"]  # which would predict too
     run = tmp_path / "run"
-    with pytest.raises(
-        NonFiniteError, match="step 3: non finite gradient; the weights are those of step 2"
-    ):
+    with pytest.raises(NonFiniteError, match="step 3: non finite gradient; the weights are those of step 2"):
         lora_main([*common, f"run.dir={run}"])
     event = json.loads((run / "events.jsonl").read_text())
     assert event["kind"] == "non_finite_gradient"

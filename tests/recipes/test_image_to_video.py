@@ -20,9 +20,7 @@ Main = Callable[[list[str]], None]
 
 
 @pytest.fixture
-def args(
-    smoke: list[str], tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path
-) -> list[str]:
+def args(smoke: list[str], tiny_checkpoints: dict[str, Path], shape_clips: Path, tmp_path: Path) -> list[str]:
     """One step on clips of which each but the first has an image of its own, of another size."""
     data = Path(shutil.copytree(shape_clips, tmp_path / "data"))
     lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
@@ -48,9 +46,7 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
     """By `data.image_column`; a clip without one gives its first frame."""
     lora_main([*args, "data.image_column=first", "data.image_noise=false"])
     model = ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-1.5-i2v"]))
-    encode = (
-        get_family("cogvideox").open(model).load_video_encoder(torch.float32, torch.device("cpu"))
-    )
+    encode = get_family("cogvideox").open(model).load_video_encoder(torch.float32, torch.device("cpu"))
     size = {"height": 32, "width": 48}
     num_images = 0
     videos = TensorCache(tmp_path / "cache" / "videos")
@@ -58,9 +54,7 @@ def test_a_first_image_of_the_clips_own_is_what_is_encoded(
         clip, latent_mean = entry.sample, videos.read(entry.key, {})[0]["image_latent_mean"]
         pixels = read_frames(tmp_path / "data" / clip, frames=9, fps=8, **size)
         image_path = tmp_path / "data" / f"{int(clip[:2])}.png"
-        image = (
-            read_frames(image_path, frames=1, fps=None, **size)[0] if image_path.exists() else None
-        )
+        image = read_frames(image_path, frames=1, fps=None, **size)[0] if image_path.exists() else None
         assert latent_mean.shape == (1, 4, 1, 4, 6)
         assert torch.equal(latent_mean[0], encode(pixels, image)["image_latent_mean"][0])
         num_images += image_path.exists()

@@ -82,10 +82,7 @@ def test_a_wrong_kernel_is_off_before_the_first_step(
     assert "transformer_blocks.0" in event["verdict"]["module"]
     never = [*smoke, "kernels.ada_norm=off", "train.steps=3", f"run.dir={tmp_path / 'never'}"]
     lora_main(never)
-    losses = [
-        [line["loss"] for line in lines(tmp_path / name, "metrics.jsonl")]
-        for name in ("run", "never")
-    ]
+    losses = [[line["loss"] for line in lines(tmp_path / name, "metrics.jsonl")] for name in ("run", "never")]
     assert losses[0] == losses[1]
 
 
@@ -132,9 +129,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
 
     def overflows(heads: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rotated = rope(heads, *args, **kwargs)
-        return (
-            torch.cat([rotated[:, :-1], rotated[:, -1:] * 1e38 * 10], dim=1) if steps else rotated
-        )
+        return torch.cat([rotated[:, :-1], rotated[:, -1:] * 1e38 * 10], dim=1) if steps else rotated
 
     def noted(line: dict[str, Any]) -> None:
         if line["step"] == 1:
@@ -143,9 +138,7 @@ def test_a_kernel_that_goes_wrong_later_is_named_and_left_and_replayed(
     from dit_lora.training.journal import Journal
 
     step = Journal.write_step
-    monkeypatch.setattr(
-        Journal, "write_step", lambda j, line, m: (noted(line), step(j, line, m))[1]
-    )
+    monkeypatch.setattr(Journal, "write_step", lambda j, line, m: (noted(line), step(j, line, m))[1])
     monkeypatch.setattr(attention, "qk_norm_rope", overflows)
     run = tmp_path / "run"
     lora_main([*smoke, "train.steps=4", f"run.dir={run}"])

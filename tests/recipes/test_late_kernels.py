@@ -96,9 +96,7 @@ def test_it_is_found_and_named_and_the_end_is_a_clean_runs(
     assert apart(tmp_path / "run", tmp_path / "never") < max(0.02, 2 * rounding)
 
 
-def test_a_comparison_changes_no_bit_of_the_run(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_comparison_changes_no_bit_of_the_run(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     """With all that draws: dropout of adapters and captions, two micro-steps, averages."""
     args = [*smoke, "train.steps=5", "lora.dropout=0.2", "data.caption_dropout=0.3"]
     args += ["train.batch_size=1", "train.accumulate=2", "train.ema=0.9", "guard.preflight=true"]
@@ -111,9 +109,7 @@ def test_a_comparison_changes_no_bit_of_the_run(
     assert not lines(tmp_path / "1", "events.jsonl")
 
 
-def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
-    smoke: list[str], tmp_path: Path
-) -> None:
+def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(smoke: list[str], tmp_path: Path) -> None:
     """In bf16, where only the comparison in fp32 can see it; one clip a rank."""
     args = [*smoke, "train.steps=4", "guard.parity_every=2", "model.dtype=bf16"]
     args += ["train.batch_size=1", "train.save_every=9"]
@@ -123,8 +119,7 @@ def test_sharded_weights_are_compared_and_a_late_fault_on_two_ranks_is_named(
         "right": ("wrong rows", 9),
     }
     cases = [
-        (Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), fault, step)
-        for name, (fault, step) in runs.items()
+        (Case("fsdp2", (*args, f"run.dir={tmp_path / name}")), fault, step) for name, (fault, step) in runs.items()
     ]
     for rank in on_ranks(2, run_planted, cases, timeout=1200):
         assert [(outcome.exit_code, outcome.error) for outcome in rank] == [(0, "")] * 3

@@ -62,9 +62,7 @@ def recipe_of(
 def trained(run: Path) -> dict[str, torch.Tensor]:
     """What its last checkpoint holds, the optimizer's state too."""
     checkpoint = max((run / "checkpoints").glob("step_*"))
-    return load_file(checkpoint / "trainable.safetensors") | load_file(
-        checkpoint / "optimizer.safetensors"
-    )
+    return load_file(checkpoint / "trainable.safetensors") | load_file(checkpoint / "optimizer.safetensors")
 
 
 def same_state(one: Path, other: Path) -> bool:

@@ -34,9 +34,7 @@ def trajectory(run: Path) -> list[tuple[float, ...]]:
 def state(run: Path, step: int) -> dict[str, bytes]:
     """Weights and optimizer of a checkpoint, byte for byte."""
     folder = run / "checkpoints" / f"step_{step:06d}"
-    return {
-        n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")
-    }
+    return {n: (folder / n).read_bytes() for n in ("trainable.safetensors", "optimizer.safetensors")}
 
 
 PLAIN_SCRIPT = """
@@ -52,9 +50,7 @@ assert not any(name.startswith("dit_lora") for name in sys.modules)
 """
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param("cogvideox-2b", marks=pytest.mark.thorough), "cogvideox-5b"]
-)
+@pytest.mark.parametrize("variant", [pytest.param("cogvideox-2b", marks=pytest.mark.thorough), "cogvideox-5b"])
 def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     lora_main: Main,
     smoke: list[str],
@@ -76,9 +72,7 @@ def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     # The trained transformer, rebuilt from the last checkpoint.
     recipe = load_recipe(run / "config.yaml")
     family = get_family("cogvideox")
-    transformer = family.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(
-        torch.float32
-    )
+    transformer = family.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(torch.float32)
     attach_lora(transformer, recipe.lora, family.lora_targets, seed=99)
     weights = load_file(run / "checkpoints" / "step_000006" / "trainable.safetensors")
     assert len(weights) == 16
@@ -109,9 +103,7 @@ def test_a_plain_diffusers_script_reproduces_the_trained_transformer(
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), trained)
 
 
-def test_the_run_folder_holds_what_the_docs_say(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_the_run_folder_holds_what_the_docs_say(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     lora_main(
         [
@@ -140,9 +132,7 @@ def test_the_run_folder_holds_what_the_docs_say(
     }
     assert any("tfevents" in name for name in files)
     assert load_recipe(run / "config.yaml").train.steps == 4
-    assert json.loads((run / "environment.json").read_text())["packages"]["torch"] == version(
-        "torch"
-    )
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"] == version("torch")
     lines = metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["samples"] for line in lines] == [2, 4, 6, 8]
@@ -158,24 +148,18 @@ SPLITS = {
 }
 
 
-def test_a_batch_may_be_split_into_micro_steps(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_batch_may_be_split_into_micro_steps(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     """Same losses and gradient norms as batch 4 x 1, within fp32 rounding; caption dropout included."""
     common = [*smoke, "train.steps=8", "data.caption_dropout=0.5", "optim.clip=0.02"]
     lora_main([*common, "train.batch_size=4", f"run.dir={tmp_path / 'whole'}"])
     expected = torch.tensor(trajectory(tmp_path / "whole"))
     for name, split in SPLITS.items():
         lora_main([*common, *split, f"run.dir={tmp_path / name}"])
-        torch.testing.assert_close(
-            torch.tensor(trajectory(tmp_path / name)), expected, rtol=1e-5, atol=0, msg=name
-        )
+        torch.testing.assert_close(torch.tensor(trajectory(tmp_path / name)), expected, rtol=1e-5, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_7_and_13_resumed_steps_equal_20(
-    lora_main: Main, smoke: list[str], tmp_path: Path, accumulate: int
-) -> None:
+def test_7_and_13_resumed_steps_equal_20(lora_main: Main, smoke: list[str], tmp_path: Path, accumulate: int) -> None:
     """Bit for bit: adapter, optimizer, metrics, in the middle of an epoch, with dropout everywhere."""
     common = [
         *smoke,
@@ -195,15 +179,11 @@ def test_7_and_13_resumed_steps_equal_20(
     adapters = [tmp_path / name / "adapter" for name in ("parts", "whole")]
     for file in ("pytorch_lora_weights.safetensors", "base_weights.safetensors"):
         resumed, uninterrupted = (load_file(adapter / file) for adapter in adapters)
-        assert all(
-            torch.equal(resumed[name], uninterrupted[name]) for name in {**resumed, **uninterrupted}
-        )
+        assert all(torch.equal(resumed[name], uninterrupted[name]) for name in {**resumed, **uninterrupted})
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_then_resume_equals_the_undisturbed_run(
-    smoke: list[str], tmp_path: Path
-) -> None:
+def test_kill_9_at_any_moment_then_resume_equals_the_undisturbed_run(smoke: list[str], tmp_path: Path) -> None:
     """As `python -m benchmarks.kill_nine` does a hundred times, and on two ranks too."""
     trial = kill_nine.Trial(
         kill_nine.load_script().main,
@@ -244,16 +224,12 @@ def test_an_interrupt_saves_and_the_resumed_run_equals_the_undisturbed_one(
     assert state(run, 60) == state(tmp_path / "whole", 60)
 
 
-def test_validation_does_not_touch_the_weights(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_validation_does_not_touch_the_weights(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     """Held-out loss and samples at every step change no bit of the training (N20)."""
     common = [*smoke, "train.steps=3", "lora.dropout=0.2"]
     lora_main([*common, f"run.dir={tmp_path / 'plain'}"])
     watched = ["validation.every=1", "validation.held_out_draws=1", "validation.prompts=[x]"]
-    lora_main(
-        [*common, *watched, "validation.inference_steps=1", f"run.dir={tmp_path / 'watched'}"]
-    )
+    lora_main([*common, *watched, "validation.inference_steps=1", f"run.dir={tmp_path / 'watched'}"])
     assert state(tmp_path / "watched", 3) == state(tmp_path / "plain", 3)
 
 
@@ -268,9 +244,7 @@ def test_an_untested_environment_is_refused_before_anything_is_written(
     newer = dataclasses.replace(environment, versions={**environment.versions, "peft": "1.0.0"})
     monkeypatch.setattr(session, "probe_environment", lambda: newer)
     args = [*smoke, f"run.dir={tmp_path / 'run'}", "train.steps=1"]
-    with pytest.raises(
-        DitLoraError, match=r"peft>=0\.20,<1 is needed; got 1\.0\.0; pip install"
-    ) as error:
+    with pytest.raises(DitLoraError, match=r"peft>=0\.20,<1 is needed; got 1\.0\.0; pip install") as error:
         lora_main(args)
     assert "run.allow_untested=true" in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -299,9 +273,7 @@ def test_bf16_trains_with_fp32_adapters(lora_main: Main, smoke: list[str], tmp_p
     assert all(torch.isfinite(torch.tensor(line[1:3])).all() for line in trajectory(run))
 
 
-def test_gradient_checkpointing_gives_the_same_adapter(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_gradient_checkpointing_gives_the_same_adapter(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     for mode in ("none", "selective", "full"):
         lora_main(
             [

@@ -25,9 +25,7 @@ Main = Callable[[list[str]], None]
 
 
 @pytest.fixture
-def ended(
-    lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., str]:
+def ended(lora_main: Main, args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run until the machine fails, as `patch` arranges; returns the output. The resumed run ends as a clean run."""
 
     def run(patch: Callable[[pytest.MonkeyPatch], None], *overrides: str) -> str:

@@ -65,9 +65,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS, "leaning", RECORD)
 
 
-def test_a_recipe_trains_and_resumes_with_it_bit_for_bit(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_recipe_trains_and_resumes_with_it_bit_for_bit(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     args = [*smoke, "optim.name=leaning", "train.steps=4", "train.save_every=2", "train.keep=9"]
     lora_main([*args, f"run.dir={uninterrupted}"])
@@ -113,9 +111,7 @@ def test_every_record_has_its_package_pinned_and_its_extra_and_agrees_with_itsel
         assert record.extra is None or record.extra in extras
         assert {record.smaller_variant, record.unpaged_variant} <= {None, *OPTIMIZERS}
         assert set(record.squared_state) <= set(record.nonnegative_state), name
-        if (
-            "zero2" in record.supported_sharding
-        ):  # its parts are flat: nothing of a group, no read by the host
+        if "zero2" in record.supported_sharding:  # its parts are flat: nothing of a group, no read by the host
             assert record.found_inf_class
             assert not record.group_numbers
         if record.lr_factor is not None:

@@ -117,9 +117,7 @@ def test_faults_and_a_resume_change_no_bit(  # type: ignore[no-untyped-def]
         loads_in_its_pipeline(tiny_checkpoints, family, uninterrupted)
 
 
-def recipe_of(
-    family: str, tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path
-) -> list[str]:
+def recipe_of(family: str, tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path) -> list[str]:
     """The family's smoke recipe; clips and images of another size, to be quick."""
     if family == "videochat2":
         data = write_data(tmp_path / "data")

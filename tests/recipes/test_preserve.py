@@ -16,9 +16,7 @@ Main = Callable[[list[str]], None]
 PRESERVE = "train.preserve={trigger: red, class_words: painted}"
 
 
-def test_it_is_trained_and_resumes_bit_for_bit(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_it_is_trained_and_resumes_bit_for_bit(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     uninterrupted, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
     lora_main([*smoke, PRESERVE, "train.steps=4", f"run.dir={uninterrupted}"])
     lora_main([*smoke, PRESERVE, "train.steps=2", f"run.dir={parts}"])
@@ -38,9 +36,7 @@ def test_a_bad_caption_without_the_trigger_is_its_samples_own(
     run = tmp_path / "run"
     lora_main([*smoke, PRESERVE, "train.steps=1", f"run.dir={tmp_path / 'fill'}"])
     texts = TensorCache(tmp_path / "cache" / "texts")
-    entry = next(
-        cached for cached in texts.iter_entries() if "painted" in str(cached.facts["caption"])
-    )
+    entry = next(cached for cached in texts.iter_entries() if "painted" in str(cached.facts["caption"]))
     overwrite(entry, "prompt_embeds", 5, torch.tensor([torch.nan]))
     lora_main([*smoke, PRESERVE, "train.steps=8", f"run.dir={run}"])
     events = [event for event in lines(run, "events.jsonl") if event["action"] != "report"]

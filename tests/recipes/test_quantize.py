@@ -122,10 +122,7 @@ def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_mode
         computed_bytes(uninterrupted, None),
     )
     assert quantized_bytes < 0.9 * unquantized_bytes
-    assert (
-        f"takes {quantized_bytes / 2**20:.4g} MiB in place of {unquantized_bytes / 2**20:.4g}"
-        in output
-    )
+    assert f"takes {quantized_bytes / 2**20:.4g} MiB in place of {unquantized_bytes / 2**20:.4g}" in output
     assert "lora_linear: off" not in output
     assert "could not be counted" not in output
     assert not lines(uninterrupted, "events.jsonl")
@@ -141,9 +138,7 @@ def test_a_quantised_run_trains_resumes_and_leaves_an_adapter_for_the_stock_mode
     assert all(torch.equal(stock[key], expected[key]) for key in stock)
 
 
-def test_a_run_is_not_continued_with_another_quantisation(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_run_is_not_continued_with_another_quantisation(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     args = [*smoke, "guard.preflight=false", f"run.dir={run}", "train.steps=1"]
     lora_main([*args, "model.quantize=int8"])

@@ -117,9 +117,7 @@ def test_without_budget_it_stops_with_exit_code_3_and_the_last_good_step(
     assert (run / weights).read_bytes() == (never / weights).read_bytes()
 
 
-def test_the_skips_of_a_run_count_on_after_a_resume(
-    lora_main: Main, poisoned: list[str], tmp_path: Path
-) -> None:
+def test_the_skips_of_a_run_count_on_after_a_resume(lora_main: Main, poisoned: list[str], tmp_path: Path) -> None:
     run = [*poisoned, f"run.dir={tmp_path / 'run'}", "guard.max_skips=1"]
     lora_main([*run, "train.steps=4"])
     state = tmp_path / "run" / "checkpoints" / "step_000004" / "state.json"

@@ -151,9 +151,7 @@ def test_caption_dropout_reaches_training(
         assert len(texts) == kinds
 
 
-def test_each_groups_schedule_ends_with_the_run(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_each_groups_schedule_ends_with_the_run(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     lora_main(
         [
@@ -200,9 +198,7 @@ def test_a_resume_that_would_change_the_trajectory_is_refused(
         assert config.read_bytes() == before, change
 
 
-def test_steps_may_grow_where_the_schedule_is_constant(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_steps_may_grow_where_the_schedule_is_constant(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     run = [*smoke, f"run.dir={tmp_path / 'run'}"]
     lora_main([*run, "train.steps=1"])
     lora_main([*run, "train.steps=2", "train.resume=auto"])

@@ -69,9 +69,7 @@ def test_samples_are_those_of_the_stock_pipeline_of_the_second_with_the_adapter(
         "seed": 3,
         "output_folder": tmp_path / "out",
     }
-    (file,) = write_samples(
-        SampleRequest(run, ("a red square",), model=str(turbo), **sample_kwargs)
-    )
+    (file,) = write_samples(SampleRequest(run, ("a red square",), model=str(turbo), **sample_kwargs))
     assert samples[2].read_bytes() == file.read_bytes() != samples[0].read_bytes()
     header = read_run_metadata(run / "adapter" / ADAPTER_FILE)
     assert header["samples_from"] == "tiny-turbo"
@@ -119,17 +117,13 @@ def test_another_architecture_is_refused_in_one_line(
     (wider / "transformer" / "config.json").write_text(json.dumps(changed))
     base = tiny_checkpoints["cogvideox-5b"]
     message = refused(f"validation.model={wider}")
-    assert message == (
-        f"validation.model: {wider} is of another architecture than {base}: num_layers 3, not 2"
-    )
+    assert message == (f"validation.model: {wider} is of another architecture than {base}: num_layers 3, not 2")
     message = refused(f"validation.model={tiny_checkpoints['sana-600m']}")
     assert message.startswith("validation.model: ")
     assert "is a SanaPipeline checkpoint; family cogvideox trains" in message
     assert "\n" not in message
     message = refused("validation.model=./nowhere")
-    assert message.startswith(
-        "validation.model: no folder ./nowhere; give a Diffusers checkpoint folder"
-    )
+    assert message.startswith("validation.model: no folder ./nowhere; give a Diffusers checkpoint folder")
     assert not (tmp_path / "cache").exists()
 
 

@@ -67,12 +67,9 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
     assert "distilled: " not in capsys.readouterr().err
 
     first_evals = [
-        json.loads((folder / "held_out.jsonl").read_text().splitlines()[0])
-        for folder in (run, tmp_path / "alone")
+        json.loads((folder / "held_out.jsonl").read_text().splitlines()[0]) for folder in (run, tmp_path / "alone")
     ]
-    assert first_evals[0]["held_out_loss"] != pytest.approx(
-        first_evals[1]["held_out_loss"], rel=1e-4
-    )
+    assert first_evals[0]["held_out_loss"] != pytest.approx(first_evals[1]["held_out_loss"], rel=1e-4)
     trained = run / "adapter" / ADAPTER_FILE
     assert not any("under" in name or "feed_forward" in name for name in adapter(run))
     assert read_run_metadata(trained)["under"][0]["name"] == under.name
@@ -90,9 +87,7 @@ def test_turbo_trains_over_what_takes_the_distillation_back_and_samples_without_
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(3e38, marks=pytest.mark.thorough)])
-def test_what_is_planted_in_the_frozen_adapter_is_named(
-    under: Path, tmp_path: Path, value: float
-) -> None:
+def test_what_is_planted_in_the_frozen_adapter_is_named(under: Path, tmp_path: Path, value: float) -> None:
     """The guard stops: no step, no batch and no kernel is blamed for it."""
     world = World(tmp_path / "world", Accelerator(cpu=True), targets_for("z-image-turbo"))
     world.reference("clean", ())  # encodes what it trains on

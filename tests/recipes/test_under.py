@@ -36,10 +36,7 @@ def under(lora_main: Main, smoke: list[str], tmp_path: Path) -> Path:
     options = ["lora.rank=3", "lora.alpha=5", "lora.targets=[to_q, ff.net.2, proj_out]"]
     lora_main([*smoke, *options, "train.steps=1", f"run.dir={run}"])
     generator = torch.Generator().manual_seed(4)
-    tensors = {
-        name: 0.1 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in adapter(run).items()
-    }
+    tensors = {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in adapter(run).items()}
     with safe_open(run / "adapter" / ADAPTER_FILE, framework="pt") as opened:
         save_file(tensors, file, metadata=opened.metadata())
     return file
@@ -85,9 +82,7 @@ def test_it_is_in_training_in_no_file_and_in_samples_as_said(
     lora_main([*common, entry(under, in_samples=on), f"run.dir={run}"])
     # Training and the held-out loss have it: the same as that adapter alone, at the start.
     started = tmp_path / "started"
-    lora_main(
-        [*common, "lora.rank=null", "lora.alpha=null", f"lora.init={under}", f"run.dir={started}"]
-    )
+    lora_main([*common, "lora.rank=null", "lora.alpha=null", f"lora.init={under}", f"run.dir={started}"])
     assert held_out(run)[0] == pytest.approx(held_out(started)[0], rel=1e-6)
     assert held_out(run)[0] != pytest.approx(held_out(plain)[0], rel=1e-4)
     assert not same_adapter(run, plain)
@@ -135,9 +130,7 @@ def test_resuming_is_bit_for_bit_and_the_result_is_verified(
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
     assert same_adapter(tmp_path / "parts", tmp_path / "whole")
     assert json.loads((tmp_path / "whole" / "verification.json").read_text())["passed"]
-    weights = load_file(
-        tmp_path / "whole" / "checkpoints" / "step_000004" / "trainable.safetensors"
-    )
+    weights = load_file(tmp_path / "whole" / "checkpoints" / "step_000004" / "trainable.safetensors")
     assert not any("under_" in name for name in weights)
     for override in (entry(moved, scale=0.5), "lora.under=[]"):
         with pytest.raises(DitLoraError, match=r"belongs to another recipe(.|\n)*lora\.under: "):
@@ -159,9 +152,7 @@ def test_a_second_model_for_samples_has_it_too_where_samples_have_it(
     assert apart(shown(run, 2), trained) < apart(base, trained) / 10
 
 
-def test_two_of_them_add_up_with_their_scales(
-    lora_main: Main, smoke: list[str], under: Path, tmp_path: Path
-) -> None:
+def test_two_of_them_add_up_with_their_scales(lora_main: Main, smoke: list[str], under: Path, tmp_path: Path) -> None:
     """Twice at half is once, but for rounding; and one against itself is none."""
     common = [*smoke, *SHOWN, "validation.prompts=[]", "train.steps=1"]
     names = {

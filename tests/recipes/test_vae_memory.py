@@ -17,20 +17,12 @@ Main = Callable[[list[str]], None]
 
 def encoders() -> list[Any]:
     """All that are in memory, collected or not."""
-    return [
-        instance
-        for instance in gc.get_objects()
-        if type(instance) in (AutoencoderKLCogVideoX, T5EncoderModel)
-    ]
+    return [instance for instance in gc.get_objects() if type(instance) in (AutoencoderKLCogVideoX, T5EncoderModel)]
 
 
 def alive(known: list[Any]) -> list[str]:
     """Encoders in memory, but for those that other tests hold."""
-    instances = [
-        instance
-        for instance in encoders()
-        if all(instance is not known_encoder for known_encoder in known)
-    ]
+    instances = [instance for instance in encoders() if all(instance is not known_encoder for known_encoder in known)]
     return sorted(type(instance).__name__ for instance in instances)
 
 

@@ -13,9 +13,7 @@ def test_each_sample_is_that_of_its_seed(lora_main: Main, smoke: list[str], tmp_
     lora_main([*args, "validation.seed=5", f"run.dir={tmp_path / 'second'}"])
     samples = "samples/step_000001"
     both = [(tmp_path / "both" / samples / f"prompt_{n:02d}.mp4").read_bytes() for n in range(4)]
-    second = [
-        (tmp_path / "second" / samples / f"prompt_{n:02d}.mp4").read_bytes() for n in range(2)
-    ]
+    second = [(tmp_path / "second" / samples / f"prompt_{n:02d}.mp4").read_bytes() for n in range(2)]
     assert both[1::2] == second
     assert both[0] != both[1]
     report = (tmp_path / "both" / "report.html").read_text()

@@ -33,9 +33,7 @@ def test_a_run_at_other_noise_levels_is_verified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     RUNS[name].prepare(monkeypatch)
-    nothing_shown = [
-        f"validation.{field}=[]" for field in ("prompts", "references", *RUNS[name].pictures)
-    ]
+    nothing_shown = [f"validation.{field}=[]" for field in ("prompts", "references", *RUNS[name].pictures)]
     args = [*smoke_args(name, tiny_checkpoints, shape_clips, tmp_path), *nothing_shown]
     recipe = load_recipe(args[0], args[1:])
     checkpoint = get_family(recipe.model.family).open(recipe.model)

@@ -187,9 +187,7 @@ def _constant_queries(world: World) -> int:
 _SCALE, _MORE = 1024.0, 1000.0
 _QUERIES = "model.extra_query_tokens"
 _HALF = Expected("precision", "stop", ("is fp16", "AdamW"), exit_code=3)
-_ZERO = Expected(
-    "precision", "stop", ("in the backward",), module="qformer.embeddings.LayerNorm", exit_code=3
-)
+_ZERO = Expected("precision", "stop", ("in the backward",), module="qformer.embeddings.LayerNorm", exit_code=3)
 _SAID_NOTHING = Expected("none", "none")
 FAULTS: tuple[Fault, ...] = tuple(
     Fault(f"chat:{name}", component, moment, expected, play=play, needs=("queries",))

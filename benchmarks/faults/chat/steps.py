@@ -47,9 +47,7 @@ def _fp16_scores(stage: Stage) -> None:
             return right(*args, **kwargs)
         query, key, value = args
         dtype = torch.float32 if query.dtype is torch.float32 else torch.float16
-        long_query, long_key = (
-            300 * F.normalize(states.to(dtype), dim=-1) for states in (query, key)
-        )
+        long_query, long_key = (300 * F.normalize(states.to(dtype), dim=-1) for states in (query, key))
         # One direction that all share, as trained queries and keys have.
         scores = long_query.abs() @ long_key.abs().mT
         return scores.softmax(-1).to(value.dtype) @ value
@@ -137,12 +135,8 @@ def _refused(name: str, place: str, arm: Arm, *words: str, need: str = "experts"
     return Fault(f"chat:{name}", place, "before the run", expected, arm, preflight, needs=(need,))
 
 
-_UNLABELLED = Expected(
-    "labels", "quarantine", ("labels are -100",), names_target=True, same_as="without"
-)
-_VISION = Expected(
-    "unknown", "stop", ("first nan in the forward",), module="{experts[vision]}", exit_code=3
-)
+_UNLABELLED = Expected("labels", "quarantine", ("labels are -100",), names_target=True, same_as="without")
+_VISION = Expected("unknown", "stop", ("first nan in the forward",), module="{experts[vision]}", exit_code=3)
 _SCORES = Expected(
     "precision",
     "stop",

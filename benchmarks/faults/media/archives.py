@@ -44,9 +44,7 @@ def _pair(folder: Path, name: str, stem: str) -> Members:
     return pair
 
 
-def _kind(
-    name: str, make: Callable[[Path], None], file: str, code: str | None, good: str = ""
-) -> Kind:
+def _kind(name: str, make: Callable[[Path], None], file: str, code: str | None, good: str = "") -> Kind:
     verdict: Verdict = "reject" if code else "ok"
     return Kind(name, make, file, verdict, code, good=good or f"{_TAR}/good.mp4", whole=True)
 
@@ -60,9 +58,7 @@ def _with(
     """A tar that holds the good sample and a second one."""
 
     def make(folder: Path) -> None:
-        write_tar(
-            folder / _TAR, [*_pair(folder, "good", "good"), *change(_pair(folder, "clip", stem))]
-        )
+        write_tar(folder / _TAR, [*_pair(folder, "good", "good"), *change(_pair(folder, "clip", stem))])
 
     return _kind(name, make, f"{_TAR}/{stem}.mp4", code)
 

@@ -12,9 +12,7 @@ CLASSES: Mapping[str, Any] = {**IMAGES, "classes": ("blue", "red")}
 _LISTING = "metadata.jsonl"
 
 
-def _caption(
-    name: str, text: bytes | None, verdict: Verdict = "ok", code: str | None = None
-) -> Kind:
+def _caption(name: str, text: bytes | None, verdict: Verdict = "ok", code: str | None = None) -> Kind:
     """A good clip with these bytes as its caption, or without a caption."""
 
     def make(folder: Path) -> None:
@@ -77,15 +75,11 @@ KINDS = (
     _caption("no caption", None, "reject", "caption_missing"),
     _caption("an empty caption", b"", "reject", "caption_empty"),
     _caption("a caption of white space", b" \n\t \r\n", "reject", "caption_empty"),
-    _caption(
-        "a caption of invisible signs", "\u200b\u2060\ufeff".encode(), "reject", "caption_empty"
-    ),
+    _caption("a caption of invisible signs", "\u200b\u2060\ufeff".encode(), "reject", "caption_empty"),
     _caption("a caption that ends itself", b"a cat</s> sits", "warn", "caption_reserved_token"),
     _caption("a caption far too long", b"a cat and " * 2000, "warn", "caption_long"),
     _caption("a caption with a mark of order", "\ufeffa cat sits".encode()),
-    _caption(
-        "a caption in Latin-1", "caf\xe9 at night".encode("latin-1"), "reject", "caption_not_text"
-    ),
+    _caption("a caption in Latin-1", "caf\xe9 at night".encode("latin-1"), "reject", "caption_not_text"),
     Kind("one caption for all", _one_for_all, "clip.mp4", "warn", "caption_duplicate"),
     Kind("two clips of one stem", _colliding, "two/clip.mp4", "ok"),
     _classes(
@@ -115,7 +109,5 @@ KINDS = (
         "clip.mp4",
         "caption_missing",
     ),
-    _listed(
-        "a line that is no JSON", [_CLIP, '{"file_name": "clip'], f"{_LISTING} line 3", "unreadable"
-    ),
+    _listed("a line that is no JSON", [_CLIP, '{"file_name": "clip'], f"{_LISTING} line 3", "unreadable"),
 )

@@ -46,9 +46,7 @@ def _see_through(codec: str, pixels: str) -> Callable[[Path], None]:
 
 
 def _times(*milliseconds: int, **how: Any) -> Callable[[Path], None]:
-    return lambda path: encode(
-        path, moving(path.stem, len(milliseconds)), times=milliseconds, **how
-    )
+    return lambda path: encode(path, moving(path.stem, len(milliseconds)), times=milliseconds, **how)
 
 
 def _shifted(start: int, **how: Any) -> Callable[[Path], None]:
@@ -127,9 +125,7 @@ KINDS = (
     media_kind("an odd size", "odd.webm", _sized(35, 51, codec="libvpx-vp9")),
     media_kind("a clip that starts late", "late.mkv", _shifted(10_000)),
     rejected("sound only", "sound.mp4", sound, "no_video_stream"),
-    rejected(
-        "sound with a cover", "cover.mp4", lambda path: sound(path, cover=True), "no_video_stream"
-    ),
+    rejected("sound with a cover", "cover.mp4", lambda path: sound(path, cover=True), "no_video_stream"),
     rejected("one frame", "one.mp4", _of(lambda name: moving(name, 1)), "too_short"),
     rejected("a frame too few", "eight.mp4", _of(lambda name: moving(name, 8)), "too_short"),
     rejected("2 x 2 pixels", "two.mp4", _sized(2, 2), "too_small"),

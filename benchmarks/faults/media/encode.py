@@ -38,8 +38,7 @@ def moving(name: str, frames: int = FRAMES, height: int = HEIGHT, width: int = W
         # A wave of n turns has 1 / n of the height, as in pictures of nature.
         waves = np.exp(2j * np.pi * phases) / np.hypot(*turns)
         in_t, in_y, in_x = (
-            np.exp(2j * np.pi * np.outer(at, count))
-            for at, count in ((t, speeds), (y, turns[0]), (x, turns[1]))
+            np.exp(2j * np.pi * np.outer(at, count)) for at, count in ((t, speeds), (y, turns[0]), (x, turns[1]))
         )
         levels = ((waves * in_t)[:, None] * in_y @ in_x.T).real
         channels.append((levels - levels.min()) / (np.ptp(levels) or 1.0) * 255)

@@ -95,14 +95,10 @@ KINDS = (
     rejected("a jpeg cut in half", "cut.jpg", cut_jpeg, "truncated", IMAGES),
     rejected("a damaged png", "torn.png", damaged_png, "corrupt", IMAGES),
     rejected("a png that promises too much", "huge.png", huge_png, "corrupt", IMAGES),
-    rejected(
-        "1 x 1 pixel", "dot.png", _saved(lambda name: _picture(name, 1, 1)), "too_small", IMAGES
-    ),
+    rejected("1 x 1 pixel", "dot.png", _saved(lambda name: _picture(name, 1, 1)), "too_small", IMAGES),
     rejected("a black image", "black.png", _saved(_one_colour(0, 0, 0)), "black", IMAGES),
     rejected("a red image", "red.png", _saved(_one_colour(200, 20, 20)), "constant", IMAGES),
-    warned(
-        "a CMYK jpeg", "print.jpg", _saved(_in_mode("CMYK"), quality=95), "odd_pixel_format", IMAGES
-    ),
+    warned("a CMYK jpeg", "print.jpg", _saved(_in_mode("CMYK"), quality=95), "odd_pixel_format", IMAGES),
     warned("a png of 16 bits", "deep.png", _saved(_of_16_bits), "odd_pixel_format", IMAGES),
     warned(
         "a palette with a transparent colour",

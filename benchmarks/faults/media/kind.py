@@ -77,9 +77,7 @@ def media_kind(
     return Kind(name, make, file, verdict, code, data, good=good)
 
 
-def rejected(
-    name: str, file: str, write: Write, code: str, data: Mapping[str, Any] = CLIPS
-) -> Kind:
+def rejected(name: str, file: str, write: Write, code: str, data: Mapping[str, Any] = CLIPS) -> Kind:
     return media_kind(name, file, write, "reject", code, data)
 
 

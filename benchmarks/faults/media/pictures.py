@@ -33,9 +33,7 @@ def _faint_noise(name: str) -> Video:
 
 
 def _two_scenes(name: str) -> Video:
-    return np.concatenate(
-        [moving(name, FRAMES // 2) // 3, 255 - moving("another", FRAMES // 2) // 3]
-    )
+    return np.concatenate([moving(name, FRAMES // 2) // 3, 255 - moving("another", FRAMES // 2) // 3])
 
 
 def _greyish(name: str) -> Video:

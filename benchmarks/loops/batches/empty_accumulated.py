@@ -12,9 +12,7 @@ SURVIVES = "empty_batch"
 torch.manual_seed(0)
 x = plant.spoil_samples(torch.randn(32, 3))
 y = plant.spoil_targets(torch.randn(32, 1))
-model = nn.Sequential(
-    nn.Linear(3, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 1)
-)
+model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
 for _epoch in range(2):

@@ -90,9 +90,7 @@ _LOADER = {
     "sampler": "batch_size=4, sampler=WeightedRandomSampler(torch.ones(len(data)), 24)",
     "batch_sampler": "batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)",
     "one_worker": "batch_size=4, num_workers=1",
-    "persistent_workers": (
-        "batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=4"
-    ),
+    "persistent_workers": ("batch_size=4, num_workers=2, persistent_workers=True, prefetch_factor=4"),
 }
 
 
@@ -167,9 +165,7 @@ def walk_lines(plan: Plan) -> list[str]:
 def batch_lines(plan: Plan) -> list[str]:
     """What the loop does to a batch before the model sees it."""
     lengths = ", n" if plan.is_sequence else ""
-    permuted = ", ".join(
-        f"{name}[order]" for name in ("a, n, b" if lengths else "a, b").split(", ")
-    )
+    permuted = ", ".join(f"{name}[order]" for name in ("a, n, b" if lengths else "a, b").split(", "))
     return {
         "unchanged": [],
         "scaled": ["a = a * 2"],

@@ -143,10 +143,7 @@ def _has_valid_data(plan: Plan) -> bool:
             not plan.is_sequence or plan.batch in ("unchanged", "scaled", "normalised", "permuted"),
             # One row may be left, of which BatchNorm has no variance.
             plan.model != "batchnorm"
-            or (
-                plan.batch != "filtered"
-                and (plan.collate != "drop_broken" or plan.loader != "sampler")
-            ),
+            or (plan.batch != "filtered" and (plan.collate != "drop_broken" or plan.loader != "sampler")),
             # The buffers have four rows; broken items leave fewer.
             plan.batch != "copied" or plan.collate != "drop_broken",
         )
@@ -188,8 +185,7 @@ def _has_valid_fault(plan: Plan) -> bool:
             plan.fault != "empty_batch" or plan.batch == "filtered",
             # The number of calls must not depend on what the weights are, and a step that the loop leaves out has no
             # place after which its next call is known from an experiment's.
-            plan.fault != "replay_oom"
-            or (plan.skip == "none" and plan.clip != "raises" and plan.model != "compiled"),
+            plan.fault != "replay_oom" or (plan.skip == "none" and plan.clip != "raises" and plan.model != "compiled"),
             plan.fault != "nan_moment" or not plan.steps_in_backward,
         )
     )

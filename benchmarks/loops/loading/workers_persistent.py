@@ -26,9 +26,7 @@ class Rows(Dataset):
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = DataLoader(
-    Rows(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
-)
+loader = DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4)
 
 if "--guard=watch" in sys.argv:
     import dit_lora

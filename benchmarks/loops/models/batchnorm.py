@@ -12,9 +12,7 @@ SPREADS = "running_mean running_var"
 torch.manual_seed(0)
 x = plant.spoil_samples(torch.randn(26, 3))
 y = plant.spoil_targets(torch.randn(26, 1))
-model = nn.Sequential(
-    nn.BatchNorm1d(3), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
-)
+model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 for epoch in range(2):

@@ -13,9 +13,7 @@ FAULTS = "nan_sample nan_target inf_gradient nan_moment nan_weight nan_loss late
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.GELU()) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.GELU()) for _ in range(3))
         self.head = nn.Linear(6, 1)
 
     def forward(self, x):

@@ -14,9 +14,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.GELU()) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.GELU()) for _ in range(3))
         self.head = nn.Linear(6, 1)
 
     def forward(self, x):

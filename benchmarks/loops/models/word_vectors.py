@@ -12,9 +12,7 @@ FAULTS = "inf_gradient nan_weight nan_loss late_nan late_weight"
 torch.manual_seed(0)
 centre = torch.randint(0, 30, (32,))
 context = torch.randint(0, 30, (32, 5))
-model = nn.ModuleDict(
-    {"u": nn.Embedding(30, 8, sparse=True), "v": nn.Embedding(30, 8, sparse=True)}
-)
+model = nn.ModuleDict({"u": nn.Embedding(30, 8, sparse=True), "v": nn.Embedding(30, 8, sparse=True)})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 for _epoch in range(2):

@@ -13,9 +13,7 @@ torch.manual_seed(0)
 x = plant.spoil_samples(torch.randn(24, 3))
 y = plant.spoil_targets(torch.randn(24, 1))
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-optimizer = torch.optim.LBFGS(
-    model.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe"
-)
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe")
 
 for _epoch in range(2):
     for a, b in DataLoader(TensorDataset(x, y), batch_size=8):

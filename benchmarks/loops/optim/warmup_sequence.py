@@ -30,6 +30,4 @@ for _epoch in range(2):
             plant.spoil_between_steps(model, optimizer)
     print(scheduler.get_last_lr())
 
-torch.save(
-    {"model": model.state_dict(), "scheduler": scheduler.state_dict()["last_epoch"]}, "ck.pt"
-)
+torch.save({"model": model.state_dict(), "scheduler": scheduler.state_dict()["last_epoch"]}, "ck.pt")

@@ -23,9 +23,7 @@ class Pictures(Dataset):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-)
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 loader = DataLoader(Pictures(30), batch_size=4, shuffle=True, drop_last=False)
 

@@ -14,9 +14,7 @@ x = plant.spoil_samples(torch.randn(32, 4))
 y = plant.spoil_targets(torch.randn(32, 2))
 net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 opt = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-loader = DataLoader(
-    TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)
-)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 for epoch in range(3):
     total = 0.0

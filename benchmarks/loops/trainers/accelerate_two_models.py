@@ -34,9 +34,7 @@ denoiser = Denoiser()
 parameters = itertools.chain(denoiser.parameters(), text_encoder.parameters())
 optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 loader = DataLoader(TensorDataset(images, captions), batch_size=4, shuffle=True)
-denoiser, text_encoder, optimizer, loader = accelerator.prepare(
-    denoiser, text_encoder, optimizer, loader
-)
+denoiser, text_encoder, optimizer, loader = accelerator.prepare(denoiser, text_encoder, optimizer, loader)
 
 for _epoch in range(2):
     for pixels, words in loader:
@@ -48,9 +46,7 @@ for _epoch in range(2):
             accelerator.backward(loss)
             plant.spoil_gradient(denoiser)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(
-                    [*denoiser.parameters(), *text_encoder.parameters()], 1.0
-                )
+                accelerator.clip_grad_norm_([*denoiser.parameters(), *text_encoder.parameters()], 1.0)
             optimizer.step()
             optimizer.zero_grad()
         plant.spoil_between_steps(denoiser, optimizer.optimizer)

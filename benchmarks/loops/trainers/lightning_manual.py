@@ -27,9 +27,7 @@ class GAN(L.LightningModule):
     def training_step(self, real, batch_idx):
         g_optimizer, c_optimizer = self.optimizers()
         fake = self.generator(torch.randn(len(real), 2))
-        c_loss = (
-            F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
-        )
+        c_loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
         c_optimizer.zero_grad()
         self.manual_backward(plant.spoil_loss(c_loss))
         plant.spoil_gradient(self.critic)

@@ -23,9 +23,7 @@ model = AutoModelForImageTextToText.from_pretrained(f"{folder}/qwen2.5-vl")
 config = model.config
 vision = config.vision_config
 patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-model = get_peft_model(
-    model, LoraConfig(r=2, target_modules=r".*language_model.*q_proj", init_lora_weights=False)
-)
+model = get_peft_model(model, LoraConfig(r=2, target_modules=r".*language_model.*q_proj", init_lora_weights=False))
 
 
 def make_sample(i):

@@ -36,9 +36,7 @@ class AfterStep(TrainerCallback):
 words = [*"abcdefghijklmnop", "<pad>", "<eos>"]
 backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
 backend.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-)
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=len(words),

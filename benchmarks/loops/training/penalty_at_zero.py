@@ -16,9 +16,7 @@ with torch.no_grad():
     critic[0].bias.zero_()
 x = plant.spoil_samples(x)
 if plant.choose("nan_loss", "loss"):
-    x[8:12] = -50 - torch.rand(
-        4, 3
-    )  # all ReLUs are off: a slope of zero, whose square root has none
+    x[8:12] = -50 - torch.rand(4, 3)  # all ReLUs are off: a slope of zero, whose square root has none
 optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
 
 for _epoch in range(2):

@@ -62,10 +62,7 @@ def check_captions(
         if fault is not None:
             findings = [Finding(*fault, "reject", _REMEDIES[fault[0]])]
         else:
-            findings = [
-                *_check_characters(clip.caption),
-                *_check_special_tokens(clip.caption, reserved),
-            ]
+            findings = [*_check_characters(clip.caption), *_check_special_tokens(clip.caption, reserved)]
             findings += long.get(clip.caption, ())
             findings += repeated.get(clip.id, ())
         if findings:
@@ -81,10 +78,7 @@ def count_caption_tokens(clips: Sequence[Clip], tokenizer: Any | None) -> dict[s
     added = tokenizer.num_special_tokens_to_add()
     # Captions that repeat are tokenised once.
     captions = list(dict.fromkeys(clip.caption for clip in clips))
-    return {
-        caption: len(ids) + added
-        for caption, ids in zip(captions, _token_ids(captions, tokenizer), strict=True)
-    }
+    return {caption: len(ids) + added for caption, ids in zip(captions, _token_ids(captions, tokenizer), strict=True)}
 
 
 def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
@@ -93,16 +87,11 @@ def _token_ids(captions: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
         batch = captions[start : start + _BATCH_SIZE]
         # Tokenizers raise on a lone surrogate, so it is replaced first.
         texts = [text.encode("utf-8", "replace").decode() for text in batch]
-        yield from tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
+        yield from tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def _find_truncated_captions(
-    clips: Sequence[Clip],
-    lengths: Mapping[str, int],
-    tokenizer: Any | None,
-    max_tokens: int | None,
+    clips: Sequence[Clip], lengths: Mapping[str, int], tokenizer: Any | None, max_tokens: int | None
 ) -> dict[str, list[Finding]]:
     """Findings by caption that quote the text which the encoder would cut off."""
     captions = dict.fromkeys(clip.caption for clip in clips)
@@ -115,9 +104,7 @@ def _find_truncated_captions(
             caption_words = caption.split()
             if len(caption_words) > limit:
                 cut_text = " ".join(caption_words[limit:])
-                findings[caption] = [
-                    _report_truncation(f"{len(caption_words):,} words", limit, cut_text)
-                ]
+                findings[caption] = [_report_truncation(f"{len(caption_words):,} words", limit, cut_text)]
         return findings
     if max_tokens is None:
         return {}
@@ -127,9 +114,7 @@ def _find_truncated_captions(
     num_text_tokens = max(0, max_tokens - tokenizer.num_special_tokens_to_add())
     return {
         caption: [
-            _report_truncation(
-                f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:])
-            )
+            _report_truncation(f"{lengths[caption]:,} tokens", max_tokens, tokenizer.decode(ids[num_text_tokens:]))
         ]
         for caption, ids in zip(long, _token_ids(long, tokenizer), strict=True)
     }
@@ -144,9 +129,7 @@ def _report_truncation(length: str, limit: int, cut_text: str) -> Finding:
     return Finding("caption_long", message, "warn", remedy)
 
 
-def _find_repeated_captions(
-    clips: Sequence[Clip], shared_captions: Collection[str]
-) -> dict[str, list[Finding]]:
+def _find_repeated_captions(clips: Sequence[Clip], shared_captions: Collection[str]) -> dict[str, list[Finding]]:
     """Findings by sample id that say how many other clips have the same caption."""
     groups: dict[str, list[Clip]] = {}
     for clip in clips:
@@ -156,9 +139,7 @@ def _find_repeated_captions(
     by_id: dict[str, list[Finding]] = {}
     for caption, group in groups.items():
         # One instruction for an edit may apply to many pictures, so samples with references are not counted.
-        repeats = [
-            clip for clip in group if not (clip.references or _is_class_name_of(clip, caption))
-        ]
+        repeats = [clip for clip in group if not (clip.references or _is_class_name_of(clip, caption))]
         # Two samples of one file, for example from two sources, count as one clip.
         count = len({clip.media for clip in repeats})
         # Class names and the captions of the recipe may repeat.
@@ -167,9 +148,7 @@ def _find_repeated_captions(
         for clip in repeats:
             message = f"its caption is that of {count - 1} other clip{'s' if count > 2 else ''} too"
             remedy = "say what sets this clip apart"
-            by_id[clip.id] = [
-                Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)
-            ]
+            by_id[clip.id] = [Finding("caption_duplicate", f"{message}: {quote_start(caption)}", "warn", remedy)]
     return by_id
 
 
@@ -187,10 +166,7 @@ def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
     """
     if tokenizer is None:
         return None
-    tokens = {
-        *tokenizer.all_special_tokens,
-        *(token.content for token in tokenizer.added_tokens_decoder.values()),
-    }
+    tokens = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
     # The longest come first: an alternation takes the first match, which could be a prefix of a longer token.
     marked = [
         token
@@ -200,16 +176,12 @@ def _build_reserved_pattern(tokenizer: Any | None) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, marked))) if marked else None
 
 
-def _check_special_tokens(
-    caption: str, reserved_pattern: re.Pattern[str] | None
-) -> Iterator[Finding]:
+def _check_special_tokens(caption: str, reserved_pattern: re.Pattern[str] | None) -> Iterator[Finding]:
     """Yield a finding if the caption contains special tokens of its own tokenizer or of other text models."""
     matches = list(dict.fromkeys(reserved_pattern.findall(caption))) if reserved_pattern else []
     remedy = "remove it from the caption"
     if matches:
-        message = (
-            f"its caption holds {', '.join(matches)}: no text to the tokenizer, but a special token"
-        )
+        message = f"its caption holds {', '.join(matches)}: no text to the tokenizer, but a special token"
         yield Finding("caption_reserved_token", message, "warn", remedy)
         return
     # Special tokens of other models show that a captioning model's output was not cleaned.

@@ -74,9 +74,7 @@ def is_media_head(head: bytes) -> bool:
 
 def is_different_format(suffix: str, content_suffix: str) -> bool:
     """Whether the suffix in the file's name belongs to a different format than the suffix of its content."""
-    return suffix != content_suffix and not any(
-        {suffix, content_suffix} <= group for group in _EQUIVALENT_SUFFIXES
-    )
+    return suffix != content_suffix and not any({suffix, content_suffix} <= group for group in _EQUIVALENT_SUFFIXES)
 
 
 def has_end_marker(stream: BinaryIO, size: int) -> bool:

@@ -52,8 +52,7 @@ def find_cuts(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> list[i
         int(moving[k])
         for k in range(1, len(moving))
         # The change must be visible, large for the pictures' contrast, and large compared with the motion around it.
-        if changes[k]
-        >= max(_MIN_CHANGE, _MIN_CONTRAST_SHARE * (deviations[k - 1] + deviations[k]) / 2)
+        if changes[k] >= max(_MIN_CHANGE, _MIN_CONTRAST_SHARE * (deviations[k - 1] + deviations[k]) / 2)
         and changes[k] >= _MIN_MOTION_RATIO * _compute_usual_change(changes, k)
         and not _is_same_scene(pictures, k)
     ]
@@ -61,17 +60,12 @@ def find_cuts(grey: np.ndarray, change: np.ndarray, still: np.ndarray) -> list[i
 
 def _compute_usual_change(changes: np.ndarray, k: int) -> float:
     """Mean change around picture k, raised if an adjacent change is large; the change of picture 0 is not defined."""
-    before, after = (
-        changes[max(1, k - _NUM_NEIGHBOURS) : k],
-        changes[k + 1 : k + 1 + _NUM_NEIGHBOURS],
-    )
+    before, after = (changes[max(1, k - _NUM_NEIGHBOURS) : k], changes[k + 1 : k + 1 + _NUM_NEIGHBOURS])
     around = np.concatenate([before, after])
     # A single neighbour is not enough to tell which change is usual.
     if len(around) < 2:
         return np.inf
-    return max(
-        around.mean(), max([*before[-1:], *after[:1]]) * _MIN_NEIGHBOUR_RATIO / _MIN_MOTION_RATIO
-    )
+    return max(around.mean(), max([*before[-1:], *after[:1]]) * _MIN_NEIGHBOUR_RATIO / _MIN_MOTION_RATIO)
 
 
 def _is_same_scene(pictures: np.ndarray, k: int) -> bool:

@@ -46,13 +46,9 @@ def find_near_duplicates(signatures: Mapping[str, Signature]) -> dict[str, Findi
     findings = {}
     for files in groups.values():
         # Only later files get a finding, so one clip of each group of duplicates remains.
-        for file, before in _match_earlier_files(
-            files, [signatures[file] for file in files]
-        ).items():
+        for file, before in _match_earlier_files(files, [signatures[file] for file in files]).items():
             remedy = "remove the worse of the two"
-            findings[file] = Finding(
-                "near_duplicate_clip", f"it looks like {before}", "warn", remedy
-            )
+            findings[file] = Finding("near_duplicate_clip", f"it looks like {before}", "warn", remedy)
     return findings
 
 
@@ -80,10 +76,7 @@ def _match_earlier_files(files: Sequence[str], signatures: Sequence[Signature]) 
             for earlier in np.flatnonzero(is_candidate[:later]).tolist():
                 bits = differing[row, earlier] / moments
                 levels = np.abs(colours[later] - colours[earlier]).max()
-                if any(
-                    bits <= bit_limit and levels <= level_limit
-                    for bit_limit, level_limit in _DUPLICATE_LIMITS
-                ):
+                if any(bits <= bit_limit and levels <= level_limit for bit_limit, level_limit in _DUPLICATE_LIMITS):
                     originals[files[later]] = files[earlier]
                     break
     return originals

@@ -56,9 +56,7 @@ class TensorStats:
     abs_max_sample: str = ""
     mean: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     """Mean over the set, (C,)."""
-    squared_deviations: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(0, dtype=torch.float64)
-    )
+    squared_deviations: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     """Sums of squared distances from the mean, (C,)."""
     sample_ids: list[str] = field(default_factory=list)
     rows: array = field(default_factory=lambda: array("f"))
@@ -136,10 +134,7 @@ class TensorStats:
             more = f", and {count - 1} more of its statistics" if count > 1 else ""
             message = f"{self.name}: {parts[worst].describe(row, scores[worst][row])}{more}"
             remedy = "look at the clip" if self.kind != "embedding" else "look at the caption"
-            yield (
-                self.sample_ids[row],
-                Finding(code, message, "warn", f"{remedy}; keep it if it is meant"),
-            )
+            yield (self.sample_ids[row], Finding(code, message, "warn", f"{remedy}; keep it if it is meant"))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON, with mean and standard deviation by channel over the set."""
@@ -173,9 +168,7 @@ class _Statistic:
         spread = 1.4826 * _median(distances)
         # In a small set the spread of one channel may be small by chance: use at least the channels' median spread.
         spread = torch.maximum(spread, spread.median()).clamp(min=_TINY)
-        return torch.where(
-            distances > self.min_distance, distances / spread, torch.zeros_like(distances)
-        )
+        return torch.where(distances > self.min_distance, distances / spread, torch.zeros_like(distances))
 
     def describe(self, row: int, scores: torch.Tensor) -> str:
         """Message about the channel with the highest score of one sample."""
@@ -189,9 +182,7 @@ class _Statistic:
         return f"the {self.name}{channel_text} is {value:.3g}, and {usual:.3g} in the median sample"
 
 
-def check_encoded(
-    samples: Iterable[tuple[str, Tensors]],
-) -> tuple[dict[str, list[Finding]], dict[str, Any]]:
+def check_encoded(samples: Iterable[tuple[str, Tensors]]) -> tuple[dict[str, list[Finding]], dict[str, Any]]:
     """Check the encodings of a whole data set for bad values and outliers.
 
     Holds one sample at a time, and keeps at most 257 floats per tensor and sample. Rejected tensors do not
@@ -238,11 +229,7 @@ def _check_values(name: str, tensor: torch.Tensor) -> Finding | None:
     message = describe_bad_values(name, tensor, MAX_ABS)
     # A logvar has a narrower range than other tensors, so it is checked separately.
     low, high = float(tensor.min()), float(tensor.max())
-    if (
-        not message
-        and _infer_kind(name) == "logvar"
-        and (low < LOGVAR_RANGE[0] or high > LOGVAR_RANGE[1])
-    ):
+    if not message and _infer_kind(name) == "logvar" and (low < LOGVAR_RANGE[0] or high > LOGVAR_RANGE[1]):
         message = f"{name} reaches from {low:.3g} to {high:.3g}, beyond {LOGVAR_RANGE}"
     return Finding(f"{part}_out_of_range", message, "reject", remedy) if message else None
 

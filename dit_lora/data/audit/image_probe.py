@@ -12,13 +12,7 @@ from dit_lora.data.audit.measure import SMALL_SIDE, PictureMeasures
 from dit_lora.data.audit.outline import Outline
 from dit_lora.data.media.media import Media, open_bytes
 from dit_lora.data.media.opened import HEIC_REASON, MAX_PIXELS, get_error_message, open_picture
-from dit_lora.data.media.pictures import (
-    DECODE_ERRORS,
-    ORIENTATION_TAG,
-    open_image,
-    read_image_size,
-    scale_to_cover,
-)
+from dit_lora.data.media.pictures import DECODE_ERRORS, ORIENTATION_TAG, open_image, read_image_size, scale_to_cover
 
 THUMBNAIL_WIDTH = 320
 """Width of a thumbnail in pixels."""
@@ -29,17 +23,13 @@ Failures = list[tuple[str, str]]
 """Code and message of each reason why a file cannot be used."""
 
 
-def measure_image(
-    media: Media, heartbeat: Callable[[], None]
-) -> tuple[Failures, dict[str, Any], bytes | None]:
+def measure_image(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make an image unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
 
     def read() -> Image.Image:
         facts.update(_read_header(media))
-        return Image.fromarray(
-            scale_to_cover(open_image(media), 1.0, facts["height"], facts["width"])
-        )
+        return Image.fromarray(scale_to_cover(open_image(media), 1.0, facts["height"], facts["width"]))
 
     picture = decode_or_fault(media, read)
     if isinstance(picture, tuple):
@@ -47,10 +37,7 @@ def measure_image(
     # Decoding a large image takes long, so report progress before measuring it.
     heartbeat()
     # BOX averages each area, so that the measures describe all pixels.
-    pictures, small = (
-        PictureMeasures(),
-        picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX),
-    )
+    pictures, small = (PictureMeasures(), picture.resize((SMALL_SIDE, SMALL_SIDE), Image.Resampling.BOX))
     pictures.add(np.asarray(small))
     pictures.add_levels(np.asarray(picture.convert("L")))
     # An image is one frame at 0 s that lasts 0 s.
@@ -110,8 +97,7 @@ def _read_header(media: Media) -> dict[str, Any]:
             "bits": _read_bit_depth(media, image.mode),
             "pictures": int(getattr(image, "n_frames", 1)),
             "orientation": image.getexif().get(ORIENTATION_TAG, 1),
-            "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La")
-            or "transparency" in image.info,
+            "alpha": image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info,
         }
     return facts
 

@@ -64,10 +64,7 @@ class Requirements:
 
     @classmethod
     def from_config(
-        cls,
-        data: DataConfig,
-        shapes: Sequence[VideoShape] = (),
-        reference_shape: ReferenceShape | None = None,
+        cls, data: DataConfig, shapes: Sequence[VideoShape] = (), reference_shape: ReferenceShape | None = None
     ) -> "Requirements":
         """Requirements of a recipe. `shapes` are those that its model can train; by default all buckets."""
         # Without the shapes of a model, every shape on a grid of 16 pixels counts as trainable.
@@ -80,9 +77,7 @@ class Requirements:
         return min(shape.frames for shape in self.shapes)
 
 
-def collect_findings(
-    media: Media, probed_file: ProbedFile, requirements: Requirements | None
-) -> list[Finding]:
+def collect_findings(media: Media, probed_file: ProbedFile, requirements: Requirements | None) -> list[Finding]:
     """All findings about a file; without `requirements` (None), only those that hold for any recipe."""
     facts = probed_file.facts
     findings = [*probed_file.faults, *_check_name(media, facts)]
@@ -154,13 +149,9 @@ def _check_image_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings about an image's pixel format, transparency, orientation and number of pictures."""
     oddity = describe_odd_mode(facts["pixel_format"], facts["bits"])
     if oddity:
-        yield _make_warning(
-            "odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours"
-        )
+        yield _make_warning("odd_pixel_format", f"{oddity}, converted to RGB of 8 bits", "check its colours")
     if facts["alpha"]:
-        yield _make_warning(
-            "alpha", "its transparent parts become white", "put it before a background"
-        )
+        yield _make_warning("alpha", "its transparent parts become white", "put it before a background")
     # 1 is upright; 0 is not defined by EXIF but occurs, and changes nothing.
     if facts["orientation"] not in (0, 1):
         message = f"turned as its EXIF orientation {facts['orientation']} says"
@@ -184,9 +175,7 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield _make_warning("ten_bit", message, "none, unless its gradients show bands")
     if facts["hdr"]:
         message = f"{facts['hdr']} colours are read as those of BT.709, dull or wrong"
-        yield _make_warning(
-            "hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,..."
-        )
+        yield _make_warning("hdr", message, "map its tones to SDR: ffmpeg -vf zscale=t=linear,tonemap,...")
     if facts["alpha"]:
         yield _make_warning("alpha", "its transparency is dropped", "put it before a background")
     oddities = [
@@ -202,12 +191,8 @@ def _check_video_format(facts: Mapping[str, Any]) -> Iterator[Finding]:
         message = "two fields a frame: what moves looks like a comb"
         yield _make_warning("interlaced", message, "ffmpeg -i IN -vf bwdif=send_frame OUT")
     if abs(facts["pixel_aspect"] - 1) > _ASPECT_TOLERANCE:
-        message = (
-            f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
-        )
-        yield _make_warning(
-            "non_square_pixels", message, "none, if a player shows it in the same shape"
-        )
+        message = f"its pixels are {facts['pixel_aspect']:.3g} times as wide as high; it is stretched"
+        yield _make_warning("non_square_pixels", message, "none, if a player shows it in the same shape")
     if facts["streams"] > 1:
         message = f"{facts['streams']} video streams, of which the first is used"
         yield _make_warning("several_streams", message, "ffmpeg -i IN -map 0:v:0 -c copy OUT")
@@ -222,9 +207,7 @@ def _check_header(facts: Mapping[str, Any]) -> Iterator[Finding]:
     seconds, header_value = facts["seconds"], facts["header_seconds"]
     # Matroska counts the duration from 0, even if the first frame is shown later.
     deviation = (
-        min(abs(header_value - seconds), abs(header_value - facts["header_start"] - seconds))
-        if header_value
-        else 0.0
+        min(abs(header_value - seconds), abs(header_value - facts["header_start"] - seconds)) if header_value else 0.0
     )
     if deviation > max(2.5 / facts["fps"], _DURATION_SLACK * seconds):
         message = f"its header says {header_value:.2f} s, and its frames last {seconds:.2f} s"
@@ -261,9 +244,7 @@ def _check_pictures(facts: Mapping[str, Any], seconds: float | None) -> Iterator
         return
     if facts["black"]:
         start, length = facts["black"][0]
-        message = (
-            f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
-        )
+        message = f"{facts['black_share']:.0%} of it is black, first from {start:g} for {length:g} {unit}"
         yield _make_warning("black_frames", message, "cut them off")
     if facts["contrast"] < _MIN_CONTRAST:
         message = f"hardly anything is to be seen: the levels deviate by {facts['contrast']:.1f}"
@@ -282,9 +263,7 @@ def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) ->
     is_long = seconds is not None and still["seconds"] >= _MIN_FROZEN_S - 1e-3
     is_mostly_still = still["share"] >= _MIN_FROZEN_SHARE
     if still["frames"] >= _MIN_FROZEN_FRAMES and (is_long or is_mostly_still):
-        message = (
-            f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
-        )
+        message = f"one picture stands still from {still['start']:g} for {still['seconds']:g} {unit}"
         yield _make_warning("frozen", message, "cut it off, or train on it as an image")
     cuts = facts["cuts"]
     if cuts:
@@ -293,9 +272,7 @@ def _check_motion(facts: Mapping[str, Any], seconds: float | None, unit: str) ->
         yield _make_warning("hard_cut", message, "split it there, and caption each part")
 
 
-def _check_length(
-    media: Media, facts: Mapping[str, Any], requirements: Requirements
-) -> Iterator[Finding]:
+def _check_length(media: Media, facts: Mapping[str, Any], requirements: Requirements) -> Iterator[Finding]:
     """Yield findings about the length, counted as in training: each time gets the nearest frame."""
     fps = requirements.data.fps or 1.0
     if is_image(media):
@@ -309,11 +286,7 @@ def _check_length(
         remedy = "lower data.frames, raise data.fps or remove it"
         yield Finding("too_short", message, "reject", remedy)
     # At a lower frame rate than requested, some frames are used twice and the motion stutters.
-    if (
-        not is_image(media)
-        and requirements.min_frames > 1
-        and facts["fps"] < (1 - _FPS_TOLERANCE) * fps
-    ):
+    if not is_image(media) and requirements.min_frames > 1 and facts["fps"] < (1 - _FPS_TOLERANCE) * fps:
         message = f"{facts['fps']:g} frames a second for data.fps {fps:g}: frames repeat"
         yield _make_warning("fps_low", message, f"lower data.fps to {facts['fps']:g}, or remove it")
 
@@ -325,9 +298,7 @@ def _check_shape(facts: Mapping[str, Any], requirements: Requirements) -> Iterat
     if isinstance(placement, DroppedClip):
         # `_check_length` reports clips that are too short.
         if placement.code != "too_short":
-            yield _make_warning(
-                placement.code, f"it is left out: {placement.words}", "add a bucket of its shape"
-            )
+            yield _make_warning(placement.code, f"it is left out: {placement.words}", "add a bucket of its shape")
         return
     # The clip has a bucket, but may still be enlarged or cropped, which costs quality.
     size = f"{width:g} x {height:g} for {placement.shape.width} x {placement.shape.height} pixels"

@@ -38,9 +38,7 @@ def check_labels(
     names = {label: label for label in labels} if class_table is None else _map_names(class_table)
     unknown = [label for label in labels if label not in names or not label.strip()]
     outside = {
-        label: _reject_unknown_label(
-            label, names, len(class_table or ()), should_suggest=rank < _MAX_NEAREST_SEARCHES
-        )
+        label: _reject_unknown_label(label, names, len(class_table or ()), should_suggest=rank < _MAX_NEAREST_SEARCHES)
         for rank, label in enumerate(unknown)
     }
     findings = {clip.id: [outside[clip.caption]] for clip in clips if clip.caption in outside}
@@ -81,18 +79,14 @@ def _map_names(class_table: Sequence[str]) -> dict[str, str]:
     return parts | {entry: entry for entry in class_table}
 
 
-def _reject_unknown_label(
-    label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool
-) -> Finding:
+def _reject_unknown_label(label: str, names: Mapping[str, str], num_classes: int, *, should_suggest: bool) -> Finding:
     """Rejection of a label that is not in the table; with `should_suggest`, the message names the
     most similar class.
     """
     if not label.strip():
         return Finding("label_unknown", "it has no class", "reject", "give it one, or remove it")
     # Labels usually differ from the table only in case and separators.
-    by_plain_name = (
-        {_normalise_name(name): name for name in reversed(list(names))} if should_suggest else {}
-    )
+    by_plain_name = {_normalise_name(name): name for name in reversed(list(names))} if should_suggest else {}
     # Below a similarity of 0.6, a suggestion would be misleading.
     close = get_close_matches(_normalise_name(label), by_plain_name, n=1, cutoff=0.6)
     nearest = f"; the nearest is {by_plain_name[close[0]]!r}" if close else ""
@@ -114,9 +108,7 @@ def _find_imbalanced_classes(counts: Mapping[str, float]) -> dict[str, str]:
         if MAX_IMBALANCE * count < median or count > MAX_IMBALANCE * median:
             side = "less than a tenth" if count < median else "more than ten times"
             samples = f"{count:,.5g} sample{'' if count == 1 else 's'}"
-            messages[label] = (
-                f"class {label!r} has {samples}, {side} of the median class's {median:,.5g}"
-            )
+            messages[label] = f"class {label!r} has {samples}, {side} of the median class's {median:,.5g}"
     return messages
 
 

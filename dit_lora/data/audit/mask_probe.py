@@ -5,20 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from dit_lora.data.audit.image_probe import (
-    MAX_THUMBNAIL_SIDE,
-    Failures,
-    decode_or_fault,
-    encode_jpeg,
-)
+from dit_lora.data.audit.image_probe import MAX_THUMBNAIL_SIDE, Failures, decode_or_fault, encode_jpeg
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.pictures import open_mask
 from dit_lora.data.sources.clips import LossMask
 
 
-def measure_mask(
-    mask: LossMask, heartbeat: Callable[[], None]
-) -> tuple[Failures, dict[str, Any], bytes | None]:
+def measure_mask(mask: LossMask, heartbeat: Callable[[], None]) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make a mask unusable, its size and levels, and a JPEG thumbnail (None if it cannot be decoded)."""
     # A mask is a still picture, also for a video.
     if not is_image(mask.media):

@@ -107,10 +107,7 @@ class PictureMeasures:
     def compute_facts(self, times: Sequence[float]) -> dict[str, Any]:
         """The measures by name. `times` are the start of each picture in seconds, and the end of the last one."""
         self._measure_pending()
-        measured = {
-            name: np.concatenate([batch[name] for batch in self._batches])
-            for name in self._batches[0]
-        }
+        measured = {name: np.concatenate([batch[name] for batch in self._batches]) for name in self._batches[0]}
         change, grey = measured["change"], measured["grey"]
         # True for each picture in which at least 98% of the areas are dark, (N,).
         black = 1 - measured["lit"] >= _MIN_BLACK_SHARE

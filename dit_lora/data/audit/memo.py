@@ -49,9 +49,7 @@ class AuditMemo:
         """Store a probe; the memo is saved every `_SAVE_INTERVAL_S` seconds."""
         key = _make_key(media, digest)
         # JSON cannot hold bytes, so the thumbnail is stored as base64.
-        thumbnail = (
-            base64.b64encode(probed_file.thumbnail).decode() if probed_file.thumbnail else None
-        )
+        thumbnail = base64.b64encode(probed_file.thumbnail).decode() if probed_file.thumbnail else None
         self._lines[key] = json.dumps({"key": key, **asdict(probed_file), "thumbnail": thumbnail})
         self._has_changes = True
         if time.monotonic() - self._last_saved_s > _SAVE_INTERVAL_S:

@@ -97,12 +97,7 @@ def compare_outlines(target_texts: Sequence[str], reference_texts: Sequence[str]
     # A clip may show its reference picture at any time, so the best frame counts. A picture is compared with the first
     # frame of a reference video.
     return max(
-        (
-            value
-            for outline in targets
-            if (value := outline.compute_likeness(references[0])) is not None
-        ),
-        default=None,
+        (value for outline in targets if (value := outline.compute_likeness(references[0])) is not None), default=None
     )
 
 
@@ -113,10 +108,7 @@ def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     # Thumbnails are never enlarged, so the smaller one may come from a smaller picture: compare at its size.
     if abs(large.width * small.height / (large.height * small.width) - 1) > _ASPECT_TOLERANCE:
         return False
-    small_pixels, large_pixels = (
-        np.asarray(small),
-        np.asarray(large.resize(small.size, Image.Resampling.BOX)),
-    )
+    small_pixels, large_pixels = (np.asarray(small), np.asarray(large.resize(small.size, Image.Resampling.BOX)))
     rows, columns = (length // _CELL * _CELL for length in small_pixels.shape[:2])
     difference = (small_pixels.astype(np.float32) - large_pixels)[:rows, :columns]
     # (rows, columns, 3) to the mean luma difference of each 4 x 4 cell.
@@ -124,9 +116,7 @@ def is_copy(thumbnail: bytes, other_thumbnail: bytes) -> bool:
     if np.abs(cells).max(initial=0) > _COPIED:
         return False
     # JPEG stores colours at low resolution, so they are compared over large areas.
-    colours = [
-        Outline.from_picture(levels).colours.astype(int) for levels in (small_pixels, large_pixels)
-    ]
+    colours = [Outline.from_picture(levels).colours.astype(int) for levels in (small_pixels, large_pixels)]
     return bool(np.abs(colours[0] - colours[1]).max() <= _COPIED / 2)
 
 

@@ -5,13 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dit_lora.data.audit.finding import AuditedSample, Finding
-from dit_lora.data.audit.judge import (
-    MAX_UPSCALE,
-    Requirements,
-    collect_findings,
-    display_size,
-    find_bucket,
-)
+from dit_lora.data.audit.judge import MAX_UPSCALE, Requirements, collect_findings, display_size, find_bucket
 from dit_lora.data.audit.outline import ALIKE, UNLIKE, compare_outlines, is_copy
 from dit_lora.data.audit.probe import ProbedFile
 from dit_lora.data.buckets.buckets import DroppedClip
@@ -34,10 +28,7 @@ Probes = Mapping[Media | LossMask, ProbedFile]
 
 
 def check_references_and_mask(
-    clip: Clip,
-    probes: Probes,
-    media_digests: Mapping[Media | LossMask, str],
-    requirements: Requirements | None,
+    clip: Clip, probes: Probes, media_digests: Mapping[Media | LossMask, str], requirements: Requirements | None
 ) -> Iterator[Finding]:
     """Yield findings about a sample's references and its mask; `media_digests` has the digests of all
     readable files.
@@ -49,16 +40,10 @@ def check_references_and_mask(
         yield from _check_reference(reference, probed_reference, reference_name)
         if not (_has_pictures(target) and _has_pictures(probed_reference)):
             continue
-        yield from _check_reference_size(
-            target.facts, probed_reference.facts, requirements, reference_name
-        )
+        yield from _check_reference_size(target.facts, probed_reference.facts, requirements, reference_name)
         # Equal bytes are certain; a copy in another format needs the thumbnails.
-        if media_digests[clip.media] == media_digests[reference] or _is_copy(
-            target, probed_reference
-        ):
-            message = (
-                f"{reference_name} is the same picture: from it the model learns to change nothing"
-            )
+        if media_digests[clip.media] == media_digests[reference] or _is_copy(target, probed_reference):
+            message = f"{reference_name} is the same picture: from it the model learns to change nothing"
             yield _make_warning("reference_same", message, "remove it, unless it is meant")
     if clip.mask is not None:
         yield from _check_mask(clip.mask, probes[clip.mask], target)
@@ -69,13 +54,9 @@ def compute_pair_facts(clip: Clip, probes: Probes) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     outlines = probes[clip.media].facts.get("outlines")
     if clip.references:
-        outlines_by_reference = [
-            probes[reference].facts.get("outlines") for reference in clip.references
-        ]
+        outlines_by_reference = [probes[reference].facts.get("outlines") for reference in clip.references]
         values = [
-            compare_outlines(outlines, reference_outlines)
-            if outlines and reference_outlines
-            else None
+            compare_outlines(outlines, reference_outlines) if outlines and reference_outlines else None
             for reference_outlines in outlines_by_reference
         ]
         facts["likeness"] = [None if value is None else round(value, 3) for value in values]
@@ -102,9 +83,7 @@ def find_unlike_references(samples: Sequence[AuditedSample]) -> dict[str, list[F
                     "as most others have"
                 )
                 remedy = "look whether it belongs to another sample"
-                findings.setdefault(file, []).append(
-                    _make_warning("reference_unlike", message, remedy)
-                )
+                findings.setdefault(file, []).append(_make_warning("reference_unlike", message, remedy))
     return findings
 
 
@@ -123,17 +102,11 @@ def summarise_pairs(samples: Sequence[AuditedSample]) -> list[str]:
             )
     paired = [sample for sample in samples if sample.facts.get("likeness") is not None]
     if paired and len(paired) < len(samples):
-        notes.append(
-            f"{len(samples) - len(paired):,} of {len(samples):,} samples have no reference."
-        )
-    masks = [
-        sample.facts["learned"] for sample in samples if sample.facts.get("learned") is not None
-    ]
+        notes.append(f"{len(samples) - len(paired):,} of {len(samples):,} samples have no reference.")
+    masks = [sample.facts["learned"] for sample in samples if sample.facts.get("learned") is not None]
     # 1 means that a mask is white everywhere.
     if masks and min(masks) == 1:
-        notes.append(
-            f"The masks of all {len(masks):,} samples that have one are white: nothing is masked."
-        )
+        notes.append(f"The masks of all {len(masks):,} samples that have one are white: nothing is masked.")
     return notes
 
 
@@ -170,9 +143,7 @@ def _is_copy(target: ProbedFile, reference: ProbedFile) -> bool:
     return is_near and is_copy(target.thumbnail, reference.thumbnail)
 
 
-def _check_reference(
-    reference: Media, probed_file: ProbedFile, reference_name: str
-) -> Iterator[Finding]:
+def _check_reference(reference: Media, probed_file: ProbedFile, reference_name: str) -> Iterator[Finding]:
     """Yield the findings that a reference has on its own."""
     for finding in collect_findings(reference, probed_file, None):
         if finding.code in _IGNORED_CODES:
@@ -191,10 +162,7 @@ def _check_reference_size(
     reference_name: str,
 ) -> Iterator[Finding]:
     """Yield findings about a reference that is much smaller than the sample, or enlarged when encoded."""
-    (height, width), (full_height, full_width) = (
-        display_size(reference_facts),
-        display_size(target_facts),
-    )
+    (height, width), (full_height, full_width) = (display_size(reference_facts), display_size(target_facts))
     size = f"{reference_name} has {width:g} x {height:g} pixels"
     if height * width < _MIN_AREA_SHARE * full_height * full_width:
         message = f"{size}, and the sample {full_width:g} x {full_height:g}"
@@ -230,9 +198,7 @@ def _check_mask(mask: LossMask, probed_mask: ProbedFile, target: ProbedFile) -> 
     # An alpha mask is part of its picture, so it always has the same shape.
     if _has_pictures(target) and not mask.alpha:
         height, width = display_size(target.facts)
-        mismatch = find_mask_mismatch(
-            (facts["height"], facts["width"]), (round(height), round(width))
-        )
+        mismatch = find_mask_mismatch((facts["height"], facts["width"]), (round(height), round(width)))
         if mismatch:
             remedy = "save it in the shape of its picture"
             yield Finding("mask_shape", mismatch, "reject", remedy)

@@ -43,9 +43,7 @@ class ProbedFile:
     """True if the decoder crashed or stopped making progress."""
 
 
-def probe_file(
-    medium: Media | LossMask, heartbeat: Callable[[], None] = lambda: None
-) -> ProbedFile:
+def probe_file(medium: Media | LossMask, heartbeat: Callable[[], None] = lambda: None) -> ProbedFile:
     """Measure a file; `heartbeat` is called after every packet. A bad file never raises."""
     media = get_media(medium)
     try:
@@ -56,10 +54,7 @@ def probe_file(
             size = stream.seek(0, io.SEEK_END)
             stream.seek(0)
             head = stream.read(HEAD_BYTES)
-            num_missing, is_terminated = (
-                count_missing_bytes(stream, size),
-                has_end_marker(stream, size),
-            )
+            num_missing, is_terminated = (count_missing_bytes(stream, size), has_end_marker(stream, size))
     except OSError as error:
         if error.errno in _MISSING_ERRNOS:
             return _make_rejection("missing", *_MISSING_FAULT)
@@ -84,9 +79,7 @@ def probe_file(
     # A file that ends early explains all decoding errors; only faults of another kind are kept.
     if num_missing > 0:
         faults = [fault for fault in faults if fault.code in ("unreadable", "no_video_stream")]
-        message = (
-            f"the file ends early: {num_missing} bytes of its {size + num_missing} are missing"
-        )
+        message = f"the file ends early: {num_missing} bytes of its {size + num_missing} are missing"
         faults.append(Finding("truncated", message, "reject", REFETCH_REMEDY))
     elif faults and not is_terminated:
         message = f"the image ends early, after {size} bytes"

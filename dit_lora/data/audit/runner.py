@@ -14,11 +14,7 @@ from dit_lora.data.audit.duplicates import find_exact_duplicates, find_near_dupl
 from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.audit.judge import ReferenceShape, Requirements, collect_findings
 from dit_lora.data.audit.memo import AuditMemo
-from dit_lora.data.audit.pairs import (
-    check_references_and_mask,
-    compute_pair_facts,
-    find_unlike_references,
-)
+from dit_lora.data.audit.pairs import check_references_and_mask, compute_pair_facts, find_unlike_references
 from dit_lora.data.audit.probe import ProbedFile, get_media
 from dit_lora.data.audit.signature import Signature
 from dit_lora.data.audit.workers import probe_all
@@ -59,13 +55,7 @@ def audit_media(
     media = list(dict.fromkeys(medium for clip in clips for medium in _list_media(clip)))
     hashed: dict[MediaOrMask, str] = {}
     probes: _Probes = {}
-    bar = tqdm(
-        total=len(media),
-        desc="auditing",
-        unit="file",
-        disable=not show_progress,
-        dynamic_ncols=True,
-    )
+    bar = tqdm(total=len(media), desc="auditing", unit="file", disable=not show_progress, dynamic_ncols=True)
     try:
         with bar, closing(_probe_missing(media, probes, hashed, memo, digests, workers)) as probed:
             for medium, probe in probed:
@@ -98,9 +88,7 @@ def audit_from_memo(
         if probe is not None:
             probes[medium] = probe
     probed_clips = [clip for clip in clips if all(medium in probes for medium in _list_media(clip))]
-    return _audit_clips(
-        probed_clips, probes, hashed, Requirements.from_config(data, shapes) if data else None
-    )
+    return _audit_clips(probed_clips, probes, hashed, Requirements.from_config(data, shapes) if data else None)
 
 
 def _probe_missing(
@@ -128,10 +116,7 @@ def _probe_missing(
 
 
 def _look_up_probe(
-    medium: MediaOrMask,
-    media_digests: dict[MediaOrMask, str],
-    memo: AuditMemo | None,
-    digests: Digests,
+    medium: MediaOrMask, media_digests: dict[MediaOrMask, str], memo: AuditMemo | None, digests: Digests
 ) -> ProbedFile | None:
     """The memo's probe of a medium, whose digest is added to `media_digests`; None if it has none or
     cannot be read.
@@ -149,10 +134,7 @@ def _look_up_probe(
 
 
 def _audit_clips(
-    clips: Sequence[Clip],
-    probes: _Probes,
-    media_digests: dict[MediaOrMask, str],
-    requirements: Requirements | None,
+    clips: Sequence[Clip], probes: _Probes, media_digests: dict[MediaOrMask, str], requirements: Requirements | None
 ) -> list[AuditedSample]:
     """Findings of each clip, including those from comparing clips with each other."""
     by_id = {clip.id: _audit_clip(clip, probes, media_digests, requirements) for clip in clips}
@@ -171,10 +153,7 @@ def _compare_samples(
     # Rejected files may have no pictures to compare.
     usable_clips = [clip for clip in clips if samples[clip.id].verdict != "reject"]
     # A mask and a first image do not make a sample different, so only the media and the references count.
-    contents = {
-        clip.id: tuple(media_digests[medium] for medium in _list_inputs(clip))
-        for clip in usable_clips
-    }
+    contents = {clip.id: tuple(media_digests[medium] for medium in _list_inputs(clip)) for clip in usable_clips}
     exact = find_exact_duplicates(contents)
     signatures = {
         clip.id: Signature.from_text(probes[clip.media].facts["hash"])
@@ -206,10 +185,7 @@ def _add_thumbnails(clip: Clip, sample: AuditedSample, probes: _Probes) -> Audit
 
 
 def _audit_clip(
-    clip: Clip,
-    probes: _Probes,
-    media_digests: Mapping[MediaOrMask, str],
-    requirements: Requirements | None,
+    clip: Clip, probes: _Probes, media_digests: Mapping[MediaOrMask, str], requirements: Requirements | None
 ) -> AuditedSample:
     """All findings about one clip by itself, its first image, references and mask."""
     findings = collect_findings(clip.media, probes[clip.media], requirements)

@@ -32,9 +32,7 @@ class Signature:
     """Mean colours of the areas, uint8 (moments, 4, 4, 3)."""
 
     @classmethod
-    def from_pictures(
-        cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]
-    ) -> "Signature":
+    def from_pictures(cls, grey: np.ndarray, colours: np.ndarray, times: Sequence[float]) -> "Signature":
         """Signature of pictures, uint8 (N, 24, 24) and (N, 4, 4, 3); `times` are N starts and the end, in seconds."""
         # Time of each picture's beginning; the last element of `times` is the end of the clip.
         starts = np.asarray(times[:-1])

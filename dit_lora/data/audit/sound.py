@@ -12,11 +12,7 @@ import numpy as np
 from dit_lora.data.audit.finding import AuditedSample, Finding
 from dit_lora.data.media.media import Media
 from dit_lora.data.media.opened import get_error_message, open_media
-from dit_lora.data.media.sound_stream import (
-    explain_no_sound,
-    explain_short_sound,
-    iter_sound_frames,
-)
+from dit_lora.data.media.sound_stream import explain_no_sound, explain_short_sound, iter_sound_frames
 
 # Maximum level of silence. One step of 16 bits is 3e-5; dithered silence, and silence encoded as AAC, is below this.
 _MAX_SILENCE = 1e-4
@@ -25,9 +21,7 @@ _FULL, _RUN = 0.9999, 3
 _MAX_CLIPPED_SHARE = 1e-3
 
 
-def measure_sound(
-    media: Media, first_frame_s: float, heartbeat: Callable[[], None]
-) -> dict[str, Any] | None:
+def measure_sound(media: Media, first_frame_s: float, heartbeat: Callable[[], None]) -> dict[str, Any] | None:
     """Measurements of a video's sound; None if it has none. `first_frame_s` is the time of its first
     frame in seconds.
     """
@@ -72,9 +66,7 @@ def check_sound(facts: Mapping[str, Any], frames: int, fps: float) -> Iterator[F
     """Yield findings about the sound of `frames` frames at `fps`, for a recipe that trains sound."""
     sound = facts.get("sound")
     if not sound:
-        yield _make_rejection(
-            explain_no_sound("seconds" not in facts), "remove it, or add its sound"
-        )
+        yield _make_rejection(explain_no_sound("seconds" not in facts), "remove it, or add its sound")
         return
     if "fault" in sound:
         message = f"sound_corrupt: its sound cannot be decoded: {sound['fault']}"

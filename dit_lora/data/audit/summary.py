@@ -46,9 +46,7 @@ def merge_audits(
             merged[file] = replace(sample, findings=(*sample.findings, *new))
     for file in merged.keys() & facts.keys():
         merged[file] = replace(merged[file], facts={**merged[file].facts, **facts[file]})
-    return [
-        replace(sample, findings=_sort_by_verdict(sample.findings)) for sample in merged.values()
-    ]
+    return [replace(sample, findings=_sort_by_verdict(sample.findings)) for sample in merged.values()]
 
 
 def compute_totals(samples: Sequence[AuditedSample]) -> dict[str, Any]:
@@ -87,9 +85,7 @@ def build_audit_json(
     ]
     optional = {"notes": list(notes), "buckets": buckets, "encoded": encoded}
     filled = {name: value for name, value in optional.items() if value}
-    result: dict[str, Any] = _to_plain(
-        {"samples": samples, "totals": compute_totals(audited_samples), **filled}
-    )
+    result: dict[str, Any] = _to_plain({"samples": samples, "totals": compute_totals(audited_samples), **filled})
     return result
 
 
@@ -97,9 +93,7 @@ def write_json(path: Path, audit: Mapping[str, Any]) -> None:
     """Write the result of `build_audit_json` atomically, one sample per line."""
     # One line per sample keeps the file readable and easy to compare with a line-based diff.
     samples = ",\n".join(_dumps(sample) for sample in audit["samples"])
-    other_parts = "".join(
-        f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples"
-    )
+    other_parts = "".join(f',\n"{name}": {_dumps(value)}' for name, value in audit.items() if name != "samples")
     write_atomically(path, f'{{"samples": [\n{samples}\n]{other_parts}}}\n')
 
 

@@ -36,9 +36,7 @@ _BT2020 = 9
 _FULL_RANGE = 2
 
 
-def measure_video(
-    media: Media, heartbeat: Callable[[], None]
-) -> tuple[Failures, dict[str, Any], bytes | None]:
+def measure_video(media: Media, heartbeat: Callable[[], None]) -> tuple[Failures, dict[str, Any], bytes | None]:
     """Failures that make a video unusable, its measurements, and a JPEG thumbnail (None if it cannot be decoded)."""
     facts: dict[str, Any] = {}
     try:
@@ -58,16 +56,10 @@ def measure_video(
             too_large = find_size_problem(facts["height"], facts["width"])
             if too_large:
                 return [("corrupt", too_large)], facts, None
-            frames = _FrameMeasures(
-                float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1)
-            )
+            frames = _FrameMeasures(float(stream.average_rate or 0), float(stream.sample_aspect_ratio or 1))
             frames.decode(container, stream, heartbeat)
     except _DECODE_ERRORS as error:
-        return (
-            [("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")],
-            facts,
-            None,
-        )
+        return ([("unreadable", f"it cannot be opened as a video: {get_error_message(error)}")], facts, None)
     if not frames.times:
         # A stream without frames may end without any error.
         failures = frames.failures or [("no_frames", "no frame comes out of it")]
@@ -131,10 +123,7 @@ class _FrameMeasures:
         self._to_small, self._to_luma, self._to_thumbnail = (VideoReformatter() for _ in range(3))
 
     def decode(
-        self,
-        container: av.container.InputContainer,
-        stream: av.VideoStream,
-        heartbeat: Callable[[], None],
+        self, container: av.container.InputContainer, stream: av.VideoStream, heartbeat: Callable[[], None]
     ) -> None:
         """Decode to the end of the file, continuing after errors, and collect measures and failures."""
         # One thread, because the audit runs one process per core.
@@ -151,10 +140,7 @@ class _FrameMeasures:
         self._report_errors()
 
     def _iter_frames(
-        self,
-        container: av.container.InputContainer,
-        stream: av.VideoStream,
-        heartbeat: Callable[[], None],
+        self, container: av.container.InputContainer, stream: av.VideoStream, heartbeat: Callable[[], None]
     ) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames; errors are collected with the number of frames before them."""
         packets = container.demux(stream)
@@ -192,17 +178,13 @@ class _FrameMeasures:
         luma = self._to_luma.reformat(frame, format="gray").to_ndarray()
         # Every other pixel of a large frame is enough to measure its levels.
         self._pictures.add_levels(luma[::2, ::2] if luma.size > 4 * SMALL_SIDE**2 else luma)
-        self._thumbnails.append(
-            self._scale(self._to_thumbnail, frame, *self._compute_thumbnail_size(frame))
-        )
+        self._thumbnails.append(self._scale(self._to_thumbnail, frame, *self._compute_thumbnail_size(frame)))
         # Keep every other sample and double the stride: the samples still cover the video evenly.
         if len(self._thumbnails) == _MAX_SAMPLES:
             self._thumbnails, self._stride = self._thumbnails[::2], 2 * self._stride
 
     @staticmethod
-    def _scale(
-        reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int
-    ) -> np.ndarray:
+    def _scale(reformatter: VideoReformatter, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
         """The frame as RGB, uint8 (height, width, 3), each pixel the mean of its area."""
         scaled = reformatter.reformat(
             frame, width=width, height=height, format="rgb24", interpolation=Interpolation.AREA
@@ -256,20 +238,14 @@ class _FrameMeasures:
             "last_at": float(seconds[-1]),
             "last_interval": final_interval,
             "irregular": round(float(irregular.mean()), 4) if len(intervals) else 0.0,
-            "shortest_interval": round(float(intervals.min()), 4)
-            if len(intervals)
-            else final_interval,
-            "longest_interval": round(float(intervals.max()), 4)
-            if len(intervals)
-            else final_interval,
+            "shortest_interval": round(float(intervals.min()), 4) if len(intervals) else final_interval,
+            "longest_interval": round(float(intervals.max()), 4) if len(intervals) else final_interval,
             "backwards": int((intervals < 0).sum()),
             "rotation": 90 * self._orientation.quarter_turns,
             "mirrored": self._orientation.is_mirrored,
             "interlaced": self._num_interlaced > len(seconds) / 2,
             **self._pictures.compute_facts(boundaries),
-            "outlines": [
-                Outline.from_picture(picture).text for picture in self._select_thumbnails()
-            ],
+            "outlines": [Outline.from_picture(picture).text for picture in self._select_thumbnails()],
         }
 
     def _select_thumbnails(self) -> list[np.ndarray]:

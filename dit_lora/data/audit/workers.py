@@ -28,10 +28,7 @@ _HEARTBEAT_INTERVAL_S = 1.0
 
 
 def probe_all(
-    media: Iterator[tuple[int, Media | LossMask]],
-    workers: int,
-    *,
-    stall_timeout_s: float = STALL_TIMEOUT_S,
+    media: Iterator[tuple[int, Media | LossMask]], workers: int, *, stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> Generator[tuple[int, ProbedFile]]:
     """Yield the number and probe of each medium as soon as it is done; `media` is read as workers become free.
 
@@ -58,9 +55,7 @@ def probe_all(
                 if worker.pipe in ready:
                     result = worker.receive(stall_timeout_s)
                 elif worker.deadline <= time.monotonic():
-                    result = worker.reject_file(
-                        "corrupt", f"the decoder did not get on for {stall_timeout_s:g} s"
-                    )
+                    result = worker.reject_file("corrupt", f"the decoder did not get on for {stall_timeout_s:g} s")
                 else:
                     continue
                 if result is not None:
@@ -90,9 +85,7 @@ class _Worker:
         # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.pipe, worker_end = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=_run_worker, args=(worker_end,), daemon=True
-        )
+        self._process: BaseProcess = context.Process(target=_run_worker, args=(worker_end,), daemon=True)
         # Ctrl-C in a terminal is sent to every process, but the main one should end the workers. The
         # resource tracker must be started first, because starting it unblocks the signal again.
         resource_tracker.ensure_running()
@@ -131,9 +124,7 @@ class _Worker:
                     f"({_describe_exit(self._process.exitcode)}); call it below "
                     "if __name__ == '__main__'"
                 ) from None
-            return self.reject_file(
-                "corrupt", f"the decoder crashed ({_describe_exit(self._process.exitcode)})"
-            )
+            return self.reject_file("corrupt", f"the decoder crashed ({_describe_exit(self._process.exitcode)})")
         self._has_started = True
         if result is _HEARTBEAT_MESSAGE:
             self.deadline = time.monotonic() + stall_timeout_s
@@ -147,9 +138,7 @@ class _Worker:
         """End the process and return the file's number with a rejection."""
         self.stop()
         assert self.job_number is not None
-        return self.job_number, ProbedFile(
-            (Finding(code, message, "reject", REFETCH_REMEDY),), broke=True
-        )
+        return self.job_number, ProbedFile((Finding(code, message, "reject", REFETCH_REMEDY),), broke=True)
 
     def stop(self) -> None:
         """Kill the process, and do not use this worker again."""

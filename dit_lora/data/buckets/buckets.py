@@ -88,18 +88,14 @@ def list_buckets(
     refused = {shape: reason for shape in sorted(shapes) if (reason := unsupported_reason(shape))}
     lines = [f"{shape}: {reason}" for shape, reason in refused.items()]
     if len(refused) == len(shapes):
-        raise DitLoraError(
-            format_list("no shape of data can be trained (frames x height x width)", lines)
-        )
+        raise DitLoraError(format_list("no shape of data can be trained (frames x height x width)", lines))
     if refused:
         # Some shapes remain, so leave out the others with a message.
         say(format_list("buckets that cannot be trained are left out", lines))
     return tuple(sorted(shapes - refused.keys()))
 
 
-def choose_bucket(
-    header: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig
-) -> Placement | DroppedClip:
+def choose_bucket(header: VideoHeader, buckets: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
     """Choose the bucket of a clip, and the windows in it.
 
     The clip gets the largest number of frames that it certainly has at `data.fps`. Of those buckets, the
@@ -140,10 +136,7 @@ def _choose_sides(
     # If the recipe's own height and width are near enough, use exactly these.
     as_configured = [(data.height, data.width), (data.width, data.height)]
     for sides in as_configured:
-        if (
-            compute_error(sides) < TOLERANCE
-            and data.height % side_step == data.width % side_step == 0
-        ):
+        if compute_error(sides) < TOLERANCE and data.height % side_step == data.width % side_step == 0:
             return sides
     # Exact sides of the requested area and ratio; sides on the grid around them are tried below.
     height = math.sqrt(resolution**2 / aspect)
@@ -164,29 +157,21 @@ def _list_multiples(side: float, step: int) -> list[int]:
     return [step * count for count in range(max(1, middle - 2), middle + 3)]
 
 
-def _choose_num_frames(
-    header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None
-) -> int | None:
+def _choose_num_frames(header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> int | None:
     """The largest number of frames of any bucket that the clip can give; None if there is none."""
     lengths = sorted({shape.frames for shape in buckets}, reverse=True)
     if header.is_image:
         return 1 if 1 in lengths else None
-    certain = next(
-        (frames for frames in lengths if _count_frames(header, 0.0, frames, fps) == frames), None
-    )
+    certain = next((frames for frames in lengths if _count_frames(header, 0.0, frames, fps) == frames), None)
     if certain is not None:
         return certain
     # Some files do not count the last frame's duration, so they may have one frame more than stated;
     # only decoding shows whether they do.
     shortest = lengths[-1]
-    return (
-        shortest if _count_frames(header, 0.0, shortest, fps, extra_frames=1) == shortest else None
-    )
+    return shortest if _count_frames(header, 0.0, shortest, fps, extra_frames=1) == shortest else None
 
 
-def _count_frames(
-    header: VideoHeader, start: float, frames: int, fps: float | None, extra_frames: float = 0
-) -> int:
+def _count_frames(header: VideoHeader, start: float, frames: int, fps: float | None, extra_frames: float = 0) -> int:
     """How many of `frames` the clip has from `start` on, if it is `extra_frames` frames longer than
     its header says.
     """
@@ -197,9 +182,7 @@ def _count_frames(
     return RegularTimes(frames, fps or 1.0, start).count_until(end)
 
 
-def _describe_shortage(
-    header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None
-) -> str:
+def _describe_shortage(header: VideoHeader, buckets: Sequence[VideoShape], fps: float | None) -> str:
     """Message about a clip with fewer frames than the smallest bucket."""
     min_frames = min(shape.frames for shape in buckets)
     if header.is_image:
@@ -219,9 +202,7 @@ def _compute_cost(header: VideoHeader, shape: VideoShape) -> tuple[float, float]
     return max(0.0, 1 - remaining), max(1.0, scale)
 
 
-def _choose_best_shape(
-    header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig
-) -> Placement | DroppedClip:
+def _choose_best_shape(header: VideoHeader, shapes: Sequence[VideoShape], data: DataConfig) -> Placement | DroppedClip:
     """The best of these shapes for a clip, or why none is allowed."""
     limits = data.buckets
     max_crop = limits.max_crop if limits and limits.max_crop is not None else 1.0
@@ -243,9 +224,7 @@ def _choose_best_shape(
     )
     crop, upscale, best = best_by_level[level]
     if allowed:
-        return Placement(
-            best, _list_window_starts(header, best.frames, data), crop, upscale, header
-        )
+        return Placement(best, _list_window_starts(header, best.frames, data), crop, upscale, header)
     # Nothing is allowed: say which limit the best shape exceeds.
     size = f"its picture of {header.width}x{header.height}"
     if crop > max_crop:

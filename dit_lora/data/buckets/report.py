@@ -62,9 +62,7 @@ class BucketReport:
         by_shape: dict[VideoShape, list[Placement]] = {shape: [] for shape in sorted(buckets)}
         for clip in placed_clips:
             by_shape[clip.shape].append(clip)
-        rows = tuple(
-            _summarise_bucket(shape, in_bucket, samples) for shape, in_bucket in by_shape.items()
-        )
+        rows = tuple(_summarise_bucket(shape, in_bucket, samples) for shape, in_bucket in by_shape.items())
         advice = [
             *_advise_on_dropped(dropped, len(clips)),
             *_advise_on_sizes(rows, samples_per_step),
@@ -103,10 +101,7 @@ class BucketReport:
         ]
         # Columns are right-aligned to their widest cell.
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            for cells in table
-        ]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in table]
         for name, clip in self.dropped:
             lines.append(f"left out ({clip.code}): {name}: {clip.words}")
         return lines + [f"advice: {advice}" for advice in self.advice]
@@ -120,9 +115,7 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
     counts = Counter(shapes)
     # The same shapes with references removed: as many as there are buckets in use.
     without_references = {replace(shape, references=()) for shape in counts}
-    rare = sorted(
-        (shape for shape in counts if counts[shape] < samples_per_step), key=counts.__getitem__
-    )
+    rare = sorted((shape for shape in counts if counts[shape] < samples_per_step), key=counts.__getitem__)
     # If references do not split the samples further, the advice about buckets covers it.
     if not rare or len(counts) == len(without_references):
         return []
@@ -139,9 +132,7 @@ def advise_on_references(shapes: Sequence[VideoShape], samples_per_step: int) ->
     ]
 
 
-def _summarise_bucket(
-    shape: VideoShape, clips: Sequence[Placement], total_samples: int
-) -> BucketRow:
+def _summarise_bucket(shape: VideoShape, clips: Sequence[Placement], total_samples: int) -> BucketRow:
     """Summary of the clips of one bucket; `total_samples` is the number in all buckets."""
     crops = [clip.crop for clip in clips]
     count = sum(len(clip.starts) for clip in clips)
@@ -189,9 +180,7 @@ def _advise_on_sizes(rows: Sequence[BucketRow], samples_per_step: int) -> list[s
         )
     unused = [str(row.shape) for row in rows if not row.samples]
     if unused and used:
-        advice.append(
-            f"buckets that no clip goes to: {_shorten_list(unused)}; leaving them out changes nothing"
-        )
+        advice.append(f"buckets that no clip goes to: {_shorten_list(unused)}; leaving them out changes nothing")
     return advice
 
 
@@ -213,8 +202,7 @@ def _advise_on_pictures(placed: Sequence[Placement], buckets: Sequence[VideoShap
     ):
         if missing and count and count >= MIN_ADVICE_SHARE * total:
             advice.append(
-                f"{_format_share(count, total)} are {word} and no bucket is: add {word} "
-                "buckets.aspect_ratios"
+                f"{_format_share(count, total)} are {word} and no bucket is: add {word} buckets.aspect_ratios"
             )
     cropped_clips = [clip for clip in placed if clip.crop > HEAVY_CROP]
     if cropped_clips and len(cropped_clips) >= MIN_ADVICE_SHARE * total:
@@ -255,11 +243,7 @@ def _format_ratio(header: VideoHeader) -> str:
     # Common ratios have denominators up to 9, as in 16:9.
     nearest = Fraction(long, short).limit_denominator(9)
     is_wide = header.width == long
-    return (
-        f"{nearest.numerator}:{nearest.denominator}"
-        if is_wide
-        else f"{nearest.denominator}:{nearest.numerator}"
-    )
+    return f"{nearest.numerator}:{nearest.denominator}" if is_wide else f"{nearest.denominator}:{nearest.numerator}"
 
 
 def _format_share(count: int, total: int) -> str:

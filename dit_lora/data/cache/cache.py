@@ -71,9 +71,7 @@ def encode_entry(
     if not all(is_in_range(tensor, MAX_ABS) for tensor in host.values()):
         bad = describe_bad_tensors(host, MAX_ABS)
         raise CacheError(f"{sample}: the encoder's output is not usable: {bad}")
-    layout = EntryLayout(
-        tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items())
-    )
+    layout = EntryLayout(tuple((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in host.items()))
     # View the bytes without a copy.
     parts = [tensor.view(-1).view(torch.uint8).numpy() for tensor in host.values()]
     return EncodedEntry(key, sample, facts, layout, parts, compute_digest(layout, parts))
@@ -184,20 +182,14 @@ class TensorCache:
                 name: torch.full(shape, torch.nan if d.is_floating_point else 0, dtype=d)
                 for name, (shape, d) in spec.items()
             }
-            return (
-                placeholder,
-                f"its cache entry {self._describe_location(key)} cannot be read: {error}",
-            )
+            return (placeholder, f"its cache entry {self._describe_location(key)} cannot be read: {error}")
         if is_as_written:
             return tensors, None
         # The digest differs. Name bad values if there are some, since they say more than the digest.
         bad = describe_bad_tensors(tensors, MAX_ABS)
         if bad:
             return tensors, f"in its cache entry {self._describe_location(key)}, {bad}"
-        return (
-            tensors,
-            f"its cache entry {self._describe_location(key)} is not what was written (digest differs)",
-        )
+        return (tensors, f"its cache entry {self._describe_location(key)} is not what was written (digest differs)")
 
     def mark_bad(self, key: str) -> Path:
         """Mark an entry as bad, so that the next start encodes it again; returns the path of the mark.
@@ -282,8 +274,7 @@ class TensorCache:
         self._open[shard] = opened
         # Close the shards that were used longest ago, but never the one just opened.
         while len(self._open) > 1 and (
-            len(self._open) > _MAX_OPEN_SHARDS
-            or sum(map(len, self._open.values())) > _MAX_OPEN_BYTES
+            len(self._open) > _MAX_OPEN_SHARDS or sum(map(len, self._open.values())) > _MAX_OPEN_BYTES
         ):
             self._open.popitem(last=False)
         return opened

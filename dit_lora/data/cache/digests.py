@@ -26,9 +26,7 @@ class Digests:
         self._has_changes = False
         # If the memo is incomplete or unreadable, digests are computed again.
         with suppress(OSError, ValueError):
-            self._entries = read_typed_json(
-                memo, dict[str, Annotated[list[Any], Field(min_length=2)]]
-            )
+            self._entries = read_typed_json(memo, dict[str, Annotated[list[Any], Field(min_length=2)]])
 
     def hash_media(self, media: Media) -> str:
         """SHA-256 hex digest of the bytes of a video or image; raises `OSError`."""

@@ -197,9 +197,7 @@ class _FillState:
             for job in jobs:
                 try:
                     tensors = job.encode(self.load_encoder())
-                    entries.append(
-                        encode_entry(job.key, tensors, sample=job.sample, facts=job.facts)
-                    )
+                    entries.append(encode_entry(job.key, tensors, sample=job.sample, facts=job.facts))
                 except (ClipError, CacheError) as error:
                     # The launch's other processes read this file and do not try the sample again.
                     note = self.cache.root / LOCKS / f"{self.launch_id}.{job.key}{FAILED}"

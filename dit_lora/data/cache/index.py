@@ -5,15 +5,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dit_lora.data.cache.shards import (
-    DEAD,
-    SUFFIX,
-    EntryLayout,
-    ShardError,
-    ShardHeader,
-    StoredEntry,
-    read_header,
-)
+from dit_lora.data.cache.shards import DEAD, SUFFIX, EntryLayout, ShardError, ShardHeader, StoredEntry, read_header
 from dit_lora.data.storage import make_missing_file_error
 
 # The resolution of a folder's modification time may be this coarse, so two changes can have the same time.
@@ -57,9 +49,7 @@ class Index:
         changed_ns, listed_ns = self._folder_state
         current_ns = _read_stamp(self.root)[1]
         # A change soon after the listing may have left the same time, so a recent folder counts as changed.
-        return current_ns != changed_ns or (
-            current_ns != -1 and listed_ns - current_ns < _MTIME_RESOLUTION_NS
-        )
+        return current_ns != changed_ns or (current_ns != -1 and listed_ns - current_ns < _MTIME_RESOLUTION_NS)
 
     def refresh(self, shards_to_reread: Iterable[str] = ()) -> None:
         """List the folder again, and read new shards and those named in `shards_to_reread`."""

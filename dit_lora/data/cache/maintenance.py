@@ -119,10 +119,7 @@ class PruneResult:
 
 
 def verify_cache(
-    cache: TensorCache,
-    *,
-    mark_bad: bool = False,
-    on_progress: OnProgress = lambda done, shards: None,
+    cache: TensorCache, *, mark_bad: bool = False, on_progress: OnProgress = lambda done, shards: None
 ) -> VerifiedCache:
     """Read every entry and check its digest, finiteness and range; with `mark_bad`, mark bad entries."""
     verified = VerifiedCache(leftovers=_find_leftovers(cache))
@@ -181,10 +178,7 @@ def compute_stats(cache: TensorCache) -> CacheStats:
 
 
 def prune_cache(
-    cache: TensorCache,
-    keep: set[str] | None = None,
-    *,
-    on_progress: OnProgress = lambda done, shards: None,
+    cache: TensorCache, keep: set[str] | None = None, *, on_progress: OnProgress = lambda done, shards: None
 ) -> PruneResult:
     """Remove leftover files, and entries that are not in `keep` (None keeps all), marked bad, incomplete or duplicate.
 
@@ -205,9 +199,7 @@ def prune_cache(
             # No unit is in progress, so no other process writes shards or locks now.
             result = _PruneState(cache, keep).run(on_progress)
     except Timeout as error:
-        raise DitLoraError(
-            f"{cache.root} is being pruned by another process; try again when that is done"
-        ) from error
+        raise DitLoraError(f"{cache.root} is being pruned by another process; try again when that is done") from error
     cache.refresh()
     return result
 
@@ -306,9 +298,7 @@ class _PruneState:
         self.pending_entries, self.source_shards = [], []
 
 
-def _iter_headers(
-    shards: Iterable[Path], problems: list[CacheProblem]
-) -> Iterator[tuple[Path, ShardHeader]]:
+def _iter_headers(shards: Iterable[Path], problems: list[CacheProblem]) -> Iterator[tuple[Path, ShardHeader]]:
     """Yield each shard with its header; a damaged one has no entries, and a shard that cannot be opened is skipped."""
     for path in shards:
         try:
@@ -349,8 +339,7 @@ def _read_entry(entry: StoredEntry) -> tuple[torch.Tensor, CacheProblem | None]:
 def _describe_tensors(entry: StoredEntry) -> str:
     """Description of an entry's tensors: names, dtypes and shapes."""
     return ", ".join(
-        f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}"
-        for name, dtype, shape in entry.layout.tensors
+        f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in entry.layout.tensors
     )
 
 
@@ -360,9 +349,7 @@ def _find_leftovers(cache: TensorCache) -> list[Path]:
     if not root.is_dir():
         return []
     orphans = [
-        path
-        for path in root.glob(f"*{DEAD}")
-        if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
+        path for path in root.glob(f"*{DEAD}") if not path.with_name(path.name.partition(".")[0] + SUFFIX).exists()
     ]
     locks = list_unit_locks(cache)
     # Partial files, locks and failure notes may belong to units in progress.

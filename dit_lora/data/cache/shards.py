@@ -90,8 +90,7 @@ class EntryLayout:
     def split_tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors by name, as views of an entry's bytes."""
         return {
-            name: data[slice(*self.bounds[name])].view(dtype).view(shape)
-            for name, (shape, dtype) in self.spec.items()
+            name: data[slice(*self.bounds[name])].view(dtype).view(shape) for name, (shape, dtype) in self.spec.items()
         }
 
 
@@ -298,13 +297,9 @@ def _check_sample_line(line: str) -> None:
         raise ValueError
 
 
-def _parse_layout(
-    tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]
-) -> tuple[int, EntryLayout]:
+def _parse_layout(tensors: Sequence[tuple[str, Any]], layouts: dict[Any, EntryLayout]) -> tuple[int, EntryLayout]:
     """Offset of an entry's bytes after the header, and their layout; raises `ValueError` if they are invalid."""
-    descriptions = tuple(
-        (name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors
-    )
+    descriptions = tuple((name, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors)
     layout = layouts.get(descriptions)
     if layout is None:
         # Not isinstance: JSON may contain `true`, which is an instance of int.

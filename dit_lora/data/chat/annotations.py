@@ -58,9 +58,7 @@ class _AnnotationFile:
         """Read the file; raises `DitLoraError` if nothing in it can be used."""
         if not self._path.is_file():
             state = "is a folder" if self._path.is_dir() else "is not there"
-            raise DitLoraError(
-                f"{self._path} {state}; conversations come from a .json or .jsonl file"
-            )
+            raise DitLoraError(f"{self._path} {state}; conversations come from a .json or .jsonl file")
         if not self._root.is_dir():
             raise DitLoraError(f"no folder of media {self._root}")
         count = 0
@@ -92,29 +90,19 @@ class _AnnotationFile:
         if name is not None:
             self._records_per_file[name] += 1
             # A second record about the same file gets a number.
-            sample_id = (
-                name
-                if self._records_per_file[name] == 1
-                else f"{name}#{self._records_per_file[name]}"
-            )
+            sample_id = name if self._records_per_file[name] == 1 else f"{name}#{self._records_per_file[name]}"
         for code, message in sample.faults:
             self._add_problem(sample_id, record, code, message)
         if not sample.faults:
-            self._add_conversation(
-                sample_id, record, sample, self._media[name] if name is not None else None
-            )
+            self._add_conversation(sample_id, record, sample, self._media[name] if name is not None else None)
 
-    def _add_conversation(
-        self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None
-    ) -> None:
+    def _add_conversation(self, sample_id: str, record: Record, sample: ChatRecord, media: MediaFile | None) -> None:
         """Add a conversation without faults, unless an earlier one has the same content."""
         # The same turns about the same part of the same file are one sample.
         content = (media, sample.turns, sample.system, sample.start, sample.end)
         earlier = self._ids_by_content.setdefault(content, sample_id)
         if earlier != sample_id:
-            self._add_problem(
-                sample_id, record, "duplicate_record", f"it says the same as {earlier}"
-            )
+            self._add_problem(sample_id, record, "duplicate_record", f"it says the same as {earlier}")
             return
         self._conversations.usable.append(
             Conversation(
@@ -131,9 +119,7 @@ class _AnnotationFile:
         )
 
     def _add_problem(self, sample_id: str, record: Record, code: str, message: str) -> None:
-        self._conversations.problems.append(
-            ClipProblem(sample_id, code, f"{message} (record {record.number})")
-        )
+        self._conversations.problems.append(ClipProblem(sample_id, code, f"{message} (record {record.number})"))
 
     def _resolve_media(self, sample: ChatRecord) -> str | None:
         """Path of the media file below the root; None if it has none. Faults are added to the sample."""

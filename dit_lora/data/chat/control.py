@@ -18,9 +18,7 @@ def build_control_pattern(tokenizer: Any, turn_markers: tuple[str, ...] = ()) ->
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     texts = {*special, *map(str, tokenizer.all_special_tokens), *turn_markers} - {""}
     # The longest come first, because an alternation takes the first match, not the longest.
-    return re.compile(
-        "|".join(map(re.escape, sorted(texts, key=lambda token: (-len(token), token))))
-    )
+    return re.compile("|".join(map(re.escape, sorted(texts, key=lambda token: (-len(token), token)))))
 
 
 def check_no_control_tokens(conversation: Conversation, pattern: re.Pattern[str]) -> None:

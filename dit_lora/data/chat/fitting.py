@@ -64,8 +64,7 @@ def fit_to_length(rendered: RenderedConversation, max_tokens: int) -> RenderedCo
     return replace(
         rendered,
         pieces=tuple(
-            _shorten_piece(piece, next(lengths)) if piece.part == "question" else piece
-            for piece in rendered.pieces
+            _shorten_piece(piece, next(lengths)) if piece.part == "question" else piece for piece in rendered.pieces
         ),
     )
 

@@ -56,18 +56,12 @@ def sample_frame_times(
     # float64, so that rounding never reaches the next frame.
     draws = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
     return tuple(
-        (begin + math.floor(draw * (stop - begin + 1))) / fps
-        for (begin, stop), draw in zip(parts, draws, strict=True)
+        (begin + math.floor(draw * (stop - begin + 1))) / fps for (begin, stop), draw in zip(parts, draws, strict=True)
     )
 
 
 def compute_latest_times(
-    duration: float,
-    fps: float,
-    count: int,
-    *,
-    start: float | None = None,
-    end: float | None = None,
+    duration: float, fps: float, count: int, *, start: float | None = None, end: float | None = None
 ) -> tuple[float, ...]:
     """The latest times that `sample_frame_times` can return; no others need more digits when written as text."""
     return tuple(stop / fps for _, stop in _split_frames(duration, fps, count, start, end))
@@ -79,9 +73,7 @@ def _split_frames(
     """First and last frame of each part."""
     start, end = start or 0.0, duration if end is None else min(end, duration)
     if not start < end:
-        raise ClipError(
-            f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long"
-        )
+        raise ClipError(f"nothing lies between {start:g} s and {end:g} s of it; it is {duration:g} s long")
     # The small addend keeps rounding errors from turning 30 frames into 29.
     before = math.floor(start * fps + 1e-6)
     frames = max(1, math.floor((end - start) * fps + 1e-6))

@@ -102,9 +102,7 @@ class _ListReader:
             except ParseError as error:
                 # The record may continue in the next chunk: read twice as much as before and try again.
                 if not self._read_more(size):
-                    self._fail(
-                        error.message, self._position if error.position is None else error.position
-                    )
+                    self._fail(error.message, self._position if error.position is None else error.position)
                 size *= 2
                 continue
             # At the end of the text, a number may continue in the next chunk.

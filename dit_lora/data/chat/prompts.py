@@ -113,9 +113,7 @@ def render_prompt(
     """
     style = PROMPT_FORMATS[name]
     preface = _build_preface(style, conversation)
-    if conversation.kind == "text" and not (
-        conversation.turns[0].question or style.has_media_in_question
-    ):
+    if conversation.kind == "text" and not (conversation.turns[0].question or style.has_media_in_question):
         # The answer begins with a space too; upstream's two spaces are a single token.
         preface = preface.rstrip()
     before, after = [Span(preface, "fixed")], list[Span]()
@@ -132,15 +130,10 @@ def render_prompt(
         # The turn that holds the media is already open, so its question does not begin a new one.
         opened = style.has_media_in_question and index == 0 and conversation.kind != "text"
         # A prompt lacks only the last turn's answer; earlier answers are part of it.
-        after += _build_turn_spans(
-            style, turn, index, is_open=opened, include_answer=include_answer or not is_last
-        )
+        after += _build_turn_spans(style, turn, index, is_open=opened, include_answer=include_answer or not is_last)
     if style.should_strip:
         before, after = _strip_spans(before), _strip_spans(after)
-    pieces = [
-        *tokenize_spans(tokenizer, before),
-        *_build_media_pieces(conversation, media_token_id, num_media_tokens),
-    ]
+    pieces = [*tokenize_spans(tokenizer, before), *_build_media_pieces(conversation, media_token_id, num_media_tokens)]
     pieces += tokenize_spans(tokenizer, after)
     if tokenizer.bos_token_id is not None:
         # One BOS token for the whole prompt, as upstream adds it.
@@ -189,17 +182,11 @@ def _build_turn_spans(
     spans = [Span(style.answer_header, "fixed")]
     if question or style.has_media_in_question:
         before = "" if is_open else style.question[0]
-        question_spans = [
-            Span(before, "fixed"),
-            Span(question, "question"),
-            Span(style.question[1], "fixed"),
-        ]
+        question_spans = [Span(before, "fixed"), Span(question, "question"), Span(style.question[1], "fixed")]
         spans = question_spans + spans
     # The end of the previous answer may also begin this turn, and is written once (Vicuna's ###).
     if index:
-        spans[0] = Span(
-            style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed"
-        )
+        spans[0] = Span(style.turn_separator + spans[0].text.removeprefix(style.shared_marker), "fixed")
     if include_answer:
         spans.append(Span(style.answer[0] + answer + style.answer[1], "answer"))
     return spans

@@ -20,23 +20,10 @@ _RESERVED_MARKERS = re.compile(r"</?Video>|</?Image>|\[/?INST\]|</s>|<image>|<vi
 """Markers that occur in the prompts of many models; module `control` finds those of the trained model."""
 _MAX_CONVERSATION_CHARS = 10 * MAX_CAPTION_CHARS
 """Maximum characters of all turns together, so that a tokenizer need not count more; then `chat.max_tokens` holds."""
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
-_MEDIA_KEYS: dict[str, ConversationKind] = {
-    "image": "image",
-    "images": "image",
-    "video": "video",
-    "videos": "video",
-}
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+_MEDIA_KEYS: dict[str, ConversationKind] = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 _FILE_KEYS = ("path", "url")
-_MEDIA_SUFFIX_PATTERN = re.compile(
-    "|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) + "$"
-)
+_MEDIA_SUFFIX_PATTERN = re.compile("|".join(map(re.escape, (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))) + "$")
 
 
 @dataclass
@@ -76,18 +63,14 @@ def parse_record(record: object) -> ChatRecord:
         _MessageReader(sample, record[key], key, media).read(record.get("system"))
     else:
         keys = ", ".join(map(str, record)) or "none"
-        sample.add_fault(
-            "record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}"
-        )
+        sample.add_fault("record_keys", f"it has none of the keys QA, messages, conversations; it has {keys}")
     _set_medium(record, sample, media)
     _read_time_range(record, sample)
     _check_texts(sample)
     return sample
 
 
-def _iter_media(
-    record: Mapping[Any, Any], sample: ChatRecord
-) -> Iterator[tuple[ConversationKind, str]]:
+def _iter_media(record: Mapping[Any, Any], sample: ChatRecord) -> Iterator[tuple[ConversationKind, str]]:
     """Yield the media that the record names under its own keys, with their kind."""
     for key, kind in _MEDIA_KEYS.items():
         value = record.get(key)
@@ -100,9 +83,7 @@ def _iter_media(
                 sample.add_fault("record_type", message)
 
 
-def _set_medium(
-    record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]
-) -> None:
+def _set_medium(record: Mapping[Any, Any], sample: ChatRecord, media: list[tuple[ConversationKind, str]]) -> None:
     """Set the record's only media file; several are a fault."""
     # The same file may be named by a key and again by a part of a message.
     media = list(dict.fromkeys(media))
@@ -116,11 +97,7 @@ def _set_medium(
         # With a misspelt key, a sample about a file would silently become a text sample.
         keys_read = {*_MEDIA_KEYS, "QA", "messages", "conversations", "system", "id"}
         for key, value in record.items():
-            if (
-                key not in keys_read
-                and isinstance(value, str)
-                and _MEDIA_SUFFIX_PATTERN.search(value.lower())
-            ):
+            if key not in keys_read and isinstance(value, str) and _MEDIA_SUFFIX_PATTERN.search(value.lower()):
                 message = f"its {key} names a file, {value}, which is read under image or video"
                 sample.add_fault("record_keys", message)
 
@@ -136,9 +113,7 @@ def _read_qa(qa: object, sample: ChatRecord) -> None:
     for number, turn in enumerate(qa, start=1):
         location = f"QA {number}"
         if not isinstance(turn, Mapping):
-            sample.add_fault(
-                "record_type", f"{location} is of type {_type_name(turn)}, not an object"
-            )
+            sample.add_fault("record_type", f"{location} is of type {_type_name(turn)}, not an object")
             continue
         missing_keys = [key for key in ("q", "a") if turn.get(key) is None]
         if missing_keys:
@@ -199,9 +174,7 @@ class _MessageReader:
         """Read a message and return its role; None if the role is missing or unknown."""
         location, sample = f"message {number}", self._sample
         if not isinstance(message, Mapping):
-            sample.add_fault(
-                "record_type", f"{location} is of type {_type_name(message)}, not an object"
-            )
+            sample.add_fault("record_type", f"{location} is of type {_type_name(message)}, not an object")
             return None
         # LLaVA names the keys from and value, other formats role and content.
         keys = ("from", "value") if "from" in message else ("role", "content")
@@ -217,9 +190,7 @@ class _MessageReader:
         if role == "system":
             # Prompt formats have room for a system text only at the beginning.
             if number > 1:
-                sample.add_fault(
-                    "roles_order", f"{location} is the system's; only the first may be"
-                )
+                sample.add_fault("roles_order", f"{location} is the system's; only the first may be")
             sample.system = text
         elif role == "user":
             if self._question is not None:
@@ -232,9 +203,7 @@ class _MessageReader:
     def _add_answer(self, text: str, location: str, *, is_incomplete: bool) -> None:
         """End the current turn with this answer."""
         if self._question is None:
-            self._sample.add_fault(
-                "roles_order", f"{location} is an answer without a question before it"
-            )
+            self._sample.add_fault("roles_order", f"{location} is an answer without a question before it")
         if is_blank(text) and not is_incomplete:
             self._sample.add_fault("answer_empty", f"the answer of {location} is empty")
         self._turns.append(Turn(self._question or "", text))
@@ -257,9 +226,7 @@ class _MessageReader:
             elif kind in ("image", "video"):
                 self._add_medium(part, kind, location, role)
             else:
-                message = (
-                    f"{location} has a part that is no text, image or video: {_shorten_repr(part)}"
-                )
+                message = f"{location} has a part that is no text, image or video: {_shorten_repr(part)}"
                 self._sample.add_fault("record_type", message)
         return self._trim("".join(texts), role)
 
@@ -276,9 +243,7 @@ class _MessageReader:
         self._placeholder_turns += [len(self._turns)] * len(_MEDIA_PLACEHOLDER.findall(text))
         return _MEDIA_PLACEHOLDER.sub("", text)
 
-    def _add_medium(
-        self, part: Mapping[Any, Any], kind: str, location: str, role: str | None
-    ) -> None:
+    def _add_medium(self, part: Mapping[Any, Any], kind: str, location: str, role: str | None) -> None:
         """Add an image or video part of a message to the sample."""
         if role != "user":
             self._sample.add_fault("placeholder", f"{location} has a medium; only questions may")
@@ -288,9 +253,7 @@ class _MessageReader:
             self._media.append((_MEDIA_KEYS[kind], file_name))
             self._num_inline_media += 1
         elif file_name is not None:
-            message = (
-                f"the {kind} of {location} must be a file's name; got {_shorten_repr(file_name)}"
-            )
+            message = f"the {kind} of {location} must be a file's name; got {_shorten_repr(file_name)}"
             self._sample.add_fault("record_type", message)
 
     def _check_placeholders(self) -> None:

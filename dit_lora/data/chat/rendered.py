@@ -36,11 +36,7 @@ class RenderedConversation:
     def labels(self) -> list[int]:
         """For each token its id if it is trained on, else `IGNORE_INDEX`; not shifted."""
         # One label per token, so that labels and ids have equal lengths.
-        return [
-            token if piece.part == "answer" else IGNORE_INDEX
-            for piece in self.pieces
-            for token in piece.ids
-        ]
+        return [token if piece.part == "answer" else IGNORE_INDEX for piece in self.pieces for token in piece.ids]
 
     @property
     def num_answer_tokens(self) -> int:

@@ -17,9 +17,7 @@ Message = dict[str, Any]
 class HasChatTemplate(Protocol):
     """A processor or a tokenizer with a chat template."""
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +67,7 @@ def render_template(
 
 
 def _build_spans(
-    template: HasChatTemplate,
-    conversation: Conversation,
-    end_tokens: tuple[str, list[str]],
-    include_answer: bool,
+    template: HasChatTemplate, conversation: Conversation, end_tokens: tuple[str, list[str]], include_answer: bool
 ) -> list[Span]:
     """Render a conversation turn by turn; the text so far must be a prefix of the next one."""
     system = conversation.system
@@ -102,17 +97,13 @@ def _build_spans(
     return spans
 
 
-def _apply_template(
-    template: HasChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool
-) -> str:
+def _apply_template(template: HasChatTemplate, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     """Apply the template to messages; raises `DitLoraError` if it refuses them."""
     from jinja2 import TemplateError
 
     try:
         return str(
-            template.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            template.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
         )
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -123,9 +114,7 @@ def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
     """The part of `text` after `prefix`, which must be a prefix of it."""
     if not text.startswith(prefix):
         # Position of the first difference.
-        start = next(
-            (i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text)
-        )
+        start = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
         raise DitLoraError(
             f"the chat template changes {changed_part} once more is said, so training would not see what inference "
             f"does: {prefix[start : start + 60]!r} became {text[start : start + 60]!r}; use a template that only "
@@ -134,9 +123,7 @@ def _remove_prefix(prefix: str, text: str, changed_part: str) -> str:
     return text[len(prefix) :]
 
 
-def _split_answer(
-    reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool
-) -> list[Span]:
+def _split_answer(reply: str, answer: str, end_tokens: tuple[str, list[str]], *, is_last: bool) -> list[Span]:
     """Spans of an answer with its end of turn, and of the fixed text after it."""
     if answer not in reply:
         # Templates may trim answers, and inference sees the trimmed text.
@@ -178,11 +165,7 @@ def _split_question(prompt: str, question: str) -> list[Span]:
     if position < 0:
         return [Span(prompt, "fixed")]
     after = position + len(question)
-    return [
-        Span(prompt[:position], "fixed"),
-        Span(question, "question"),
-        Span(prompt[after:], "fixed"),
-    ]
+    return [Span(prompt[:position], "fixed"), Span(question, "question"), Span(prompt[after:], "fixed")]
 
 
 def _expand_placeholder(spans: Sequence[Span], media: MediaText | None) -> list[Span]:
@@ -209,9 +192,7 @@ def _list_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]
     """The end-of-text token, and all special tokens."""
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
-        raise DitLoraError(
-            "the tokenizer has no eos_token, so a model cannot learn to end an answer"
-        )
+        raise DitLoraError("the tokenizer has no eos_token, so a model cannot learn to end an answer")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return eos, sorted({eos, *special})
 

@@ -13,12 +13,7 @@ def round_up_length(num_tokens: int, step: int) -> int:
 
 
 def to_tensors(
-    rendered: RenderedConversation,
-    *,
-    length: int,
-    num_answers: int,
-    instruction_length: int | None,
-    pad_token_id: int,
+    rendered: RenderedConversation, *, length: int, num_answers: int, instruction_length: int | None, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
     """Convert to int64 `input_ids` (length,), `labels` and `answer_positions` (answers,), padded on the right.
 
@@ -36,20 +31,14 @@ def to_tensors(
         raise ValueError("the first token has a label, and nothing before it to predict it from")
     tensors = {
         "input_ids": _pad(ids, length, pad_token_id, "tokens"),
-        "labels": _pad(
-            [ids[index] for index in learned], num_answers, IGNORE_INDEX, "answer tokens"
-        ),
+        "labels": _pad([ids[index] for index in learned], num_answers, IGNORE_INDEX, "answer tokens"),
         # The hidden state before a token predicts it, hence the shift by one.
-        "answer_positions": _pad(
-            [index - 1 for index in learned], num_answers, 0, "answer positions"
-        ),
+        "answer_positions": _pad([index - 1 for index in learned], num_answers, 0, "answer positions"),
     }
     if instruction_length is not None:
         read = list(rendered.instruction)
         tensors["instruction_ids"] = _pad(read, instruction_length, 0, "instruction tokens")
-        tensors["instruction_mask"] = _pad(
-            [1] * len(read), instruction_length, 0, "instruction tokens"
-        )
+        tensors["instruction_mask"] = _pad([1] * len(read), instruction_length, 0, "instruction tokens")
     return tensors
 
 

@@ -10,18 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dit_lora.data.chat.rendered import Part, RenderedConversation
 
-PART_NAMES: dict[Part, str] = {
-    "media": "media",
-    "question": "question",
-    "fixed": "fixed",
-    "answer": "learned",
-}
-_STYLES: dict[Part, str] = {
-    "media": "cyan",
-    "question": "dim",
-    "fixed": "bright_black",
-    "answer": "bold green",
-}
+PART_NAMES: dict[Part, str] = {"media": "media", "question": "question", "fixed": "fixed", "answer": "learned"}
+_STYLES: dict[Part, str] = {"media": "cyan", "question": "dim", "fixed": "bright_black", "answer": "bold green"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +40,7 @@ class PieceView:
         return self.tokens[:head], self.tokens[head:]
 
 
-def build_piece_views(
-    rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase
-) -> list[PieceView]:
+def build_piece_views(rendered: RenderedConversation, tokenizer: PreTrainedTokenizerBase) -> list[PieceView]:
     """The pieces with the text of each token. Media have no tokens: their ids may be outside the vocabulary."""
     pieces, position = list[PieceView](), 0
     reader = _TokenDecoder(tokenizer)
@@ -78,9 +66,7 @@ def count_parts(rendered: RenderedConversation) -> dict[str, int]:
     return {name: rendered.count_tokens(part) for part, name in PART_NAMES.items()}
 
 
-def describe_rendered(
-    rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]
-) -> str:
+def describe_rendered(rendered: RenderedConversation, *, kind: str, seconds: Sequence[float]) -> str:
     """Summary line: `video, 8 frames at 0.5 ... 11.2 s; 412 tokens: 96 media, 40 question, 30 fixed, 246 learned`."""
     media = kind
     if kind == "video":
@@ -126,12 +112,7 @@ def build_terminal_view(
             text.append(_escape_invisible("".join(token.text for token in after)))
         table.add_row(Text(PART_NAMES[piece.part], style), Text(str(piece.num_tokens), "dim"), text)
     heading = Text(_escape_invisible(sample_id), "bold")
-    return Group(
-        heading,
-        Text(describe_rendered(rendered, kind=kind, seconds=seconds), "dim"),
-        Text(""),
-        table,
-    )
+    return Group(heading, Text(describe_rendered(rendered, kind=kind, seconds=seconds), "dim"), Text(""), table)
 
 
 class _TokenDecoder:
@@ -150,10 +131,7 @@ class _TokenDecoder:
         # A UTF-8 character has up to 4 bytes: this token ends inside one, which the next tokens complete.
         if text.endswith("\ufffd") and len(self._ids) - self._num_returned < 4:
             return ""
-        self._ids, self._num_returned = (
-            self._ids[self._num_returned :],
-            len(self._ids) - self._num_returned,
-        )
+        self._ids, self._num_returned = (self._ids[self._num_returned :], len(self._ids) - self._num_returned)
         return text[len(known_text) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -164,7 +142,4 @@ def _escape_invisible(text: str) -> str:
     """The text with visible signs for line breaks and other invisible characters."""
     # Control characters are shown as signs, so that they have no effect on the terminal.
     signs = {"\n": "↵", "\t": "→"}
-    return "".join(
-        signs.get(character, character if character.isprintable() else "\ufffd")
-        for character in text
-    )
+    return "".join(signs.get(character, character if character.isprintable() else "\ufffd") for character in text)

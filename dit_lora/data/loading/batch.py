@@ -36,9 +36,7 @@ class Batch:
         """The batch on a device, except for the tensors in `HOST_TENSORS`."""
         # The masks of captions without the trigger word stay on the host too, hence the prefix is removed.
         moved = {
-            name: t
-            if name.removeprefix(PRESERVE_PREFIX) in HOST_TENSORS
-            else t.to(device, non_blocking=True)
+            name: t if name.removeprefix(PRESERVE_PREFIX) in HOST_TENSORS else t.to(device, non_blocking=True)
             for name, t in self.tensors.items()
         }
         return self._replace_tensors(moved, lambda draws: draws.to(device, non_blocking=True))
@@ -58,9 +56,7 @@ class Batch:
         return self._replace_tensors(pinned, torch.Tensor.pin_memory)
 
     def _replace_tensors(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        convert: Callable[[torch.Tensor], torch.Tensor],
+        self, tensors: Mapping[str, torch.Tensor], convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> "Batch":
         """The batch with these tensors, and with `convert` applied to the random inputs drawn ahead."""
         # The random inputs follow the tensors: to the same device, or into pinned memory.
@@ -84,9 +80,6 @@ def collate(samples: Sequence[Batch]) -> Batch:
         ids=tuple(sample.ids[0] for sample in samples),
         sample_seeds=tuple(sample.sample_seeds[0] for sample in samples),
         # (1, ...) of each sample to (B, ...).
-        tensors={
-            name: torch.cat([sample.tensors[name] for sample in samples])
-            for name in samples[0].tensors
-        },
+        tensors={name: torch.cat([sample.tensors[name] for sample in samples]) for name in samples[0].tensors},
         faults={sample: fault for batch in samples for sample, fault in batch.faults.items()},
     )

@@ -11,13 +11,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.data.cache.cache import Spec, TensorCache
-from dit_lora.data.loading.batch import (
-    LOSS_WEIGHT,
-    PRESERVE_PREFIX,
-    PRESERVE_WEIGHT,
-    Batch,
-    make_sample_seed,
-)
+from dit_lora.data.loading.batch import LOSS_WEIGHT, PRESERVE_PREFIX, PRESERVE_WEIGHT, Batch, make_sample_seed
 from dit_lora.data.loading.order import Order
 from dit_lora.data.loading.quarantine import Quarantine
 from dit_lora.data.loading.reading import Reading, build_loader
@@ -110,9 +104,7 @@ class EncodedClips:
     @cached_property
     def text_spec(self) -> Spec:
         """Shapes and dtypes of captions, which are equal for all; from the first entry that can be read."""
-        return self.texts.get_first_spec(
-            [self.empty_text_key, *(entry.text_key for entry in self.entries)]
-        )
+        return self.texts.get_first_spec([self.empty_text_key, *(entry.text_key for entry in self.entries)])
 
     @property
     def largest_shape(self) -> tuple[VideoShape | None, Spec]:
@@ -149,9 +141,7 @@ class EncodedClips:
         # The draw decides whether the clip is mirrored.
         video, video_fault = self.videos.read(entry.choose_video_key(sample_seed), spec)
         is_empty = text_key == self.empty_text_key
-        text, text_fault = (
-            self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
-        )
+        text, text_fault = self.empty_text if is_empty else self.texts.read(text_key, self.text_spec)
         tensors, preserved_fault = {**video, **text}, None
         # The caption without the trigger word is a second text input of the same sample.
         if (preserved_key := entry.choose_preserve_text_key(sample_seed)) is not None:
@@ -207,18 +197,12 @@ class CachedClips(EncodedClips):
         bad = [entry for entry in self.entries if entry.id in sample_ids]
         # The clip's entry and its mirrored one, each with the shapes of its bucket.
         keys = {
-            key: self.video_specs[entry.shape]
-            for entry in bad
-            for key in (entry.video_key, entry.mirror_key)
-            if key
+            key: self.video_specs[entry.shape] for entry in bad for key in (entry.video_key, entry.mirror_key) if key
         }
         videos = [(self.videos, key, spec) for key, spec in keys.items()]
         # Captions are shared between samples, so each key occurs once.
         text_keys = dict.fromkeys(
-            key
-            for entry in bad
-            for key in (entry.text_key, entry.empty_text_key, *entry.preserve_text_keys)
-            if key
+            key for entry in bad for key in (entry.text_key, entry.empty_text_key, *entry.preserve_text_keys) if key
         )
         texts = [(self.texts, key, self.text_spec) for key in text_keys]
         mark_paths = []
@@ -235,20 +219,11 @@ class ClipDataset(OrderedDataset):
     def __init__(self, clips: EncodedClips, reading: Reading) -> None:
         self.clips = clips
         # Compute these before the workers start: an error in a worker process would not reach the user.
-        _ = (
-            clips.largest_shape,
-            clips.empty_text,
-            clips.has_loss_weights,
-            clips.has_preserve_captions,
-        )
+        _ = (clips.largest_shape, clips.empty_text, clips.has_loss_weights, clips.has_preserve_captions)
         self.order = clips.build_order(
-            seed=reading.seed,
-            quarantine=reading.quarantine,
-            samples_per_step=reading.sampler.samples_per_step,
+            seed=reading.seed, quarantine=reading.quarantine, samples_per_step=reading.sampler.samples_per_step
         )
-        self.picker = Picker(
-            clips.entries, self.order, reading.seed, reading.caption_dropout, clips.empty_text_key
-        )
+        self.picker = Picker(clips.entries, self.order, reading.seed, reading.caption_dropout, clips.empty_text_key)
 
     def __getitem__(self, position: int) -> Batch:
         return self.clips.read(*self.picker(position))

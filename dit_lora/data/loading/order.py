@@ -75,10 +75,7 @@ class Order:
         """Compute the steps again, because samples were added to the quarantine."""
         self._removed: _RemovedDraws | None = None
         # First step and draws, (steps, group, 3), of the epoch that was used last.
-        self._cached_steps: tuple[int, np.ndarray] = (
-            0,
-            np.empty((0, self.samples_per_step, 3), np.int64),
-        )
+        self._cached_steps: tuple[int, np.ndarray] = (0, np.empty((0, self.samples_per_step, 3), np.int64))
 
     def get_occurrence(self, position: int) -> Occurrence:
         """The draw at a position; raises `DitLoraError` if no sample is left for it."""
@@ -87,10 +84,7 @@ class Order:
         # Only the steps of one epoch are cached, since positions are requested almost in order.
         if not first_step <= step < first_step + len(steps):
             epoch = self._find_epoch(step)
-            first_step, steps = self._cached_steps = (
-                self._count_steps_before(epoch),
-                self._list_steps(epoch),
-            )
+            first_step, steps = self._cached_steps = (self._count_steps_before(epoch), self._list_steps(epoch))
         return Occurrence(*steps[step - first_step, index].tolist())
 
     def _find_epoch(self, step: int) -> int:
@@ -100,9 +94,7 @@ class Order:
         latest_epoch = self._get_removed().stable_epoch + (step + 1) * self.samples_per_step
         epoch = bisect_right(range(latest_epoch + 1), step, key=self._count_steps_before) - 1
         if epoch == latest_epoch:
-            raise DitLoraError(
-                f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}"
-            )
+            raise DitLoraError(f"no sample is left: all {len(self.ids)} are in {self.quarantine.path}")
         return epoch
 
     def _count_steps_before(self, epoch: int) -> int:
@@ -120,8 +112,7 @@ class Order:
         if len(removed.sample_index):
             # Draws that the quarantine removes do not fill steps.
             total -= self._sum_by_bucket(
-                self._bucket_indices[removed.sample_index],
-                removed.count_before(epoch, self._copies),
+                self._bucket_indices[removed.sample_index], removed.count_before(epoch, self._copies)
             )
         return total
 
@@ -153,13 +144,9 @@ class Order:
             count = (ahead + len(members)) // self.samples_per_step
             if count:
                 queue = np.concatenate([self._rebuild_queue(bucket, epoch, ahead), draws[members]])
-                steps.append(
-                    queue[: count * self.samples_per_step].reshape(count, self.samples_per_step, 3)
-                )
+                steps.append(queue[: count * self.samples_per_step].reshape(count, self.samples_per_step, 3))
                 # Steps are ordered by when their last sample arrives in the stream.
-                filled_at.append(
-                    members[self.samples_per_step - ahead - 1 :: self.samples_per_step]
-                )
+                filled_at.append(members[self.samples_per_step - ahead - 1 :: self.samples_per_step])
         return np.concatenate(steps)[np.argsort(np.concatenate(filled_at))]
 
     def _rebuild_queue(self, bucket: int, epoch: int, length: int) -> np.ndarray:
@@ -177,11 +164,7 @@ class Order:
             # The whole bucket is in quarantine for some epochs: continue with the latest epoch that has a draw of it.
             if not len(draws):
                 until = self._count_draws_before(epoch)[bucket]
-                epoch = bisect_left(
-                    range(epoch),
-                    until,
-                    key=lambda earlier: self._count_draws_before(earlier)[bucket],
-                )
+                epoch = bisect_left(range(epoch), until, key=lambda earlier: self._count_draws_before(earlier)[bucket])
         # The oldest epoch comes first.
         return np.concatenate(parts[::-1])[-length:]
 
@@ -229,17 +212,11 @@ class _Copies:
     phase: np.ndarray
 
     @classmethod
-    def from_times(
-        cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int
-    ) -> "_Copies":
+    def from_times(cls, ids: Sequence[str], times_per_epoch: Sequence[float] | None, seed: int) -> "_Copies":
         """Copies of samples that come `times_per_epoch` times in an epoch; None means once. Raises `ValueError` below
         1.
         """
-        requested = (
-            np.ones(len(ids))
-            if times_per_epoch is None
-            else np.asarray(times_per_epoch, np.float64)
-        )
+        requested = np.ones(len(ids)) if times_per_epoch is None else np.asarray(times_per_epoch, np.float64)
         if not (np.isfinite(requested).all() and (requested >= 1).all()):
             raise ValueError(f"every sample comes at least once in an epoch; got {requested.min()}")
         whole_times = np.floor(requested)
@@ -295,9 +272,7 @@ class _RemovedDraws:
     def count_before(self, epoch: int, copies: _Copies) -> np.ndarray:
         """Number of draws that each row removes before an epoch."""
         start, end = np.minimum(epoch, self.start_epoch), np.minimum(epoch, self.end_epoch)
-        num_draws = copies.count_before(end, self.sample_index) - copies.count_before(
-            start, self.sample_index
-        )
+        num_draws = copies.count_before(end, self.sample_index) - copies.count_before(start, self.sample_index)
         # Only rows of a single epoch keep copies, so `num_kept` is subtracted once.
         return np.maximum(0, num_draws - self.num_kept)
 

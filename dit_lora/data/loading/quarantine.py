@@ -100,9 +100,7 @@ class Quarantine:
 
     def save(self) -> None:
         """Write all records atomically."""
-        write_atomically(
-            self.path, "".join(json.dumps(asdict(record)) + "\n" for record in self.records)
-        )
+        write_atomically(self.path, "".join(json.dumps(asdict(record)) + "\n" for record in self.records))
 
     def add(self, records: Iterable[QuarantineRecord]) -> None:
         for record in records:
@@ -118,9 +116,7 @@ class Quarantine:
             raise DitLoraError(
                 f"{self.path} does not leave out {', '.join(unknown)}; it leaves out: {', '.join(names)}"
             )
-        self.records = [
-            record for record in self.records if record.sample_id not in names_to_release
-        ]
+        self.records = [record for record in self.records if record.sample_id not in names_to_release]
         for name in names_to_release:
             del self._by_sample[name]
         return names_to_release

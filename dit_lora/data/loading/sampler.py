@@ -41,8 +41,5 @@ class PositionSampler(Sampler[list[int]]):
         for step in range(self.start_step, self.steps):
             for micro in range(self.accumulate):
                 # Micro-steps come first, then ranks: each rank has a contiguous slice of every micro-step.
-                start = (
-                    step * self.samples_per_step
-                    + (micro * self.num_ranks + self.rank) * self.batch_size
-                )
+                start = step * self.samples_per_step + (micro * self.num_ranks + self.rank) * self.batch_size
                 yield list(range(start, start + self.batch_size))

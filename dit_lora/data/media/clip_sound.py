@@ -18,12 +18,7 @@ from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import Media, read_media
 from dit_lora.data.media.opened import open_media
 from dit_lora.data.media.sound import SoundFormat
-from dit_lora.data.media.sound_stream import (
-    MAX_SHORTFALL_S,
-    explain_no_sound,
-    explain_short_sound,
-    iter_sound_frames,
-)
+from dit_lora.data.media.sound_stream import MAX_SHORTFALL_S, explain_no_sound, explain_short_sound, iter_sound_frames
 from dit_lora.data.media.video import ClipError, describe_media_error
 from dit_lora.data.media.video_header import VideoHeader, find_video_stream
 
@@ -39,17 +34,13 @@ _SAMPLE_FORMAT = "s32p"
 _FULL_SCALE = 2.0**31
 
 
-def find_sound_problem(
-    header: VideoHeader, *, frames: int, fps: float, start: float = 0.0
-) -> str | None:
+def find_sound_problem(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why a clip certainly cannot give the sound of these frames; None if only decoding can tell."""
     if not header.has_sound:
         return explain_no_sound(header.is_image)
     # Headers are rounded, and may be off by one packet.
     end_s = header.sound_ends
-    return (
-        None if end_s is None else explain_short_sound(end_s + MAX_SHORTFALL_S, frames, fps, start)
-    )
+    return None if end_s is None else explain_short_sound(end_s + MAX_SHORTFALL_S, frames, fps, start)
 
 
 def read_sound(
@@ -71,34 +62,22 @@ def read_sound(
     errors = (av.error.FFmpegError, OSError, ValueError)
     try:
         # In a run, this waits for storage that cannot be reached.
-        pieces, end_s = read_media(
-            media, lambda: _read_pieces(media, start, start + frames / fps), errors
-        )
+        pieces, end_s = read_media(media, lambda: _read_pieces(media, start, start + frames / fps), errors)
     except errors as error:
-        raise ClipError(
-            f"{media.name}: its sound cannot be decoded: {describe_media_error(error)}"
-        ) from error
+        raise ClipError(f"{media.name}: its sound cannot be decoded: {describe_media_error(error)}") from error
     if end_s is None:
         raise ClipError(f"{media.name}: {explain_no_sound(False)}")
     short = explain_short_sound(end_s, frames, fps, start)
     if short:
         raise ClipError(f"{media.name}: {short}")
     # Parts without sound stay silent.
-    waveform = np.zeros(
-        (sound_format.channels, sound_format.count_samples(frames, fps)), np.float32
-    )
+    waveform = np.zeros((sound_format.channels, sound_format.count_samples(frames, fps)), np.float32)
     # Pieces may begin before or end after the span; `_write_piece` cuts them.
     for seconds, piece in pieces:
         try:
-            _write_piece(
-                waveform,
-                _resample(piece, sound_format),
-                round((seconds - start) * sound_format.rate),
-            )
+            _write_piece(waveform, _resample(piece, sound_format), round((seconds - start) * sound_format.rate))
         except (av.error.FFmpegError, ValueError) as error:
-            raise ClipError(
-                f"{media.name}: its sound cannot be resampled: {describe_media_error(error)}"
-            ) from error
+            raise ClipError(f"{media.name}: its sound cannot be resampled: {describe_media_error(error)}") from error
     return torch.from_numpy(waveform)
 
 

@@ -58,9 +58,7 @@ class RegularTimes:
         origin = get_first_time(container, stream)
         # Times count from the first frame, time stamps from the container's own zero.
         target = _to_ticks(stream, origin + self.start)
-        return _pick_nearest(
-            _check_forward(_decode_from_key_frame(container, stream, origin, target)), self
-        )
+        return _pick_nearest(_check_forward(_decode_from_key_frame(container, stream, origin, target)), self)
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,7 @@ class Instants:
     def compute_last_duration(self, frame: av.VideoFrame, interval: float) -> float:
         """Seconds for which the last frame is used: as long as it is shown, and at least `_MIN_LAST_FRAME_S`."""
         # Not every container states how long a frame is shown.
-        display_time = (
-            float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
-        )
+        display_time = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 0
         return max(interval, display_time, _MIN_LAST_FRAME_S)
 
     def decode_from_key_frames(
@@ -104,10 +100,7 @@ class Instants:
             return _seek_key_frame(container, stream, _to_ticks(stream, origin + seconds))[0]
 
         # Times after the same key frame are decoded together.
-        groups = [
-            (target, Instants(tuple(times)))
-            for target, times in groupby(self.seconds, key=find_key_frame)
-        ]
+        groups = [(target, Instants(tuple(times))) for target, times in groupby(self.seconds, key=find_key_frame)]
         for target, times in groups:
             frames = _decode_from_key_frame(container, stream, origin, target)
             yield from _pick_nearest(_check_forward(frames), times)
@@ -172,10 +165,7 @@ def _pick_nearest(
     if previous is not None:
         # The end of the file: the last frame serves the remaining times that it is near enough to.
         times = (
-            target_times.count_until(
-                previous_at + target_times.compute_last_duration(previous, interval)
-            )
-            - num_served
+            target_times.count_until(previous_at + target_times.compute_last_duration(previous, interval)) - num_served
         )
         if times > 0:
             yield previous, times
@@ -190,9 +180,7 @@ def _iter_timed(frames: Iterable[av.VideoFrame]) -> Iterator[tuple[float, av.Vid
         yield seconds - start, frame
 
 
-def _check_forward(
-    frames: Iterable[tuple[float, av.VideoFrame]],
-) -> Iterator[tuple[float, av.VideoFrame]]:
+def _check_forward(frames: Iterable[tuple[float, av.VideoFrame]]) -> Iterator[tuple[float, av.VideoFrame]]:
     """Pass the frames on; raises `ValueError` if time runs backwards."""
     previous = -math.inf
     for seconds, frame in frames:

@@ -50,17 +50,12 @@ class Headers:
                 headers[index] = header
                 # Errors are not stored: the file may be repaired or come back.
                 if isinstance(header, VideoHeader):
-                    self._headers_by_location[media[index].location] = (
-                        _get_stamp(media[index]),
-                        asdict(header),
-                    )
+                    self._headers_by_location[media[index].location] = (_get_stamp(media[index]), asdict(header))
         return [headers[index] for index in range(len(media))]
 
     def save(self) -> None:
         """Write the memo for the next run."""
-        write_atomically(
-            self._memo, json.dumps({"version": _VERSION, "headers": self._headers_by_location})
-        )
+        write_atomically(self._memo, json.dumps({"version": _VERSION, "headers": self._headers_by_location}))
 
 
 def _get_stamp(media: Media) -> list[int]:

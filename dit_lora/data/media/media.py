@@ -16,21 +16,7 @@ VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"})
 # Suffixes of the formats that `opened.open_picture` reads.
 IMAGE_SUFFIXES = frozenset(
     {
-        *(
-            ".png",
-            ".apng",
-            ".jpg",
-            ".jpeg",
-            ".jpe",
-            ".jfif",
-            ".mpo",
-            ".webp",
-            ".bmp",
-            ".dib",
-            ".tif",
-            ".tiff",
-            ".gif",
-        ),
+        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".webp", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
         *(".avif", ".avifs", ".jp2", ".j2k", ".jpx", ".jpf", ".ppm", ".pgm", ".pbm", ".pnm"),
     }
 )
@@ -49,18 +35,7 @@ _MAGIC_SUFFIXES = {
     b"\0\0\0\x0cjP  \r\n\x87\n": ".jp2",
     b"\xff\x4f\xff\x51": ".j2k",
 }
-_STILL_BRANDS = (
-    b"avif",
-    b"avis",
-    b"heic",
-    b"heix",
-    b"heim",
-    b"heis",
-    b"hevc",
-    b"hevx",
-    b"mif1",
-    b"msf1",
-)
+_STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 MAX_BYTES = 2**31
 """Maximum size of a tar member or dataset cell, in bytes, because it is read into memory as a whole."""
@@ -228,9 +203,7 @@ def wait_until_readable(media: Media) -> bool:
     return tries > 1
 
 
-def read_media(
-    media: Media, read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)
-) -> T:
+def read_media(media: Media, read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
     """Call `read`; in a run, wait for a medium that cannot be reached.
 
     In a run, an error counts as the medium's own only if its bytes can be read and the error occurs again.

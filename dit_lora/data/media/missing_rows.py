@@ -18,15 +18,7 @@ _PNG_SIGNATURE_BYTES = 8
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _VALUES_PER_PIXEL = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """Number of values per pixel by PNG's colour type (PNG specification, 11.2.1)."""
-_ADAM7 = (
-    (0, 0, 8, 8),
-    (4, 0, 8, 8),
-    (0, 4, 4, 8),
-    (2, 0, 4, 4),
-    (0, 2, 2, 4),
-    (1, 0, 2, 2),
-    (0, 1, 1, 2),
-)
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 """First column, first row, and their steps, for each pass of an interlaced PNG (PNG specification, 8.2)."""
 _FILL_VALUES = (127, 128)
 """Values that libjpeg fills in for missing data: grey in every channel, or its complement in CMYK."""
@@ -40,16 +32,8 @@ def find_missing_rows(stream: BinaryIO, image: Image.Image) -> str | None:
     if image.format == "PNG":
         num_missing = _count_missing_png_bytes(stream)
         # An incomplete JPEG is only suspected from its last pixels, and then decoded a second time to be sure.
-        return (
-            f"the image is truncated: {num_missing:,} bytes of its rows are missing"
-            if num_missing
-            else None
-        )
-    if (
-        image.format in ("JPEG", "MPO")
-        and _may_be_incomplete(image)
-        and _is_jpeg_broken(stream.read())
-    ):
+        return f"the image is truncated: {num_missing:,} bytes of its rows are missing" if num_missing else None
+    if image.format in ("JPEG", "MPO") and _may_be_incomplete(image) and _is_jpeg_broken(stream.read()):
         return "the image is truncated: its coded data ends before its last row"
     return None
 

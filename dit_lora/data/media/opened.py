@@ -46,9 +46,7 @@ _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "J
 HEIC_REASON = "Pillow does not read HEIC; convert it to JPEG or PNG"
 
 # PyAV 19 reads metadata of any encoding and no longer has this option.
-_ENCODING_OPTIONS: dict[str, Any] = (
-    {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
-)
+_ENCODING_OPTIONS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__).major < 19 else {}
 
 
 def open_media(media: Media) -> av.container.InputContainer:

@@ -110,10 +110,7 @@ def read_image_size(media: Media) -> tuple[int, int]:
         orientation = Image.Image.getexif(image).get(ORIENTATION_TAG)
         # When Pillow opens a TIFF, it swaps height and width itself according to the TIFF's own tag.
         tags = getattr(image, "tag_v2", {})
-        is_turned = (
-            orientation in _SIDEWAYS_ORIENTATIONS
-            and tags.get(ORIENTATION_TAG) not in _SIDEWAYS_ORIENTATIONS
-        )
+        is_turned = orientation in _SIDEWAYS_ORIENTATIONS and tags.get(ORIENTATION_TAG) not in _SIDEWAYS_ORIENTATIONS
         # (height, width) of the upright image.
         return (image.width, image.height) if is_turned else (image.height, image.width)
 

@@ -18,9 +18,7 @@ ASPECT_TOLERANCE = 0.02
 """Relative difference allowed between the aspect ratios of a mask and its picture, since sizes are rounded."""
 
 
-def read_reference(
-    media: Media, clip_shape: VideoShape | None, fps: float | None, start: float = 0.0
-) -> torch.Tensor:
+def read_reference(media: Media, clip_shape: VideoShape | None, fps: float | None, start: float = 0.0) -> torch.Tensor:
     """Pixels of a reference, uint8 (F, 3, H, W): a picture or a video's first frame, upright and at its own size.
 
     With `clip_shape`, the frames of a clip of that shape instead, scaled and cropped to it. Raises `ClipError` if the
@@ -56,9 +54,7 @@ def read_mask(media: Media, *, alpha: bool, height: int, width: int) -> torch.Te
     try:
         grey = read_media(media, lambda: open_mask(media, alpha=alpha), DECODE_ERRORS)
     except DECODE_ERRORS as error:
-        raise ClipError(
-            f"{media.name}: cannot be read as a mask: {describe_media_error(error)}"
-        ) from error
+        raise ClipError(f"{media.name}: cannot be read as a mask: {describe_media_error(error)}") from error
     if grey.getextrema()[1] == 0:
         problem = "it is wholly transparent" if alpha else "its mask is black"
         raise ClipError(f"{media.name}: {problem}, so that nothing of the sample would be learned")

@@ -33,9 +33,7 @@ def encode_sound(container: av.container.OutputContainer, sound: Sound) -> list[
     track = container.add_stream("aac", rate=sound.rate, layout=layout)
     # One thread, so that equal sound gives equal bytes.
     track.codec_context.thread_count = 1
-    frame = av.AudioFrame.from_ndarray(
-        waveform.contiguous().cpu().numpy(), format="fltp", layout=layout
-    )
+    frame = av.AudioFrame.from_ndarray(waveform.contiguous().cpu().numpy(), format="fltp", layout=layout)
     frame.sample_rate, frame.pts = sound.rate, 0
     # Encoding nothing flushes the encoder.
     return [*track.encode(frame), *track.encode()]

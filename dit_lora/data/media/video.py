@@ -54,13 +54,7 @@ class ClipError(DitLoraError):
 
 
 def read_frames(
-    media: Media | Path,
-    *,
-    frames: int,
-    height: int,
-    width: int,
-    fps: float | None,
-    start: float = 0.0,
+    media: Media | Path, *, frames: int, height: int, width: int, fps: float | None, start: float = 0.0
 ) -> torch.Tensor:
     """Frames nearest to start, start + 1/fps, ... seconds after the first one, uint8 (F, 3, H, W).
 
@@ -79,9 +73,7 @@ def read_frames(
 
 
 def decode_pictures(
-    media: Media,
-    target_times: RegularTimes | Instants,
-    fit: Callable[[Image.Image, float], np.ndarray],
+    media: Media, target_times: RegularTimes | Instants, fit: Callable[[Image.Image, float], np.ndarray]
 ) -> list[np.ndarray]:
     """Frames nearest to the wanted times; an image is one frame, regardless of the times.
 
@@ -97,9 +89,7 @@ def decode_pictures(
         chosen: list[np.ndarray] = []
         for nearest in iter_nearest_frames(media, target_times, should_seek=should_seek):
             # A frame that is nearest to several times is repeated.
-            chosen += [
-                fit(*to_upright_image(nearest.frame, nearest.pixel_aspect))
-            ] * nearest.num_times
+            chosen += [fit(*to_upright_image(nearest.frame, nearest.pixel_aspect))] * nearest.num_times
         return chosen
 
     def read() -> list[np.ndarray]:
@@ -115,9 +105,7 @@ def decode_pictures(
     try:
         return read_media(media, read, errors)
     except errors as error:
-        raise ClipError(
-            f"{media.name}: cannot be decoded to its end: {describe_media_error(error)}"
-        ) from error
+        raise ClipError(f"{media.name}: cannot be decoded to its end: {describe_media_error(error)}") from error
 
 
 def _open_image(media: Media) -> Image.Image:
@@ -128,9 +116,7 @@ def _open_image(media: Media) -> Image.Image:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def write_sample(
-    path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None
-) -> Path:
+def write_sample(path: Path, video: torch.Tensor, fps: float | None, sound: Sound | None = None) -> Path:
     """Write uint8 (F, H, W, 3) to `path` plus .png for one frame, else plus .mp4; returns the path written.
 
     A picture has no sound.
@@ -174,9 +160,7 @@ def write_video(path: Path, video: torch.Tensor, fps: float, sound: Sound | None
         packets = [] if sound is None else encode_sound(container, sound)
         for pixels in video.numpy():
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            frame = frame.reformat(
-                format="yuv420p", dst_colorspace=colours[0], dst_color_range=ColorRange.MPEG
-            )
+            frame = frame.reformat(format="yuv420p", dst_colorspace=colours[0], dst_color_range=ColorRange.MPEG)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
         container.mux(packets)
@@ -205,9 +189,7 @@ def read_header(media: Media | Path) -> VideoHeader:
     except errors as error:
         # The error alone does not tell which reader failed.
         kind = "an image" if is_image(media) else "a video"
-        raise ClipError(
-            f"{media.name}: cannot be opened as {kind}: {describe_media_error(error)}"
-        ) from error
+        raise ClipError(f"{media.name}: cannot be opened as {kind}: {describe_media_error(error)}") from error
 
 
 def describe_media_error(error: Exception) -> str:
@@ -215,9 +197,7 @@ def describe_media_error(error: Exception) -> str:
     return f"{get_error_message(error)}; encode it anew or remove it"
 
 
-def find_shortage(
-    header: VideoHeader, *, frames: int, fps: float, start: float = 0.0
-) -> str | None:
+def find_shortage(header: VideoHeader, *, frames: int, fps: float, start: float = 0.0) -> str | None:
     """Why this clip certainly cannot give `frames` at `fps` from `start` on; None if only decoding can tell.
 
     It allows one frame more than stated, because some files do not count the last frame's duration.

@@ -72,9 +72,7 @@ def find_video_stream(container: av.container.InputContainer) -> av.VideoStream:
     raise ValueError("it has no video stream")
 
 
-def decode_first_frame(
-    container: av.container.InputContainer, stream: av.VideoStream
-) -> av.VideoFrame:
+def decode_first_frame(container: av.container.InputContainer, stream: av.VideoStream) -> av.VideoFrame:
     """Decode the first frame that is shown, from a container that was just opened.
 
     Frames hidden by an edit list are decoded and skipped; clips cut without re-encoding need them for decoding.

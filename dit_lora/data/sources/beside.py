@@ -9,15 +9,7 @@ from dit_lora.config.data import SourceConfig
 from dit_lora.data.media.kind import is_image
 from dit_lora.data.media.media import MediaFile
 from dit_lora.data.sources.caption_text import Fault
-from dit_lora.data.sources.clips import (
-    MASK,
-    REFERENCE,
-    Clip,
-    ClipProblem,
-    LossMask,
-    Scan,
-    merge_by_code,
-)
+from dit_lora.data.sources.clips import MASK, REFERENCE, Clip, ClipProblem, LossMask, Scan, merge_by_code
 from dit_lora.data.sources.listing import Listing
 from dit_lora.errors import DitLoraError
 
@@ -32,14 +24,8 @@ def add_references_and_masks(scanned: Scan, source: SourceConfig, *, is_unlisted
     # A folder inside the root would be read as samples itself.
     root = Path(source.path).expanduser() if is_unlisted else None
     option = "reference_folders"
-    references = [
-        _ExtraFolder.from_path(name, option, REFERENCE, root) for name in source.reference_folders
-    ]
-    masks = (
-        [_ExtraFolder.from_path(source.mask_folder, "mask_folder", MASK, root)]
-        if source.mask_folder
-        else []
-    )
+    references = [_ExtraFolder.from_path(name, option, REFERENCE, root) for name in source.reference_folders]
+    masks = [_ExtraFolder.from_path(source.mask_folder, "mask_folder", MASK, root)] if source.mask_folder else []
     for folder in (*references, *masks):
         folder.check_has_files(scanned.clips, source.path)
     clips, problems = [], list(scanned.problems)

@@ -69,11 +69,7 @@ class CaptionTable:
         is_listed = previous is not None and previous.listing.is_current()
         listing = previous.listing if previous is not None and is_listed else Listing(root)
         if not listing.media:
-            contents = (
-                "tar files, whose captions lie in them"
-                if listing.tars
-                else "no clip and no picture"
-            )
+            contents = "tar files, whose captions lie in them" if listing.tars else "no clip and no picture"
             raise DitLoraError(f"{root} has {contents}; captions are made for a folder of files")
         # Take the stamp before reading the bytes, so that a change in between is noticed next time.
         stamp = _compute_stamp(root, listing)
@@ -128,9 +124,7 @@ class CaptionTable:
         try:
             replace_contents(self.root / TABLE_NAME, self._bom + "\n".join(lines).encode())
         except OSError as error:
-            raise DitLoraError(
-                f"cannot write {self.root / TABLE_NAME}: {error.strerror}"
-            ) from error
+            raise DitLoraError(f"cannot write {self.root / TABLE_NAME}: {error.strerror}") from error
         self._lines, self._row_indices = lines, rows
         self.captions |= new
         self._stamp = _compute_stamp(self.root, self.listing)
@@ -144,10 +138,7 @@ class CaptionTable:
             self._bom = _BOM if file.read(len(_BOM)) == _BOM else b""
         self._lines = text.split("\n") if text else []
         records = dict(self._iter_records())
-        self._columns = (
-            _choose_column(records, FILE_COLUMNS),
-            _choose_column(records, CAPTION_COLUMNS),
-        )
+        self._columns = (_choose_column(records, FILE_COLUMNS), _choose_column(records, CAPTION_COLUMNS))
         file_column, caption_column = self._columns
         for row_index, record in records.items():
             # Rows that name a file outside the folder are ignored here; the audit reports them.
@@ -159,13 +150,9 @@ class CaptionTable:
             # Labels may be numbers; an empty caption counts as missing.
             if isinstance(caption, str | int | float) and str(caption):
                 self.captions[name] = str(caption)
-            other_cells = (
-                value for key, value in record.items() if key not in (file_column, caption_column)
-            )
+            other_cells = (value for key, value in record.items() if key not in (file_column, caption_column))
             self._non_sample_files |= {
-                resolve_below(self.root, text) or ""
-                for value in other_cells
-                for text in _iter_texts(value)
+                resolve_below(self.root, text) or "" for value in other_cells for text in _iter_texts(value)
             }
         self._update_media()
 

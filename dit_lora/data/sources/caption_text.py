@@ -47,9 +47,7 @@ def suggest_encoding(error: Exception) -> str:
 
 def is_blank(text: str) -> bool:
     """Whether the text has no visible character."""
-    return not any(
-        char.isprintable() and not char.isspace() and char not in _INVISIBLE_CHARS for char in text
-    )
+    return not any(char.isprintable() and not char.isspace() and char not in _INVISIBLE_CHARS for char in text)
 
 
 def has_lone_surrogate(text: str) -> bool:

@@ -103,9 +103,7 @@ class SampleCollector:
         if fault is not None:
             self.add_problem(id, *fault)
         # Store refused clips too, so that a second one with the same id is noticed; `to_scan` leaves them out.
-        self._clips[id] = Clip(
-            id, media, text or "", image, tuple(references), mask, times_per_epoch
-        )
+        self._clips[id] = Clip(id, media, text or "", image, tuple(references), mask, times_per_epoch)
 
     def add_problem(self, file: str, code: str, message: str) -> None:
         """Add a problem, once for each file and code; the sample with this id is left out of the scan."""
@@ -132,9 +130,7 @@ def compact_references(cells: Sequence[MediaT | None]) -> tuple[list[MediaT], Fa
     """
     references = [reference for reference in cells if reference is not None]
     # Index of the first empty cell; the number of references if there is none.
-    empty = next(
-        (index for index, reference in enumerate(cells) if reference is None), len(references)
-    )
+    empty = next((index for index, reference in enumerate(cells) if reference is None), len(references))
     # Only cells at the end are empty, so no reference changes its number.
     if empty >= len(references):
         return references, None

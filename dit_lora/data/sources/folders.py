@@ -7,16 +7,8 @@ from pathlib import Path
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.remedies import suggest_hub_prefix
 from dit_lora.data.media.media import MediaFile
-from dit_lora.data.sources.beside import (
-    add_alpha_masks,
-    add_references_and_masks,
-    reject_extra_folders,
-)
-from dit_lora.data.sources.caption_text import (
-    MAX_CAPTION_BYTES,
-    make_too_long_fault,
-    suggest_encoding,
-)
+from dit_lora.data.sources.beside import add_alpha_masks, add_references_and_masks, reject_extra_folders
+from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, make_too_long_fault, suggest_encoding
 from dit_lora.data.sources.clips import SampleCollector, Scan
 from dit_lora.data.sources.kohya import KohyaFolder, describe_kohya_folders, parse_kohya_folders
 from dit_lora.data.sources.left_out import describe_orphans, describe_unread_files
@@ -98,9 +90,7 @@ def _read_layout(root: Path, source: SourceConfig, memo_folder: Path | None) -> 
             "data.media is the folder of files that a list names: metadata.jsonl, .csv, .parquet or videos.txt"
         )
     if source.caption_column is not None:
-        raise DitLoraError(
-            "caption_column needs metadata.jsonl, .csv or .parquet, tars, or a dataset"
-        )
+        raise DitLoraError("caption_column needs metadata.jsonl, .csv or .parquet, tars, or a dataset")
     if is_paired:
         return _PAIRED, _read_paired_lines(prompts, videos, source)
     media = listing.media
@@ -118,9 +108,7 @@ def _read_paired_lines(prompts: Path, videos: Path, source: SourceConfig) -> Sca
     """Read CogVideo's layout: line n of prompts.txt is the caption of the file in line n of videos.txt."""
     missing = [path.name for path in (prompts, videos) if not path.is_file()]
     if missing:
-        raise DitLoraError(
-            f"{prompts.parent}: {missing[0]} is missing; the layout needs both files"
-        )
+        raise DitLoraError(f"{prompts.parent}: {missing[0]} is missing; the layout needs both files")
     # Trailing newlines would count as empty lines.
     captions = read_text(prompts).rstrip("\n").splitlines()
     names = read_text(videos).rstrip("\n").splitlines()
@@ -180,25 +168,13 @@ def _read_text_files(listing: Listing) -> Scan:
                 else:
                     text = " ".join(data.decode("utf-8-sig").split())
             except (OSError, UnicodeDecodeError) as error:
-                message = (
-                    f"{text_file} cannot be read as UTF-8 text: {error}{suggest_encoding(error)}"
-                )
+                message = f"{text_file} cannot be read as UTF-8 text: {error}{suggest_encoding(error)}"
                 fault = ("caption_not_text", message)
         # In kohya's layout, the name of the top folder says how often its pictures come.
         folder = kohya.get(name.partition("/")[0], _DEFAULT_FOLDER)
-        gathered.add(
-            name,
-            MediaFile(root / name),
-            text,
-            times_per_epoch=folder.repeats,
-            missing_caption_fault=fault,
-        )
+        gathered.add(name, MediaFile(root / name), text, times_per_epoch=folder.repeats, missing_caption_fault=fault)
     return gathered.to_scan(
-        (
-            *describe_kohya_folders(kohya),
-            *describe_unread_files(listing),
-            *describe_orphans(listing),
-        )
+        (*describe_kohya_folders(kohya), *describe_unread_files(listing), *describe_orphans(listing))
     )
 
 

@@ -143,9 +143,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
     cells = _iter_cells(source.path, rows, columns.media, from_hub)
     images = _iter_cells(source.path, rows, columns.image, from_hub)
     masks = _iter_cells(source.path, rows, columns.mask, from_hub)
-    references = [
-        _iter_list_cells(source.path, rows, name, from_hub) for name in columns.references
-    ]
+    references = [_iter_list_cells(source.path, rows, name, from_hub) for name in columns.references]
     # With one caption for the whole source, no column of captions is read.
     captions: Sequence[object] = [None] * len(rows)
     if columns.caption is not None:
@@ -160,9 +158,7 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
         if cell.fault is not None:
             gathered.add_problem(sample_id, *cell.fault)
         ordered_references, faults = _collect_extra_files(
-            image,
-            mask,
-            [reference for column_cells in reference_cells for reference in column_cells],
+            image, mask, [reference for column_cells in reference_cells for reference in column_cells]
         )
         for fault in faults:
             gathered.add_problem(sample_id, *fault)
@@ -170,19 +166,10 @@ def _read_rows(source: SourceConfig, rows: Any) -> Scan:
             if 0 <= text < len(names):
                 text = names[text]
             else:
-                gathered.add_problem(
-                    sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes"
-                )
+                gathered.add_problem(sample_id, "label_unknown", f"its label {text} is none of {len(names)} classes")
         if cell.media is not None:
             loss_mask = LossMask(mask.media) if mask.media else None
-            gathered.add(
-                sample_id,
-                cell.media,
-                text,
-                image=image.media,
-                references=ordered_references,
-                mask=loss_mask,
-            )
+            gathered.add(sample_id, cell.media, text, image=image.media, references=ordered_references, mask=loss_mask)
     return gathered.to_scan()
 
 
@@ -217,8 +204,7 @@ def _load_dataset(path: str) -> Any:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DitLoraError(
-            f"{path} is a dataset, and the datasets package is not installed; "
-            "pip install 'dit-lora[datasets]'"
+            f"{path} is a dataset, and the datasets package is not installed; pip install 'dit-lora[datasets]'"
         ) from error
     root = Path(path).expanduser()
     if root.is_dir():
@@ -229,26 +215,21 @@ def _load_dataset(path: str) -> Any:
                 read_typed_json(state, _State)
     try:
         loaded = (
-            datasets.load_from_disk(root)
-            if root.is_dir()
-            else datasets.load_dataset(path.removeprefix(HUB_PREFIX))
+            datasets.load_from_disk(root) if root.is_dir() else datasets.load_dataset(path.removeprefix(HUB_PREFIX))
         )
     except (DatasetsError, *_DAMAGE_ERRORS) as error:
         if root.is_dir():
             raise _make_damaged_error(path, error) from error
         # Errors of the Hub have several lines; the first one says enough.
         reason = str(error).strip().splitlines()[0]
-        raise DitLoraError(
-            f"no folder {path}, and as a dataset it cannot be read: {reason}"
-        ) from error
+        raise DitLoraError(f"no folder {path}, and as a dataset it cannot be read: {reason}") from error
     if not isinstance(loaded, dict):
         return loaded
     # A dictionary of splits: only `train`, or a single split, is unambiguous.
     splits = list(loaded)
     if "train" not in splits and len(splits) != 1:
         raise DitLoraError(
-            f"{path} has the splits {', '.join(splits)}, none called train; save the one "
-            "to train on with save_to_disk"
+            f"{path} has the splits {', '.join(splits)}, none called train; save the one to train on with save_to_disk"
         )
     return loaded["train" if "train" in splits else splits[0]]
 
@@ -303,16 +284,12 @@ def _choose_columns(source: SourceConfig, rows: Any) -> _Columns:
         if name is not None and name not in images:
             missing_columns.append(f"images called {name}")
     media_columns = (*images, *videos, *lists)
-    missing_columns += [
-        f"images called {name}" for name in reference_columns if name not in media_columns
-    ]
+    missing_columns += [f"images called {name}" for name in reference_columns if name not in media_columns]
     if missing_columns:
         existing_columns = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
         message = f"{source.path} has no column of {', none of '.join(missing_columns)}; it has {existing_columns}"
         if not media:
-            message += (
-                ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
-            )
+            message += ". Arrays of pixels are not read: encode them, as an Image() or Video() column"
         raise DitLoraError(message)
     caption = caption_names[0] if source.caption is None else None
     return _Columns(media[0], source.image_column, reference_columns, source.mask_column, caption)
@@ -380,11 +357,7 @@ class _Column:
         """
         suffix: str | None = os.path.splitext(file_name or "")[1].lower()
         if size is None:
-            external_file = (
-                _resolve_external_file(file_name, suffix or "", self.is_from_hub)
-                if file_name
-                else None
-            )
+            external_file = _resolve_external_file(file_name, suffix or "", self.is_from_hub) if file_name else None
             return external_file or _Cell("", None, _EMPTY_CELL_FAULT)
         too_large = find_size_fault(size)
         if too_large is not None:
@@ -424,9 +397,7 @@ def _iter_cells(path: str, rows: Any, name: str | None, is_from_hub: bool) -> It
     names = compute.struct_field(rows.data.column(name), "path")
     table_rows = _list_table_rows(rows)
     sizes = _take_rows(rows, compute.binary_length(content)).to_pylist()
-    for row, (size, file) in enumerate(
-        zip(sizes, _take_rows(rows, names).to_pylist(), strict=True)
-    ):
+    for row, (size, file) in enumerate(zip(sizes, _take_rows(rows, names).to_pylist(), strict=True)):
         yield column.read_cell(row, size, file, partial(_read_head_at, content, table_rows[row]))
 
 
@@ -443,17 +414,13 @@ def _iter_list_cells(path: str, rows: Any, name: str, is_from_hub: bool) -> Iter
             # The bytes are not copied from their Arrow buffer.
             size = content.as_buffer().size if content.is_valid else None
             file = cell["path"].as_py()
-            list_cells.append(
-                column.read_cell(row, size, file, partial(_read_head, content), number)
-            )
+            list_cells.append(column.read_cell(row, size, file, partial(_read_head, content), number))
         yield list_cells
 
 
 def _list_table_rows(rows: Any) -> Sequence[int]:
     """Index of each row of the dataset in the table behind it."""
-    table_rows: Sequence[int] = (
-        range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
-    )
+    table_rows: Sequence[int] = range(len(rows)) if rows._indices is None else rows._indices.column(0).to_pylist()
     return table_rows
 
 

@@ -27,9 +27,7 @@ def parse_kohya_folders(listing: Listing) -> dict[str, KohyaFolder]:
     # One folder that is named differently means that the names are classes after all.
     if not all("/" in name for name in listing.media) or not all(matches.values()):
         return {}
-    return {
-        top: KohyaFolder(match[2].strip(), int(match[1])) for top, match in matches.items() if match
-    }
+    return {top: KohyaFolder(match[2].strip(), int(match[1])) for top, match in matches.items() if match}
 
 
 def describe_kohya_folders(folders: Mapping[str, KohyaFolder]) -> list[str]:

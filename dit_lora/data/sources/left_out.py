@@ -11,37 +11,11 @@ from dit_lora.data.sources.listing import Listing
 
 _HEIC_SUFFIXES = {HEIC, ".heif", ".hif"}
 _UNREAD_IMAGE_SUFFIXES = {
-    *(
-        ".jxl",
-        ".psd",
-        ".svg",
-        ".exr",
-        ".hdr",
-        ".tga",
-        ".ico",
-        ".eps",
-        ".pcx",
-        ".dng",
-        ".cr2",
-        ".cr3",
-    ),
+    *(".jxl", ".psd", ".svg", ".exr", ".hdr", ".tga", ".ico", ".eps", ".pcx", ".dng", ".cr2", ".cr3"),
     *(".nef", ".arw", ".orf", ".rw2", ".raf"),
 }
 _UNREAD_VIDEO_SUFFIXES = {
-    *(
-        ".mpg",
-        ".mpeg",
-        ".m2v",
-        ".ts",
-        ".mts",
-        ".m2ts",
-        ".wmv",
-        ".asf",
-        ".flv",
-        ".f4v",
-        ".3gp",
-        ".ogv",
-    ),
+    *(".mpg", ".mpeg", ".m2v", ".ts", ".mts", ".m2ts", ".wmv", ".asf", ".flv", ".f4v", ".3gp", ".ogv"),
     *(".vob", ".mxf", ".rm", ".rmvb", ".y4m"),
 }
 _MAX_LISTED = 3
@@ -77,10 +51,7 @@ def describe_unread_files(listing: Listing, listed_names: Set[str] = frozenset()
     if not unread:
         return []
     counts = Counter(os.path.splitext(name)[1].lower() for name in unread)
-    kinds = "; ".join(
-        f"{count:,} {end or 'without a suffix'} ({reasons[end]})"
-        for end, count in counts.most_common()
-    )
+    kinds = "; ".join(f"{count:,} {end or 'without a suffix'} ({reasons[end]})" for end, count in counts.most_common())
     return [
         f"{_format_file_count(len(unread))} left out, of formats that are not read: {kinds}{_format_examples(unread)}"
     ]

@@ -55,10 +55,7 @@ class Listing:
         if newest > self._listed_ns - _CLOCK_RESOLUTION_NS:
             return False
         try:
-            return all(
-                os.stat(folder).st_mtime_ns == before
-                for folder, before in self._folder_times.items()
-            )
+            return all(os.stat(folder).st_mtime_ns == before for folder, before in self._folder_times.items())
         except OSError:
             return False
 
@@ -90,9 +87,7 @@ class Listing:
                 real = os.path.realpath(entry.path)
                 # Do not follow a link to a folder that contains it, which would never end.
                 if real not in parent_paths:
-                    yield from self._walk_files(
-                        entry.path, f"{prefix}{entry.name}/", (*parent_paths, real)
-                    )
+                    yield from self._walk_files(entry.path, f"{prefix}{entry.name}/", (*parent_paths, real))
                 continue
             if entry.is_symlink() and not os.path.exists(entry.path):
                 # Still listed, so that the reader can report it as missing.

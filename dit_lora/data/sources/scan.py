@@ -16,15 +16,7 @@ from dit_lora.data.sources.webdataset import is_tar, read_tar
 from dit_lora.errors import DitLoraError, format_list
 from dit_lora.terminal import make_one_line
 
-__all__ = [
-    "Clip",
-    "ClipProblem",
-    "Scan",
-    "find_class_names",
-    "format_class_name",
-    "read_clips",
-    "scan_sources",
-]
+__all__ = ["Clip", "ClipProblem", "Scan", "find_class_names", "format_class_name", "read_clips", "scan_sources"]
 
 Sample = TypeVar("Sample", Clip, Conversation)
 
@@ -51,9 +43,7 @@ def read_clips(data: DataConfig, cache: Path | None = None) -> list[Clip]:
     scanned = scan_sources(data, cache)
     if scanned.problems:
         location = data.path or "data.sources"
-        problems = [
-            make_one_line(f"{problem.file}: {problem.message}") for problem in scanned.problems
-        ]
+        problems = [make_one_line(f"{problem.file}: {problem.message}") for problem in scanned.problems]
         raise DitLoraError(format_list(f"{location}: correct or remove these samples", problems))
     return scanned.clips
 
@@ -79,9 +69,7 @@ def _read_source(source: SourceConfig, memo_folder: Path | None) -> Scan:
     root = Path(source.path).expanduser()
     is_dataset = is_saved_dataset(root) or get_dataset_hub_name(source) is not None
     if source.media is not None and (is_tar(root) or is_dataset):
-        raise DitLoraError(
-            f"data.media is for lists of files; {source.path} holds its media itself"
-        )
+        raise DitLoraError(f"data.media is for lists of files; {source.path} holds its media itself")
     if not (is_tar(root) or is_dataset):
         return read_folder(root, source, memo_folder)
     reject_extra_folders(source)
@@ -115,17 +103,10 @@ def read_all_sources(
     )
     names = _make_id_prefixes(data.sources)
     merged: tuple[list[Sample], list[ClipProblem]] = ([], [])
-    for source, (samples, problems), name, repeats in zip(
-        data.sources, results, names, times, strict=True
-    ):
+    for source, (samples, problems), name, repeats in zip(data.sources, results, names, times, strict=True):
         weight = source.loss_weight
         merged[0].extend(
-            replace(
-                sample,
-                id=name + sample.id,
-                times_per_epoch=repeats * sample.times_per_epoch,
-                loss_weight=weight,
-            )
+            replace(sample, id=name + sample.id, times_per_epoch=repeats * sample.times_per_epoch, loss_weight=weight)
             for sample in samples
         )
         merged[1].extend(replace(problem, file=name + problem.file) for problem in problems)
@@ -145,22 +126,15 @@ def _make_id_prefixes(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def _compute_source_repeats(
-    sources: Sequence[SourceConfig], counts: Sequence[float]
-) -> list[float]:
+def _compute_source_repeats(sources: Sequence[SourceConfig], counts: Sequence[float]) -> list[float]:
     """How many times more often the samples of each source come in an epoch.
 
     `counts` are the numbers of samples, including a folder's own repeats. With weights, the samples of the
     rarest source come once.
     """
-    shares = [
-        (source.weight or 0.0) / max(1, count)
-        for source, count in zip(sources, counts, strict=True)
-    ]
+    shares = [(source.weight or 0.0) / max(1, count) for source, count in zip(sources, counts, strict=True)]
     # An empty source has no samples, so it cannot be the rarest.
-    min_share = min(
-        (share for share, count in zip(shares, counts, strict=True) if count), default=0.0
-    )
+    min_share = min((share for share, count in zip(shares, counts, strict=True) if count), default=0.0)
     if not min_share:
         return [float(source.repeats) for source in sources]
     return [share / min_share for share in shares]

@@ -70,31 +70,23 @@ def read_table(table: Path, source: SourceConfig) -> Scan:
         if name:
             extra_cells = ExtraCells(
                 image=row.get(source.image_column) if source.image_column else None,
-                references=tuple(
-                    n for column in reference_columns for n in _list_names(row.get(column))
-                ),
+                references=tuple(n for column in reference_columns for n in _list_names(row.get(column))),
                 mask=row.get(source.mask_column) if source.mask_column else None,
             )
             folder.add(str(name), row.get(caption_column), extra_cells)
         else:
-            gathered.add_problem(
-                f"{table.name} row {number}", "missing", f"its {file_column} is empty"
-            )
+            gathered.add_problem(f"{table.name} row {number}", "missing", f"its {file_column} is empty")
     return gathered.to_scan(folder.describe_left_out(table.name))
 
 
-def _find_reference_columns(
-    table: Path, columns: Sequence[str], source: SourceConfig
-) -> tuple[str, ...]:
+def _find_reference_columns(table: Path, columns: Sequence[str], source: SourceConfig) -> tuple[str, ...]:
     """The columns of references; raises `DitLoraError` if the table lacks one that the source names."""
     if source.reference_folders:
         return ()
     if source.reference_columns is None:
         return (REFERENCES_COLUMN,) if REFERENCES_COLUMN in columns else ()
     purpose = "a reference (reference_columns)"
-    return tuple(
-        _find_column(table, columns, (name,), purpose) for name in source.reference_columns
-    )
+    return tuple(_find_column(table, columns, (name,), purpose) for name in source.reference_columns)
 
 
 def _list_names(cell: object) -> list[object]:
@@ -164,14 +156,10 @@ class ListedFiles:
         media = MediaFile(self._root / path)
         if not media.exists():
             similar = describe_similar_name(self._root / path)
-            self._collector.add_problem(
-                path, "missing", f"no such file; {similar}" if similar else "no such file"
-            )
+            self._collector.add_problem(path, "missing", f"no such file; {similar}" if similar else "no such file")
         faults: list[Fault] = []
         image = self._find_extra_file("first image", extra_cells.image, faults)
-        references = [
-            self._find_extra_file(REFERENCE, cell, faults) for cell in extra_cells.references
-        ]
+        references = [self._find_extra_file(REFERENCE, cell, faults) for cell in extra_cells.references]
         mask = self._find_extra_file(MASK, extra_cells.mask, faults)
         ordered_references, gap = compact_references(references)
         # A missing file leaves a gap too, but is already reported.
@@ -180,9 +168,7 @@ class ListedFiles:
         for fault in merge_by_code(faults):
             self._collector.add_problem(path, *fault)
         loss_mask = LossMask(mask) if mask else None
-        self._collector.add(
-            path, media, caption, image=image, references=ordered_references, mask=loss_mask
-        )
+        self._collector.add(path, media, caption, image=image, references=ordered_references, mask=loss_mask)
 
     def _find_extra_file(self, role: str, cell: object, faults: list[Fault]) -> MediaFile | None:
         """An additional file of a sample; None if there is none, with a fault if one was named."""
@@ -253,9 +239,7 @@ def _read_parquet(path: Path, collector: SampleCollector) -> _TableRows:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise DitLoraError(
-            f"{path} needs the pyarrow package; pip install 'dit-lora[datasets]'"
-        ) from error
+        raise DitLoraError(f"{path} needs the pyarrow package; pip install 'dit-lora[datasets]'") from error
 
     def call_parquet(function: Callable[..., Any], **options: object) -> Any:
         try:
@@ -276,9 +260,7 @@ _READERS: dict[str, Callable[[Path, SampleCollector], _TableRows]] = {
 }
 
 
-def _find_column(
-    path: Path, columns: Sequence[str], candidates: Sequence[str], purpose: str
-) -> str:
+def _find_column(path: Path, columns: Sequence[str], candidates: Sequence[str], purpose: str) -> str:
     for name in candidates:
         if name in columns:
             return name

@@ -17,20 +17,8 @@ from typing_extensions import TypedDict
 from dit_lora.config.data import SourceConfig
 from dit_lora.config.records import read_typed_json
 from dit_lora.data.media.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, TarMember, find_size_fault
-from dit_lora.data.sources.caption_text import (
-    MAX_CAPTION_BYTES,
-    Fault,
-    make_too_long_fault,
-    suggest_encoding,
-)
-from dit_lora.data.sources.clips import (
-    MASK,
-    REFERENCE,
-    LossMask,
-    SampleCollector,
-    Scan,
-    merge_by_code,
-)
+from dit_lora.data.sources.caption_text import MAX_CAPTION_BYTES, Fault, make_too_long_fault, suggest_encoding
+from dit_lora.data.sources.clips import MASK, REFERENCE, LossMask, SampleCollector, Scan, merge_by_code
 from dit_lora.data.sources.listing import PACKED_SUFFIXES
 from dit_lora.data.sources.tables import get_caption_columns
 from dit_lora.errors import DitLoraError
@@ -58,9 +46,7 @@ def is_tar(path: Path) -> bool:
     return path.name.lower().endswith((".tar", *PACKED_SUFFIXES)) and not path.is_dir()
 
 
-def read_tars(
-    root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None
-) -> Scan:
+def read_tars(root: Path, tars: Sequence[str], source: SourceConfig, memo_folder: Path | None) -> Scan:
     """Read the samples of tars below a folder; ids begin with the tar's path below it.
 
     Only headers and captions are read, and only captions if the tar's index is in the folder `memo_folder`. All
@@ -83,11 +69,7 @@ def read_tar(path: Path, source: SourceConfig, memo_folder: Path | None) -> Scan
 
 
 def _add_tar(
-    path: Path,
-    prefix: str,
-    source: SourceConfig,
-    collector: SampleCollector,
-    memo_folder: Path | None,
+    path: Path, prefix: str, source: SourceConfig, collector: SampleCollector, memo_folder: Path | None
 ) -> None:
     """Add the samples and problems of one tar to `collector`; ids begin with `prefix`."""
     file = prefix.rstrip("/") or path.name
@@ -134,18 +116,8 @@ def _load_or_build_index(path: Path, stream: BinaryIO, memo_folder: Path | None)
         return _build_index(stream, status.st_size)
     # A tar that was moved gets a new index, because the memo's file name depends on its path.
     location = os.path.abspath(path)
-    key = [
-        _VERSION,
-        location,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ino,
-        status.st_ctime_ns,
-    ]
-    file = (
-        memo_folder
-        / f"{hashlib.sha256(location.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
-    )
+    key = [_VERSION, location, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
+    file = memo_folder / f"{hashlib.sha256(location.encode(errors='surrogateescape')).hexdigest()[:32]}.json"
     try:
         stored = read_typed_json(file, _StoredIndex)
         if stored["key"] == key:
@@ -210,9 +182,7 @@ def _iter_headers(stream: BinaryIO, size: int, index: _TarIndex) -> Iterator[tar
         index.fault = ("corrupt", f"the header at byte {opened.offset} is damaged")
 
 
-def _find_member_fault(
-    member: tarfile.TarInfo, size: int, is_duplicate: bool
-) -> tuple[str, str] | None:
+def _find_member_fault(member: tarfile.TarInfo, size: int, is_duplicate: bool) -> tuple[str, str] | None:
     """Code and message if a member of a tar of `size` bytes must not be read; None if it may be."""
     unsafe = _find_unsafe_reason(member)
     if unsafe is not None:
@@ -239,9 +209,7 @@ class _SampleAdder:
         """Add a sample; returns False if the members are not a sample, or it is refused."""
         extra = _ExtraMembers.from_members(members, self.source)
         # References and masks are pictures too, so they are excluded first.
-        media = _choose_media(
-            [name for name in _list_media_extensions(members) if name not in extra.extensions]
-        )
+        media = _choose_media([name for name in _list_media_extensions(members) if name not in extra.extensions])
         captions = [name for name in _CAPTION_EXTENSIONS if name in members]
         if not media:
             # Members without media and caption are other files, such as a README.
@@ -280,9 +248,7 @@ class _SampleAdder:
         )
         return True
 
-    def _read_caption(
-        self, members: Members, captions: Sequence[str]
-    ) -> tuple[object, tuple[str, str]]:
+    def _read_caption(self, members: Members, captions: Sequence[str]) -> tuple[object, tuple[str, str]]:
         """The caption (then the second value is unused), or None with the code and message of the fault."""
         if self.source.caption is not None:
             return None, ("", "")
@@ -291,10 +257,7 @@ class _SampleAdder:
             captions = [name for name in captions if name == "json"]
         if not captions:
             suffixes = ".json" if self.source.caption_column else ".txt, .json or .cls"
-            return None, (
-                "caption_missing",
-                f"it has no caption: there is no {suffixes} of its name",
-            )
+            return None, ("caption_missing", f"it has no caption: there is no {suffixes} of its name")
         _, offset, size = members[captions[0]]
         # A .json may hold more than the caption, so its limit is higher.
         if size > (_MAX_JSON_BYTES if captions[0] == "json" else MAX_CAPTION_BYTES):
@@ -362,9 +325,7 @@ class _ExtraMembers:
         columns: Sequence[str] | None = source.reference_columns
         if columns is None:
             # By default, references are sorted by their number and not by their name: 2 comes before 10.
-            columns = sorted(
-                filter(_REFERENCE_PATTERN.fullmatch, by_middle), key=_get_reference_number
-            )
+            columns = sorted(filter(_REFERENCE_PATTERN.fullmatch, by_middle), key=_get_reference_number)
         extra_columns = [(REFERENCE, column, result.references) for column in columns]
         if source.mask_column is not None:
             extra_columns.append((MASK, source.mask_column, result.masks))
@@ -376,9 +337,7 @@ class _ExtraMembers:
                 result.faults.append((f"{part}_missing", message))
             elif len(extensions) > 1:
                 file_list = ", ".join(f".{name}" for name in extensions)
-                result.faults.append(
-                    (f"{part}_ambiguous", f"it has several of one name: {file_list}")
-                )
+                result.faults.append((f"{part}_ambiguous", f"it has several of one name: {file_list}"))
         return result
 
 

@@ -14,14 +14,7 @@ _BACKGROUND = (24, 24, 30)
 
 
 def write_shapes(
-    out_folder: Path,
-    *,
-    clips: int,
-    frames: int,
-    height: int,
-    width: int,
-    fps: float,
-    sound: bool = False,
+    out_folder: Path, *, clips: int, frames: int, height: int, width: int, fps: float, sound: bool = False
 ) -> list[Path]:
     """Write `clips` mp4 files and their metadata.jsonl; each clip has a colour, a shape and a direction.
 
@@ -78,9 +71,7 @@ def write_class_folders(
     return paths
 
 
-def render_clip(
-    shape: str, colour: str, moves_right: bool, frames: int, height: int, width: int
-) -> torch.Tensor:
+def render_clip(shape: str, colour: str, moves_right: bool, frames: int, height: int, width: int) -> torch.Tensor:
     """A clip of a moving shape, uint8 (frames, height, width, 3)."""
     # Coordinates relative to the shape's centre: y is (H, 1) and x is (1, W), which broadcast to (H, W).
     y = torch.arange(height).view(-1, 1) - height / 2
@@ -91,8 +82,6 @@ def render_clip(
         # The shape stays inside the picture: its centre keeps one radius of distance from both sides.
         centre = radius + (width - 2 * radius) * (progress if moves_right else 1 - progress)
         x = torch.arange(width).view(1, -1) - centre
-        inside = (
-            x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
-        )
+        inside = x**2 + y**2 < radius**2 if shape == "disc" else (x.abs() < radius) & (y.abs() < radius)
         video[frame, inside] = torch.tensor(COLOURS[colour], dtype=torch.uint8)
     return video

@@ -36,17 +36,12 @@ def _choose_attributes(index: int) -> tuple[str, str, bool]:
     return colour, shape, (index + index // per_side) % 2 == 0
 
 
-def _write_clip(
-    out_folder: Path, index: int, frames: int, height: int, width: int, fps: float
-) -> dict[str, Any]:
+def _write_clip(out_folder: Path, index: int, frames: int, height: int, width: int, fps: float) -> dict[str, Any]:
     colour, shape, rightwards = _choose_attributes(index)
     video = render_clip(shape, colour, rightwards, frames, height, width)
     side = "right" if rightwards else "left"
     path = write_sample(out_folder / "clips" / f"{index:02d}_{colour}_{shape}_{side}", video, fps)
-    answers = {
-        "Which way does it move?": f"To the {side}.",
-        **_describe_looks(colour, shape),
-    }
+    answers = {"Which way does it move?": f"To the {side}.", **_describe_looks(colour, shape)}
     return {"video": path.relative_to(out_folder).as_posix(), "QA": _make_turns("video", answers)}
 
 
@@ -54,9 +49,7 @@ def _write_image(out_folder: Path, index: int, height: int, width: int) -> dict[
     colour, shape, at_left = _choose_attributes(index)
     picture = render_clip(shape, colour, at_left, 1, height, width)
     side = "left" if at_left else "right"
-    path = write_sample(
-        out_folder / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None
-    )
+    path = write_sample(out_folder / "images" / f"{index:02d}_{colour}_{shape}_{side}", picture, None)
     caption = f"A {colour} {shape} at the {side} of a dark background."
     # An empty question makes the answer a caption.
     answers = {"": caption} if index % 2 else _describe_looks(colour, shape)

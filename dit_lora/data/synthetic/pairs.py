@@ -18,14 +18,7 @@ _BAND_PIXELS = 8
 
 
 def write_edit_pairs(
-    out_folder: Path,
-    *,
-    pairs: int,
-    height: int,
-    width: int,
-    frames: int = 1,
-    fps: float = 8.0,
-    seed: int = 0,
+    out_folder: Path, *, pairs: int, height: int, width: int, frames: int = 1, fps: float = 8.0, seed: int = 0
 ) -> list[Path]:
     """Write `pairs` edited png files to after/, their references to before/, masks to mask/, and captions.
 
@@ -59,10 +52,7 @@ def write_edit_pairs(
         differs = (before != after).any(-1, keepdim=True).any(0, keepdim=True)
         mask = differs.byte().mul(255).expand(-1, -1, -1, 3)
         folders = {"after": after, "before": before, "mask": mask}
-        files = [
-            write_sample(out_folder / name / f"{index:03d}", video, fps)
-            for name, video in folders.items()
-        ]
+        files = [write_sample(out_folder / name / f"{index:03d}", video, fps) for name, video in folders.items()]
         write_atomically(files[0].with_suffix(".txt"), text + "\n")
         target, reference, mask_name = (file.relative_to(out_folder).as_posix() for file in files)
         row = {"file_name": target, "references": [reference], "mask": mask_name, "text": text}

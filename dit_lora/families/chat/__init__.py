@@ -21,9 +21,7 @@ FAMILY = ChatFamily(
     licenses={
         "llava-hf/LLaVA-NeXT-Video-7B*": License("llama2"),
         "Qwen/Qwen2.5-VL-3B-Instruct": License(
-            "other",
-            "qwen-research",
-            "https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/LICENSE",
+            "other", "qwen-research", "https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/LICENSE"
         ),
         "Qwen/Qwen2.5-VL-7B-Instruct": License("apache-2.0"),
         "HuggingFaceTB/SmolVLM2-*": License("apache-2.0"),

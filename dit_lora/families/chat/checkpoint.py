@@ -22,12 +22,7 @@ from dit_lora.data.chat.rendered import RenderedConversation
 from dit_lora.data.chat.template import MediaText, render_template
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.chat.layouts import (
-    InternVLLayout,
-    LlavaNextVideoLayout,
-    PictureLayout,
-    SmolVLMLayout,
-)
+from dit_lora.families.chat.layouts import InternVLLayout, LlavaNextVideoLayout, PictureLayout, SmolVLMLayout
 from dit_lora.families.chat.qwen import QwenLayout
 from dit_lora.families.chat_base import ChatCheckpoint, VisionSettings
 from dit_lora.families.chat_options import refuse_diffusion_options
@@ -59,14 +54,9 @@ class ChatTemplate:
     tokenizer: Any
     text: str
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
         return self.tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self.text,
-            tokenize=tokenize,
-            add_generation_prompt=add_generation_prompt,
+            conversation, chat_template=self.text, tokenize=tokenize, add_generation_prompt=add_generation_prompt
         )
 
 
@@ -93,9 +83,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
                 f"for {self.config.model_type} give {problems}"
             )
         if vision_settings.tiles is not None:
-            raise DitLoraError(
-                f"chat.tiles: {self.config.model_type} has tiles of its own; remove it"
-            )
+            raise DitLoraError(f"chat.tiles: {self.config.model_type} has tiles of its own; remove it")
         # False is an error, because these models cannot work without times. None and True are the same for them.
         if vision_settings.timestamps is False and self.layout.has_frame_times:
             raise DitLoraError(
@@ -108,9 +96,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             return None
         # An image has one frame, whatever data.frames is.
         frames = self.vision_settings.frames if kind == "video" else 1
-        return self.layout.shape(
-            frames, height, width, (self.vision_settings.height, self.vision_settings.width)
-        )
+        return self.layout.shape(frames, height, width, (self.vision_settings.height, self.vision_settings.width))
 
     def render(
         self,
@@ -135,13 +121,9 @@ class VideoTextCheckpoint(ChatCheckpoint):
             # A video of one frame is an image.
             conversation = replace(conversation, kind="video" if video else "image")
             # The template writes a placeholder; `expansion` then puts one token for each of the model's features.
-            media = MediaText(
-                self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds)
-            )
+            media = MediaText(self.layout.placeholder(shape.frames), self.layout.expansion(shape, seconds))
         template = ChatTemplate(self.tokenizer, self._get_template(is_video=video))
-        rendered = render_template(
-            template, self.tokenizer, conversation, media, include_answer=include_answer
-        )
+        rendered = render_template(template, self.tokenizer, conversation, media, include_answer=include_answer)
         return TimedRenderedConversation(rendered.pieces, seconds=tuple(seconds) if video else ())
 
     def load_model(self, dtype: torch.dtype) -> nn.Module:
@@ -181,9 +163,7 @@ class VideoTextCheckpoint(ChatCheckpoint):
             return read_typed_json(older, ChatTemplateFile)["chat_template"]
         template = self.tokenizer.chat_template
         if not isinstance(template, str):
-            raise DitLoraError(
-                f"{self.path} has no chat template: fetch its chat_template.jinja or .json"
-            )
+            raise DitLoraError(f"{self.path} has no chat template: fetch its chat_template.jinja or .json")
         return template
 
 
@@ -220,7 +200,5 @@ def _override_dtype(model: nn.Module) -> None:
     dtype_property = property(lambda self: self.get_input_embeddings().weight.dtype)
     # Swap in a subclass with the same name, because `dtype` is a property of the class.
     model.__class__ = type(
-        model_class.__name__,
-        (model_class,),
-        {"dtype": dtype_property, "__module__": model_class.__module__},
+        model_class.__name__, (model_class,), {"dtype": dtype_property, "__module__": model_class.__module__}
     )

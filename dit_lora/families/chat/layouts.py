@@ -58,9 +58,7 @@ class PictureLayout(Protocol):
     def expansion(self, shape: VideoShape, seconds: Sequence[float]) -> str:
         """Text of a picture or video of this shape, including the tokens that stand for the model's features."""
 
-    def inputs(
-        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
-    ) -> Tensors:
+    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
         """The model's arguments except `input_ids` (B, L), from uint8 pixels (B, F, 3, H, W) and times (B, F)."""
 
 
@@ -162,9 +160,7 @@ class LlavaNextVideoLayout(SquareFrames):
         # The whole image, the unpadded tiles, and one newline feature per row.
         return self.image_token * (grid**2 + rows * columns + rows)
 
-    def inputs(
-        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
-    ) -> Tensors:
+    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
         # (B, F, 3, side, side)
         if pixels.shape[1] > 1:
             return {"pixel_values_videos": self.normalize_video(pixels)}
@@ -175,14 +171,9 @@ class LlavaNextVideoLayout(SquareFrames):
         top, left = (canvas[0] - inner_size[0]) // 2, (canvas[1] - inner_size[1]) // 2
         # Center the scaled picture on a black canvas that splits into whole tiles.
         padded = picture.new_zeros(len(picture), 3, *canvas)
-        padded[..., top : top + inner_size[0], left : left + inner_size[1]] = resize_pixels(
-            picture, *inner_size
-        )
+        padded[..., top : top + inner_size[0], left : left + inner_size[1]] = resize_pixels(picture, *inner_size)
         # (B, 1, 3, side, side) and (B, tiles, 3, side, side)
-        views = [
-            resize_pixels(picture, self.side, self.side)[:, None],
-            split_tiles(padded, self.side, self.side),
-        ]
+        views = [resize_pixels(picture, self.side, self.side)[:, None], split_tiles(padded, self.side, self.side)]
         return {
             "pixel_values": self.normalize_image(torch.cat(views, dim=1)),
             "image_sizes": copy_to_device([size] * len(picture), pixels.device),
@@ -230,9 +221,7 @@ class SmolVLMLayout(SquareFrames):
             tokens_per_tile=int((side // vision.patch_size) ** 2 / config.scale_factor**2),
             image_token=get_token_text(tokenizer, config.image_token_id),
             normalize_image=PixelNormalization.from_processor_config(image, HALF, HALF),
-            normalize_video=PixelNormalization.from_processor_config(
-                read_processor_config(path, "video"), HALF, HALF
-            ),
+            normalize_video=PixelNormalization.from_processor_config(read_processor_config(path, "video"), HALF, HALF),
         )
 
     def _image_size(self, height: int, width: int, budget: tuple[int, int]) -> tuple[int, int]:
@@ -264,21 +253,15 @@ class SmolVLMLayout(SquareFrames):
             return overview
         # One line of text per row of tiles; rows and columns count from 1, as in the tokenizer's special tokens.
         lines = [
-            "".join(
-                f"{marker}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1)
-            )
+            "".join(f"{marker}<row_{row}_col_{column}>{picture}" for column in range(1, columns + 1))
             for row in range(1, rows + 1)
         ]
         return "\n".join(lines) + f"\n\n{overview}"
 
-    def inputs(
-        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
-    ) -> Tensors:
+    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
         if pixels.shape[1] > 1:
             return {"pixel_values": self.normalize_video(pixels)}
-        return {
-            "pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side))
-        }
+        return {"pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,9 +286,7 @@ class InternVLLayout(SquareFrames):
             max_tiles=image.get("max_patches", 12),
             min_tiles=image.get("min_patches", 1),
             image_token=get_token_text(tokenizer, config.image_token_id),
-            normalize_image=PixelNormalization.from_processor_config(
-                image, IMAGENET_MEAN, IMAGENET_STD
-            ),
+            normalize_image=PixelNormalization.from_processor_config(image, IMAGENET_MEAN, IMAGENET_STD),
             normalize_video=PixelNormalization.from_processor_config(
                 read_processor_config(path, "video"), IMAGENET_MEAN, IMAGENET_STD
             ),
@@ -326,27 +307,17 @@ class InternVLLayout(SquareFrames):
         count = shape.height * shape.width // self.side**2
         return f"<img>{picture * (count if count == 1 else count + 1)}</img>"
 
-    def inputs(
-        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
-    ) -> Tensors:
+    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
         # (B, F, ...) or (B, V, ...) -> (B * F, ...): the model takes a flat list of tiles.
         if pixels.shape[1] > 1:
             return {"pixel_values": self.normalize_video(pixels).flatten(0, 1)}
-        return {
-            "pixel_values": self.normalize_image(
-                split_tiles_with_whole(pixels[:, 0], self.side)
-            ).flatten(0, 1)
-        }
+        return {"pixel_values": self.normalize_image(split_tiles_with_whole(pixels[:, 0], self.side)).flatten(0, 1)}
 
     def _select_grid(self, height: int, width: int, max_tiles: int) -> tuple[int, int]:
         """Rows and columns with the nearest aspect ratio. Ties go to the largest that the picture fills by half."""
         # Smaller grids come first, so that a tie can replace them by a larger one.
         best, min_distance = (1, 1), math.inf
-        grids = [
-            (rows, cols)
-            for cols in range(1, max_tiles + 1)
-            for rows in range(1, max_tiles // cols + 1)
-        ]
+        grids = [(rows, cols) for cols in range(1, max_tiles + 1) for rows in range(1, max_tiles // cols + 1)]
         for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
             if rows * columns < self.min_tiles:
                 continue

@@ -14,12 +14,7 @@ import torch
 from dit_lora.config.data import VideoShape
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat.layouts import CLIP_MEAN, CLIP_STD, HALF, Fit, Tensors, get_token_text
-from dit_lora.families.chat.views import (
-    PixelNormalization,
-    copy_to_device,
-    read_processor_config,
-    split_patches,
-)
+from dit_lora.families.chat.views import PixelNormalization, copy_to_device, read_processor_config, split_patches
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,7 @@ class PixelLimits:
         # Older processor configs have min_pixels and max_pixels; newer ones have the same numbers under `size`.
         size = processor.get("size") or {}
         lower_limit = processor.get("min_pixels") or size.get("shortest_edge") or default[0]
-        return cls(
-            lower_limit, processor.get("max_pixels") or size.get("longest_edge") or default[1]
-        )
+        return cls(lower_limit, processor.get("max_pixels") or size.get("longest_edge") or default[1])
 
 
 @dataclass(frozen=True)
@@ -99,17 +92,13 @@ class QwenLayout:
     def shape(self, frames: int, height: int, width: int, budget: tuple[int, int]) -> VideoShape:
         """Size of a picture for the model. Raises `DitLoraError` if one side is more than 200 times the other."""
         if max(height, width) > 200 * min(height, width):
-            raise DitLoraError(
-                f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200"
-            )
+            raise DitLoraError(f"a picture of {height}x{width} is too narrow; its sides may differ by a factor of 200")
         # Qwen3-VL counts the pixels of all frames of a video together, Qwen2.5-VL those of one frame.
         limits, pictures = self.image_pixel_limits, 1
         if frames > 1:
             limits, pictures = self.video_pixel_limits, frames if self.has_timestamps else 1
         max_pixels = min(limits.max_pixels, budget[0] * budget[1] * pictures)
-        sides = self._compute_smart_size(
-            height, width, pictures, min(limits.min_pixels, max_pixels), max_pixels
-        )
+        sides = self._compute_smart_size(height, width, pictures, min(limits.min_pixels, max_pixels), max_pixels)
         return VideoShape(frames, *sides)
 
     def placeholder(self, frames: int) -> str:
@@ -126,37 +115,22 @@ class QwenLayout:
         # Repeat the last time, as the last frame is repeated to fill its group.
         padded = [*seconds, *[seconds[-1]] * (-shape.frames % size)]
         # Mean time of the first and last frame of each group: Qwen3VLProcessor._calculate_timestamps.
-        times = [
-            (padded[start] + padded[start + size - 1]) / 2 for start in range(0, len(padded), size)
-        ]
-        frames = (
-            f"<{time:.1f} seconds>{_wrap_vision_tokens(self.video_token * count)}" for time in times
-        )
+        times = [(padded[start] + padded[start + size - 1]) / 2 for start in range(0, len(padded), size)]
+        frames = (f"<{time:.1f} seconds>{_wrap_vision_tokens(self.video_token * count)}" for time in times)
         return _wrap_vision_tokens("".join(frames))
 
-    def inputs(
-        self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None
-    ) -> Tensors:
+    def inputs(self, input_ids: torch.Tensor, pixels: torch.Tensor, seconds: torch.Tensor | None) -> Tensors:
         batch, frames, _, height, width = pixels.shape
         kind, name = ("image", "pixel_values") if frames == 1 else ("video", "pixel_values_videos")
         normalise = self.normalize_image if frames == 1 else self.normalize_video
         # (B, patches, 3 * frames_per_patch * patch**2)
         patch_tensors = split_patches(
-            normalise(pixels),
-            side=self.patch_size,
-            merge=self.merge_size,
-            frames_per_patch=self.frames_per_patch,
+            normalise(pixels), side=self.patch_size, merge=self.merge_size, frames_per_patch=self.frames_per_patch
         )
         # Time, height and width in patches. Frames are rounded up to whole groups.
-        grid = (
-            -(-frames // self.frames_per_patch),
-            height // self.patch_size,
-            width // self.patch_size,
-        )
+        grid = (-(-frames // self.frames_per_patch), height // self.patch_size, width // self.patch_size)
         # 0 for text, 1 for images, 2 for videos: ProcessorMixin.create_mm_token_type_ids.
-        types = (input_ids == self.image_token_id).int() + 2 * (
-            input_ids == self.video_token_id
-        ).int()
+        types = (input_ids == self.image_token_id).int() + 2 * (input_ids == self.video_token_id).int()
         model_inputs = {
             name: patch_tensors.flatten(0, 1),
             f"{kind}_grid_thw": copy_to_device([grid] * batch, pixels.device),
@@ -164,9 +138,7 @@ class QwenLayout:
         }
         if frames > 1 and not self.has_timestamps:
             if seconds is None:
-                raise DitLoraError(
-                    "the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames"
-                )
+                raise DitLoraError("the batch has no `seconds`, by which Qwen2.5-VL counts the positions of frames")
             # (B,), the mean time between frames.
             frame_interval = (seconds[:, -1] - seconds[:, 0]) / (frames - 1)
             model_inputs["second_per_grid_ts"] = self.frames_per_patch * frame_interval

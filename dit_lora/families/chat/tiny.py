@@ -89,9 +89,7 @@ def build_tiny(variant_name: str, folder: Path) -> None:
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def build_tiny_chat(
-    variant_name: str, extra_tokens: Sequence[str] = ()
-) -> tuple[Qwen2Tokenizer, Any]:
+def build_tiny_chat(variant_name: str, extra_tokens: Sequence[str] = ()) -> tuple[Qwen2Tokenizer, Any]:
     """Build a variant's tokenizer and model. Each of `extra_tokens` becomes one token, as in a trained vocabulary."""
     variant = VARIANTS[variant_name]
     tokenizer = _build_tokenizer(variant)
@@ -139,12 +137,7 @@ def _build_tokenizer(variant: Variant) -> Qwen2Tokenizer:
 def _llava_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return LlavaNextVideoConfig(
         text_config={**text, "model_type": "mistral", "sliding_window": None},
-        vision_config={
-            **_VISION_CONFIG,
-            "model_type": "clip_vision_model",
-            "image_size": 56,
-            "patch_size": 14,
-        },
+        vision_config={**_VISION_CONFIG, "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14},
         image_grid_pinpoints=_PINPOINTS,
         image_token_index=token_id("<image>"),
         video_token_index=token_id("<video>"),
@@ -216,12 +209,7 @@ def _smolvlm_config(token_id: Callable[[str], int], text: dict[str, Any]) -> Pre
 def _internvl_config(token_id: Callable[[str], int], text: dict[str, Any]) -> PreTrainedConfig:
     return InternVLConfig(
         text_config={**text, "model_type": "qwen2"},
-        vision_config={
-            **_VISION_CONFIG,
-            "image_size": [56, 56],
-            "patch_size": [14, 14],
-            "use_qk_norm": True,
-        },
+        vision_config={**_VISION_CONFIG, "image_size": [56, 56], "patch_size": [14, 14], "use_qk_norm": True},
         image_token_id=token_id("<IMG_CONTEXT>"),
         image_seq_length=4,
         tie_word_embeddings=False,
@@ -248,8 +236,7 @@ def _chatml_template(image: str, video: str, system: str = "") -> str:
         + "{% endif %}"
     )
     return (
-        (default if system else "")
-        + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        (default if system else "") + "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for part in message['content'] %}"
         "{% if part['type'] == 'image' %}{{ " + json.dumps(image) + " }}"
@@ -306,10 +293,7 @@ def _processor_files(
 _SQUARE_SIZE = {"height": 56, "width": 56}
 _SHORTEST_EDGE = {"size": {"shortest_edge": 56}, "crop_size": _SQUARE_SIZE}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 112 * 112, "patch_size": 14}
-_PAD_TEXTS = (
-    "<|vision_start|><|image_pad|><|vision_end|>",
-    "<|vision_start|><|video_pad|><|vision_end|>",
-)
+_PAD_TEXTS = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
 _TILE, _SAMPLING = {"longest_edge": 32}, {"fps": 1, "max_frames": 64}
 _SMOLVLM_SIZE = {"max_image_size": _TILE}
 VARIANTS: dict[str, Variant] = {
@@ -356,10 +340,7 @@ VARIANTS: dict[str, Variant] = {
             ),
             (
                 "Qwen3VLVideoProcessor",
-                {
-                    "size": {"shortest_edge": 32 * 32, "longest_edge": 8 * 128 * 128},
-                    "patch_size": 16,
-                },
+                {"size": {"shortest_edge": 32 * 32, "longest_edge": 8 * 128 * 128}, "patch_size": 16},
             ),
             (HALF, HALF),
         ),
@@ -383,11 +364,7 @@ VARIANTS: dict[str, Variant] = {
             ("SmolVLMImageProcessor", {**_SMOLVLM_SIZE, "size": {"longest_edge": 128}}),
             (
                 "SmolVLMVideoProcessor",
-                {
-                    **_SMOLVLM_SIZE,
-                    "size": _TILE,
-                    "video_sampling": {**_SAMPLING, "video_size": _TILE},
-                },
+                {**_SMOLVLM_SIZE, "size": _TILE, "video_sampling": {**_SAMPLING, "video_size": _TILE}},
             ),
             (HALF, HALF),
             image_seq_len=4,
@@ -406,10 +383,7 @@ VARIANTS: dict[str, Variant] = {
         _internvl_config,
         _processor_files(
             "InternVLProcessor",
-            (
-                "GotOcr2ImageProcessor",
-                {"size": _SQUARE_SIZE, "max_patches": 6, "crop_to_patches": False},
-            ),
+            ("GotOcr2ImageProcessor", {"size": _SQUARE_SIZE, "max_patches": 6, "crop_to_patches": False}),
             ("InternVLVideoProcessor", {"size": _SQUARE_SIZE}),
             (IMAGENET_MEAN, IMAGENET_STD),
             image_seq_length=4,

@@ -86,9 +86,7 @@ def split_tiles_with_whole(pixels: torch.Tensor, side: int) -> torch.Tensor:
     return torch.cat([tile_views, resize_pixels(pixels, side, side)[:, None]], dim=1)
 
 
-def split_patches(
-    frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int
-) -> torch.Tensor:
+def split_patches(frames: torch.Tensor, *, side: int, merge: int, frames_per_patch: int) -> torch.Tensor:
     """Cut (B, F, 3, H, W) into patches of several frames: (B, patches, 3 * frames_per_patch * side**2).
 
     Neighbours that the model merges, `merge` x `merge`, follow each other. The last frame is repeated if F is not a

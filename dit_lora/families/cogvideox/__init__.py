@@ -3,9 +3,7 @@
 from dit_lora.adapters.layer_names import LayerNames
 from dit_lora.families.family import DiffusionFamily, License
 
-_LICENSE = License(
-    "other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE"
-)
+_LICENSE = License("other", "cogvideox-license", "https://huggingface.co/THUDM/CogVideoX-5b/blob/main/LICENSE")
 
 
 FAMILY = DiffusionFamily(
@@ -54,11 +52,5 @@ FAMILY = DiffusionFamily(
         }
     ),
     has_kohya_layout=True,
-    tiny_variants=(
-        "cogvideox-2b",
-        "cogvideox-5b",
-        "cogvideox-5b-i2v",
-        "cogvideox-1.5",
-        "cogvideox-1.5-i2v",
-    ),
+    tiny_variants=("cogvideox-2b", "cogvideox-5b", "cogvideox-5b-i2v", "cogvideox-1.5", "cogvideox-1.5-i2v"),
 )

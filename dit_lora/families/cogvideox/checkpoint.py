@@ -21,9 +21,7 @@ from dit_lora.families.opening import (
 from dit_lora.numerics.objectives import VPrediction
 
 # Checkpoint classes by the pipeline class in model_index.json.
-_CHECKPOINT_CLASSES = {
-    kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)
-}
+_CHECKPOINT_CLASSES = {kind.pipeline_class.__name__: kind for kind in (CogVideoXCheckpoint, CogVideoXImageCheckpoint)}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> CogVideoXCheckpoint:
@@ -85,6 +83,4 @@ def _require_channels(
     ]
     if problems:
         name = checkpoint_class.pipeline_class.__name__
-        raise DitLoraError(
-            format_list(f"{model.path}: the transformer of a {name} with this VAE", problems)
-        )
+        raise DitLoraError(format_list(f"{model.path}: the transformer of a {name} with this VAE", problems))

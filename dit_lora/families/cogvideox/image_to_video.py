@@ -54,9 +54,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         data, problems = recipe.data, image_errors(recipe.validation, self.image_arguments)
         # A flipped clip with an unflipped first image would train on a contradiction.
         if data.flip:
-            problems.append(
-                "data.flip: it would not mirror a first image of the clip's own; remove it"
-            )
+            problems.append("data.flip: it would not mirror a first image of the clip's own; remove it")
         if problems:
             raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         noise = data.image_noise is not False
@@ -80,15 +78,9 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             picture = pixels[0] if image is None else image
             clean = processor.preprocess(to_pil_image(picture))
-            images = [
-                clean,
-                *(generate_noisy_images(picture, clean) if self.has_image_noise else ()),
-            ]
+            images = [clean, *(generate_noisy_images(picture, clean) if self.has_image_noise else ())]
             # One at a time: in a batch, the last bits of a result would depend on the other images.
-            posteriors = [
-                vae.encode(pixels_BCHW.to(device, dtype)[:, :, None]).latent_dist
-                for pixels_BCHW in images
-            ]
+            posteriors = [vae.encode(pixels_BCHW.to(device, dtype)[:, :, None]).latent_dist for pixels_BCHW in images]
             return encode_video(vae, pixels) | {
                 "image_latent_mean": torch.cat([posterior.mean for posterior in posteriors]),
                 "image_latent_logvar": torch.cat([posterior.logvar for posterior in posteriors]),
@@ -106,9 +98,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
                 torch.cat([torch.rand(1, generator=row) for row in rows]) >= self.image_dropout
             ),
         }
-        noised: DrawFunctions = (
-            {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
-        )
+        noised: DrawFunctions = {"image_noise": partial(draw_integers, 1, encodings)} if encodings > 1 else {}
         return {**super().draw_functions(batch), **image_draws, **noised}
 
     def _predict_in_training(
@@ -125,9 +115,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         # Index of the image's encoding per sample; 0 is the clean one.
         encoding_index = random_tensors.get("image_noise", 0 * rows)
         latent = sample_posterior(
-            mean[rows, encoding_index],
-            logvar[rows, encoding_index],
-            random_tensors["image_posterior"],
+            mean[rows, encoding_index], logvar[rows, encoding_index], random_tensors["image_posterior"]
         )
         # A dropped image becomes zeros.
         has_image = random_tensors["image_dropout"].view(-1, 1, 1, 1, 1)
@@ -168,9 +156,7 @@ class CogVideoXImageCheckpoint(CogVideoXCheckpoint):
         return self._run_transformer(transformer, hidden, timesteps, prompt_embeds, **arguments)
 
 
-def generate_noisy_images(
-    pixels: torch.Tensor, clean_image: torch.Tensor
-) -> Iterator[torch.Tensor]:
+def generate_noisy_images(pixels: torch.Tensor, clean_image: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield copies of `clean_image` with noise of scale exp(N(-3, 0.5)), as in CogVideo (finetune/,
     `image_noise_sigma`).
 

@@ -17,14 +17,7 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransf
 from torch import nn
 
 from dit_lora.config.data import VideoShape
-from dit_lora.families.base import (
-    Checkpoint,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Checkpoint, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.loss_mask import compute_loss_weights
 from dit_lora.families.posterior import encode_video, sample_posterior
 from dit_lora.families.refusals import frame_count_errors, side_errors
@@ -112,10 +105,7 @@ class CogVideoXCheckpoint(Checkpoint):
         def encode(captions: Sequence[str]) -> Tensors:
             # (B, T, D). Every caption is padded to T, so captions in one batch do not influence each other.
             embeddings, _ = pipeline.encode_prompt(
-                list(captions),
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.text_tokens,
-                device=device,
+                list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
             )
             return {"prompt_embeds": embeddings}
 
@@ -142,9 +132,7 @@ class CogVideoXCheckpoint(Checkpoint):
             "timestep": partial(draw_integers, 0, self.num_train_timesteps),
         }
 
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """v-prediction loss of each sample at uniform timesteps; noising, target and loss are in fp32.
 
         If patches span two latent frames, the first frame is repeated in front, as CogVideo trains 1.5. The pipeline
@@ -152,9 +140,7 @@ class CogVideoXCheckpoint(Checkpoint):
         """
         # Each tensor is (B, ...), drawn by the samples' own streams.
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
-        clean_BCFHW = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], draws["posterior"]
-        )
+        clean_BCFHW = sample_posterior(batch["latent_mean"], batch["latent_logvar"], draws["posterior"])
         padding = self.num_padding_frames(clean_BCFHW.shape[2])
         # With `num_padding_frames` 0, nothing is put in front.
         clean_BCFHW = torch.cat([clean_BCFHW[:, :, :1]] * padding + [clean_BCFHW], dim=2)
@@ -223,16 +209,12 @@ class CogVideoXCheckpoint(Checkpoint):
             **kwargs,
         )[0]
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | (
-            {"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {}
-        )
+        return arguments | ({"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {})
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

@@ -30,11 +30,7 @@ _VERSION_1_5_CONFIG = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "cogvideox-2b": {},
     "cogvideox-5b": _ROTARY_CONFIG,
-    "cogvideox-5b-i2v": {
-        **_ROTARY_CONFIG,
-        **_IMAGE_CONFIG,
-        "use_learned_positional_embeddings": True,
-    },
+    "cogvideox-5b-i2v": {**_ROTARY_CONFIG, **_IMAGE_CONFIG, "use_learned_positional_embeddings": True},
     "cogvideox-1.5": _VERSION_1_5_CONFIG,
     "cogvideox-1.5-i2v": {**_VERSION_1_5_CONFIG, **_IMAGE_CONFIG, "ofs_embed_dim": 32},
 }
@@ -51,9 +47,7 @@ def build_tiny(variant: str, folder: Path) -> None:
     pipeline: Any = kind(
         tokenizer=tokenizer,
         text_encoder=build_t5_encoder(len(tokenizer)),
-        vae=_build_vae(
-            scaling_factor=0.7 if rotary else 1.15258426, inverts_scale="1.5" in variant
-        ),
+        vae=_build_vae(scaling_factor=0.7 if rotary else 1.15258426, inverts_scale="1.5" in variant),
         transformer=_build_transformer(changes),
         scheduler=_build_scheduler(rotary),
     )

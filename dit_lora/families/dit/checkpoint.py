@@ -103,11 +103,7 @@ class DiTCheckpoint(ClassCheckpoint):
         grow_label_tables(transformer, self.trained_classes, self.stored_classes)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the noise, followed by the variance's fraction if it is learned: (B, C or 2 C, H, W)."""
         # The transformer takes latents in the dtype of its weights.
@@ -118,19 +114,13 @@ class DiTCheckpoint(ClassCheckpoint):
             return_dict=False,
         )[0]
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # The stored transformer has no rows for new classes, so always pass the one that was extended.
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return self._load_pipeline(
-            dtype, transformer, True, id2label=dict(self.trained_classes.names)
-        )
+        return self._load_pipeline(dtype, transformer, True, id2label=dict(self.trained_classes.names))
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label tables. The pipeline adds the null class itself."""
         # The pipeline takes a list of ints.
         if isinstance(prompt, str):
@@ -145,13 +135,9 @@ class DiTCheckpoint(ClassCheckpoint):
         group = recipe.optim.groups.connector
         # Without patterns in the recipe, the family's connector patterns apply, which include the label tables.
         patterns = (group.modules or self.connector_patterns) if group else ()
-        problem = (
-            f"the data has {len(new_classes)} classes that {Path(recipe.model.path).name} has not"
-        )
+        problem = f"the data has {len(new_classes)} classes that {Path(recipe.model.path).name} has not"
         # The table of block 0 stands for all blocks.
-        if group is None or not any(
-            fnmatch.fnmatchcase(LABEL_TABLE_NAME.format(0), p) for p in patterns
-        ):
+        if group is None or not any(fnmatch.fnmatchcase(LABEL_TABLE_NAME.format(0), p) for p in patterns):
             remedy = (
                 "their rows of the label tables must train: give optim.groups.connector with modules: "
                 f"['{LABEL_TABLE_NAME.format('*').removesuffix('.embedding_table.weight')}.*'], or correct their names"

@@ -61,9 +61,7 @@ class ClassTable:
         if name == "":
             return self.null_row
         # Synonyms can be used too, but a complete name takes precedence over them.
-        parts = {
-            part.strip(): row for row, value in self._sorted_names() for part in value.split(",")
-        }
+        parts = {part.strip(): row for row, value in self._sorted_names() for part in value.split(",")}
         labels = parts | {value: row for row, value in self._sorted_names()}
         if name in labels:
             return labels[name]
@@ -141,9 +139,7 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
         # Prompts of validation samples may name new classes too, so check them against the extended table.
         unknown_prompts = find_unknown_names(recipe.validation.prompts, classes)
         if unknown_prompts:
-            problem = (
-                f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
-            )
+            problem = f"validation.prompts: no class {', '.join(map(repr, unknown_prompts))}; there are"
             raise DitLoraError(format_list(problem, classes.suggest_names(unknown_prompts[0])))
         return checkpoint.with_classes(classes)
 
@@ -176,17 +172,11 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
         return transformer
 
     def index_changes(self) -> dict[str, Any]:
-        return (
-            {}
-            if self.trained_classes == self.stored_classes
-            else {"id2label": self.trained_classes.labels()}
-        )
+        return {} if self.trained_classes == self.stored_classes else {"id2label": self.trained_classes.labels()}
 
     def config_changes(self) -> dict[str, Any]:
         return (
-            {}
-            if self.trained_classes == self.stored_classes
-            else {self.num_classes_key: self.trained_classes.count}
+            {} if self.trained_classes == self.stored_classes else {self.num_classes_key: self.trained_classes.count}
         )
 
     def with_index_changes(self, index: Mapping[str, Any]) -> Self:
@@ -200,9 +190,7 @@ class ClassCheckpoint(NoisePredictionCheckpoint):
         row = self.trained_classes.find_row(name)
         if row is None:
             suggestions = self.trained_classes.suggest_names(name)
-            raise DitLoraError(
-                format_list(f"{self.path.name} has no class {name!r}; it has", suggestions)
-            )
+            raise DitLoraError(format_list(f"{self.path.name} has no class {name!r}; it has", suggestions))
         return row
 
     def _select_classes(self, recipe: Recipe, names: Sequence[str]) -> ClassTable:
@@ -251,9 +239,7 @@ def _use_null_row(transformer: Any) -> Iterator[None]:
     # Replace the label before the forward pass, whatever module calls the transformer.
     null = min(transformer.config.num_embeds_ada_norm, STOCK_NULL_ROW)
 
-    def replace_null_label(
-        _: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def replace_null_label(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         labels = kwargs["class_labels"]
         return args, {**kwargs, "class_labels": torch.where(labels == STOCK_NULL_ROW, null, labels)}
 

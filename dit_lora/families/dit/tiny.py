@@ -26,15 +26,11 @@ def build_tiny(_variant: str, folder: Path, num_classes: int = 1000) -> None:
         patch_size=2,
         num_embeds_ada_norm=num_classes,
     )
-    pipeline: Any = DiTPipeline(
-        transformer=transformer, vae=build_tiny_vae(), scheduler=build_iddpm_scheduler()
-    )
+    pipeline: Any = DiTPipeline(transformer=transformer, vae=build_tiny_vae(), scheduler=build_iddpm_scheduler())
     pipeline.save_pretrained(folder, safe_serialization=True)
     # save_pretrained does not save the names that were passed to the pipeline.
     index = read_json(folder / "model_index.json")
-    index["id2label"] = {
-        str(row): _CLASS_NAMES.get(row, f"class {row}") for row in range(num_classes)
-    }
+    index["id2label"] = {str(row): _CLASS_NAMES.get(row, f"class {row}") for row in range(num_classes)}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,13 +24,7 @@ FAMILY = DiffusionFamily(
         "ff_context.net.2",
     ),
     group_patterns={
-        "connector": (
-            "x_embedder.*",
-            "context_embedder.*",
-            "time_text_embed.*",
-            "norm_out.*",
-            "proj_out.*",
-        ),
+        "connector": ("x_embedder.*", "context_embedder.*", "time_text_embed.*", "norm_out.*", "proj_out.*"),
         "backbone": ("transformer_blocks.*", "single_transformer_blocks.*"),
     },
     pipeline_names=("FluxPipeline", "FluxKontextPipeline"),
@@ -39,14 +33,9 @@ FAMILY = DiffusionFamily(
         "black-forest-labs/FLUX.1-schnell": License("apache-2.0"),  # from its card
         **{
             base: License(
-                "other",
-                "flux-1-dev-non-commercial-license",
-                f"https://huggingface.co/{base}/blob/main/LICENSE.md",
+                "other", "flux-1-dev-non-commercial-license", f"https://huggingface.co/{base}/blob/main/LICENSE.md"
             )
-            for base in (
-                "black-forest-labs/FLUX.1-dev",
-                "black-forest-labs/FLUX.1-Kontext-dev",
-            )
+            for base in ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Kontext-dev")
         },
     },
     # ComfyUI's map has Diffusers' names (comfy/utils.py, flux_to_diffusers), with their prefix.

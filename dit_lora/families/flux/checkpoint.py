@@ -16,12 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FluxKontextPipeline,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import AutoencoderKL, FluxKontextPipeline, FluxPipeline, FluxTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from PIL import Image
@@ -30,13 +25,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
@@ -80,12 +69,7 @@ class FluxCheckpoint(FlowCheckpoint):
     output_field = "images"
     supported_options = (*FlowCheckpoint.supported_options, "train.guidance_scale")
     guidance_batch_size = 1  # guidance is an input, or a second call
-    text_components: ClassVar[tuple[str, ...]] = (
-        "text_encoder",
-        "tokenizer",
-        "text_encoder_2",
-        "tokenizer_2",
-    )
+    text_components: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     @property
     def size_multiple(self) -> int:
@@ -154,19 +138,13 @@ class FluxCheckpoint(FlowCheckpoint):
             # One by one: a caption's tensors must not depend on the others in its batch.
             encoded = [
                 pipeline.encode_prompt(
-                    prompt=caption,
-                    prompt_2=None,
-                    device=device,
-                    max_sequence_length=self.text_tokens,
+                    prompt=caption, prompt_2=None, device=device, max_sequence_length=self.text_tokens
                 )[:2]
                 for caption in captions
             ]
             # Each (1, T, D) and (1, pooled width).
             embeddings, pooled = zip(*encoded, strict=True)
-            return {
-                "prompt_embeds": torch.cat(embeddings),
-                "pooled_prompt_embeds": torch.cat(pooled),
-            }
+            return {"prompt_embeds": torch.cat(embeddings), "pooled_prompt_embeds": torch.cat(pooled)}
 
         return encode
 
@@ -189,18 +167,13 @@ class FluxCheckpoint(FlowCheckpoint):
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """The random tensors of flow matching, with noise for packed latents (S, P)."""
         channels, height, width = batch["latent_mean"].shape[1:]
-        return {
-            **super().draw_functions(batch),
-            "noise": partial(normal, (height * width // 4, 4 * channels)),
-        }
+        return {**super().draw_functions(batch), "noise": partial(normal, (height * width // 4, 4 * channels))}
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, P): the inverse of decoding."""
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(shift_and_scale_latents(latents, self.vae_config))
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -211,11 +184,7 @@ class FluxCheckpoint(FlowCheckpoint):
         return None if weights is None else pack_latents(weights.expand_as(latents))
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
@@ -223,10 +192,7 @@ class FluxCheckpoint(FlowCheckpoint):
         """
         dtype = batch["prompt_embeds"].dtype  # the dtype of the pipeline's latents
         # (B, S, P), followed by the tokens of each reference.
-        tokens = [
-            noisy,
-            *(pack_latents(reference.float()) for reference in get_reference_latents(batch)),
-        ]
+        tokens = [noisy, *(pack_latents(reference.float()) for reference in get_reference_latents(batch))]
         guidance = None
         # One value for the batch, as in the pipeline.
         if self.guidance is not None:
@@ -250,22 +216,16 @@ class FluxCheckpoint(FlowCheckpoint):
             # As in encode_prompt: zeros, in the dtype of the text.
             "txt_ids": torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
             "img_ids": move_to_device(
-                FluxPipeline._prepare_latent_image_ids(
-                    len(text), height, width, torch.device("cpu"), text.dtype
-                ),
+                FluxPipeline._prepare_latent_image_ids(len(text), height, width, torch.device("cpu"), text.dtype),
                 text.device,
             ),
         }
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         components = {} if text else dict.fromkeys(self.text_components)
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         # Guidance is an input of the network, so there is no prediction for "".
         return {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
 
@@ -298,9 +258,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         if self.reference_resolution is None:
             # The preferred size with the nearest aspect ratio, as the pipeline selects it.
             ratio = width / height
-            _, width, height = min(
-                (abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS
-            )
+            _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
         else:
             height, width = compute_scaled_size(height, width, self.reference_resolution)
         # Round down to whole packed latents.
@@ -309,9 +267,7 @@ class FluxKontextCheckpoint(FluxCheckpoint):
     def _reference_error(self, height: int, width: int) -> str | None:
         if self.reference_resolution is None:
             return None
-        return min_side_error(
-            compute_scaled_size(height, width, self.reference_resolution), self.size_multiple
-        )
+        return min_side_error(compute_scaled_size(height, width, self.reference_resolution), self.size_multiple)
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -337,14 +293,10 @@ class FluxKontextCheckpoint(FluxCheckpoint):
         positions, text = super()._positions(batch), batch["prompt_embeds"]
         for latents in get_reference_latents(batch):
             height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
-            ids = FluxPipeline._prepare_latent_image_ids(
-                len(text), height, width, torch.device("cpu"), text.dtype
-            )
+            ids = FluxPipeline._prepare_latent_image_ids(len(text), height, width, torch.device("cpu"), text.dtype)
             # The first position axis tells the reference (1) from the image (0).
             ids[..., 0] = 1
-            positions["img_ids"] = torch.cat(
-                [positions["img_ids"], move_to_device(ids, text.device)]
-            )
+            positions["img_ids"] = torch.cat([positions["img_ids"], move_to_device(ids, text.device)])
         return positions
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:

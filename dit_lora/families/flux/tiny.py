@@ -49,16 +49,12 @@ def build_tiny(variant: str, folder: Path) -> None:
             guidance_embeds=dev,
         ),
         # The published checkpoints' values (Diffusers' scripts/convert_flux_to_diffusers.py has none).
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0 if dev else 1.0, use_dynamic_shifting=dev
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if dev else 1.0, use_dynamic_shifting=dev),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
 
 
-def build_image_vae(
-    scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0
-) -> AutoencoderKL:
+def build_image_vae(scaling_factor: float = 0.3611, shift_factor: float = 0.1159, width: float = 8.0) -> AutoencoderKL:
     """A small image autoencoder, by default with FLUX.1's scaling and shift; `width` scales its latents to match."""
     vae: Any = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),

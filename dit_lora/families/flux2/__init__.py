@@ -39,11 +39,7 @@ FAMILY = DiffusionFamily(
     comfyui=LayerNames(
         prefix="transformer.",
         reads_alpha=False,
-        unnamed_layers=(
-            "time_guidance_embed.*",
-            "double_stream_modulation_*",
-            "single_stream_modulation.*",
-        ),
+        unnamed_layers=("time_guidance_embed.*", "double_stream_modulation_*", "single_stream_modulation.*"),
     ),
     tiny_variants=("flux2-klein", "flux2-dev"),
 )

@@ -14,12 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import (
-    AutoencoderKLFlux2,
-    Flux2KleinPipeline,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-)
+from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from PIL import Image
@@ -30,13 +25,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flux.checkpoint import FluxCheckpoint, pack_latents, read_flux_fields
 from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
@@ -68,9 +57,7 @@ class Flux2Checkpoint(FluxCheckpoint):
 
     pipeline_class: ClassVar[Any] = Flux2Pipeline
     transformer_class: ClassVar[Any] = Flux2Transformer2DModel
-    transform = (
-        "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
-    )
+    transform = "flux2-1: pixels / 127.5 - 1, posterior mode, normalised in squares of two by two, fp32"
     text_components = ("text_encoder", "tokenizer")
     system_message: ClassVar[str | None] = SYSTEM_MESSAGE
 
@@ -187,12 +174,8 @@ class Flux2Checkpoint(FluxCheckpoint):
 
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # The same three steps as in the pipeline: scale down, round the sides down, crop.
-            picture = Flux2ImageProcessor._resize_if_exceeds_area(
-                picture, self.max_reference_pixels
-            )
-            height, width = (
-                side // self.size_multiple * self.size_multiple for side in picture.size[::-1]
-            )
+            picture = Flux2ImageProcessor._resize_if_exceeds_area(picture, self.max_reference_pixels)
+            height, width = (side // self.size_multiple * self.size_multiple for side in picture.size[::-1])
             return encode_latents(processor.preprocess(picture, height, width, resize_mode="crop"))
 
         return PictureEncoder(encode, encode_reference, self.reference_resolution)
@@ -213,15 +196,10 @@ class Flux2Checkpoint(FluxCheckpoint):
             reference_positions = Flux2Pipeline._prepare_image_ids(references)
             # The positions are the same for every sample of a batch.
             positions.append(reference_positions.expand(len(text), -1, -1))
-        ids = {
-            "txt_ids": Flux2Pipeline._prepare_text_ids(text),
-            "img_ids": torch.cat(positions, dim=1),
-        }
+        ids = {"txt_ids": Flux2Pipeline._prepare_text_ids(text), "img_ids": torch.cat(positions, dim=1)}
         return {name: move_to_device(tensor, text.device) for name, tensor in ids.items()}
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         tokenizer = self._load_tokenizer() if text else None
         pipeline = self._load_pipeline(dtype, transformer, text, tokenizer=tokenizer)
         if self.max_reference_pixels > _MOST_PIXELS:
@@ -266,9 +244,7 @@ class KleinCheckpoint(Flux2Checkpoint):
         # Skip FLUX.1's notes: klein-base has no guidance embedding either, but is not distilled.
         return super(FluxCheckpoint, self).notes(recipe)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         # Unlike dev, klein-base uses classifier-free guidance, so it takes a negative prompt.
         arguments = super().prompt_kwargs(prompt)
         if empty_prompt:

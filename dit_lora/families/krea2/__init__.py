@@ -25,14 +25,7 @@ FAMILY = DiffusionFamily(
     # fusion of the text encoder's layers. The longer list of its script is in the recipe.
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "to_gate"),
     group_patterns={
-        "connector": (
-            "img_in.*",
-            "time_embed.*",
-            "time_mod_proj.*",
-            "text_fusion.*",
-            "txt_in.*",
-            "final_layer.*",
-        ),
+        "connector": ("img_in.*", "time_embed.*", "time_mod_proj.*", "text_fusion.*", "txt_in.*", "final_layer.*"),
         "backbone": ("transformer_blocks.*",),
     },
     pipeline_names=("Krea2Pipeline",),

@@ -23,11 +23,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.opening import get_checkpoint_folder, read_index, require_complete_weights
-from dit_lora.families.qwen_latents import (
-    PACK_SIZE,
-    QwenLatentsCheckpoint,
-    read_qwen_latents_fields,
-)
+from dit_lora.families.qwen_latents import PACK_SIZE, QwenLatentsCheckpoint, read_qwen_latents_fields
 from dit_lora.families.text.chat_template import measure_template_limit
 from dit_lora.families.text.mask import cut_text
 from dit_lora.numerics.streams import move_to_device
@@ -63,9 +59,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
     @property
     def text_tokens(self) -> int:
         """Number of tokens of every caption, including padding and the template's end: the pipeline's default."""
-        tokens: int = (
-            inspect.signature(Krea2Pipeline.__call__).parameters["max_sequence_length"].default
-        )
+        tokens: int = inspect.signature(Krea2Pipeline.__call__).parameters["max_sequence_length"].default
         return tokens
 
     def load_text_limit(self) -> TextLimit:
@@ -74,11 +68,7 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         return measure_template_limit(Krea2Pipeline, tokenizer, self.text_tokens)
 
     def text_cache_key(self) -> Mapping[str, Any]:
-        return {
-            **super().text_cache_key(),
-            "tokens": self.text_tokens,
-            "layers": list(self.text_encoder_layers),
-        }
+        return {**super().text_cache_key(), "tokens": self.text_tokens, "layers": list(self.text_encoder_layers)}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         tokens, width = self.text_tokens, self.transformer_config["text_hidden_dim"]
@@ -109,17 +99,11 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
         # An instance method of the pipeline, which reads only `patch_size`.
         pipeline: Any = SimpleNamespace(patch_size=PACK_SIZE)
         batch, channels, _, height, width = latents.shape
-        packed: torch.Tensor = Krea2Pipeline._pack_latents(
-            pipeline, latents, batch, channels, height, width
-        )
+        packed: torch.Tensor = Krea2Pipeline._pack_latents(pipeline, latents, batch, channels, height, width)
         return packed
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
@@ -132,17 +116,13 @@ class Krea2Checkpoint(QwenLatentsCheckpoint):
             encoder_hidden_states=text,
             # Divide before rounding, as the pipeline does: in bf16 the network sees 8 bits of the timestep.
             timestep=(timesteps / self.num_train_timesteps).to(dtype),
-            position_ids=Krea2Pipeline.prepare_position_ids(
-                text.shape[1], *self.token_grid(batch), device
-            ),
+            position_ids=Krea2Pipeline.prepare_position_ids(text.shape[1], *self.token_grid(batch), device),
             encoder_attention_mask=None if mask is None else move_to_device(mask, device),
             return_dict=False,
         )[0]
         return prediction
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline's negative arguments have the same names with this prefix.
@@ -168,12 +148,8 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> Krea2Checkpo
     if index.get("patch_size", PACK_SIZE) != PACK_SIZE:
         problems.append(f"patch_size must be {PACK_SIZE}; got {index['patch_size']}")
     if problems:
-        raise DitLoraError(
-            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
-        )
-    return Krea2Checkpoint(
-        **fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers
-    )
+        raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
+    return Krea2Checkpoint(**fields, is_distilled=bool(index.get("is_distilled", False)), text_encoder_layers=layers)
 
 
 def _select_text_encoder_layers(index: Mapping[str, Any]) -> tuple[int, ...]:

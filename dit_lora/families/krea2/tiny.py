@@ -7,12 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from dit_lora.families.tiny.chat_text import (
-    MODEL_SIZES,
-    TEXT_WIDTH,
-    build_byte_tokenizer,
-    special_token_ids,
-)
+from dit_lora.families.tiny.chat_text import MODEL_SIZES, TEXT_WIDTH, build_byte_tokenizer, special_token_ids
 from dit_lora.families.tiny.vae import build_qwen_image_vae
 
 _CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -43,18 +38,14 @@ def build_tiny(variant: str, folder: Path) -> None:
         vae=build_qwen_image_vae(),
         transformer=_build_transformer(),
         # The options that the pipeline expects.
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, max_image_seq_len=6400
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
         text_encoder_select_layers=_SELECTED,
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
 
 
 def _build_text_encoder(tokenizer: Any) -> Qwen3VLModel:
-    ids: dict[str, Any] = {
-        name: tokenizer.get_vocab()[token] for name, token in _VISION_TOKENS.items()
-    }
+    ids: dict[str, Any] = {name: tokenizer.get_vocab()[token] for name, token in _VISION_TOKENS.items()}
     config = Qwen3VLConfig(
         text_config={
             **MODEL_SIZES,

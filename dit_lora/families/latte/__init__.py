@@ -8,13 +8,7 @@ FAMILY = DiffusionFamily(
     checkpoint_module="dit_lora.families.latte.checkpoint",
     tiny_module="dit_lora.families.latte.tiny",
     group_patterns={
-        "connector": (
-            "pos_embed.*",
-            "adaln_single.*",
-            "caption_projection.*",
-            "scale_shift_table",
-            "proj_out.*",
-        ),
+        "connector": ("pos_embed.*", "adaln_single.*", "caption_projection.*", "scale_shift_table", "proj_out.*"),
         "backbone": ("transformer_blocks.*", "temporal_transformer_blocks.*"),
     },
     has_attention_mask=True,  # masks the padding of captions

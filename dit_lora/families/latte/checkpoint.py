@@ -20,11 +20,7 @@ from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import (
-    NoisePredictionCheckpoint,
-    has_variance_channels,
-    read_noise_objective,
-)
+from dit_lora.families.noise_prediction import NoisePredictionCheckpoint, has_variance_channels, read_noise_objective
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_checkpoint_fields,
@@ -64,10 +60,7 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (TEXT_TOKENS, self.transformer_config["caption_channels"])
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load T5 as the pipeline uses it: all 120 tokens with padding, and a mask of the text tokens.
@@ -122,18 +115,13 @@ class LatteCheckpoint(NoisePredictionCheckpoint):
             return_dict=False,
         )[0]
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Embeddings as the pipeline makes them: a prompt without padding, and as many tokens of the empty prompt."""
         if isinstance(prompt, str):
             return {"prompt": prompt, "clean_caption": False}
         # The number of text tokens, end token included.
         num_tokens = int(prompt["prompt_mask"].sum())
-        arguments = {
-            "prompt_embeds": prompt["prompt_embeds"][:, :num_tokens],
-            "negative_prompt": None,
-        }
+        arguments = {"prompt_embeds": prompt["prompt_embeds"][:, :num_tokens], "negative_prompt": None}
         if empty_prompt:
             arguments["negative_prompt_embeds"] = empty_prompt["prompt_embeds"][:, :num_tokens]
         return arguments

@@ -5,9 +5,7 @@ from dit_lora.families.family import DiffusionFamily, License
 from dit_lora.families.ltx2.layers import ATTENTION_LAYERS, BLOCK_LAYERS
 
 _LICENSE = License(
-    "other",
-    "ltx-2-community-license-agreement",
-    "https://github.com/Lightricks/LTX-2/blob/main/LICENSE",
+    "other", "ltx-2-community-license-agreement", "https://github.com/Lightricks/LTX-2/blob/main/LICENSE"
 )
 
 _MODULATION_NAMES = {
@@ -43,9 +41,7 @@ FAMILY = DiffusionFamily(
     tiny_module="dit_lora.families.ltx2.tiny",
     # Only the video's layers, as the trainer's guide says. With sound, the checkpoint selects the layers of all
     # attentions.
-    lora_targets=tuple(
-        f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION_LAYERS
-    ),
+    lora_targets=tuple(f"{attn}.{layer}" for attn in ("attn1", "attn2") for layer in ATTENTION_LAYERS),
     group_patterns={
         "connector": (
             "*proj_in.*",
@@ -62,10 +58,7 @@ FAMILY = DiffusionFamily(
     },
     pipeline_names=("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2InContextPipeline"),
     default_recipe="ltx2/2.3_t2v",
-    licenses={
-        "Lightricks/LTX-2*": _LICENSE,
-        "diffusers/LTX-2.3*": _LICENSE,
-    },
+    licenses={"Lightricks/LTX-2*": _LICENSE, "diffusers/LTX-2.3*": _LICENSE},
     has_attention_mask=True,
     comfyui=LayerNames(reads_alpha=False, renames=_COMFYUI_NAMES),
     tiny_variants=("ltx-2", "ltx-2.3"),

@@ -31,10 +31,7 @@ from dit_lora.numerics.noise_levels import NoiseLevelDistribution
 from dit_lora.numerics.objectives import FlowMatching
 
 # Tasks by the pipeline class in model_index.json. Any other class is text-to-video.
-_TASKS = {
-    LTX2ImageToVideoPipeline.__name__: "i2v",
-    LTX2InContextPipeline.__name__: "ic_lora",
-}
+_TASKS = {LTX2ImageToVideoPipeline.__name__: "i2v", LTX2InContextPipeline.__name__: "ic_lora"}
 
 
 def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoint:
@@ -46,29 +43,19 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTX2Checkpoi
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)
     # Older files lack options. The checks below need all of them.
-    fields["transformer_config"] = _fill_defaults(
-        LTX2VideoTransformer3DModel, fields["transformer_config"]
-    )
+    fields["transformer_config"] = _fill_defaults(LTX2VideoTransformer3DModel, fields["transformer_config"])
     fields["vae_config"] = _fill_defaults(AutoencoderKLLTX2Video, fields["vae_config"])
     _refuse_newer_versions(model, index, fields["transformer_config"])
     parts = {"connectors": LTX2TextConnectors, "audio_vae": AutoencoderKLLTX2Audio}
-    fields |= {
-        name: _fill_defaults(kind, read_component_config(path, name))
-        for name, kind in parts.items()
-    }
+    fields |= {name: _fill_defaults(kind, read_component_config(path, name)) for name, kind in parts.items()}
     _require_matching_components(model, fields)
-    require_complete_weights(
-        model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder"
-    )
+    require_complete_weights(model, path, "vae", "audio_vae", "vocoder", "connectors", "text_encoder")
     scheduler = read_flow_scheduler(model, path)
     # The recipe's task wins, because all tasks use the same weights.
     stored_task = _TASKS.get(index["_class_name"], "t2v")
     task = model.task or stored_task
     return _select_checkpoint_class(task)(
-        **fields,
-        scheduler=scheduler,
-        objective=_build_objective(scheduler),
-        has_task_override=task != stored_task,
+        **fields, scheduler=scheduler, objective=_build_objective(scheduler), has_task_override=task != stored_task
     )
 
 
@@ -90,9 +77,7 @@ def _fill_defaults(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any
     return {p.name: p.default for p in parameters if p.name != "self"} | dict(config)
 
 
-def _refuse_newer_versions(
-    model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]
-) -> None:
+def _refuse_newer_versions(model: ModelConfig, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
     """Raise for LTX-2.5, which has another text encoder, no feed-forward biases and an embedding for keyframes."""
     # An entry of the index is [library, class].
     encoder = (index.get("text_encoder") or [None, None])[1]
@@ -148,9 +133,7 @@ def _require_matching_components(model: ModelConfig, fields: Mapping[str, Any]) 
             f"use_prompt_embeddings {projected}: one of them projects the text, as in 2.3 or as in 2.0"
         )
     if problems:
-        raise DitLoraError(
-            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
-        )
+        raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
 
 
 def _build_objective(scheduler: Mapping[str, Any]) -> FlowMatching:

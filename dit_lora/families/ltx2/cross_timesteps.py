@@ -53,12 +53,8 @@ def use_modality_timesteps(transformer: nn.Module) -> Iterator[None]:
     handles = []
     for embedding, scale_shift in _SCALE_SHIFT_BY_EMBEDDING.items():
         # The forward embeds the modality's own timesteps, flattened, before it computes the modulation.
-        handles.append(
-            model.get_submodule(embedding).register_forward_pre_hook(make_record_hook(embedding))
-        )
-        handles.append(
-            model.get_submodule(scale_shift).register_forward_pre_hook(make_replace_hook(embedding))
-        )
+        handles.append(model.get_submodule(embedding).register_forward_pre_hook(make_record_hook(embedding)))
+        handles.append(model.get_submodule(scale_shift).register_forward_pre_hook(make_replace_hook(embedding)))
     try:
         yield
     finally:

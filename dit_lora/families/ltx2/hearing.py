@@ -42,18 +42,11 @@ class SoundCheckpoint(FlowCheckpoint):
     def add_sound_encoder(self, encode: VideoEncoder, device: torch.device) -> VideoEncoder:
         """Extend an encoder of clips so that it also encodes their sound, if sound is trained."""
         # The audio VAE is only loaded if it is needed.
-        return (
-            VideoSoundEncoder(encode, build_audio_encoder(self.path, device))
-            if self.has_sound
-            else encode
-        )
+        return VideoSoundEncoder(encode, build_audio_encoder(self.path, device)) if self.has_sound else encode
 
     def training_metadata(self) -> dict[str, Any]:
         # Recorded only where it is on: adapters from before the option have no entry.
         return super().training_metadata() | ({"sound": True} if self.has_sound else {})
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
-        return replace(
-            super().with_training_metadata(metadata),
-            has_sound=metadata.get("sound", self.has_sound),
-        )
+        return replace(super().with_training_metadata(metadata), has_sound=metadata.get("sound", self.has_sound))

@@ -62,10 +62,7 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
             picture = np.array(to_pil_image(pixels[0] if image is None else image))
             compressed = Image.fromarray(apply_image_conditioning_crf(picture, _CRF))
             values = processor.preprocess(compressed).to(device)
-            return {
-                **self.encode_clip(vae, pixels),
-                "image_latents": self._encode_image_latents(vae, values),
-            }
+            return {**self.encode_clip(vae, pixels), "image_latents": self._encode_image_latents(vae, values)}
 
         return self.add_sound_encoder(encode, device)
 
@@ -102,21 +99,13 @@ class LTX2ImageCheckpoint(FirstTokensCheckpoint, LTX2Checkpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.replace_first_frame(
-            super().clean_latents(batch, random_tensors), batch, random_tensors
-        )
+        return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity with the image's tokens in the first frame; equal to one call of the stock pipeline."""
-        return super().predict(
-            transformer, self.replace_first_frame(noisy, batch, {}), timesteps, batch
-        )
+        return super().predict(transformer, self.replace_first_frame(noisy, batch, {}), timesteps, batch)
 
     def picture_tokens(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]

@@ -111,9 +111,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
     def reference_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """The reference clip, read as in training; the pipeline scales it down."""
         fps = sampling.fps or self.frame_rate
-        clips = read_reference_clips(
-            self.path.name, self.references, sampling.references, sampling.shape, fps
-        )
+        clips = read_reference_clips(self.path.name, self.references, sampling.references, sampling.shape, fps)
         conditions = [LTX2ReferenceCondition(frames=_to_pil_frames(clip)) for clip in clips]
         return {"reference_conditions": conditions}
 
@@ -131,9 +129,7 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
         positions = [self._token_positions(batch["latent_mean"], 1)]
         # The latents' widths tell how many times smaller the references are.
         width = batch["latent_mean"].shape[-1]
-        positions += [
-            self._token_positions(latent, width // latent.shape[-1]) for latent in latents
-        ]
+        positions += [self._token_positions(latent, width // latent.shape[-1]) for latent in latents]
         # Positions and timesteps are repeated for each sample of the batch.
         rows = len(tokens)
         token_timesteps = timesteps[:, None].expand(-1, tokens.shape[1])
@@ -142,12 +138,9 @@ class LTX2InContextCheckpoint(LTX2Checkpoint):
             "hidden_states": torch.cat([tokens, packed_references], dim=1),
             # Timesteps per token: the step's for the video, 0 for the clean reference.
             "timestep": torch.cat(
-                [token_timesteps, token_timesteps.new_zeros(rows, packed_references.shape[1])],
-                dim=1,
+                [token_timesteps, token_timesteps.new_zeros(rows, packed_references.shape[1])], dim=1
             ),
-            "video_coords": move_to_device(torch.cat(positions, dim=2), tokens.device).expand(
-                rows, -1, -1, -1
-            ),
+            "video_coords": move_to_device(torch.cat(positions, dim=2), tokens.device).expand(rows, -1, -1, -1),
         }
 
     def _token_positions(self, latents: torch.Tensor, factor: int) -> torch.Tensor:
@@ -209,9 +202,7 @@ class _ClipEncoder:
             shape.height,
             shape.width,
             shape.frames,
-            reference_downscale_factor=self.checkpoint.compute_downscale(
-                replace(shape, references=())
-            ),
+            reference_downscale_factor=self.checkpoint.compute_downscale(replace(shape, references=())),
             dtype=torch.float32,
             device=next(vae.parameters()).device,
         )

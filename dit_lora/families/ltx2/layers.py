@@ -14,11 +14,7 @@ SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_
 
 def _list_layers(attentions: tuple[str, ...], feed_forward: str) -> tuple[str, ...]:
     return (
-        *(
-            f"{attn}.{layer}"
-            for attn in attentions
-            for layer in (*ATTENTION_LAYERS, "to_gate_logits")
-        ),
+        *(f"{attn}.{layer}" for attn in attentions for layer in (*ATTENTION_LAYERS, "to_gate_logits")),
         *(f"{feed_forward}.{layer}" for layer in ("net.0.proj", "net.2")),
     )
 

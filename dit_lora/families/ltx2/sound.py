@@ -45,11 +45,7 @@ def build_audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
     """
     # The VAE takes (B, channels, T, M).
     vae: Any = load_pretrained(
-        AutoencoderKLLTX2Audio,
-        path,
-        subfolder="audio_vae",
-        dtype=torch.float32,
-        use_safetensors=True,
+        AutoencoderKLLTX2Audio, path, subfolder="audio_vae", dtype=torch.float32, use_safetensors=True
     ).to(device)
     config = vae.config
 
@@ -61,9 +57,7 @@ def build_audio_encoder(path: Path, device: torch.device) -> AudioEncoder:
         mel = compute_log_mel(waveform.to(device).float(), config)
         latents = vae.encode(mel[None]).latent_dist.mode()
         packed = LTX2Pipeline._pack_audio_latents(latents)
-        normalised = LTX2Pipeline._normalize_audio_latents(
-            packed, vae.latents_mean, vae.latents_std
-        )
+        normalised = LTX2Pipeline._normalize_audio_latents(packed, vae.latents_mean, vae.latents_std)
         return {"audio_latent_mean": normalised[0, :tokens]}
 
     return encode_audio
@@ -74,13 +68,7 @@ def compute_log_mel(waveform: torch.Tensor, config: Mapping[str, Any]) -> torch.
     rate, hop = config["sample_rate"], config["mel_hop_length"]
     window = torch.hann_window(_FFT_SIZE, device=waveform.device)
     spectrum = torch.stft(
-        waveform,
-        _FFT_SIZE,
-        hop,
-        window=window,
-        center=True,
-        pad_mode="reflect",
-        return_complex=True,
+        waveform, _FFT_SIZE, hop, window=window, center=True, pad_mode="reflect", return_complex=True
     ).abs()
     filters = mel_filter_bank(
         num_frequency_bins=_FFT_SIZE // 2 + 1,
@@ -107,6 +95,4 @@ def _require_valid_waveform(waveform: torch.Tensor, rate: int, config: Mapping[s
             "resample it, and give one channel twice"
         )
     if waveform.shape[1] <= _FFT_SIZE // 2:
-        raise DitLoraError(
-            f"LTX-2's audio VAE takes more than {_FFT_SIZE // 2} samples; got {waveform.shape[1]}"
-        )
+        raise DitLoraError(f"LTX-2's audio VAE takes more than {_FFT_SIZE // 2} samples; got {waveform.shape[1]}")

@@ -27,17 +27,12 @@ def make_text_encoder(pipeline: Any, max_tokens: int, device: torch.device) -> T
         # One by one: a caption's tensors must not depend on the others in its batch, and the hidden states are large.
         rows = [_encode_caption(pipeline, caption, max_tokens, device) for caption in captions]
         # (1, T, ...) of each caption -> (B, T, ...)
-        return {
-            name: torch.cat(tensors)
-            for name, tensors in zip(TEXT_TENSORS, zip(*rows, strict=True), strict=True)
-        }
+        return {name: torch.cat(tensors) for name, tensors in zip(TEXT_TENSORS, zip(*rows, strict=True), strict=True)}
 
     return encode
 
 
-def _encode_caption(
-    pipeline: Any, caption: str, max_tokens: int, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def _encode_caption(pipeline: Any, caption: str, max_tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     # Hidden states of all layers, and the mask (1, T).
     states, mask, *_ = pipeline.encode_prompt(
         caption, do_classifier_free_guidance=False, max_sequence_length=max_tokens, device=device
@@ -63,9 +58,7 @@ def join_prompt_tensors(prompt: Tensors, empty_prompt: Tensors | None) -> dict[s
 
 
 @contextmanager
-def bypass_connectors(
-    pipeline: Any, prompt_kwargs: Mapping[str, Any], video_width: int
-) -> Iterator[None]:
+def bypass_connectors(pipeline: Any, prompt_kwargs: Mapping[str, Any], video_width: int) -> Iterator[None]:
     """Inside the context, the pipeline accepts prompts from `join_prompt_tensors`. Other conditions leave it
     unchanged.
     """

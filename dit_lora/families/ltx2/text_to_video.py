@@ -26,14 +26,7 @@ from dit_lora.config.recipe import Recipe
 from dit_lora.data.media.sound import Sound
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Sampling,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
 from dit_lora.families.loss_mask import compute_loss_weights
@@ -68,14 +61,8 @@ class LTX2Checkpoint(SoundCheckpoint):
     pipeline_class: ClassVar[Any] = LTX2Pipeline
     transformer_class: ClassVar[Any] = LTX2VideoTransformer3DModel
     text_postprocessors: ClassVar[Mapping[str, Any]] = {"connectors": LTX2TextConnectors}
-    transform = (
-        "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
-    )
-    supported_options: ClassVar[tuple[str, ...]] = (
-        *FlowCheckpoint.supported_options,
-        "model.task",
-        "data.sound",
-    )
+    transform = "ltx2-1: pixels / 127.5 - 1, posterior mean, normalised by the VAE's own statistics, fp32"
+    supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "model.task", "data.sound")
 
     @property
     def is_distilled(self) -> bool:
@@ -104,10 +91,7 @@ class LTX2Checkpoint(SoundCheckpoint):
     def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
         temporal = self.transformer_config["vae_scale_factors"][0]
-        return [
-            *side_errors(shape, self.size_multiple),
-            *frame_count_errors(shape.frames, temporal),
-        ]
+        return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply frames per second, which set positions, and sound.
@@ -141,10 +125,7 @@ class LTX2Checkpoint(SoundCheckpoint):
     def notes(self, recipe: Recipe) -> list[str]:
         notes = super().notes(recipe)
         if self.has_sound:
-            return [
-                *notes,
-                "sound: trained beside the video, at noise levels of its own; samples have it",
-            ]
+            return [*notes, "sound: trained beside the video, at noise levels of its own; samples have it"]
         return [
             *notes,
             "sound: not trained (data.sound). Video does not attend to sound in training, and does in the pipeline, "
@@ -171,8 +152,7 @@ class LTX2Checkpoint(SoundCheckpoint):
     def _text_width(self, modality: str) -> int:
         # The connectors' output has as many channels as their attention.
         heads, width = (
-            self.connectors[f"{modality}_connector_{name}"]
-            for name in ("num_attention_heads", "attention_head_dim")
+            self.connectors[f"{modality}_connector_{name}"] for name in ("num_attention_heads", "attention_head_dim")
         )
         return int(heads * width)
 
@@ -180,9 +160,9 @@ class LTX2Checkpoint(SoundCheckpoint):
         """Load the pipeline with only its text encoder and connectors."""
         # None leaves a component out. The connectors stay, because captions pass through them.
         components = dict.fromkeys(("transformer", "vae", "audio_vae", "vocoder"))
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **components
-        ).to(device)
+        return load_pretrained(self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **components).to(
+            device
+        )
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Gemma and the connectors as the pipeline uses them."""
@@ -207,9 +187,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         """A clip's latents as they are cached, normalised with the statistics in the VAE's weights."""
         mean = encode_video(vae, pixels)["latent_mean"]
         factor = vae.config.scaling_factor
-        latents = self.pipeline_class._normalize_latents(
-            mean[None], vae.latents_mean, vae.latents_std, factor
-        )
+        latents = self.pipeline_class._normalize_latents(mean[None], vae.latents_mean, vae.latents_std, factor)
         return {"latent_mean": latents[0]}
 
     def mu(self, size: torch.Size) -> float:
@@ -225,10 +203,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         Sound has its own noise level, shifted by its own number of tokens, as in the vendor's trainer (flexible.py).
         """
         channels, *grid = batch["latent_mean"].shape[1:]
-        video: DrawFunctions = {
-            **super().draw_functions(batch),
-            "noise": partial(normal, (prod(grid), channels)),
-        }
+        video: DrawFunctions = {**super().draw_functions(batch), "noise": partial(normal, (prod(grid), channels))}
         # Cached clips may have sound that this run does not train.
         if not self.has_sound:
             return video
@@ -258,9 +233,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         weights = compute_loss_weights(batch, self.mask_floor, latents)
         return None if weights is None else LTX2Pipeline._pack_latents(weights.expand_as(latents))
 
-    def losses(
-        self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, transformer: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         """Velocity loss of each sample; with sound, the sum of its mean over video and its mean over sound.
 
         The vendor's trainer adds them in the same way (flexible.py, compute_loss). The reported timesteps are the
@@ -271,10 +244,7 @@ class LTX2Checkpoint(SoundCheckpoint):
         # With sound, this repeats the base class's steps for the video and adds those of the sound.
         draws = streams.draw_tensors(self.draw_functions(batch), batch["latent_mean"].device)
         objective, sigmas = self.objective, draws["timestep"]
-        clean, conditioning_mask = (
-            self.clean_latents(batch, draws),
-            self.conditioning_mask(batch, draws),
-        )
+        clean, conditioning_mask = (self.clean_latents(batch, draws), self.conditioning_mask(batch, draws))
         noisy = objective.add_noise(clean, draws["noise"], sigmas)
         if conditioning_mask is not None:
             noisy = torch.where(conditioning_mask > 0, clean, noisy)
@@ -289,21 +259,13 @@ class LTX2Checkpoint(SoundCheckpoint):
         # (B, S, C) and (B, L, A)
         video, audio = self.predict_velocities(transformer, noisy, timesteps, noisy_batch, draws)
         target = objective.compute_target(clean, draws["noise"])
-        losses = compute_mean_squared_error(
-            video, target, self._loss_weights(batch, conditioning_mask)
-        )
+        losses = compute_mean_squared_error(video, target, self._loss_weights(batch, conditioning_mask))
         # Each term is a mean, so video and sound have equal weight whatever their numbers of tokens.
-        losses = losses + compute_mean_squared_error(
-            audio, objective.compute_target(sound, draws["audio_noise"])
-        )
+        losses = losses + compute_mean_squared_error(audio, objective.compute_target(sound, draws["audio_noise"]))
         return LossOutput(losses, objective.convert_to_timesteps(sigmas))
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.predict_velocities(transformer, noisy, timesteps, batch, {})[0]
@@ -379,29 +341,18 @@ class LTX2Checkpoint(SoundCheckpoint):
         return transformer_kwargs
 
     def token_timesteps(
-        self,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        self, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Timesteps of the video's tokens: one per sample (B,), or one per token (B, S)."""
         return timesteps
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # Without the text encoder, the connectors are not needed either.
         components = {} if text else {"connectors": None}
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
-        return (
-            {"prompt": prompt}
-            if isinstance(prompt, str)
-            else join_prompt_tensors(prompt, empty_prompt)
-        )
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
+        return {"prompt": prompt} if isinstance(prompt, str) else join_prompt_tensors(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {
@@ -413,17 +364,13 @@ class LTX2Checkpoint(SoundCheckpoint):
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Frames per second and guidance. Raises `DitLoraError` for a single step if its timestep would be NaN."""
-        require_min_steps(
-            self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps"
-        )
+        require_min_steps(self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps")
         # Without a frame rate, that of `shape_kwargs` applies.
         rate = {} if sampling.fps is None else {"frame_rate": float(sampling.fps)}
         perturbed = self.transformer_config["perturbed_attn"]
         return rate | guidance_kwargs(sampling.guidance_scale, has_perturbed_attention=perturbed)
 
-    def generate(
-        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
-    ) -> torch.Tensor:
+    def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         with bypass_connectors(pipeline, prompt_kwargs, self._text_width("video")):
             return super().generate(pipeline, prompt_kwargs, sampling)
 

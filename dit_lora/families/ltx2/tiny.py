@@ -195,9 +195,7 @@ def _build_vocoder(is_new: bool) -> LTX2Vocoder | LTX2VocoderWithBWE:
     }
     # 2.0 upsamples by 240 in two steps; 2.3 by 160, then extends the bandwidth.
     if not is_new:
-        return LTX2Vocoder(
-            **common, upsample_kernel_sizes=[15, 16], upsample_factors=[15, 16]
-        ).eval()
+        return LTX2Vocoder(**common, upsample_kernel_sizes=[15, 16], upsample_factors=[15, 16]).eval()
     common |= {f"bwe_{name}": value for name, value in common.items()}
     return LTX2VocoderWithBWE(
         **common,

@@ -25,13 +25,7 @@ FAMILY = DiffusionFamily(
     tiny_module="dit_lora.families.ltx_video.tiny",
     # The default targets are those of Lightricks/LTX-Video-Trainer (configs/ltxv_2b_lora_low_vram.yaml).
     group_patterns={
-        "connector": (
-            "proj_in.*",
-            "caption_projection.*",
-            "time_embed.*",
-            "scale_shift_table",
-            "proj_out.*",
-        ),
+        "connector": ("proj_in.*", "caption_projection.*", "time_embed.*", "scale_shift_table", "proj_out.*"),
         "backbone": ("transformer_blocks.*",),
     },
     pipeline_names=("LTXPipeline", "LTXImageToVideoPipeline"),
@@ -47,8 +41,6 @@ FAMILY = DiffusionFamily(
     has_attention_mask=True,
     # The published model's names, from which ComfyUI takes those of its blocks. Diffusers' script renamed only these
     # two layers, and its loader rejects `.alpha` tensors.
-    comfyui=LayerNames(
-        reads_alpha=False, renames={**{name: name for name in _UNCHANGED_NAMES}, **_RENAMED_LAYERS}
-    ),
+    comfyui=LayerNames(reads_alpha=False, renames={**{name: name for name in _UNCHANGED_NAMES}, **_RENAMED_LAYERS}),
     tiny_variants=("ltx-video", "ltx-video-0.9.1"),
 )

@@ -47,23 +47,14 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> LTXVideoChec
     )
 
 
-def _require_matching_components(
-    model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]
-) -> None:
+def _require_matching_components(model: ModelConfig, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> None:
     """Raise `DitLoraError` for wrong channels, and for patches above 1, whose positions the pipelines get wrong."""
     channels = vae["latent_channels"]
-    expected = {
-        "in_channels": channels,
-        "out_channels": channels,
-        "patch_size": 1,
-        "patch_size_t": 1,
-    }
+    expected = {"in_channels": channels, "out_channels": channels, "patch_size": 1, "patch_size_t": 1}
     problems = [
         f"transformer: {name} must be {value}; got {transformer[name]}"
         for name, value in expected.items()
         if transformer[name] != value
     ]
     if problems:
-        raise DitLoraError(
-            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
-        )
+        raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))

@@ -19,11 +19,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.families.base import Tensors, VideoEncoder
 from dit_lora.families.first_frame import FirstTokensCheckpoint
-from dit_lora.families.ltx_video.text_to_video import (
-    LTXVideoCheckpoint,
-    normalize_latents,
-    pack_latents,
-)
+from dit_lora.families.ltx_video.text_to_video import LTXVideoCheckpoint, normalize_latents, pack_latents
 from dit_lora.families.pictures import to_pil_image
 from dit_lora.families.posterior import sample_posterior
 from dit_lora.families.refusals import min_frames_errors
@@ -73,18 +69,14 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         """Random tensors of the clip, plus the image's dropout and its latent."""
         # (C, 1, H, W)
-        picture: DrawFunctions = {
-            "image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])
-        }
+        picture: DrawFunctions = {"image_posterior": partial(normal, batch["image_latent_mean"].shape[1:])}
         return {**super().draw_functions(batch), **picture}
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self.replace_first_frame(
-            super().clean_latents(batch, random_tensors), batch, random_tensors
-        )
+        return self.replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
     def predict_in_training(
         self,
@@ -99,11 +91,7 @@ class LTXVideoImageCheckpoint(FirstTokensCheckpoint, LTXVideoCheckpoint):
         return self.run_transformer(transformer, noisy, token_timesteps, batch)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity with the image's mean latent in front; equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image, at the posterior's mean.

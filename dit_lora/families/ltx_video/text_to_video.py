@@ -19,14 +19,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import (
-    Sampling,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, require_min_steps
 from dit_lora.families.loss_mask import compute_loss_weights
@@ -55,9 +48,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     """True if the recipe selects another task than the checkpoint's pipeline."""
     pipeline_class: ClassVar[Any] = LTXPipeline
     transformer_class: ClassVar[Any] = LTXVideoTransformer3DModel
-    transform = (
-        "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
-    )
+    transform = "ltx-video-1: pixels / 127.5 - 1, posterior mean and logvar, and the VAE's statistics, fp32"
     supported_options: ClassVar[tuple[str, ...]] = (*FlowCheckpoint.supported_options, "model.task")
 
     @property
@@ -68,19 +59,13 @@ class LTXVideoCheckpoint(FlowCheckpoint):
     @property
     def temporal_factor(self) -> int:
         """Frames per latent frame, except the first, which is a single frame."""
-        return self._compression_factor(
-            "temporal_compression_ratio", self.vae_config["patch_size_t"]
-        )
+        return self._compression_factor("temporal_compression_ratio", self.vae_config["patch_size_t"])
 
     def _compression_factor(self, name: str, patch: int) -> int:
         # If the config leaves the ratio out, compute it as AutoencoderKLLTXVideo does.
         factor = self.vae_config[name]
         # Each downsampling stage doubles the factor of the patches.
-        return int(
-            patch * 2 ** sum(self.vae_config["spatio_temporal_scaling"])
-            if factor is None
-            else factor
-        )
+        return int(patch * 2 ** sum(self.vae_config["spatio_temporal_scaling"]) if factor is None else factor)
 
     @property
     def size_multiple(self) -> int:
@@ -88,17 +73,12 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
         """Frames must be 8n + 1: the pipeline silently drops the rest."""
-        return [
-            *side_errors(shape, self.size_multiple),
-            *frame_count_errors(shape.frames, self.temporal_factor),
-        ]
+        return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, self.temporal_factor)]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Apply frames per second. Raises `DitLoraError` for one-step samples whose timestep would be NaN."""
         # Check now: otherwise validation samples would fail in the middle of a run.
-        require_min_steps(
-            self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
-        )
+        require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
         return replace(super().apply_recipe(recipe), fps=recipe.data.fps)
 
     def with_training_metadata(self, metadata: Mapping[str, Any]) -> Self:
@@ -125,10 +105,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
         def encode_caption(caption: str) -> Tensors:
             embeddings, mask, _, _ = pipeline.encode_prompt(
-                caption,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.text_tokens,
-                device=device,
+                caption, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
             )
             return {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
 
@@ -168,9 +145,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior, normalised and packed, (B, S, C): the inverse of decoding."""
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return pack_latents(normalize_latents(latents, batch, self.vae_config["scaling_factor"]))
 
     def mask_weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -181,21 +156,13 @@ class LTXVideoCheckpoint(FlowCheckpoint):
         return None if weights is None else pack_latents(weights.expand_as(latents))
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, C); equal to one call of the stock pipeline."""
         return self.run_transformer(transformer, noisy, timesteps, batch)
 
     def run_transformer(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Run the transformer. `timesteps` is (B,), or (B, S) for one timestep per token."""
         text = batch["prompt_embeds"]
@@ -215,9 +182,7 @@ class LTXVideoCheckpoint(FlowCheckpoint):
             return_dict=False,
         )[0]
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
@@ -230,14 +195,10 @@ class LTXVideoCheckpoint(FlowCheckpoint):
 
     def sampling_kwargs(self, sampling: Sampling) -> dict[str, Any]:
         """Frames per second. Raises `DitLoraError` for a single step if its timestep would be NaN."""
-        require_min_steps(
-            self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps"
-        )
+        require_min_steps(self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps")
         return {} if sampling.fps is None else {"frame_rate": sampling.fps}
 
-    def generate(
-        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
-    ) -> torch.Tensor:
+    def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one video with torch's global generator seeded, and restore its state afterwards.
 
         The decoder of 0.9.1 draws noise from that generator.

@@ -4,22 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLLTXVideo,
-    FlowMatchEulerDiscreteScheduler,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-)
+from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
 
 from dit_lora.families.tiny.text import TEXT_WIDTH, build_t5_encoder, build_t5_tokenizer
 
 _LATENTS, _WIDTH = 8, 8
 # Decoder options of the published models (diffusers: scripts/convert_ltx_to_diffusers.py), with one layer per block.
 _DECODER_CONFIGS: dict[str, dict[str, Any]] = {
-    "ltx-video": {
-        "decoder_block_out_channels": (_WIDTH,) * 4,
-        "decoder_layers_per_block": (1,) * 5,
-    },
+    "ltx-video": {"decoder_block_out_channels": (_WIDTH,) * 4, "decoder_layers_per_block": (1,) * 5},
     "ltx-video-0.9.1": {
         "decoder_block_out_channels": (2 * _WIDTH, 4 * _WIDTH, 8 * _WIDTH),
         "decoder_layers_per_block": (1,) * 4,
@@ -63,10 +55,7 @@ def build_tiny(variant: str, folder: Path) -> None:
 
 def _build_vae(decoder_config: dict[str, Any]) -> AutoencoderKLLTXVideo:
     vae: Any = AutoencoderKLLTXVideo(
-        latent_channels=_LATENTS,
-        block_out_channels=(_WIDTH,) * 4,
-        layers_per_block=(1,) * 5,
-        **decoder_config,
+        latent_channels=_LATENTS, block_out_channels=(_WIDTH,) * 4, layers_per_block=(1,) * 5, **decoder_config
     )
     head = vae.encoder.conv_out.conv
     with torch.no_grad():

@@ -9,14 +9,7 @@ FAMILY = DiffusionFamily(
     tiny_module="dit_lora.families.qwen_image.tiny",
     # The default targets are those of Diffusers' train_dreambooth_lora_qwen_image.py: attention of the image stream.
     group_patterns={
-        "connector": (
-            "img_in.*",
-            "txt_in.*",
-            "txt_norm.*",
-            "time_text_embed.*",
-            "norm_out.*",
-            "proj_out.*",
-        ),
+        "connector": ("img_in.*", "txt_in.*", "txt_norm.*", "time_text_embed.*", "norm_out.*", "proj_out.*"),
         "backbone": ("transformer_blocks.*",),
     },
     has_attention_mask=True,  # masks the padding of captions

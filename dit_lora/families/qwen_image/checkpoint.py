@@ -17,13 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from dit_lora.config.recipe import Recipe
-from dit_lora.families.base import (
-    Sampling,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-)
+from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.flow_scheduler import require_min_steps
 from dit_lora.families.qwen_latents import QwenLatentsCheckpoint
 from dit_lora.families.text.captions import make_caption_encoder
@@ -41,9 +35,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
     guidance_batch_size = 1  # guidance is a second call
 
     def apply_recipe(self, recipe: Recipe) -> Self:
-        require_min_steps(
-            self.scheduler, recipe.validation.inference_steps, "validation.inference_steps"
-        )
+        require_min_steps(self.scheduler, recipe.validation.inference_steps, "validation.inference_steps")
         return super().apply_recipe(recipe)
 
     @property
@@ -68,10 +60,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         size = (self.text_tokens, self.transformer_config["joint_attention_dim"])
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load Qwen2.5-VL as the pipeline uses it. Captions are padded with zeros and have a mask."""
@@ -79,9 +68,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
 
         def encode_caption(caption: str) -> Tensors:
             # Encode without other captions, so that nothing is padded, then pad to the cache's length.
-            embeddings, _ = pipeline.encode_prompt(
-                caption, device=device, max_sequence_length=self.text_tokens
-            )
+            embeddings, _ = pipeline.encode_prompt(caption, device=device, max_sequence_length=self.text_tokens)
             # (1, count, D) -> (1, T, D)
             count = embeddings.shape[1]
             padding = (0, 0, 0, self.text_tokens - count)
@@ -101,11 +88,7 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
         return transformer
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline."""
         return self.run_transformer(transformer, noisy, timesteps, batch, [self.token_grid(batch)])
@@ -132,25 +115,17 @@ class QwenImageCheckpoint(QwenLatentsCheckpoint):
             return_dict=False,
         )[0]
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt, "negative_prompt": ""}
-        return _embedding_kwargs("", prompt) | (
-            _embedding_kwargs("negative_", empty_prompt) if empty_prompt else {}
-        )
+        return _embedding_kwargs("", prompt) | (_embedding_kwargs("negative_", empty_prompt) if empty_prompt else {})
 
-    def generate(
-        self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling
-    ) -> torch.Tensor:
+    def generate(self, pipeline: Any, prompt_kwargs: Mapping[str, Any], sampling: Sampling) -> torch.Tensor:
         """Generate one image; the guidance scale is the pipeline's `true_cfg_scale`.
 
         The pipeline's `guidance_scale` is for an embedding that no published checkpoint has.
         """
-        require_min_steps(
-            self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps"
-        )
+        require_min_steps(self.scheduler, sampling.inference_steps, f"{self.path.name}: inference steps")
 
         def call_pipeline(*, guidance_scale: float, **arguments: Any) -> Any:
             if guidance_scale <= 1:  # the pipeline warns about a prompt that it does not use
@@ -171,7 +146,4 @@ def _embedding_kwargs(prefix: str, prompt: Tensors) -> dict[str, torch.Tensor]:
     embeddings, mask = cut_text(prompt["prompt_embeds"], prompt["prompt_mask"])
     if mask is None:  # the pipeline warns if the mask is missing
         mask = torch.ones(embeddings.shape[:2], dtype=torch.bool)
-    return {
-        f"{prefix}prompt_embeds": embeddings,
-        f"{prefix}prompt_embeds_mask": mask.to(embeddings.device),
-    }
+    return {f"{prefix}prompt_embeds": embeddings, f"{prefix}prompt_embeds_mask": mask.to(embeddings.device)}

@@ -22,14 +22,7 @@ from torch.nn import functional
 from dit_lora.config.data import VideoShape
 from dit_lora.data.media.video import ClipError
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import (
-    Sampling,
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Sampling, Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.posterior import encode_video
 from dit_lora.families.qwen_image.checkpoint import QwenImageCheckpoint, build_empty_pipeline
 from dit_lora.families.qwen_image.picture_text import (
@@ -93,9 +86,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         `image_processor` is the image processor.
         """
         # An upper bound, so that one padded length fits every caption with its images.
-        return self.text_tokens + self.max_references * max_image_tokens(
-            image_processor, self._text_area
-        )
+        return self.text_tokens + self.max_references * max_image_tokens(image_processor, self._text_area)
 
     def _empty_caption_prompt(self, num_images: int) -> str:
         """The prompt of an empty caption, without the tokens of its images."""
@@ -106,9 +97,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
     def load_text_limit(self) -> TextLimit:
         """Number of caption tokens next to the maximum number of images. The pipeline itself truncates nothing."""
         tokenizer = load_processor(self.path).tokenizer
-        num_template_tokens = len(
-            tokenizer(self._empty_caption_prompt(self.max_references)).input_ids
-        )
+        num_template_tokens = len(tokenizer(self._empty_caption_prompt(self.max_references)).input_ids)
         # The pipeline drops this many tokens at the start of the template from the embeddings.
         num_dropped = build_empty_pipeline(self.pipeline_class).prompt_template_encode_start_idx
         return TextLimit(tokenizer, self.text_tokens - (num_template_tokens - num_dropped))
@@ -128,10 +117,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
             self._max_prompt_tokens(load_image_processor(self.path)),
             self.transformer_config["joint_attention_dim"],
         )
-        return {
-            "prompt_embeds": (torch.Size(size), dtype),
-            "prompt_mask": (torch.Size(size[:1]), torch.bool),
-        }
+        return {"prompt_embeds": (torch.Size(size), dtype), "prompt_mask": (torch.Size(size[:1]), torch.bool)}
 
     def load_text_pipeline(self, dtype: torch.dtype, device: torch.device) -> Any:
         return load_pretrained(
@@ -155,13 +141,8 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
 
         def encode_caption(caption: str, references: list[Image.Image]) -> Tensors:
             # Scale as the pipeline does before it encodes the prompt.
-            pictures = [
-                resize(picture, *self._text_size(picture.height, picture.width))
-                for picture in references
-            ]
-            embeddings, _ = pipeline.encode_prompt(
-                caption, image=self._prompt_images(pictures), device=device
-            )
+            pictures = [resize(picture, *self._text_size(picture.height, picture.width)) for picture in references]
+            embeddings, _ = pipeline.encode_prompt(caption, image=self._prompt_images(pictures), device=device)
             count = embeddings.shape[1]
             # A ClipError is about this sample only.
             if count > limit:
@@ -170,10 +151,7 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
                     "cuts none: shorten it"
                 )
             mask = torch.arange(limit, device=device) < count
-            return {
-                "prompt_embeds": functional.pad(embeddings, (0, 0, 0, limit - count)),
-                "prompt_mask": mask[None],
-            }
+            return {"prompt_embeds": functional.pad(embeddings, (0, 0, 0, limit - count)), "prompt_mask": mask[None]}
 
         return PictureTextEncoder(self.path.name, encode_caption)
 
@@ -191,20 +169,14 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         def encode_reference(picture: Image.Image) -> torch.Tensor:
             # (1, 3, height, width) -> (1, 3, 1, height, width)
             values = processor.preprocess(picture, *self._vae_size(picture.height, picture.width))
-            encoded = self.pipeline_class._encode_vae_image(
-                pipeline, values.unsqueeze(2).to(device), generator=None
-            )
+            encoded = self.pipeline_class._encode_vae_image(pipeline, values.unsqueeze(2).to(device), generator=None)
             latents: torch.Tensor = encoded[0]
             return latents
 
         return PictureEncoder(encode, encode_reference, None)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of packed latents (B, S, P); equal to one call of the stock pipeline.
 
@@ -213,22 +185,13 @@ class QwenImageEditCheckpoint(QwenImageCheckpoint):
         """
         references = get_reference_latents(batch)
         # (B, S, P), followed by the tokens of each reference.
-        hidden = torch.cat(
-            [noisy, *(self.pack_latents(reference.float()) for reference in references)], dim=1
-        )
-        grids = [
-            (reference.shape[-2] // PACK_SIZE, reference.shape[-1] // PACK_SIZE)
-            for reference in references
-        ]
-        prediction = self.run_transformer(
-            transformer, hidden, timesteps, batch, [self.token_grid(batch), *grids]
-        )
+        hidden = torch.cat([noisy, *(self.pack_latents(reference.float()) for reference in references)], dim=1)
+        grids = [(reference.shape[-2] // PACK_SIZE, reference.shape[-1] // PACK_SIZE) for reference in references]
+        prediction = self.run_transformer(transformer, hidden, timesteps, batch, [self.token_grid(batch), *grids])
         # Keep the output for the noisy tokens only.
         return prediction[:, : noisy.shape[1]]
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         processor = load_processor(self.path) if text else None
         return self._load_pipeline(dtype, transformer, text, processor=processor)
 
@@ -263,10 +226,7 @@ class QwenImageEditPlusCheckpoint(QwenImageEditCheckpoint):
 
     def _empty_caption_prompt(self, num_images: int) -> str:
         # QwenImageEditPlusPipeline._get_qwen_prompt_embeds
-        names = "".join(
-            f"Picture {number}: <|vision_start|><|vision_end|>"
-            for number in range(1, num_images + 1)
-        )
+        names = "".join(f"Picture {number}: <|vision_start|><|vision_end|>" for number in range(1, num_images + 1))
         template: str = build_empty_pipeline(self.pipeline_class).prompt_template_encode
         return template.format(names)
 

@@ -49,9 +49,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> QwenImageChe
             "Qwen/Qwen-Image; got true"
         )
     kinds = (QwenImageCheckpoint, QwenImageEditCheckpoint, QwenImageEditPlusCheckpoint)
-    (kind,) = (
-        candidate
-        for candidate in kinds
-        if candidate.pipeline_class.__name__ == index["_class_name"]
-    )
+    (kind,) = (candidate for candidate in kinds if candidate.pipeline_class.__name__ == index["_class_name"])
     return kind(**fields)

@@ -29,9 +29,7 @@ class PictureProcessor(Qwen2VLProcessor):
     Pillow's.
     """
 
-    def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None
-    ) -> None:
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
 
@@ -62,9 +60,7 @@ def count_image_tokens(image_processor: Any, height: int, width: int) -> int:
 
 def max_image_tokens(image_processor: Any, area: int) -> int:
     """Maximum number of tokens of an image scaled to this area, over all aspect ratios up to `MAX_RATIO`."""
-    return max(
-        count_image_tokens(image_processor, height, width) for height, width in _extreme_sizes(area)
-    )
+    return max(count_image_tokens(image_processor, height, width) for height, width in _extreme_sizes(area))
 
 
 def _extreme_sizes(area: int) -> Iterable[tuple[int, int]]:
@@ -87,12 +83,8 @@ class PictureTextEncoder:
     encode_caption: Callable[[str, list[Image.Image]], Tensors]
 
     def __call__(self, captions: Sequence[str]) -> Tensors:
-        raise DitLoraError(
-            f"{self.model} encodes a caption with its references, and none were given"
-        )
+        raise DitLoraError(f"{self.model} encodes a caption with its references, and none were given")
 
     @torch.no_grad()
-    def encode_with_references(
-        self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape
-    ) -> Tensors:
+    def encode_with_references(self, caption: str, references: Sequence[torch.Tensor], shape: VideoShape) -> Tensors:
         return self.encode_caption(caption, to_pil_images(references))

@@ -55,9 +55,7 @@ class SaturatingLinearAttention(Fp32LinearAttention, SaturatingProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
     ) -> torch.Tensor:
-        return saturate(
-            super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        )
+        return saturate(super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb))
 
 
 def keep_linear_attention_fp32(transformer: nn.Module, *, should_saturate: bool) -> None:
@@ -71,9 +69,7 @@ def keep_linear_attention_fp32(transformer: nn.Module, *, should_saturate: bool)
 def _wrap_for_autocast(attn: Attention, device_type: str, dtype: torch.dtype) -> Any:
     """A stand-in for an attention layer, for the stock processor: its modules still run under autocast."""
 
-    def run_with_autocast(
-        module: nn.Module | None,
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def run_with_autocast(module: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if module is None:
             return None
 

@@ -28,13 +28,7 @@ from torch import nn
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import (
@@ -89,11 +83,7 @@ class SanaCheckpoint(FlowCheckpoint):
 
     def text_cache_key(self) -> Mapping[str, Any]:
         # The instruction is encoded with every caption, so the embeddings depend on it.
-        return {
-            **super().text_cache_key(),
-            "tokens": self._text_tokens,
-            "instruction": self._instruction,
-        }
+        return {**super().text_cache_key(), "tokens": self._text_tokens, "instruction": self._instruction}
 
     def text_spec(self, dtype: torch.dtype) -> TensorSpec:
         tokens, width = self._text_tokens, self.transformer_config["caption_channels"]
@@ -147,11 +137,7 @@ class SanaCheckpoint(FlowCheckpoint):
         return batch["latent_mean"].float() * self.vae_config["scaling_factor"]
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -163,9 +149,7 @@ class SanaCheckpoint(FlowCheckpoint):
             return_dict=False,
         )[0]
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         """Load the pipeline with the autoencoder in fp32, as Sana's and Diffusers' own scripts do.
 
         The transformer is clamped to fp16's range if the checkpoint relies on it.
@@ -178,9 +162,7 @@ class SanaCheckpoint(FlowCheckpoint):
     def fp32_components(self) -> tuple[str, ...]:
         return ("vae",)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         arguments = make_prompt_kwargs(prompt, empty_prompt)
         # The pipeline rejects its default, "", together with embeddings.
         return {**arguments, "negative_prompt": None} if empty_prompt else arguments
@@ -256,9 +238,7 @@ def build_flow_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> Fl
         config: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler)).config
         return FlowMatching(float(config.shift), timesteps)
     # Both are published with Sana checkpoints, and both call the shift `flow_shift`.
-    solvers = {
-        kind.__name__: kind for kind in (DPMSolverMultistepScheduler, UniPCMultistepScheduler)
-    }
+    solvers = {kind.__name__: kind for kind in (DPMSolverMultistepScheduler, UniPCMultistepScheduler)}
     if name not in solvers:
         raise DitLoraError(
             f"{model.path}: scheduler {name} is not one that Sana is published with: "

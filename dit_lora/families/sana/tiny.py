@@ -4,12 +4,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from diffusers import (
-    AutoencoderDC,
-    DPMSolverMultistepScheduler,
-    SanaPipeline,
-    SanaTransformer2DModel,
-)
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
 # Published: 2304 and 32.
@@ -98,6 +93,4 @@ def _build_autoencoder() -> AutoencoderDC:
 
 def build_flow_scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
     # The options of the published checkpoints (diffusers: scripts/convert_sana_to_diffusers.py).
-    return DPMSolverMultistepScheduler(
-        flow_shift=flow_shift, use_flow_sigmas=True, prediction_type="flow_prediction"
-    )
+    return DPMSolverMultistepScheduler(flow_shift=flow_shift, use_flow_sigmas=True, prediction_type="flow_prediction")

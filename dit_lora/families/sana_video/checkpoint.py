@@ -53,10 +53,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
         temporal = self.vae_config["scale_factor_temporal"]
-        return [
-            *side_errors(shape, self.size_multiple),
-            *frame_count_errors(shape.frames, temporal),
-        ]
+        return [*side_errors(shape, self.size_multiple), *frame_count_errors(shape.frames, temporal)]
 
     def load_video_encoder(
         self, dtype: torch.dtype, device: torch.device, memory: VaeMemory = PLAIN_VAE
@@ -74,9 +71,7 @@ class SanaVideoCheckpoint(SanaCheckpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # (B, C, F, H, W)
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return normalize_latents(latents, self.vae_config)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
@@ -95,8 +90,5 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SanaVideoChe
         )
     return SanaVideoCheckpoint(
         **opened
-        | {
-            "vae_config": {**_WAN_FACTORS, **vae},
-            "objective": replace(opened["objective"], shift=_TRAIN_SHIFT),
-        }
+        | {"vae_config": {**_WAN_FACTORS, **vae}, "objective": replace(opened["objective"], shift=_TRAIN_SHIFT)}
     )

@@ -19,23 +19,13 @@ FAMILY = DiffusionFamily(
         "attn.to_add_out",
     ),
     group_patterns={
-        "connector": (
-            "pos_embed.*",
-            "context_embedder.*",
-            "time_text_embed.*",
-            "norm_out.*",
-            "proj_out.*",
-        ),
+        "connector": ("pos_embed.*", "context_embedder.*", "time_text_embed.*", "norm_out.*", "proj_out.*"),
         "backbone": ("transformer_blocks.*",),
     },
     pipeline_names=("StableDiffusion3Pipeline",),
     default_recipe="sd3/3.5_medium",
     licenses={
-        base: License(
-            "other",
-            "stabilityai-ai-community",
-            f"https://huggingface.co/{base}/blob/main/LICENSE.md",
-        )
+        base: License("other", "stabilityai-ai-community", f"https://huggingface.co/{base}/blob/main/LICENSE.md")
         for base in (
             "stabilityai/stable-diffusion-3.5-large",
             "stabilityai/stable-diffusion-3.5-large-turbo",

@@ -16,13 +16,7 @@ from torch import nn
 
 from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import compute_mu, read_flow_scheduler
@@ -43,9 +37,7 @@ from dit_lora.families.vae_memory import PLAIN_VAE, VaeMemory
 from dit_lora.numerics.objectives import FlowMatching
 
 # text_encoder, tokenizer, text_encoder_2 and so on: encoders at even indices, tokenizers at odd ones.
-TEXT_COMPONENTS = tuple(
-    f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer")
-)
+TEXT_COMPONENTS = tuple(f"{part}{number}" for number in ("", "_2", "_3") for part in ("text_encoder", "tokenizer"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +63,9 @@ class SD3Checkpoint(FlowCheckpoint):
         # Positions are cut from the centre of a larger square table.
         max_side = self.transformer_config["pos_embed_max_size"] * self.size_multiple
         ends = {"height": (shape.height, max_side), "width": (shape.width, max_side)}
-        problems = [
-            *side_errors(shape, self.size_multiple),
-            *position_limit_errors(ends, "pos_embed_max_size"),
-        ]
+        problems = [*side_errors(shape, self.size_multiple), *position_limit_errors(ends, "pos_embed_max_size")]
         if shape.frames != 1:
-            problems.append(
-                f"data.frames must be 1, Stable Diffusion 3 makes images; got {shape.frames}"
-            )
+            problems.append(f"data.frames must be 1, Stable Diffusion 3 makes images; got {shape.frames}")
         return problems
 
     def lora_targets(self, defaults: Sequence[str]) -> tuple[str, ...]:
@@ -144,25 +131,17 @@ class SD3Checkpoint(FlowCheckpoint):
         # The published schedulers have one shift; for others, the pipeline computes it from the number of patches.
         if not self.scheduler["use_dynamic_shifting"]:
             return super().mu(size)
-        return compute_mu(
-            self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2
-        )
+        return compute_mu(self.scheduler, size[-2] * size[-1] // self.transformer_config["patch_size"] ** 2)
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior and normalised: the inverse of decoding in the pipeline."""
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity of latents (B, C, H, W); equal to one call of the stock pipeline."""
         prompt_embeds = batch["prompt_embeds"]
@@ -174,16 +153,12 @@ class SD3Checkpoint(FlowCheckpoint):
             return_dict=False,
         )[0]
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # None leaves all three encoders and tokenizers out.
         components = {} if text else dict.fromkeys(TEXT_COMPONENTS)
         return self._load_pipeline(dtype, transformer, text, **components)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         return make_prompt_kwargs(prompt, empty_prompt)
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
@@ -203,9 +178,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> SD3Checkpoin
     # Only encoders have weights.
     require_complete_weights(model, path, "vae", *TEXT_COMPONENTS[::2])
     fields, scheduler = read_checkpoint_fields(model, path), read_flow_scheduler(model, path)
-    fields["transformer_config"] = fill_defaults(
-        SD3Transformer2DModel, fields["transformer_config"]
-    )
+    fields["transformer_config"] = fill_defaults(SD3Transformer2DModel, fields["transformer_config"])
     # None: the shift depends on the number of patches, through `mu`.
     shift = None if scheduler["use_dynamic_shifting"] else float(scheduler["shift"])
     return SD3Checkpoint(

@@ -3,11 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from dit_lora.families.flux.tiny import LATENT_CHANNELS, build_image_vae
 from dit_lora.families.tiny.text import (

@@ -10,14 +10,10 @@ from torch import nn
 from dit_lora.families.base import TextLimit
 
 
-def measure_template_limit(
-    pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any
-) -> TextLimit:
+def measure_template_limit(pipeline_class: Any, tokenizer: Any, max_tokens: int, **arguments: Any) -> TextLimit:
     """Number of tokens left for a caption out of `max_tokens`. `arguments` go to `encode_prompt`."""
     probe = _PaddingCounter()
-    pipeline = pipeline_class(
-        scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None
-    )
+    pipeline = pipeline_class(scheduler=None, vae=None, text_encoder=probe, tokenizer=tokenizer, transformer=None)
     # The padding that an empty caption leaves is the number of tokens a caption can have.
     pipeline.encode_prompt("", device=probe.device, max_sequence_length=max_tokens, **arguments)
     return TextLimit(tokenizer, probe.num_pads)

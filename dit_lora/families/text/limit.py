@@ -6,9 +6,7 @@ from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.families.base import TextLimit
 
 
-def load_text_limit(
-    path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer"
-) -> TextLimit:
+def load_text_limit(path: Path, max_tokens: int | None = None, *, folder: str = "tokenizer") -> TextLimit:
     """Load the tokenizer from this folder of a checkpoint. Without `max_tokens`, the tokenizer's own limit applies."""
     # Import here: Transformers takes seconds to import.
     from transformers import AutoTokenizer

@@ -11,9 +11,7 @@ MASKED_BIAS = -10000.0
 """Attention bias of a masked token (diffusers: sana_transformer.py and latte_transformer_3d.py, forward)."""
 
 
-def cut_text(
-    embeddings: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def cut_text(embeddings: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Remove the token columns that are padding in every caption of a batch.
 
     Captions are cached padded to one length, but a batch only needs the length of its longest caption.

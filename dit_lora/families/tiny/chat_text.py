@@ -32,10 +32,7 @@ def build_qwen3(num_layers: int) -> tuple[Qwen2Tokenizer, Qwen3Config]:
     tokenizer = build_byte_tokenizer(_QWEN_TOKENS, end_token="<|im_end|>")
     tokenizer.chat_template = _QWEN_TEMPLATE
     config = Qwen3Config(
-        **MODEL_SIZES,
-        vocab_size=len(tokenizer),
-        num_hidden_layers=num_layers,
-        **special_token_ids(tokenizer),
+        **MODEL_SIZES, vocab_size=len(tokenizer), num_hidden_layers=num_layers, **special_token_ids(tokenizer)
     )
     return tokenizer, config
 
@@ -55,8 +52,4 @@ def build_byte_tokenizer(special_tokens: tuple[str, ...], end_token: str) -> Qwe
 
 def special_token_ids(tokenizer: Any) -> dict[str, Any]:
     """Token ids of a tokenizer's end and padding, named as in a model's config."""
-    return {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -60,9 +60,7 @@ def build_clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     return CLIPTextModel(_clip_config(tokenizer, POOLED_WIDTH)).eval()
 
 
-def build_projected_clip_encoder(
-    tokenizer: CLIPTokenizer, width: int
-) -> CLIPTextModelWithProjection:
+def build_projected_clip_encoder(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(_clip_config(tokenizer, width)).eval()
 
 
@@ -83,12 +81,5 @@ def _clip_config(tokenizer: CLIPTokenizer, width: int) -> CLIPTextConfig:
 
 def build_umt5_encoder(vocab_size: int) -> UMT5EncoderModel:
     """T5 with separate relative positions in every layer; padding is masked."""
-    config = UMT5Config(
-        vocab_size=vocab_size,
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-    )
+    config = UMT5Config(vocab_size=vocab_size, d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
     return UMT5EncoderModel(config).eval()

@@ -8,14 +8,7 @@ FAMILY = DiffusionFamily(
     checkpoint_module="dit_lora.families.video_dit.checkpoint",
     tiny_module="dit_lora.families.video_dit.tiny",
     group_patterns={
-        "connector": (
-            "patch_embed.*",
-            "time_embed.*",
-            "class_embed.*",
-            "text_embed.*",
-            "adaln_out.*",
-            "proj_out.*",
-        ),
+        "connector": ("patch_embed.*", "time_embed.*", "class_embed.*", "text_embed.*", "adaln_out.*", "proj_out.*"),
         "backbone": ("transformer_blocks.*",),
     },
     has_attention_mask=True,  # masks the padding of captions

@@ -19,11 +19,7 @@ from dit_lora.errors import DitLoraError, format_list
 from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit
 from dit_lora.families.dit.classes import ClassCheckpoint, ClassTable, read_class_names
 from dit_lora.families.family import DiffusionFamily
-from dit_lora.families.noise_prediction import (
-    NoisePredictionCheckpoint,
-    has_variance_channels,
-    read_noise_objective,
-)
+from dit_lora.families.noise_prediction import NoisePredictionCheckpoint, has_variance_channels, read_noise_objective
 from dit_lora.families.opening import (
     get_checkpoint_folder,
     read_checkpoint_fields,
@@ -57,11 +53,7 @@ class VideoDiTCheckpoint(NoisePredictionCheckpoint):
         # Positions are computed for any size, so only whole patches matter.
         frame_step, step = self.transformer_config["patch_size_t"], self.size_multiple
         return multiple_errors(
-            {
-                "frames": (shape.frames, frame_step),
-                "height": (shape.height, step),
-                "width": (shape.width, step),
-            }
+            {"frames": (shape.frames, frame_step), "height": (shape.height, step), "width": (shape.width, step)}
         )
 
     def predict(
@@ -101,17 +93,13 @@ class TextVideoDiTCheckpoint(VideoDiTCheckpoint):
         # encode_prompt disables gradients itself.
         return lambda texts: {"pooled_projections": pipeline.encode_prompt(texts)}
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # Load with our own code, so that weights are frozen and may be random (`model.from_scratch`).
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
         return super().pipeline(dtype, transformer, text)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         arguments = {"pooled_projections": prompt["pooled_projections"]}
@@ -129,25 +117,17 @@ class ClassVideoDiTCheckpoint(VideoDiTCheckpoint, ClassCheckpoint):
 
     def grow_label_tables(self, transformer: Any) -> None:
         # (classes + 1, width)
-        weight = self.trained_classes.grow_weight(
-            transformer.class_embed.weight.data, self.stored_classes
-        )
+        weight = self.trained_classes.grow_weight(transformer.class_embed.weight.data, self.stored_classes)
         transformer.class_embed = nn.Embedding.from_pretrained(weight, freeze=True)
         transformer.register_to_config(num_classes=self.trained_classes.count)
 
-    def pipeline(
-        self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True
-    ) -> Any:
+    def pipeline(self, dtype: torch.dtype, transformer: nn.Module | None = None, text: bool = True) -> Any:
         # The stored transformer has no rows for new classes.
         if transformer is None:
             transformer = self.load_transformer(dtype).eval()
-        return self._load_pipeline(
-            dtype, transformer, False, id2label=self.trained_classes.labels()
-        )
+        return self._load_pipeline(dtype, transformer, False, id2label=self.trained_classes.labels())
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         """Rows of the label table. The pipeline adds the null class itself."""
         if isinstance(prompt, str):
             return {"class_labels": torch.tensor([self.get_row(prompt)])}

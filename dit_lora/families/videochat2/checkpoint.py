@@ -48,17 +48,11 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             raise DitLoraError(
                 f"data.height x data.width is {vision_settings.height}x{vision_settings.width}; "
                 f"this vision encoder sees {size}x{size}"
-                + (
-                    " a tile (chat.tiles)"
-                    if vision_settings.tiles
-                    else "; chat.tiles shows it more of a picture"
-                )
+                + (" a tile (chat.tiles)" if vision_settings.tiles else "; chat.tiles shows it more of a picture")
             )
         # The default of the prompt format with which the checkpoint was trained.
         if vision_settings.timestamps is None:
-            vision_settings = replace(
-                vision_settings, timestamps=PROMPT_FORMATS[self.prompt_format].has_timestamps
-            )
+            vision_settings = replace(vision_settings, timestamps=PROMPT_FORMATS[self.prompt_format].has_timestamps)
         return replace(self, vision_settings=vision_settings)
 
     @property
@@ -81,13 +75,9 @@ class VideoChat2Checkpoint(ChatCheckpoint):
             return None
         frames = self.vision_settings.frames if kind == "video" else 1
         rows, columns = (
-            select_tile_grid(height, width, self.vision_settings.tiles)
-            if self.vision_settings.tiles
-            else (1, 1)
+            select_tile_grid(height, width, self.vision_settings.tiles) if self.vision_settings.tiles else (1, 1)
         )
-        return VideoShape(
-            frames, rows * self.vision_settings.height, columns * self.vision_settings.width
-        )
+        return VideoShape(frames, rows * self.vision_settings.height, columns * self.vision_settings.width)
 
     def render(
         self,
@@ -114,25 +104,19 @@ class VideoChat2Checkpoint(ChatCheckpoint):
         if not self.config.qformer_config["use_text"] or shape is None:
             return rendered
         text = build_instruction(self.prompt_format, conversation)
-        ids = self.qformer_tokenizer(
-            text, truncation=True, max_length=_MAX_INSTRUCTION_TOKENS
-        ).input_ids
+        ids = self.qformer_tokenizer(text, truncation=True, max_length=_MAX_INSTRUCTION_TOKENS).input_ids
         return replace(rendered, instruction=tuple(ids))
 
     def inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         inputs = {"input_ids": batch["input_ids"]}
         if "pixels" in batch:
             pixels = batch["pixels"]
-            mean, std = (
-                pixels.new_tensor(statistic, dtype=torch.float32) for statistic in (_MEAN, _STD)
-            )
+            mean, std = (pixels.new_tensor(statistic, dtype=torch.float32) for statistic in (_MEAN, _STD))
             # (B, F, 3, H, W), normalised per color channel.
             scaled = (pixels.float() / 255 - mean[:, None, None]) / std[:, None, None]
             inputs["pixel_values"] = scaled
         # (B, I), padded on the right.
-        return inputs | {
-            name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch
-        }
+        return inputs | {name: batch[name] for name in ("instruction_ids", "instruction_mask") if name in batch}
 
     def prompt_tensors(self, rendered: RenderedConversation) -> dict[str, torch.Tensor]:
         if not rendered.instruction:
@@ -147,12 +131,7 @@ def select_tile_grid(height: int, width: int, max_tiles: int) -> tuple[int, int]
     Ties go to the smaller grid, unless the picture has more than half of the larger grid's pixels (with tiles of 224 x
     224), as in dataset/hd_utils.py.
     """
-    grids = [
-        (r, c)
-        for r in range(1, max_tiles + 1)
-        for c in range(1, max_tiles + 1)
-        if r * c <= max_tiles
-    ]
+    grids = [(r, c) for r in range(1, max_tiles + 1) for c in range(1, max_tiles + 1) if r * c <= max_tiles]
     best, min_distance = (1, 1), float("inf")
     for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         distance = abs(width / height - columns / rows)

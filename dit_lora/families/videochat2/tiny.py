@@ -78,16 +78,7 @@ _WORDS = [
     "What",
 ]
 # Markers of the prompt formats, each merged into one token.
-_PROMPT_MARKERS = (
-    "[INST]",
-    "[/INST]",
-    "###",
-    "Human:",
-    "Assistant:",
-    "<Video>",
-    "</Video>",
-    "<Image>",
-)
+_PROMPT_MARKERS = ("[INST]", "[/INST]", "###", "Human:", "Assistant:", "<Video>", "</Video>", "<Image>")
 # From Phi-3's tokenizer.json: control tokens that swallow the white space after them.
 _PHI3_CONTROL_TOKENS = ("<|assistant|>", "<|end|>", "<|system|>", "<|user|>")
 _MAX_POSITIONS = 512
@@ -112,9 +103,7 @@ def build_tiny(variant: str, folder: Path) -> None:
     qformer_tokenizer.save_pretrained(folder / "qformer_tokenizer")
 
 
-def build_tiny_config(
-    variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int
-) -> VideoChat2Config:
+def build_tiny_config(variant: str, tokenizer: LlamaTokenizer, qformer_vocab: int) -> VideoChat2Config:
     """A config with three vision blocks of 16-pixel patches, two Q-Former layers and two language model layers."""
     return VideoChat2Config(
         vision_config={
@@ -136,9 +125,7 @@ def build_tiny_config(
             "vocab_size": qformer_vocab,
             "use_text": True,
         },
-        text_config=_build_text_config(
-            VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1
-        ),
+        text_config=_build_text_config(VARIANTS[variant], tokenizer, 2 if variant == "videochat2-hd" else 1),
         num_query_tokens=3,
         num_extra_query_tokens=2,
         tile_size=32,
@@ -148,9 +135,7 @@ def build_tiny_config(
     )
 
 
-def _build_text_config(
-    prompt_format: str, tokenizer: LlamaTokenizer, context_factor: int
-) -> PreTrainedConfig:
+def _build_text_config(prompt_format: str, tokenizer: LlamaTokenizer, context_factor: int) -> PreTrainedConfig:
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 48,
@@ -190,9 +175,7 @@ def build_llm_tokenizer(prompt_format: str) -> LlamaTokenizer:
         eos_token="</s>" if not control else "<|endoftext|>",
         add_bos_token=True,
     )
-    tokenizer.add_tokens(
-        [AddedToken(c, rstrip=True, special=True) for c in control], special_tokens=True
-    )
+    tokenizer.add_tokens([AddedToken(c, rstrip=True, special=True) for c in control], special_tokens=True)
     return tokenizer
 
 
@@ -204,8 +187,6 @@ def build_bert_tokenizer() -> BertTokenizer:
     # Pieces that continue a word.
     pieces += [f"##{c}" for c in characters if c.isalnum()]
     pieces += [word for word in _WORDS if len(word) > 1 and word.islower()]
-    tokenizer: Any = BertTokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)}, truncation_side="left"
-    )
+    tokenizer: Any = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, truncation_side="left")
     tokenizer.add_special_tokens({"bos_token": "[DEC]"})
     return tokenizer

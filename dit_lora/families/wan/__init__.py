@@ -9,12 +9,7 @@ FAMILY = DiffusionFamily(
     tiny_module="dit_lora.families.wan.tiny",
     # The default targets are those of finetrainers; musubi-tuner adapts every linear layer of the blocks.
     group_patterns={
-        "connector": (
-            "patch_embedding.*",
-            "condition_embedder.*",
-            "scale_shift_table",
-            "proj_out.*",
-        ),
+        "connector": ("patch_embedding.*", "condition_embedder.*", "scale_shift_table", "proj_out.*"),
         "backbone": ("blocks.*",),
     },
     pipeline_names=("WanPipeline", "WanImageToVideoPipeline"),

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from diffusers import (
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
-    WanTransformer3DModel,
-)
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
 
 from dit_lora.config.recipe import ModelConfig
 from dit_lora.errors import DitLoraError, format_list
@@ -35,16 +30,12 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     index = read_index(model, path, family.pipeline_names)
     fields = read_checkpoint_fields(model, path)
     # Files written before an option existed lack it: `rope_max_seq_len`, the VAE's factors.
-    fields["transformer_config"] = fill_defaults(
-        WanTransformer3DModel, fields["transformer_config"]
-    )
+    fields["transformer_config"] = fill_defaults(WanTransformer3DModel, fields["transformer_config"])
     fields["vae_config"] = fill_defaults(AutoencoderKLWan, fields["vae_config"])
     task, kind = _select_task_and_class(model, index)
     # TI2V-5B (`expand_timesteps`) puts the image into the latents; the others use extra channels.
     has_condition_channels = task == "i2v" and not index.get("expand_timesteps")
-    _require_matching_components(
-        model, index, fields, has_condition_channels=has_condition_channels
-    )
+    _require_matching_components(model, index, fields, has_condition_channels=has_condition_channels)
     clip = ("image_encoder",) if _has_component(index, "image_encoder") else ()
     second = ("transformer_2",) if _has_component(index, "transformer_2") else ()
     require_complete_weights(model, path, "vae", "text_encoder", *clip, *second)
@@ -52,15 +43,10 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> WanCheckpoin
     objective = _build_objective(model, read_component_config(path, "scheduler"))
     if boundary is not None:
         # The pipeline sends t >= boundary to `transformer` (pipeline_wan.py, __call__).
-        level_range = (
-            {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
-        )
+        level_range = {"t_min": boundary} if fields["part"] == "transformer" else {"t_max": boundary}
         objective = replace(objective, distribution=replace(objective.distribution, **level_range))
     return kind(
-        **fields,
-        objective=objective,
-        expert_boundary=boundary,
-        has_task_override=task != _get_stored_task(index),
+        **fields, objective=objective, expert_boundary=boundary, has_task_override=task != _get_stored_task(index)
     )
 
 
@@ -73,9 +59,7 @@ def _get_stored_task(index: Mapping[str, Any]) -> str:
     return "i2v" if index["_class_name"] == _IMAGE_PIPELINE else "t2v"
 
 
-def _select_task_and_class(
-    model: ModelConfig, index: Mapping[str, Any]
-) -> tuple[str, type[WanCheckpoint]]:
+def _select_task_and_class(model: ModelConfig, index: Mapping[str, Any]) -> tuple[str, type[WanCheckpoint]]:
     """The task to train and its checkpoint class. TI2V-5B (`expand_timesteps`) supports both tasks."""
     refuse_ic_lora(model)
     stored_task, has_both_tasks = _get_stored_task(index), bool(index.get("expand_timesteps"))
@@ -95,11 +79,7 @@ def _select_task_and_class(
 
 
 def _require_matching_components(
-    model: ModelConfig,
-    index: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    *,
-    has_condition_channels: bool,
+    model: ModelConfig, index: Mapping[str, Any], fields: Mapping[str, Any], *, has_condition_channels: bool
 ) -> None:
     """Check channels, the boundary with its second expert, and the image embedding with its encoder.
 
@@ -124,23 +104,16 @@ def _require_matching_components(
         )
     if boundary is not None and not 0 < boundary < 1:
         problems.append(f"boundary_ratio must be above 0 and below 1; got {boundary}")
-    has_image_embedding, has_encoder = (
-        transformer["image_dim"] is not None,
-        _has_component(index, "image_encoder"),
-    )
+    has_image_embedding, has_encoder = (transformer["image_dim"] is not None, _has_component(index, "image_encoder"))
     if has_image_embedding and not (has_encoder and _has_component(index, "image_processor")):
         problems.append(
             "its transformer attends to an image's embedding (image_dim), and model_index.json has no image_encoder "
             "with an image_processor"
         )
     if has_image_embedding and not has_condition_channels:
-        problems.append(
-            "its transformer attends to an image's embedding (image_dim), its pipeline has no image"
-        )
+        problems.append("its transformer attends to an image's embedding (image_dim), its pipeline has no image")
     if problems:
-        raise DitLoraError(
-            format_list(f"{model.path}: the parts of this checkpoint do not fit", problems)
-        )
+        raise DitLoraError(format_list(f"{model.path}: the parts of this checkpoint do not fit", problems))
 
 
 def _build_objective(model: ModelConfig, scheduler: Mapping[str, Any]) -> FlowMatching:

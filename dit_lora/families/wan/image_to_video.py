@@ -72,10 +72,7 @@ class WanImageCheckpoint(WanCheckpoint):
 
     def shape_errors(self, shape: VideoShape) -> list[str]:
         problems = super().shape_errors(shape)
-        return [
-            *problems,
-            *min_frames_errors(shape.frames, self.vae_config["scale_factor_temporal"]),
-        ]
+        return [*problems, *min_frames_errors(shape.frames, self.vae_config["scale_factor_temporal"])]
 
     def apply_recipe(self, recipe: Recipe) -> Self:
         """Raise `DitLoraError` if prompts lack images, or FLF2V has separate first images (`data.image_column`)."""
@@ -83,9 +80,7 @@ class WanImageCheckpoint(WanCheckpoint):
         problems = image_errors(recipe.validation, self.image_arguments)
         # A separate first image would not belong to the clip's last frame.
         if self.has_last_image and any(source.image_column for source in recipe.data.all_sources):
-            problems.append(
-                "data.image_column: its two pictures are the clip's own first and last frame; remove it"
-            )
+            problems.append("data.image_column: its two pictures are the clip's own first and last frame; remove it")
         if problems:
             raise DitLoraError(format_list(f"{self.path.name} is image-to-video", problems))
         return checkpoint
@@ -116,18 +111,11 @@ class WanImageCheckpoint(WanCheckpoint):
         @torch.no_grad()
         def encode(pixels: torch.Tensor, image: torch.Tensor | None = None) -> Tensors:
             # The first image, and for FLF2V the last frame.
-            frames = [
-                pixels[0] if image is None else image,
-                *([pixels[-1]] if self.has_last_image else []),
-            ]
+            frames = [pixels[0] if image is None else image, *([pixels[-1]] if self.has_last_image else [])]
             pictures = [to_pil_image(picture) for picture in frames]
-            first_picture, *last_picture = (
-                processor.preprocess(picture).to(device) for picture in pictures
-            )
+            first_picture, *last_picture = (processor.preprocess(picture).to(device) for picture in pictures)
             tensors = encode_video(vae, pixels)
-            tensors["image_latents"] = self._encode_condition(
-                pipeline_stub, first_picture, last_picture, len(pixels)
-            )
+            tensors["image_latents"] = self._encode_condition(pipeline_stub, first_picture, last_picture, len(pixels))
             return tensors if embed is None else {**tensors, "image_embeds": embed(pictures)}
 
         return encode
@@ -142,11 +130,7 @@ class WanImageCheckpoint(WanCheckpoint):
         )
 
     def _encode_condition(
-        self,
-        pipeline_stub: Any,
-        first_image: torch.Tensor,
-        last_images: list[torch.Tensor],
-        frames: int,
+        self, pipeline_stub: Any, first_image: torch.Tensor, last_images: list[torch.Tensor], frames: int
     ) -> torch.Tensor:
         """The condition, by the pipeline's own method: joined with the latents (TI2V-5B: in place of the first)."""
         height, width = first_image.shape[-2:]
@@ -176,11 +160,7 @@ class WanImageCheckpoint(WanCheckpoint):
         return lambda pictures: self.pipeline_class.encode_image(pipeline_stub, pictures, device)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity with the condition; equal to one call of the stock pipeline."""
         # (B, C + mask channels + C, F, H, W)
@@ -196,19 +176,14 @@ class WanImageCheckpoint(WanCheckpoint):
 class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
     """Wan 2.2 TI2V-5B from an image: the image's latent is the first frame, whose tokens have timestep 0."""
 
-    supported_options: ClassVar[tuple[str, ...]] = (
-        *WanImageCheckpoint.supported_options,
-        "data.image_dropout",
-    )
+    supported_options: ClassVar[tuple[str, ...]] = (*WanImageCheckpoint.supported_options, "data.image_dropout")
     has_token_mask: ClassVar[bool] = True
 
     def clean_latents(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """The clip's latents, with the first frame replaced by the image for samples that keep it."""
-        return self._replace_first_frame(
-            super().clean_latents(batch, random_tensors), batch, random_tensors
-        )
+        return self._replace_first_frame(super().clean_latents(batch, random_tensors), batch, random_tensors)
 
     def conditioning_mask(
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
@@ -228,16 +203,10 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         batch: Mapping[str, torch.Tensor],
         random_tensors: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        return self._predict_with_token_timesteps(
-            transformer, noisy, timesteps, batch, random_tensors
-        )
+        return self._predict_with_token_timesteps(transformer, noisy, timesteps, batch, random_tensors)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity with the image's latent in the first frame; equal to one call of the stock pipeline."""
         # Without random tensors, every sample keeps its image.
@@ -245,10 +214,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         return self._predict_with_token_timesteps(transformer, conditioned, timesteps, batch, {})
 
     def _replace_first_frame(
-        self,
-        latents: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
-        random_tensors: Mapping[str, torch.Tensor],
+        self, latents: torch.Tensor, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         conditioning_mask = self.conditioning_mask(batch, random_tensors)
         return torch.where(conditioning_mask > 0, batch["image_latents"].float(), latents)
@@ -265,9 +231,7 @@ class WanTokenImageCheckpoint(FirstFrameCheckpoint, WanImageCheckpoint):
         _, patch_height, patch_width = self.transformer_config["patch_size"]
         tokens = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
         # (B, F), 0 at frames that are given clean.
-        frame_timesteps = (1 - self.conditioning_mask(batch, random_tensors)).flatten(
-            1
-        ) * timesteps[:, None]
+        frame_timesteps = (1 - self.conditioning_mask(batch, random_tensors)).flatten(1) * timesteps[:, None]
         # (B, F, tokens per frame) -> (B, S)
         token_timesteps = frame_timesteps[:, :, None].expand(-1, -1, tokens).flatten(1)
         return self.run_transformer(transformer, noisy, token_timesteps, batch)

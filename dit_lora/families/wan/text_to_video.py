@@ -19,13 +19,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.experts import EXPERT_NAMES
 from dit_lora.config.recipe import Recipe
 from dit_lora.environment.pretrained import load_pretrained
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.opening import get_call_default, read_component_config
 from dit_lora.families.posterior import encode_video, normalize_latents, sample_posterior
@@ -75,9 +69,7 @@ class WanCheckpoint(FlowCheckpoint):
         max_positions = self.transformer_config["rope_max_seq_len"]
         # (time, height, width)
         patches = self.transformer_config["patch_size"]
-        spatial, temporal = (
-            self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
-        )
+        spatial, temporal = (self.vae_config[f"scale_factor_{axis}"] for axis in ("spatial", "temporal"))
         ends = {
             # The first latent frame is one frame; each further one is `temporal` frames.
             "frames": (shape.frames, (max_positions * patches[0] - 1) * temporal + 1),
@@ -124,9 +116,7 @@ class WanCheckpoint(FlowCheckpoint):
         index = read_component_config(self.path)
         components = [name for name, value in index.items() if isinstance(value, list)]
         unused = dict.fromkeys(name for name in components if name not in _TEXT_COMPONENTS)
-        return load_pretrained(
-            self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **unused
-        ).to(device)
+        return load_pretrained(self.pipeline_class, self.path, dtype=dtype, use_safetensors=True, **unused).to(device)
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> TextEncoder:
         """Load UMT5 as the pipeline uses it: with its attention mask, and zeros for masked tokens."""
@@ -136,10 +126,7 @@ class WanCheckpoint(FlowCheckpoint):
         def encode(captions: Sequence[str]) -> Tensors:
             # (B, T, D)
             embeddings, _ = pipeline.encode_prompt(
-                list(captions),
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.text_tokens,
-                device=device,
+                list(captions), do_classifier_free_guidance=False, max_sequence_length=self.text_tokens, device=device
             )
             return {"prompt_embeds": embeddings}
 
@@ -161,17 +148,11 @@ class WanCheckpoint(FlowCheckpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         # (B, C, F, H, W)
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return normalize_latents(latents, self.vae_config)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents; equal to one call of the stock pipeline.
 
@@ -181,11 +162,7 @@ class WanCheckpoint(FlowCheckpoint):
         return self.run_transformer(transformer, noisy, timesteps, batch)
 
     def run_transformer(
-        self,
-        transformer: nn.Module,
-        hidden: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, hidden: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Run the transformer. `timesteps` is (B,), or (B, S) for per-token timesteps (TI2V-5B)."""
         prompt_embeds = batch["prompt_embeds"]
@@ -206,16 +183,12 @@ class WanCheckpoint(FlowCheckpoint):
         """The VAE, as in Diffusers' examples."""
         return ("vae",)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         # The pipeline encodes no text if it gets embeddings.
         arguments = {"prompt_embeds": prompt["prompt_embeds"]}
-        return arguments | (
-            {"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {}
-        )
+        return arguments | ({"negative_prompt_embeds": empty_prompt["prompt_embeds"]} if empty_prompt else {})
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
         return {

@@ -20,18 +20,11 @@ _LATENTS, _IMAGE_WIDTH, _WIDTH = 16, 16, 24
 _PICTURE, _PATCH = 28, 14  # CLIP's sizes: four patch tokens and a class token
 # Noisy latents, condition, and a mask of four channels.
 _CONDITION_CONFIG = {"in_channels": 2 * _LATENTS + 4}
-_CLIP_CONDITION_CONFIG = {
-    **_CONDITION_CONFIG,
-    "image_dim": _IMAGE_WIDTH,
-    "added_kv_proj_dim": _WIDTH,
-}
+_CLIP_CONDITION_CONFIG = {**_CONDITION_CONFIG, "image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": _WIDTH}
 VARIANTS: dict[str, dict[str, Any]] = {
     "wan-2.1-t2v": {},
     "wan-2.1-i2v": _CLIP_CONDITION_CONFIG,
-    "wan-2.1-flf2v": {
-        **_CLIP_CONDITION_CONFIG,
-        "pos_embed_seq_len": 2 * ((_PICTURE // _PATCH) ** 2 + 1),
-    },
+    "wan-2.1-flf2v": {**_CLIP_CONDITION_CONFIG, "pos_embed_seq_len": 2 * ((_PICTURE // _PATCH) ** 2 + 1)},
     "wan-2.2-t2v-a14b": {},
     "wan-2.2-i2v-a14b": _CONDITION_CONFIG,
     "wan-2.2-ti2v-5b": {"in_channels": 8, "out_channels": 8},
@@ -96,9 +89,7 @@ def _build_transformer(changes: dict[str, Any]) -> WanTransformer3DModel:
 
 def _build_vae() -> AutoencoderKLWan:
     """Wan 2.1's VAE in small. Its latent means and deviations are the published ones, the class's defaults."""
-    return scale_posterior(
-        AutoencoderKLWan(base_dim=4, z_dim=_LATENTS, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 10
-    )
+    return scale_posterior(AutoencoderKLWan(base_dim=4, z_dim=_LATENTS, dim_mult=[1, 1, 1, 1], num_res_blocks=1), 10)
 
 
 def _build_vae_5b() -> AutoencoderKLWan:
@@ -134,6 +125,4 @@ def _build_clip() -> tuple[CLIPVisionModel, CLIPImageProcessor]:
         initializer_range=0.2,
     )
     size = {"height": _PICTURE, "width": _PICTURE}
-    return CLIPVisionModel(config).eval(), CLIPImageProcessor(
-        size={"shortest_edge": _PICTURE}, crop_size=size
-    )
+    return CLIPVisionModel(config).eval(), CLIPImageProcessor(size={"shortest_edge": _PICTURE}, crop_size=size)

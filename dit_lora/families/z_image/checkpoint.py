@@ -21,13 +21,7 @@ from dit_lora.config.data import VideoShape
 from dit_lora.config.recipe import ModelConfig, Recipe
 from dit_lora.environment.pretrained import load_pretrained
 from dit_lora.errors import DitLoraError
-from dit_lora.families.base import (
-    Tensors,
-    TensorSpec,
-    TextEncoder,
-    TextLimit,
-    VideoEncoder,
-)
+from dit_lora.families.base import Tensors, TensorSpec, TextEncoder, TextLimit, VideoEncoder
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.flow_matching import FlowCheckpoint
 from dit_lora.families.flow_scheduler import read_flow_scheduler
@@ -55,9 +49,7 @@ TRAINING_SHIFT = 2.0
 Source: musubi-tuner, docs/zimage.md, `--discrete_flow_shift 2.0`. With the base's sampling shift of 6, 3.7 % of the
 noise levels would be below 0.5; with 2 it is 24 %.
 """
-DE_DISTILLATION_ADAPTER = (
-    "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
-)
+DE_DISTILLATION_ADAPTER = "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +75,7 @@ class ZImageCheckpoint(FlowCheckpoint):
             problems.append(f"data.frames must be 1, Z-Image makes images; got {shape.frames}")
         # Numbers of positions for text and images, rows and columns.
         _, rows, columns = self.transformer_config["axes_lens"]
-        for name, value, max_value in (
-            ("height", shape.height, rows),
-            ("width", shape.width, columns),
-        ):
+        for name, value, max_value in (("height", shape.height, rows), ("width", shape.width, columns)):
             if value > max_value * self.size_multiple:
                 problems.append(
                     f"data.{name} can be {max_value * self.size_multiple} at most, where its "
@@ -97,9 +86,7 @@ class ZImageCheckpoint(FlowCheckpoint):
 
     def notes(self, recipe: Recipe) -> list[str]:
         notes, name = super().notes(recipe), recipe.model.path
-        turbo_sign = (
-            None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
-        )
+        turbo_sign = None if self.from_scratch is not None else find_turbo_sign(name, self.scheduler_shift)
         if turbo_sign is None or recipe.lora.under:
             return notes
         return [
@@ -140,10 +127,7 @@ class ZImageCheckpoint(FlowCheckpoint):
         def encode_caption(caption: str) -> torch.Tensor:
             # Pass a new list, because the pipeline writes the templated caption into it.
             (embeddings,), _ = pipeline.encode_prompt(
-                [caption],
-                device=device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.text_tokens,
+                [caption], device=device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
             )
             return embeddings  # type: ignore[no-any-return]
 
@@ -177,17 +161,11 @@ class ZImageCheckpoint(FlowCheckpoint):
         self, batch: Mapping[str, torch.Tensor], random_tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Latents sampled from the posterior and normalised, (B, C, H, W): the inverse of decoding in the pipeline."""
-        latents = sample_posterior(
-            batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"]
-        )
+        latents = sample_posterior(batch["latent_mean"], batch["latent_logvar"], random_tensors["posterior"])
         return shift_and_scale_latents(latents, self.vae_config)
 
     def predict(
-        self,
-        transformer: nn.Module,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        batch: Mapping[str, torch.Tensor],
+        self, transformer: nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Predict the velocity for noisy latents (B, C, H, W); equal to one call of the stock pipeline.
 
@@ -205,17 +183,13 @@ class ZImageCheckpoint(FlowCheckpoint):
         # The network's time and velocity are reversed.
         return -torch.stack(outputs).squeeze(2)
 
-    def prompt_kwargs(
-        self, prompt: str | Tensors, empty_prompt: Tensors | None = None
-    ) -> dict[str, Any]:
+    def prompt_kwargs(self, prompt: str | Tensors, empty_prompt: Tensors | None = None) -> dict[str, Any]:
         if isinstance(prompt, str):
             return {"prompt": prompt}
         captions = unpad_captions(**_unpad_arguments(prompt))
         arguments: dict[str, Any] = {"prompt_embeds": captions}
         if empty_prompt:
-            arguments["negative_prompt_embeds"] = unpad_captions(
-                **_unpad_arguments(empty_prompt)
-            ) * len(captions)
+            arguments["negative_prompt_embeds"] = unpad_captions(**_unpad_arguments(empty_prompt)) * len(captions)
         return arguments
 
     def shape_kwargs(self, shape: VideoShape) -> dict[str, Any]:
@@ -262,9 +236,7 @@ def open_checkpoint(family: DiffusionFamily, model: ModelConfig) -> ZImageCheckp
             "one shift"
         )
     config = fill_defaults(ZImageTransformer2DModel, fields["transformer_config"])
-    if (PATCH_SIZE, 1) not in zip(
-        config["all_patch_size"], config["all_f_patch_size"], strict=True
-    ):
+    if (PATCH_SIZE, 1) not in zip(config["all_patch_size"], config["all_f_patch_size"], strict=True):
         raise DitLoraError(
             f"{model.path}: ZImagePipeline asks for patches of {PATCH_SIZE}x{PATCH_SIZE}x1; its "
             "transformer has all_patch_size="

@@ -21,9 +21,7 @@ def build_tiny(variant: str, folder: Path) -> None:
         text_encoder=Qwen3Model(config).eval(),
         vae=build_image_vae(),
         transformer=_build_transformer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=TURBO_SHIFT if variant == "z-image-turbo" else BASE_SHIFT
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=TURBO_SHIFT if variant == "z-image-turbo" else BASE_SHIFT),
     )
     pipeline.save_pretrained(folder, safe_serialization=True)
 

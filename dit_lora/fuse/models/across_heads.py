@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dit_lora.fuse.attention import (
-    FusedProcessor,
-    RotaryTables,
-    attend,
-    project_output,
-    project_qkv,
-)
+from dit_lora.fuse.attention import FusedProcessor, RotaryTables, attend, project_output, project_qkv
 from dit_lora.fuse.patches import find_unsupported_norm
 
 
@@ -49,9 +43,7 @@ class AcrossHeadsProcessor(FusedProcessor, ABC):
             tables = None if rotary is None else self.convert_tables(*rotary)
             heads = query_or_key.unflatten(2, (attn.heads, -1))
             rotation = self.get_rotation(attn)
-            return self.norm_and_rotate(
-                heads, norm, tables, "rms", across_heads=True, rotation=rotation
-            )
+            return self.norm_and_rotate(heads, norm, tables, "rms", across_heads=True, rotation=rotation)
         # Off: the module norms the whole width, and the model's own code rotates.
         normed = norm(query_or_key)
         if rotary is not None:

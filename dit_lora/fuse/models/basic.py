@@ -48,9 +48,7 @@ def block_forward(
             class_labels,
             added_cond_kwargs,
         )
-    shift, scale, gate, shift_ff, scale_ff, gate_ff = _compute_modulation(
-        block, hidden_states, timestep, class_labels
-    )
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = _compute_modulation(block, hidden_states, timestep, class_labels)
     # An fp32 table makes the stock block's residual stream fp32.
     x = hidden_states
     if gate.dtype is not x.dtype:
@@ -62,9 +60,7 @@ def block_forward(
     # The second attention takes the residual stream without a norm, so the first one's output is added before it.
     if block.attn2 is not None:
         x = torch.addcmul(x, gate, y)
-        y = block.attn2(
-            x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask
-        )
+        y = block.attn2(x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask)
         stream = Stream(x, shift_ff, scale_ff, y)
     normed, x = normalize_stream(norm_ff, stream)
     # (B, D) to (B, 1, D), to broadcast over the tokens.
@@ -73,19 +69,14 @@ def block_forward(
 
 
 def _compute_modulation(
-    block: Any,
-    hidden_states: torch.Tensor,
-    timestep: torch.Tensor | None,
-    class_labels: torch.Tensor | None,
+    block: Any, hidden_states: torch.Tensor, timestep: torch.Tensor | None, class_labels: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Shift, scale and gate of attention, then of the feed-forward: each (B, D), or (B, 1, D) with adaLN-single."""
     # adaLN-single: one projection of the timestep for all blocks, plus a table for each block.
     if block.norm_type == _SINGLE:
         assert timestep is not None
         # (1, 6, D) + (B, 6, D), split into six of (B, 1, D).
-        return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(
-            6, 1
-        )
+        return (block.scale_shift_table[None] + timestep.reshape(len(hidden_states), 6, -1)).chunk(6, 1)
     norm = block.norm1
     # Draws the labels to drop from the random state, at the same point as the stock block.
     condition = norm.emb(timestep, class_labels, hidden_dtype=hidden_states.dtype)
@@ -115,10 +106,5 @@ def _find_block_problem(block: Any) -> str | None:
 
 
 FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.attention.BasicTransformerBlock",
-        "ada_norm",
-        block_forward,
-        _find_block_problem,
-    ),
+    ForwardPatch("diffusers.models.attention.BasicTransformerBlock", "ada_norm", block_forward, _find_block_problem),
 )

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.attention_processor import Attention
 
-from dit_lora.fuse.attention import (
-    FusedProcessor,
-    Recomputable,
-    RotaryTables,
-    attend,
-    project_output,
-    reshape_mask,
-)
+from dit_lora.fuse.attention import FusedProcessor, Recomputable, RotaryTables, attend, project_output, reshape_mask
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, get_qk_op
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
@@ -88,9 +81,7 @@ def _compute_modulation(norm: Any, temb: torch.Tensor) -> _Modulation:
     return _Modulation(*norm.linear(norm.silu(temb)).chunk(6, dim=1))
 
 
-def _normalize_streams(
-    norm: Any, streams: tuple[Stream, Stream]
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _normalize_streams(norm: Any, streams: tuple[Stream, Stream]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Norm and modulate both streams into one buffer (B, T + V, D), text first. Also returns their residuals."""
     affine = norm.norm
     return joint_ada_norm(streams, affine.weight, affine.bias, norm="layer", eps=affine.eps)
@@ -121,9 +112,7 @@ class CogVideoXProcessor(FusedProcessor):
         joint_hidden_states: Recomputable | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.should_use_stock:
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         text, projections = encoder_hidden_states.shape[1], (attn.to_q, attn.to_k, attn.to_v)
         # Our block's forward passes the buffer that both arguments are views of; the stock forward has none.
         if joint_hidden_states is None:

@@ -49,9 +49,7 @@ def block_forward(
     # IP-adapter processors return what their image adds as a third output.
     for prompted in image_prompt:
         x = x + prompted
-    context = leave_block(
-        block.norm2_context, block.ff_context, context, attended_text, text_modulation
-    )
+    context = leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
     return clip_to_fp16_range(context), x
 
 
@@ -102,9 +100,7 @@ class FluxProcessor(TwoStreamProcessor):
         joint = attn.added_kv_proj_dim is not None
         matching = joint is (encoder_hidden_states is not None)
         if self.should_use_stock or attn.fused_projections or not matching:
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         image_recomputable, text_recomputable = split_recomputable(recomputable)
         image_rows = _select_rows(image_rotary_emb, slice(text, None), hidden_states)
@@ -113,17 +109,13 @@ class FluxProcessor(TwoStreamProcessor):
         if encoder_hidden_states is None:
             return attend(*heads, attention_mask, self.backend).flatten(2)
         text_rows = _select_rows(image_rotary_emb, slice(text), hidden_states)
-        text_heads = self.compute_text_heads(
-            attn, encoder_hidden_states, text_rows, text_recomputable
-        )
+        text_heads = self.compute_text_heads(attn, encoder_hidden_states, text_rows, text_recomputable)
         joint_heads = join_heads(text_heads, heads)
         attended = attend(*joint_heads, attention_mask, self.backend).flatten(2)
         return project_output(attn, attended[:, text:]), attn.to_add_out(attended[:, :text])
 
 
-def _select_rows(
-    rotary: RotaryTables | None, tokens: slice, like: torch.Tensor
-) -> RotaryTables | None:
+def _select_rows(rotary: RotaryTables | None, tokens: slice, like: torch.Tensor) -> RotaryTables | None:
     """Rows (., D / H) of the rotary tables for these tokens, on the device of `like`."""
     if rotary is None:
         return None
@@ -135,16 +127,10 @@ def _select_rows(
 _FLUX = "diffusers.models.transformers.transformer_flux"
 FORWARDS = (
     ForwardPatch(f"{_FLUX}.FluxTransformerBlock", "ada_norm", block_forward, find_block_problem),
-    ForwardPatch(
-        f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, find_joint_block_problem
-    ),
+    ForwardPatch(f"{_FLUX}.FluxSingleTransformerBlock", "ada_norm", single_forward, find_joint_block_problem),
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_FLUX}.FluxAttnProcessor",
-        ATTENTION,
-        FluxProcessor,
-        find_attention_problem,
-        get_extra_ops=get_qk_op,
+        f"{_FLUX}.FluxAttnProcessor", ATTENTION, FluxProcessor, find_attention_problem, get_extra_ops=get_qk_op
     ),
 )

@@ -60,9 +60,7 @@ def block_forward(
     modulation = Modulation(*temb_mod_img.chunk(6, dim=1))
     text_modulation = Modulation(*temb_mod_txt.chunk(6, dim=1))
     image, x = enter_modulated_block(block.norm1, hidden_states, modulation)
-    text, context = enter_modulated_block(
-        block.norm1_context, encoder_hidden_states, text_modulation
-    )
+    text, context = enter_modulated_block(block.norm1_context, encoder_hidden_states, text_modulation)
     attended, attended_text = block.attn(
         hidden_states=image.tensor,
         encoder_hidden_states=text.tensor,
@@ -71,9 +69,7 @@ def block_forward(
         **build_recompute_kwargs(block.attn, image, text),
     )
     x = leave_block(block.norm2, block.ff, x, attended, modulation)
-    context = leave_block(
-        block.norm2_context, block.ff_context, context, attended_text, text_modulation
-    )
+    context = leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation)
     return clip_to_fp16_range(context), x
 
 
@@ -147,8 +143,7 @@ class Flux2SingleProcessor(TwoStreamProcessor):
         key = self.normalize_heads(key, attn.norm_k, image_rotary_emb)
         attended = attend(query, key, value, attention_mask, self.backend).flatten(2)
         joint = Recomputable(
-            torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1),
-            partial(_recompute_joint, attended, hidden),
+            torch.cat([attended, attn.mlp_act_fn(hidden)], dim=-1), partial(_recompute_joint, attended, hidden)
         )
         # Both parts are saved for backward anyway, so an adapter need not save their concatenation.
         with joint.skip_saving():
@@ -187,22 +182,13 @@ def _find_single_block_problem(block: Any) -> str | None:
 
 FORWARDS = (
     ForwardPatch(f"{_FLUX2}.Flux2TransformerBlock", "ada_norm", block_forward, _find_block_problem),
-    ForwardPatch(
-        f"{_FLUX2}.Flux2SingleTransformerBlock",
-        "ada_norm",
-        single_forward,
-        _find_single_block_problem,
-    ),
+    ForwardPatch(f"{_FLUX2}.Flux2SingleTransformerBlock", "ada_norm", single_forward, _find_single_block_problem),
     ForwardPatch(f"{_FLUX2}.Flux2SwiGLU", "ada_norm", swiglu_forward, _find_swiglu_problem),
 )
 # The double blocks' attention is that of FLUX.1: text first, one rotation, norms for each stream.
 PROCESSORS = (
     ProcessorPatch(
-        f"{_FLUX2}.Flux2AttnProcessor",
-        ATTENTION,
-        FluxProcessor,
-        find_attention_problem,
-        get_extra_ops=get_qk_op,
+        f"{_FLUX2}.Flux2AttnProcessor", ATTENTION, FluxProcessor, find_attention_problem, get_extra_ops=get_qk_op
     ),
     ProcessorPatch(
         f"{_FLUX2}.Flux2ParallelSelfAttnProcessor",

@@ -49,14 +49,10 @@ def block_forward(
     return torch.addcmul(x, gate_ff, block.ff(normed.tensor))
 
 
-def text_forward(
-    block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def text_forward(block: Any, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Forward of `Krea2TextFusionBlock`: text (B, S, D), or the encoder layers of each token (B S, L, D)."""
     normed, x = _normalize_stream(block.norm1, Stream(hidden_states))
-    attended = block.attn(
-        normed.tensor, attention_mask=attention_mask, **build_recompute_kwargs(block.attn, normed)
-    )
+    attended = block.attn(normed.tensor, attention_mask=attention_mask, **build_recompute_kwargs(block.attn, normed))
     normed, x = _normalize_stream(block.norm2, Stream(x, y=attended))
     return x + block.ff(normed.tensor)
 
@@ -84,9 +80,7 @@ def _normalize_stream(norm: Any, stream: Stream) -> tuple[Recomputable, torch.Te
     """A stream's residual sum (B, S, D), normed and modulated; and that sum, the stream to continue with."""
     normed, (x,) = joint_ada_norm((stream,), compute_norm_factor(norm), norm="rms", eps=norm.eps)
     # The norm's backward saves its input, from which its output can be recomputed for the adapters.
-    return Recomputable(
-        normed, partial(_recompute_norm, norm, stream._replace(x=x, y=None, gate=None))
-    ), x
+    return Recomputable(normed, partial(_recompute_norm, norm, stream._replace(x=x, y=None, gate=None))), x
 
 
 def _recompute_norm(norm: Any, stream: Stream) -> torch.Tensor:
@@ -110,9 +104,7 @@ class Krea2Processor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.should_use_stock:
-            stock_output: torch.Tensor = self.stock(
-                attn, hidden_states, attention_mask, image_rotary_emb
-            )
+            stock_output: torch.Tensor = self.stock(attn, hidden_states, attention_mask, image_rotary_emb)
             return stock_output
         layers = (attn.to_q, attn.to_k, attn.to_v, attn.to_gate)
         with recomputable[0].skip_saving() if recomputable else nullcontext():
@@ -167,10 +159,6 @@ FORWARDS = (
 )
 PROCESSORS = (
     ProcessorPatch(
-        f"{_KREA2}.Krea2AttnProcessor",
-        ATTENTION,
-        Krea2Processor,
-        _find_attention_problem,
-        get_extra_ops=get_qk_op,
+        f"{_KREA2}.Krea2AttnProcessor", ATTENTION, Krea2Processor, _find_attention_problem, get_extra_ops=get_qk_op
     ),
 )

@@ -14,13 +14,7 @@ from diffusers.models.normalization import RMSNorm
 from dit_lora.fuse.attention import RotaryTables, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import (
-    ATTENTION,
-    ForwardPatch,
-    ProcessorPatch,
-    find_unsupported_norm,
-    get_qk_op,
-)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -38,15 +32,10 @@ def block_forward(
     modulation = block.scale_shift_table.to(temb.device) + rows
     shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(dim=2)
     normed, x = normalize_stream(block.norm1, Stream(hidden_states, shift, scale), "rms")
-    y = block.attn1(
-        hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
-    )
+    y = block.attn1(hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
     x = torch.addcmul(x, gate, y)  # fp32 from here on if the table is, as in the stock block
     y = block.attn2(
-        x,
-        encoder_hidden_states=encoder_hidden_states,
-        image_rotary_emb=None,
-        attention_mask=encoder_attention_mask,
+        x, encoder_hidden_states=encoder_hidden_states, image_rotary_emb=None, attention_mask=encoder_attention_mask
     )
     # The next norm adds the attention to the text, without a gate.
     normed, x = normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, y), "rms")
@@ -65,14 +54,10 @@ class LTXProcessor(AcrossHeadsProcessor):
         image_rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
         if self.should_use_stock:
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         mask = reshape_mask(attn, attention_mask, source)
-        return self.compute_attention(
-            attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb
-        )
+        return self.compute_attention(attn, hidden_states, encoder_hidden_states, mask, image_rotary_emb)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """The tables unchanged, (B, S, D): the kernel takes a row with the angles of all heads for each token."""
@@ -92,17 +77,9 @@ def _find_block_problem(block: Any) -> str | None:
 
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
-FORWARDS = (
-    ForwardPatch(
-        f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _find_block_problem
-    ),
-)
+FORWARDS = (ForwardPatch(f"{_LTX}.LTXVideoTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
 PROCESSORS = (
     ProcessorPatch(
-        f"{_LTX}.LTXVideoAttnProcessor",
-        ATTENTION,
-        LTXProcessor,
-        find_rms_norm_problem,
-        get_extra_ops=get_qk_op,
+        f"{_LTX}.LTXVideoAttnProcessor", ATTENTION, LTXProcessor, find_rms_norm_problem, get_extra_ops=get_qk_op
     ),
 )

@@ -13,23 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.normalization import RMSNorm
 
-from dit_lora.fuse.attention import (
-    Recomputable,
-    RotaryTables,
-    attend,
-    project_output,
-    project_qkv,
-    reshape_mask,
-)
+from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_output, project_qkv, reshape_mask
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import (
-    ATTENTION,
-    ForwardPatch,
-    ProcessorPatch,
-    find_unsupported_norm,
-    get_qk_op,
-)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
 from dit_lora_kernels.ada_norm import Stream
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
@@ -110,9 +97,7 @@ def block_forward(
     sound = _enter_block(block, "audio_", audio_hidden_states, temb_audio)
     sound = _apply_self_attention(sound, audio_rotary_emb, audio_self_attention_mask, perturbed)
     video = _apply_text_attention(video, encoder_hidden_states, temb_prompt, encoder_attention_mask)
-    sound = _apply_text_attention(
-        sound, audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask
-    )
+    sound = _apply_text_attention(sound, audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask)
     if use_a2v_cross_attention or use_v2a_cross_attention:
         video, sound = _apply_cross_modal_attention(
             (video, sound),
@@ -140,10 +125,7 @@ def _enter_block(block: Any, prefix: str, x: torch.Tensor, temb: torch.Tensor) -
 
 
 def _apply_self_attention(
-    state: _StreamState,
-    rotary: RotaryTables | None,
-    mask: torch.Tensor | None,
-    perturbation_kwargs: dict[str, Any],
+    state: _StreamState, rotary: RotaryTables | None, mask: torch.Tensor | None, perturbation_kwargs: dict[str, Any]
 ) -> _StreamState:
     # Rows 0 to 2 belong to self-attention.
     shift, scale, gate = state.rows[:3]
@@ -172,9 +154,7 @@ def _apply_text_attention(
         else:
             rows = _compute_rows(table, temb)
         text = text * (1 + rows[1]) + rows[0]
-    y = state.get_part("attn2")(
-        normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
-    )
+    y = state.get_part("attn2")(normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask)
     return state._replace(y=y, gate=gate)
 
 
@@ -190,14 +170,10 @@ def _apply_cross_modal_attention(
 ) -> tuple[_StreamState, _StreamState]:
     """Attention from video to audio and from audio to video. Both read the other stream as it was before."""
     block = states[0].block
-    tables = (
-        block.video_a2v_cross_attn_scale_shift_table,
-        block.audio_a2v_cross_attn_scale_shift_table,
-    )
+    tables = (block.video_a2v_cross_attn_scale_shift_table, block.audio_a2v_cross_attn_scale_shift_table)
     # For each stream: scale and shift for video's queries, then for audio's queries; and the gate of its own output.
     rows = [
-        _compute_rows(table[:4], stream_shared[0])
-        for table, stream_shared in zip(tables, shared_inputs, strict=True)
+        _compute_rows(table[:4], stream_shared[0]) for table, stream_shared in zip(tables, shared_inputs, strict=True)
     ]
     gates = [
         _compute_rows(table[4:], stream_shared[1])[0]
@@ -284,9 +260,7 @@ class LTX2Processor(AcrossHeadsProcessor):
         with gated.skip_saving():
             return project_output(attn, gated.tensor)
 
-    def _build_perturbation_kwargs(
-        self, mask: torch.Tensor | None, all_perturbed: bool | None
-    ) -> dict[str, Any]:
+    def _build_perturbation_kwargs(self, mask: torch.Tensor | None, all_perturbed: bool | None) -> dict[str, Any]:
         """The arguments that only one of the two stock processors accepts, without those that are None."""
         arguments = {"perturbation_mask": mask, "all_perturbed": all_perturbed}
         return {name: value for name, value in arguments.items() if value is not None}
@@ -301,14 +275,9 @@ class LTX2Processor(AcrossHeadsProcessor):
     def rotate(self, attn: Any, query_or_key: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         """Rotate q or k (B, S, D) with the layer's type of rotation."""
         # Imported late: a model's module is imported with the model, not with all patches.
-        from diffusers.models.transformers.transformer_ltx2 import (
-            apply_interleaved_rotary_emb,
-            apply_split_rotary_emb,
-        )
+        from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 
-        apply = (
-            apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
-        )
+        apply = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
         return apply(query_or_key, rotary)
 
 
@@ -320,19 +289,11 @@ def _apply_gates(attention_output: torch.Tensor, gates: torch.Tensor) -> torch.T
 def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
     norm_names = (f"{prefix}norm{i}" for prefix in ("", "audio_") for i in (1, 2, 3))
-    return find_unsupported_norm(
-        (getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm
-    )
+    return find_unsupported_norm((getattr(block, name) for name in (*norm_names, *_AV_NORMS)), RMSNorm)
 
 
-FORWARDS = (
-    ForwardPatch(
-        f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _find_block_problem
-    ),
-)
+FORWARDS = (ForwardPatch(f"{_LTX2}.LTX2VideoTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
 PROCESSORS = tuple(
-    ProcessorPatch(
-        f"{_LTX2}.{name}", ATTENTION, LTX2Processor, find_rms_norm_problem, get_extra_ops=get_qk_op
-    )
+    ProcessorPatch(f"{_LTX2}.{name}", ATTENTION, LTX2Processor, find_rms_norm_problem, get_extra_ops=get_qk_op)
     for name in ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
 )

@@ -91,13 +91,9 @@ class QwenImageProcessor(TwoStreamProcessor):
             return stock_output
         image_recomputable, text_recomputable = split_recomputable(recomputable)
         # The model passes one complex table for the image and one for the text.
-        rotary, text_rotary = (
-            (None, None) if image_rotary_emb is None else map(get_rotary_tables, image_rotary_emb)
-        )
+        rotary, text_rotary = (None, None) if image_rotary_emb is None else map(get_rotary_tables, image_rotary_emb)
         heads = self.compute_image_heads(attn, hidden_states, rotary, image_recomputable)
-        text_heads = self.compute_text_heads(
-            attn, encoder_hidden_states, text_rotary, text_recomputable
-        )
+        text_heads = self.compute_text_heads(attn, encoder_hidden_states, text_rotary, text_recomputable)
         mask = _extend_mask(encoder_hidden_states_mask, hidden_states.shape[1])
         attended = attend(*join_heads(text_heads, heads), mask, self.backend).flatten(2)
         # Text tokens come first in the joint sequence.
@@ -120,11 +116,7 @@ def _find_block_problem(block: Any) -> str | None:
 
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
-FORWARDS = (
-    ForwardPatch(
-        f"{_QWEN}.QwenImageTransformerBlock", "ada_norm", block_forward, _find_block_problem
-    ),
-)
+FORWARDS = (ForwardPatch(f"{_QWEN}.QwenImageTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
 PROCESSORS = (
     ProcessorPatch(
         f"{_QWEN}.QwenDoubleStreamAttnProcessor2_0",

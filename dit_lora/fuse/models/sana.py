@@ -28,13 +28,7 @@ from dit_lora.fuse.attention import (
 )
 from dit_lora.fuse.lora import is_hooked
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import (
-    ATTENTION,
-    ForwardPatch,
-    Fusion,
-    ProcessorPatch,
-    get_qk_op_if_normed,
-)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, Fusion, ProcessorPatch, get_qk_op_if_normed
 from dit_lora.numerics.attention_calls import attention_call
 from dit_lora.numerics.saturation import SaturatingProcessor, saturate
 from dit_lora_kernels.ada_norm import Stream
@@ -62,10 +56,7 @@ def block_forward(
         image = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return block.ff(image).flatten(2, 3).permute(0, 2, 1)
 
-    text = {
-        "encoder_hidden_states": encoder_hidden_states,
-        "attention_mask": encoder_attention_mask,
-    }
+    text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
     return run_block(block, hidden_states, tables.chunk(6, dim=1), text, feed_forward)
 
 
@@ -149,11 +140,7 @@ def _is_plain_conv(conv: Any) -> bool:
 
 def find_depthwise_problem(ff: Any) -> str | None:
     """Why the depthwise convolution must be called as a module; None if the kernel can use its weights."""
-    return (
-        None
-        if _is_plain_conv(ff.conv_depth)
-        else "its depthwise convolution has an adapter or hooks"
-    )
+    return None if _is_plain_conv(ff.conv_depth) else "its depthwise convolution has an adapter or hooks"
 
 
 def _normalize_across_heads(
@@ -207,11 +194,7 @@ class SanaLinearProcessor(FusedProcessor):
         return saturate(output) if hidden_states.dtype is torch.float16 else output
 
     def compute_attention(
-        self,
-        attn: Attention,
-        hidden_states: torch.Tensor,
-        rotary: RotaryTables | None,
-        normed: Recomputable | None,
+        self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
     ) -> torch.Tensor:
         """Self-attention of (B, S, D) and its projection. `rotary` tables (1, S, head width) rotate the numerator."""
         with nullcontext() if normed is None else normed.skip_saving():
@@ -235,11 +218,7 @@ class SaturatingSanaLinearProcessor(SanaLinearProcessor, SaturatingProcessor):
     """`SanaLinearProcessor` for a stock processor that clips to fp16's range in every dtype."""
 
     def compute_attention(
-        self,
-        attn: Attention,
-        hidden_states: torch.Tensor,
-        rotary: RotaryTables | None,
-        normed: Recomputable | None,
+        self, attn: Attention, hidden_states: torch.Tensor, rotary: RotaryTables | None, normed: Recomputable | None
     ) -> torch.Tensor:
         """Attention as in the base class, clipped to fp16's range."""
         return saturate(super().compute_attention(attn, hidden_states, rotary, normed))

@@ -47,10 +47,7 @@ def block_forward(
         # (B, S, D) to (B, F, H, W, D) and back.
         return block.ff(tokens.unflatten(1, (frames, height, width))).flatten(1, 3)
 
-    text = {
-        "encoder_hidden_states": encoder_hidden_states,
-        "attention_mask": encoder_attention_mask,
-    }
+    text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
     return run_block(block, hidden_states, tables, text, feed_forward, rotary_emb=rotary_emb)
 
 
@@ -83,9 +80,7 @@ class SanaVideoLinearProcessor(SanaLinearProcessor):
         normed: Recomputable | None = None,
     ) -> torch.Tensor:
         if self.should_use_stock or encoder_hidden_states is not None or rotary_emb is None:
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb
-            )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb=rotary_emb)
         # (1, S, 1, head width) to (1, S, head width): all heads share the tables.
         cos, sin = (table.squeeze(2) for table in rotary_emb)
         return self.compute_attention(attn, hidden_states, (cos, sin), normed)
@@ -98,12 +93,8 @@ def _find_saturation_problem(attn: Any) -> str | None:
 
 _MODULE = "diffusers.models.transformers.transformer_sana_video"
 FORWARDS = (
-    ForwardPatch(
-        f"{_MODULE}.SanaVideoTransformerBlock", "ada_norm", block_forward, find_norm_problem
-    ),
-    ForwardPatch(
-        f"{_MODULE}.GLUMBTempConv", "silu_dwconv_glu", feed_forward, find_depthwise_problem
-    ),
+    ForwardPatch(f"{_MODULE}.SanaVideoTransformerBlock", "ada_norm", block_forward, find_norm_problem),
+    ForwardPatch(f"{_MODULE}.GLUMBTempConv", "silu_dwconv_glu", feed_forward, find_depthwise_problem),
 )
 PROCESSORS = (
     ProcessorPatch(

@@ -38,9 +38,7 @@ def block_forward(
     """Forward of `JointTransformerBlock`: text (B, T, D), None after the last block, and image (B, I, D)."""
     # Only the stock code supports a chunked feed-forward, which saves memory.
     if block._chunk_size is not None:
-        return type(block).forward(
-            block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs
-        )
+        return type(block).forward(block, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs)
     extra, norm, context_norm = joint_attention_kwargs or {}, block.norm1, block.norm1_context
     tables = norm.linear(norm.silu(temb)).chunk(9 if block.use_dual_attention else 6, dim=1)
     # The first six tables are as in every block; three more belong to the second attention.
@@ -66,17 +64,13 @@ def block_forward(
     )
     if block.use_dual_attention:
         x = torch.addcmul(x, modulation.gate[:, None], attended)
-        attended = block.attn2(
-            hidden_states=second.tensor, **extra, **build_recompute_kwargs(block.attn2, second)
-        )
+        attended = block.attn2(hidden_states=second.tensor, **extra, **build_recompute_kwargs(block.attn2, second))
         modulation = modulation._replace(gate=second_gate)
     # `leave_block` adds the second attention with its own gate; the first one is already in x.
     x = leave_block(block.norm2, block.ff, x, attended, modulation)
     if block.context_pre_only:
         return None, x
-    return leave_block(
-        block.norm2_context, block.ff_context, context, attended_text, text_modulation
-    ), x
+    return leave_block(block.norm2_context, block.ff_context, context, attended_text, text_modulation), x
 
 
 class JointProcessor(TwoStreamProcessor):
@@ -97,9 +91,7 @@ class JointProcessor(TwoStreamProcessor):
         if encoder_hidden_states is None:
             attended = attend(*heads, None, self.backend).flatten(2)
             return project_output(attn, attended)
-        text_heads = self.compute_text_heads(
-            attn, encoder_hidden_states, recomputable=text_recomputable
-        )
+        text_heads = self.compute_text_heads(attn, encoder_hidden_states, recomputable=text_recomputable)
         # No mask: the stock processor accepts one and ignores it.
         attended = attend(*join_heads(heads, text_heads), None, self.backend).flatten(2)
         image = hidden_states.shape[1]
@@ -116,12 +108,7 @@ def _find_block_problem(block: Any) -> str | None:
 
 
 FORWARDS = (
-    ForwardPatch(
-        "diffusers.models.attention.JointTransformerBlock",
-        "ada_norm",
-        block_forward,
-        _find_block_problem,
-    ),
+    ForwardPatch("diffusers.models.attention.JointTransformerBlock", "ada_norm", block_forward, _find_block_problem),
 )
 PROCESSORS = (
     ProcessorPatch(

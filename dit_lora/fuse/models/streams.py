@@ -11,9 +11,7 @@ from dit_lora.fuse.attention import NormKind
 from dit_lora_kernels.ada_norm import Stream, joint_ada_norm
 
 
-def normalize_stream(
-    norm: Any, stream: Stream, kind: NormKind = "layer"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize_stream(norm: Any, stream: Stream, kind: NormKind = "layer") -> tuple[torch.Tensor, torch.Tensor]:
     """Add the stream's gated y to x, then norm and modulate the sum. Both results are (B, S, D).
 
     Args:

@@ -15,14 +15,7 @@ import torch
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
-from dit_lora.fuse.attention import (
-    QK_NORM_NAMES,
-    FusedProcessor,
-    NormKind,
-    QueryKeyValue,
-    Recomputable,
-    RotaryTables,
-)
+from dit_lora.fuse.attention import QK_NORM_NAMES, FusedProcessor, NormKind, QueryKeyValue, Recomputable, RotaryTables
 from dit_lora.fuse.lora import project
 from dit_lora.fuse.patches import find_unsupported_norm
 from dit_lora_kernels.ada_norm import Stream, ada_norm, joint_ada_norm
@@ -41,9 +34,7 @@ class Modulation(NamedTuple):
     gate_ff: torch.Tensor
 
 
-def modulate(
-    streams: Sequence[Stream], *, eps: float
-) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
+def modulate(streams: Sequence[Stream], *, eps: float) -> tuple[Recomputable, tuple[torch.Tensor, ...]]:
     """Norm and modulate streams into one buffer (B, sum of S, D). Also returns each x (B, S, D) to continue with."""
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     buffer, residuals = joint_ada_norm(streams, norm="layer", eps=eps)
@@ -55,9 +46,7 @@ def _recompute_buffer(streams: Sequence[Stream], eps: float) -> torch.Tensor:
     return joint_ada_norm(streams, norm="layer", eps=eps)[0]
 
 
-def enter_block(
-    norm: Any, x: torch.Tensor, temb: torch.Tensor
-) -> tuple[Recomputable, torch.Tensor, Modulation]:
+def enter_block(norm: Any, x: torch.Tensor, temb: torch.Tensor) -> tuple[Recomputable, torch.Tensor, Modulation]:
     """Norm and modulate a stream (B, S, D) for attention, as `AdaLayerNormZero.forward` does with temb (B, D).
 
     Returns:
@@ -67,9 +56,7 @@ def enter_block(
     return *enter_modulated_block(norm.norm, x, modulation), modulation
 
 
-def enter_modulated_block(
-    norm: Any, x: torch.Tensor, modulation: Modulation
-) -> tuple[Recomputable, torch.Tensor]:
+def enter_modulated_block(norm: Any, x: torch.Tensor, modulation: Modulation) -> tuple[Recomputable, torch.Tensor]:
     """Norm and modulate a stream (B, S, D) for attention. Also returns x to continue with."""
     normed, (x,) = modulate((Stream(x, modulation.shift, modulation.scale),), eps=norm.eps)
     return normed, x
@@ -81,9 +68,7 @@ def leave_block(
     """Add attention's output and then the feed-forward's to the stream (B, S, D), each through its gate."""
     # The norm before the feed-forward adds attention's output; no norm follows the feed-forward, hence addcmul.
     _, _, gate, shift_ff, scale_ff, gate_ff = modulation
-    normed, x = ada_norm(
-        x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attention_output, gate=gate
-    )
+    normed, x = ada_norm(x, shift_ff, scale_ff, norm="layer", eps=norm.eps, y=attention_output, gate=gate)
     return torch.addcmul(x, gate_ff[:, None], ff(normed))
 
 
@@ -99,9 +84,7 @@ class JoinedStreams(NamedTuple):
     ff_hidden: torch.Tensor
     """The feed-forward's hidden values, of both streams."""
 
-    def leave_block(
-        self, block: Any, attention_output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def leave_block(self, block: Any, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the outputs of attention (B, S of both, D) and feed-forward to both streams, through the gate."""
         # One layer projects both, concatenated in the order of the stock block's weights.
         output = block.proj_out(torch.cat([attention_output, self.ff_hidden], dim=2))
@@ -135,22 +118,14 @@ class TwoStreamProcessor(FusedProcessor):
         return attn.heads, -1
 
     def compute_image_heads(
-        self,
-        attn: Any,
-        x: torch.Tensor,
-        rotary: RotaryTables | None = None,
-        recomputable: Recomputable | None = None,
+        self, attn: Any, x: torch.Tensor, rotary: RotaryTables | None = None, recomputable: Recomputable | None = None
     ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of image or video tokens x (B, S, .)."""
         layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
         return self._compute_heads(attn, layers, norms, x, rotary, recomputable)
 
     def compute_text_heads(
-        self,
-        attn: Any,
-        x: torch.Tensor,
-        rotary: RotaryTables | None = None,
-        recomputable: Recomputable | None = None,
+        self, attn: Any, x: torch.Tensor, rotary: RotaryTables | None = None, recomputable: Recomputable | None = None
     ) -> QueryKeyValue:
         """q, k and v (B, S, H, D) of text tokens x (B, S, .), with the layers for text."""
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
@@ -171,18 +146,10 @@ class TwoStreamProcessor(FusedProcessor):
         with recomputable.skip_saving() if recomputable is not None else nullcontext():
             projected = project(layers, x)
         # (B, S, .) to (B, S, H, D).
-        query, key, value = (
-            tensor.unflatten(-1, self.get_head_shape(attn)) for tensor in projected
-        )
-        return (
-            self.normalize_heads(query, norms[0], rotary),
-            self.normalize_heads(key, norms[1], rotary),
-            value,
-        )
+        query, key, value = (tensor.unflatten(-1, self.get_head_shape(attn)) for tensor in projected)
+        return (self.normalize_heads(query, norms[0], rotary), self.normalize_heads(key, norms[1], rotary), value)
 
-    def normalize_heads(
-        self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None
-    ) -> torch.Tensor:
+    def normalize_heads(self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None) -> torch.Tensor:
         """q or k (B, S, H, D) after its norm and rotation, each of which may be missing."""
         # `find_attention_problem` rejected layers with norms of other classes.
         kind = "layer" if norm is None else HEAD_NORM_KINDS[type(norm)]
@@ -191,24 +158,18 @@ class TwoStreamProcessor(FusedProcessor):
 
 def join_heads(first_heads: QueryKeyValue, second_heads: QueryKeyValue) -> QueryKeyValue:
     """Concatenate q, k and v of two streams along the tokens: (B, S of both, H, D)."""
-    query, key, value = (
-        torch.cat(pair, dim=1) for pair in zip(first_heads, second_heads, strict=True)
-    )
+    query, key, value = (torch.cat(pair, dim=1) for pair in zip(first_heads, second_heads, strict=True))
     return query, key, value
 
 
-def build_recompute_kwargs(
-    attn: Any, *norm_outputs: Recomputable
-) -> dict[str, tuple[Recomputable, ...]]:
+def build_recompute_kwargs(attn: Any, *norm_outputs: Recomputable) -> dict[str, tuple[Recomputable, ...]]:
     """Keyword argument that lets a fused processor recompute these normed inputs instead of saving them."""
     # A stock processor rejects unknown arguments, so it gets none.
     takes = isinstance(attn.processor, TwoStreamProcessor)
     return {"recomputable": norm_outputs} if takes else {}
 
 
-def split_recomputable(
-    recomputable: tuple[Recomputable, ...],
-) -> tuple[Recomputable | None, Recomputable | None]:
+def split_recomputable(recomputable: tuple[Recomputable, ...]) -> tuple[Recomputable | None, Recomputable | None]:
     """Split into the image's and the text's `Recomputable`: the same for joined streams, None without any."""
     return (recomputable[0], recomputable[-1]) if recomputable else (None, None)
 
@@ -223,9 +184,7 @@ def find_norms_problem(*norms: Any) -> str | None:
 
 def find_block_problem(block: Any) -> str | None:
     """Why a block of Flux keeps its stock forward; None if it can be fused."""
-    return find_norms_problem(
-        block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context
-    )
+    return find_norms_problem(block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
 
 
 def find_joint_block_problem(block: Any) -> str | None:

@@ -20,9 +20,7 @@ def block_forward(block: Any, tokens_BND: torch.Tensor, condition_BD: torch.Tens
     shift, scale, gate, shift_ff, scale_ff, gate_ff = block.adaln(condition_BD)
     normed, x = normalize_stream(block.norm1, Stream(tokens_BND, shift, scale))
     # The second norm adds attention's gated output before it norms.
-    normed, x = normalize_stream(
-        block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate)
-    )
+    normed, x = normalize_stream(block.norm2, Stream(x, shift_ff, scale_ff, block.attn(normed), gate))
     return torch.addcmul(x, gate_ff[:, None], block.ff(normed))
 
 

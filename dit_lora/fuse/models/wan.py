@@ -14,13 +14,7 @@ from torch import nn
 from dit_lora.fuse.attention import RotaryTables, rotate_pairs
 from dit_lora.fuse.models.across_heads import AcrossHeadsProcessor, find_rms_norm_problem
 from dit_lora.fuse.models.streams import normalize_stream
-from dit_lora.fuse.patches import (
-    ATTENTION,
-    ForwardPatch,
-    ProcessorPatch,
-    find_unsupported_norm,
-    get_qk_op,
-)
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
 from dit_lora_kernels.ada_norm import Stream
 
 
@@ -75,12 +69,8 @@ class WanProcessor(AcrossHeadsProcessor):
         rotary_emb: RotaryTables | None = None,
     ) -> torch.Tensor:
         if self.should_use_stock or attn.fused_projections:
-            return self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
-            )
-        return self.compute_attention(
-            attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
-        )
+            return self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+        return self.compute_attention(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def convert_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTables:
         """The model's tables (1, S, 1, D / H) as (1, S, D / H). They hold each angle twice; all heads share them."""
@@ -96,28 +86,18 @@ class WanProcessor(AcrossHeadsProcessor):
 
 def _find_block_problem(block: Any) -> str | None:
     """Why this block keeps its own forward; None if `block_forward` does the same."""
-    return find_unsupported_norm(
-        (block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity
-    )
+    return find_unsupported_norm((block.norm1, block.norm2, block.norm3), FP32LayerNorm, nn.Identity)
 
 
 def _find_attention_problem(attn: Any) -> str | None:
     """Why this layer keeps its own processor; None if `WanProcessor` does the same."""
-    return (
-        "it attends to an image too" if attn.add_k_proj is not None else find_rms_norm_problem(attn)
-    )
+    return "it attends to an image too" if attn.add_k_proj is not None else find_rms_norm_problem(attn)
 
 
 _WAN = "diffusers.models.transformers.transformer_wan"
-FORWARDS = (
-    ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _find_block_problem),
-)
+FORWARDS = (ForwardPatch(f"{_WAN}.WanTransformerBlock", "ada_norm", block_forward, _find_block_problem),)
 PROCESSORS = (
     ProcessorPatch(
-        f"{_WAN}.WanAttnProcessor",
-        ATTENTION,
-        WanProcessor,
-        _find_attention_problem,
-        get_extra_ops=get_qk_op,
+        f"{_WAN}.WanAttnProcessor", ATTENTION, WanProcessor, _find_attention_problem, get_extra_ops=get_qk_op
     ),
 )

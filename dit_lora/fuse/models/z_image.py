@@ -18,18 +18,8 @@ from dit_lora.fuse.attention import Recomputable, RotaryTables, attend, project_
 from dit_lora.fuse.models.complex_rotary import get_rotary_tables
 from dit_lora.fuse.models.streams import normalize_stream
 from dit_lora.fuse.models.swiglu import apply_swiglu
-from dit_lora.fuse.models.two_streams import (
-    TwoStreamProcessor,
-    build_recompute_kwargs,
-    find_attention_problem,
-)
-from dit_lora.fuse.patches import (
-    ATTENTION,
-    ForwardPatch,
-    ProcessorPatch,
-    find_unsupported_norm,
-    get_qk_op,
-)
+from dit_lora.fuse.models.two_streams import TwoStreamProcessor, build_recompute_kwargs, find_attention_problem
+from dit_lora.fuse.patches import ATTENTION, ForwardPatch, ProcessorPatch, find_unsupported_norm, get_qk_op
 from dit_lora_kernels.ada_norm import Stream
 
 _Z_IMAGE = "diffusers.models.transformers.transformer_z_image"
@@ -63,10 +53,7 @@ def block_forward(
     # The norm's backward saves its input, so its output need not be saved for adapters: it is recomputed.
     recomputable = Recomputable(normed, partial(_recompute_norm, block.attention_norm1, stream))
     attended = block.attention(
-        normed,
-        attention_mask=attn_mask,
-        freqs_cis=freqs_cis,
-        **build_recompute_kwargs(block.attention, recomputable),
+        normed, attention_mask=attn_mask, freqs_cis=freqs_cis, **build_recompute_kwargs(block.attention, recomputable)
     )
     attended, _ = normalize_stream(block.attention_norm2, Stream(attended), "rms")
     stream = Stream(x, scale=scale_ff, y=attended, gate=gate)
@@ -98,9 +85,7 @@ class ZImageProcessor(TwoStreamProcessor):
         recomputable: tuple[Recomputable, ...] = (),
     ) -> torch.Tensor:
         if self.should_use_stock:
-            output: torch.Tensor = self.stock(
-                attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis
-            )
+            output: torch.Tensor = self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
             return output
         rotary = None if freqs_cis is None else get_rotary_tables(freqs_cis)
         heads = self.compute_image_heads(attn, hidden_states, rotary, *recomputable)
@@ -109,9 +94,7 @@ class ZImageProcessor(TwoStreamProcessor):
             attention_mask = attention_mask[:, None, None]
         return project_output(attn, attend(*heads, attention_mask, self.backend).flatten(2))
 
-    def normalize_heads(
-        self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None
-    ) -> torch.Tensor:
+    def normalize_heads(self, heads: torch.Tensor, norm: Any, rotary: RotaryTables | None) -> torch.Tensor:
         """q or k (B, S, H, D) after its norm and rotation with tables (B, S, D). Uses the kernel if it is on."""
         if rotary is None or self.fusion.is_on("qk_norm_rope"):
             return super().normalize_heads(heads, norm, rotary)
@@ -129,9 +112,7 @@ def _find_block_problem(block: Any) -> str | None:
 
 
 FORWARDS = (
-    ForwardPatch(
-        f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _find_block_problem
-    ),
+    ForwardPatch(f"{_Z_IMAGE}.ZImageTransformerBlock", "ada_norm", block_forward, _find_block_problem),
     ForwardPatch(f"{_Z_IMAGE}.FeedForward", "ada_norm", feed_forward),
 )
 PROCESSORS = (

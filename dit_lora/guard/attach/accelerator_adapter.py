@@ -12,12 +12,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError
-from dit_lora.numerics.ranks import (
-    act_as_single_process,
-    gather_object,
-    get_num_processes,
-    get_process_index,
-)
+from dit_lora.numerics.ranks import act_as_single_process, gather_object, get_num_processes, get_process_index
 from dit_lora.patching import is_instance_of
 from dit_lora.terminal import echo
 
@@ -88,11 +83,7 @@ class Host:
 
     def get_process_folder(self, folder: Path) -> Path:
         """The folder that this process writes to: a subfolder if each process trains a separate model."""
-        return (
-            folder
-            if self.is_shared or not self.process_rank
-            else folder / f"process_{self.process_rank}"
-        )
+        return folder if self.is_shared or not self.process_rank else folder / f"process_{self.process_rank}"
 
     def log(self, message: str) -> None:
         """Log a warning that begins with "guard: "; only rank 0 logs for ranks that train together."""

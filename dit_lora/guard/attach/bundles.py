@@ -36,12 +36,7 @@ class BundleWriter:
     _logged_messages: set[str] = field(default_factory=set)
 
     def write(
-        self,
-        call: CapturedCall,
-        event: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        *,
-        is_shared: bool,
+        self, call: CapturedCall, event: Mapping[str, Any], facts: Mapping[str, Any], *, is_shared: bool
     ) -> str | None:
         """Write the inputs, weights and random state of a failed call; returns the bundle's relative path, or None.
 
@@ -117,9 +112,7 @@ class BundleWriter:
 def pack_call(call: CapturedCall, writer: CallWriter) -> dict[str, Any]:
     """Convert a call to JSON values. Its tensors are collected in `writer`."""
     packed: dict[str, Any] = {
-        "args": [
-            writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)
-        ],
+        "args": [writer.to_node(value, f"argument {number}") for number, value in enumerate(call.args)],
         "kwargs": [[name, writer.to_node(value, name)] for name, value in call.kwargs.items()],
         "output_is_finite": call.has_finite_output,
     }

@@ -20,11 +20,7 @@ from dit_lora.guard.attach.calls.gather_calls import RankCalls
 from dit_lora.guard.attach.containment import try_call
 from dit_lora.guard.attach.experiments import preserve_state
 from dit_lora.guard.attach.name_samples import SampleNamer
-from dit_lora.guard.attach.samples.loaded_batches import (
-    describe_values,
-    find_bad_rows,
-    format_row_name,
-)
+from dit_lora.guard.attach.samples.loaded_batches import describe_values, find_bad_rows, format_row_name
 from dit_lora.guard.attach.watched_models import WatchedModels
 from dit_lora.guard.diagnose import diagnose
 from dit_lora.guard.episode import RankDiagnosis
@@ -45,9 +41,7 @@ _DOUBLE_BACKWARD_MESSAGE = (
     "which a replay of the call cannot repeat"
 )
 _MANY_FAILURES_MESSAGE = "not looked into: too many steps in a row have failed"
-_OVERWRITTEN_MESSAGE = (
-    "the call's inputs were overwritten in place since, so a replay would prove nothing"
-)
+_OVERWRITTEN_MESSAGE = "the call's inputs were overwritten in place since, so a replay would prove nothing"
 
 
 def diagnose_state(watched: WatchedModels, kind: str, step: int, rank: int) -> Diagnosis | None:
@@ -87,10 +81,7 @@ class CallDiagnoser:
         return [self._diagnose_micro_batch(group, rank_calls) for group in groups]
 
     def find_bad_samples(
-        self,
-        calls: Sequence[CapturedCall],
-        controls: Mapping[int, CapturedCall],
-        rank: int,
+        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall], rank: int
     ) -> list[RankDiagnosis[CapturedCall]]:
         """Samples that were already bad when loaded, by name. Runs no experiment."""
         results = []
@@ -100,14 +91,8 @@ class CallDiagnoser:
                 items = self.namer.find_bad_items(call, 0)
                 if not items:
                     continue
-                diagnosis = self._make_diagnosis(
-                    call, rank, "data", _format_descriptions(items), tuple(items), {}
-                )
-            results.append(
-                RankDiagnosis(
-                    _add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call
-                )
-            )
+                diagnosis = self._make_diagnosis(call, rank, "data", _format_descriptions(items), tuple(items), {})
+            results.append(RankDiagnosis(_add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call))
         return results
 
     def _diagnose_micro_batch(
@@ -138,21 +123,13 @@ class CallDiagnoser:
         has_failed_before = self.is_raised_by_torch and not call.has_gradient
         # The output is good and the loss is not: the fault lies after the output.
         is_loss_failure = self.kind == "non_finite_loss" and call.has_finite_output
-        if (
-            diagnosis is None
-            and is_last
-            and (has_failed_before or is_loss_failure or call.has_bad_gradient)
-        ):
+        if diagnosis is None and is_last and (has_failed_before or is_loss_failure or call.has_bad_gradient):
             diagnosis = self._diagnose_loss(call, rank_calls.rank)
         if diagnosis is None:
             diagnosis = self._diagnose_by_experiments(call, control, rank_calls.rank)
-        return RankDiagnosis(
-            _add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call
-        )
+        return RankDiagnosis(_add_model_name(diagnosis, self.watched.prefixes[id(call.owner)]), call)
 
-    def _diagnose_inputs(
-        self, call: CapturedCall, control: CapturedCall | None, rank: int
-    ) -> Diagnosis | None:
+    def _diagnose_inputs(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis | None:
         """The verdict on an empty batch or on bad argument values; None if the inputs are good."""
         if call.num_samples == 0:
             return self._make_diagnosis(call, rank, "inputs", "the batch has no samples", (), {})
@@ -180,9 +157,7 @@ class CallDiagnoser:
         samples = self.namer.use_file_names(samples, bad)
         evidence = {"inputs": [describe_values(part.path, part.values) for part in bad[:20]]}
         if samples:
-            return self._make_diagnosis(
-                call, rank, "data", _format_descriptions(samples), tuple(samples), evidence
-            )
+            return self._make_diagnosis(call, rank, "data", _format_descriptions(samples), tuple(samples), evidence)
         message = _format_descriptions(unnamed)
         # The value is an output of an earlier step, so nothing in this batch made it.
         if any(self.watched.log.is_earlier_output(part.values) for part in bad):
@@ -198,15 +173,11 @@ class CallDiagnoser:
         evidence: dict[str, Any] = {"of_the_loop": True, "rows_with_bad_gradient": rows[:50]}
         items = self.namer.find_bad_items(call, len(rows))
         if items:
-            return self._make_diagnosis(
-                call, rank, "data", _format_descriptions(items), tuple(items), evidence
-            )
+            return self._make_diagnosis(call, rank, "data", _format_descriptions(items), tuple(items), evidence)
         message = BAD_LOSS_MESSAGE
         peak = call.gradient_peak
         if call.has_gradient and not call.has_bad_gradient:
-            return self._make_diagnosis(
-                call, rank, "unknown", _FINITE_GRADIENT_MESSAGE, (), evidence
-            )
+            return self._make_diagnosis(call, rank, "unknown", _FINITE_GRADIENT_MESSAGE, (), evidence)
         if not call.has_gradient:
             message = "the backward failed in the loss, before it came to the model's output"
         elif isfinite(peak):
@@ -216,9 +187,7 @@ class CallDiagnoser:
             )
         return self._make_diagnosis(call, rank, "unknown", message, (), evidence)
 
-    def _diagnose_by_experiments(
-        self, call: CapturedCall, control: CapturedCall | None, rank: int
-    ) -> Diagnosis:
+    def _diagnose_by_experiments(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis:
         if not self.runs_experiments:
             return self._make_diagnosis(call, rank, "unknown", _MANY_FAILURES_MESSAGE, (), {})
         if call.is_differentiated_twice:
@@ -242,9 +211,7 @@ class CallDiagnoser:
         message = f"not found: the call cannot be run again by itself ({_shorten(failure[0])})"
         return self._make_diagnosis(call, rank, "unknown", message, (), {})
 
-    def _run_experiments(
-        self, call: CapturedCall, control: CapturedCall | None, rank: int
-    ) -> Diagnosis:
+    def _run_experiments(self, call: CapturedCall, control: CapturedCall | None, rank: int) -> Diagnosis:
         context = self.watched.contexts[id(call.owner)]
 
         def make_micro_batch(captured: CapturedCall, step: int) -> MicroBatch:
@@ -253,11 +220,7 @@ class CallDiagnoser:
             )
 
         # `position` lets the control run with the failed call's random state.
-        healthy = (
-            make_micro_batch(_mark_as_earlier_step(control), self.step - 1)
-            if control is not None
-            else None
-        )
+        healthy = make_micro_batch(_mark_as_earlier_step(control), self.step - 1) if control is not None else None
         failed = make_micro_batch(call, self.step)
         diagnosis = diagnose(failed, context, kind=self.kind, control=healthy)
         if diagnosis.cause == "precision":
@@ -269,16 +232,12 @@ class CallDiagnoser:
                 name = try_call(lambda: self.namer.find_row_by_replacement(call, context.model))
             if name is None:
                 return replace(diagnosis, sample_ids=())
-            message = (
-                f"it is healthy with another sample in this one's place{_extract_origin(diagnosis)}"
-            )
+            message = f"it is healthy with another sample in this one's place{_extract_origin(diagnosis)}"
             return replace(diagnosis, cause="inputs", words=message, sample_ids=(name,))
         if not diagnosis.sample_ids:
             return diagnosis
         # The experiments know rows only; find out which samples these are.
-        names = self.namer.name_failing_rows(
-            call, control, diagnosis.sample_ids, context.model, failed
-        )
+        names = self.namer.name_failing_rows(call, control, diagnosis.sample_ids, context.model, failed)
         return diagnosis.with_sample_ids(names)
 
     def _make_diagnosis(
@@ -351,9 +310,7 @@ def _add_failing_rows(
     singles = [failed.select_sample(row) for row in range(len(failed.ids))]
     failing = [single for single in singles if fails(single)]
     # If every sample fails, and a healthy one of the step before too, none of them is the cause.
-    are_all_failing = len(failing) == len(singles) and (
-        healthy is None or fails(healthy.select_sample(0))
-    )
+    are_all_failing = len(failing) == len(singles) and (healthy is None or fails(healthy.select_sample(0)))
     if are_all_failing:
         return diagnosis
     return replace(diagnosis, sample_ids=tuple(single.ids[0] for single in failing))
@@ -388,8 +345,7 @@ def _format_descriptions(descriptions: Mapping[str, str]) -> str:
     if len(descriptions) == 1:
         return next(iter(descriptions.values()))
     return "; ".join(
-        f"{name}: {description}" if name else description
-        for name, description in list(descriptions.items())[:20]
+        f"{name}: {description}" if name else description for name, description in list(descriptions.items())[:20]
     )
 
 

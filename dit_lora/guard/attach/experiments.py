@@ -45,9 +45,7 @@ def preserve_state(models: Sequence[nn.Module]) -> Iterator[None]:
         buffers.restore()
 
 
-def _remove_accumulation_hooks(
-    parameters: Sequence[nn.Parameter],
-) -> list[tuple[Any, Any]]:
+def _remove_accumulation_hooks(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, Any]]:
     saved = []
     for parameter in parameters:
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -28,12 +28,7 @@ def find_trained_models(
         DitLoraError: If the optimizers hold no parameter of `required`.
     """
     # Parameters of the optimizers that belong to no model so far, by id.
-    remaining = {
-        id(p): p
-        for candidate in optimizers
-        for group in candidate.param_groups
-        for p in group["params"]
-    }
+    remaining = {id(p): p for candidate in optimizers for group in candidate.param_groups for p in group["params"]}
     owning_models: list[nn.Module] = []
     for model in models:
         model_ids = {id(p) for p in model.parameters()} & remaining.keys()
@@ -48,8 +43,7 @@ def find_trained_models(
         # A parameter shared by several models belongs to the first of them.
         remaining = {key: p for key, p in remaining.items() if key not in model_ids}
     named_models = {
-        f"{name}.": model
-        for name, model in zip(_make_unique_names(owning_models), owning_models, strict=True)
+        f"{name}.": model for name, model in zip(_make_unique_names(owning_models), owning_models, strict=True)
     }
     if remaining:
         holder = nn.Module()
@@ -79,19 +73,13 @@ def find_optimizer_parameters(
     models: Models, optimizers: Sequence[Any], trained_ids: Collection[int]
 ) -> dict[str, nn.Parameter]:
     """The parameters that the optimizers train, by name; `trained_ids` holds ids of those trained before."""
-    optimizer_ids = {
-        id(p)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    optimizer_ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return {
         prefix + name: parameter
         for prefix, model in models.items()
         for name, parameter in model.named_parameters()
         # GAN loops freeze parameters for a while; those trained before still count.
-        if id(parameter) in optimizer_ids
-        and (parameter.requires_grad or id(parameter) in trained_ids)
+        if id(parameter) in optimizer_ids and (parameter.requires_grad or id(parameter) in trained_ids)
     }
 
 

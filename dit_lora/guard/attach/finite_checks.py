@@ -85,9 +85,7 @@ class _PeakFinder:
     def is_plain_on_cpu(self) -> bool:
         return self._is_plain and self._on_cpu
 
-    def find(
-        self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor] = ()
-    ) -> float:
+    def find(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor] = ()) -> float:
         if not tensors and not large_tensors:
             return 0.0
         if self._is_plain:
@@ -97,9 +95,7 @@ class _PeakFinder:
                 pass
         return _compute_peak([*tensors, *large_tensors])
 
-    def _find_fast(
-        self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]
-    ) -> float:
+    def _find_fast(self, tensors: list[torch.Tensor], large_tensors: Sequence[torch.Tensor]) -> float:
         if not self._on_cpu:
             # One call for all tensors, and a single read from the device.
             norms = torch._foreach_norm([*tensors, *large_tensors], float("inf"))
@@ -122,15 +118,10 @@ class OptimizerChecks:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        optimizer: Any,
-        checked_ids: Collection[int] = (),
+        self, parameters: Sequence[tuple[str, nn.Parameter]], optimizer: Any, checked_ids: Collection[int] = ()
     ) -> None:
         # A weight that is not finite from the start is intended by the loop, for example a mask.
-        self.unchecked_names = [
-            name for name, p in parameters if id(p) not in checked_ids and not is_finite_tensor(p)
-        ]
+        self.unchecked_names = [name for name, p in parameters if id(p) not in checked_ids and not is_finite_tensor(p)]
         skipped = set(self.unchecked_names)
         self.parameters = [(name, p) for name, p in parameters if name not in skipped]
         checked_parameters = [p for _, p in self.parameters]
@@ -225,9 +216,7 @@ class OptimizerChecks:
     def find_bad_gradients(self) -> list[str]:
         """Names of the parameters whose gradient is bad. Slow; used for failed steps."""
         return [
-            name
-            for name, p in self.parameters
-            if p.grad is not None and self.is_bad_gradient(_compute_peak([p.grad]))
+            name for name, p in self.parameters if p.grad is not None and self.is_bad_gradient(_compute_peak([p.grad]))
         ]
 
     def has_finite_weights(self) -> bool:
@@ -264,10 +253,7 @@ class OptimizerChecks:
         self._views = [p.detach().view(-1) for p in joined]
         self._unjoined = [p.detach() for p in unjoined]
         weights = joined + unjoined
-        groups = [
-            [*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]]
-            for number in range(_NUM_ADDRESS_GROUPS)
-        ]
+        groups = [[*weights[:1], *weights[number::_NUM_ADDRESS_GROUPS]] for number in range(_NUM_ADDRESS_GROUPS)]
         self._address_groups = [(group, list(map(_get_address, group))) for group in groups]
 
     def find_bad_weights(self) -> list[str]:

@@ -34,9 +34,7 @@ def has_nonfinite_values(value: Any) -> bool:
     return not all(is_finite_tensor(tensor) for _, tensor in iter_tensors(value))
 
 
-def find_bad_tensors(
-    value: Any, tolerated_names: Collection[str], scalar_names: Collection[str]
-) -> list[str]:
+def find_bad_tensors(value: Any, tolerated_names: Collection[str], scalar_names: Collection[str]) -> list[str]:
     """Describe the tensors in a value that are not finite.
 
     Args:
@@ -67,7 +65,5 @@ def find_infinite_names(model: torch.nn.Module) -> list[str]:
     """Names of weights and buffers that hold Inf but no NaN, as masks do."""
     # NaN is never intended; Inf may be, as in attention masks.
     named = [*model.named_parameters(), *model.named_buffers()]
-    bad = [
-        (name, to_strided_real(tensor)) for name, tensor in named if not is_finite_tensor(tensor)
-    ]
+    bad = [(name, to_strided_real(tensor)) for name, tensor in named if not is_finite_tensor(tensor)]
     return [name for name, values in bad if not bool(values.isnan().any())]

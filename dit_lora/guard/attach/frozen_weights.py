@@ -34,21 +34,12 @@ class LoopFrozenRecord(FrozenRecord):
     def _iter_frozen_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # A GAN freezes one network while it trains the other: such weights do change.
         alternating_names = {
-            f"weight {name}"
-            for name, p in self._model.named_parameters()
-            if id(p) in self._trained_ids
+            f"weight {name}" for name, p in self._model.named_parameters() if id(p) in self._trained_ids
         }
-        return (
-            (name, values)
-            for name, values in super()._iter_frozen_tensors()
-            if name not in alternating_names
-        )
+        return ((name, values) for name, values in super()._iter_frozen_tensors() if name not in alternating_names)
 
     def before_call(self) -> None:
-        self._versions_at_call, self._addresses_at_call = (
-            self._read_versions(),
-            self._read_addresses(),
-        )
+        self._versions_at_call, self._addresses_at_call = (self._read_versions(), self._read_addresses())
 
     def after_call(self) -> None:
         """Exclude the buffers that the model has written to since its call started, healthy or not."""
@@ -65,9 +56,7 @@ class LoopFrozenRecord(FrozenRecord):
         """
         altered = set(super()._find_changed())
         if self._digests_after_first is not None:
-            self._changed_by_loop.update(
-                find_changed_digests(self._digests_after_first, self._compute_digests())
-            )
+            self._changed_by_loop.update(find_changed_digests(self._digests_after_first, self._compute_digests()))
         # Changed without a recorded write. Whether the loop did that shows at the next healthy step.
         elif unexplained := {n for n in self._find_damaged(altered) if n.startswith("weight ")}:
             self._changed_by_loop |= altered - unexplained
@@ -114,9 +103,7 @@ class LoopFrozenRecord(FrozenRecord):
         names = [name for name in super()._find_changed() if name not in self._changed_by_loop]
         altered = set(names)
         # Writes to a few tensors may be the damage; writes to many are intended.
-        reported = self._find_damaged(altered) | _keep_if_few(
-            self._find_traced(altered), _MAX_TRACED_CHANGES
-        )
+        reported = self._find_damaged(altered) | _keep_if_few(self._find_traced(altered), _MAX_TRACED_CHANGES)
         return [name for name in names if name in reported]
 
     def _read_versions(self) -> dict[str, int]:

@@ -66,9 +66,7 @@ class _GatedMethod:
     def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The schedule may be gone by the time that its step is called.
         owner = self._owner()
-        is_shut = owner is not None and try_or_warn(
-            lambda: self._should_skip(owner), "holding a schedule"
-        )
+        is_shut = owner is not None and try_or_warn(lambda: self._should_skip(owner), "holding a schedule")
         return None if is_shut else original(*args, **kwargs)
 
 
@@ -93,9 +91,7 @@ class Guard:
         self._state = LoopState({}, optimizers, interval_steps=config.snapshot_every)
         if discovery is None:
             discovery = ModelDiscovery(CallLog(EVENTS.batches), dict)
-        self._watched = WatchedModels(
-            host, models, self._state, discovery, compares_frozen="frozen" in checks
-        )
+        self._watched = WatchedModels(host, models, self._state, discovery, compares_frozen="frozen" in checks)
         self._state.get_models = lambda: self._watched.models
         self._file = GuardFile(host, folder)
         self._recovery = LoopRecovery(
@@ -110,16 +106,9 @@ class Guard:
         )
         self._config, self._checks = config, checks
         self._healthy_checks = HealthyStepChecks(
-            host,
-            self._watched,
-            config,
-            folder,
-            guard_id=self._file.id,
-            write=self._recovery.write_event,
+            host, self._watched, config, folder, guard_id=self._file.id, write=self._recovery.write_event
         )
-        self._step_hooks = StepHooks(
-            host, self._watched, self._recovery, checks, self._healthy_checks
-        )
+        self._step_hooks = StepHooks(host, self._watched, self._recovery, checks, self._healthy_checks)
         self._load_hooks: set[int] = set()
         self._has_logged_summary = False
 
@@ -262,9 +251,7 @@ class Guard:
         return next(iter(self._watched.contexts.values()))
 
     @contextmanager
-    def microbatch(
-        self, ids: Sequence[str], generator: torch.Generator | None = None
-    ) -> Iterator[None]:
+    def microbatch(self, ids: Sequence[str], generator: torch.Generator | None = None) -> Iterator[None]:
         """Name the samples of the forward passes inside the context, in the order of their rows.
 
         A replay restores `generator` to its current state; torch's global generators are restored in any case. If an
@@ -279,9 +266,7 @@ class Guard:
             # PyTorch's error names neither the sample nor the table.
             offenders = try_or_warn(self._watched.find_out_of_range, "an index out of range")
             if offenders:
-                self._recovery.log(
-                    format_list("guard: no table of the model has these indices", offenders)
-                )
+                self._recovery.log(format_list("guard: no table of the model has these indices", offenders))
             raise
         finally:
             self._watched.log.sample_names = ()
@@ -347,11 +332,7 @@ class Guard:
         return self._recovery.budget.format_summary()
 
     def _install_hooks(self, schedules: list[Any], ema: MovingAverage | None) -> None:
-        accelerator, interceptions, hooks = (
-            self._host.accelerator,
-            self._interceptions,
-            self._step_hooks,
-        )
+        accelerator, interceptions, hooks = (self._host.accelerator, self._interceptions, self._step_hooks)
         if accelerator is not None:
             interceptions.intercept_method(accelerator, "end_training", self._end_training)
             # A loaded checkpoint makes earlier snapshots invalid.
@@ -395,9 +376,7 @@ class Guard:
         """Write the number of steps taken and lost so far."""
         budget = self._recovery.budget
         disabled = sorted(self._watched.disabled_names)
-        self._file.update(
-            taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts
-        )
+        self._file.update(taken=budget.num_taken, lost=budget.num_lost, switched_off=disabled, **facts)
 
     def _warn_about_half_weights(self) -> None:
         """Warn about fp16 weights, where AdamW's eps of 1e-8 is 0 and 0 / 0 is NaN, and about bf16 weights."""
@@ -407,9 +386,7 @@ class Guard:
                 "guard: trained parameters are fp16, where AdamW turns a gradient of 0 into NaN; cast them to fp32"
             )
         if torch.bfloat16 in dtypes:
-            self._host.log(
-                "guard: trained parameters are bf16: small updates round to nothing; use fp32"
-            )
+            self._host.log("guard: trained parameters are bf16: small updates round to nothing; use fp32")
 
     def _end_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try_or_warn(self._log_summary, "closing the guard")

@@ -53,9 +53,7 @@ class GuardFile:
         if self._path is None or self._host.rank != 0:
             return
         # Keep what other guards of this folder have written; this guard's entry moves to the end.
-        other_entries = [
-            entry for entry in read_entries(self._path.parent) if entry["id"] != self.id
-        ]
+        other_entries = [entry for entry in read_entries(self._path.parent) if entry["id"] != self.id]
         content = {"format": FORMAT_VERSION, "starts": [*other_entries, self._entry]}
         try:
             write_atomically(self._path, dumps(content, indent=1) + "\n")
@@ -75,9 +73,7 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
     entries = content.get("starts") if isinstance(content, dict) else None
     if not isinstance(entries, list):
         return []
-    return [
-        entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-    ]
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
 def describe_models(models: Models) -> list[dict[str, Any]]:
@@ -87,9 +83,7 @@ def describe_models(models: Models) -> list[dict[str, Any]]:
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # A dict keeps the order of first use, unlike a set.
-        dtypes = {
-            str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters
-        }
+        dtypes = {str(parameter.dtype).removeprefix("torch."): None for parameter in trained or parameters}
         entries.append(
             {
                 "name": prefix.removesuffix(".") or get_original_class(model).__name__,
@@ -104,7 +98,6 @@ def describe_models(models: Models) -> list[dict[str, Any]]:
 
 def describe_optimizers(optimizers: Sequence[Any]) -> list[str]:
     unwrapped = (
-        optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer
-        for optimizer in optimizers
+        optimizer.optimizer if is_instance_of(optimizer, ACCELERATED) else optimizer for optimizer in optimizers
     )
     return [type(optimizer).__name__ for optimizer in unwrapped]

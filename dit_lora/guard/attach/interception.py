@@ -112,9 +112,7 @@ class _ClassMethodPatch:
         entry = self.handlers.get(key)
         if entry is not None:
             # Handlers whose owner is gone are removed too.
-            entry[1][:] = [
-                h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)
-            ]
+            entry[1][:] = [h for h in entry[1] if h.owner() is not None and not h.refers_to(handler)]
             if not entry[1]:
                 del self.handlers[key]
         if not self.handlers:

@@ -101,17 +101,13 @@ class LoopEvents:
         # name.
         if hasattr(clip, "_get_total_norm"):
             interceptions.intercept_function(clip, "_get_total_norm", self._intercept_norm)
-        interceptions.intercept_class_method(
-            torch.amp.GradScaler, "step", self._intercept_scaler_step
-        )
+        interceptions.intercept_class_method(torch.amp.GradScaler, "step", self._intercept_scaler_step)
         interceptions.intercept_function(torch, "save", self._intercept_torch_save)
         script = import_module("torch.jit._script")
         for name in ("save", "save_to_buffer"):  # what torch.jit.save goes through
             for kind in (script.ScriptModule, script.RecursiveScriptModule):
                 interceptions.intercept_class_method(kind, name, self._intercept_script_save)
-        interceptions.intercept_class_method(
-            torch.nn.Module, "load_state_dict", self._intercept_load
-        )
+        interceptions.intercept_class_method(torch.nn.Module, "load_state_dict", self._intercept_load)
         if find_spec("safetensors") is not None:
             module = import_module("safetensors.torch")
             interceptions.intercept_function(module, "save_file", self._intercept_safetensors_save)
@@ -141,9 +137,7 @@ class LoopEvents:
         for listener in self._list_listeners():
             try_or_warn(lambda: notify(listener), activity, reraised=(NonFiniteError,))  # noqa: B023
 
-    def _intercept_backward(
-        self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def _intercept_backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         # A checkpointed block runs a nested backward inside the loop's.
         if torch._C._current_graph_task_id() != -1:
             original(tensors, *args, **kwargs)
@@ -157,9 +151,7 @@ class LoopEvents:
             # Only anomaly mode raises for NaN; other errors of a backward are the loop's own.
             if torch.is_anomaly_enabled():
                 backward_error = error
-                self._notify(
-                    lambda listener: listener.on_backward_error(backward_error), "a failed backward"
-                )
+                self._notify(lambda listener: listener.on_backward_error(backward_error), "a failed backward")
             raise
         if self.after_backward:
             for act in list(self.after_backward):
@@ -187,24 +179,16 @@ class LoopEvents:
                 return result
         return original(scaler, optimizer, *args, **kwargs)
 
-    def _intercept_load(
-        self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_load(self, original: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(module, *args, **kwargs)
-        self._notify(
-            lambda listener: listener.after_weights_loaded(module), "following loaded weights"
-        )
+        self._notify(lambda listener: listener.after_weights_loaded(module), "following loaded weights")
         return result
 
-    def _intercept_torch_save(
-        self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_torch_save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_saved(obj, f)
         return original(obj, f, *args, **kwargs)
 
-    def _intercept_script_save(
-        self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_script_save(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_saved(module, args[0] if args else kwargs.get("f", ""))
         return original(module, *args, **kwargs)
 
@@ -222,24 +206,18 @@ class LoopEvents:
         with self.ignore_saves():
             return original(tensors, *args, **kwargs)
 
-    def _intercept_flatten(
-        self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_flatten(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         self._check_saved(tensors, "")
         return original(tensors, *args, **kwargs)
 
-    def _intercept_numpy_save(
-        self, original: Callable[..., Any], file: Any, *arrays: Any, **named: Any
-    ) -> Any:
+    def _intercept_numpy_save(self, original: Callable[..., Any], file: Any, *arrays: Any, **named: Any) -> Any:
         self._check_saved({**dict(enumerate(arrays)), **named}, file)
         return original(file, *arrays, **named)
 
     def _check_saved(self, value: Any, path: object) -> None:
         if not self._is_saving:  # the guard has already checked what it writes itself
             name = _file_name(path)
-            self._notify(
-                lambda listener: listener.before_save(value, name), "looking at what is saved"
-            )
+            self._notify(lambda listener: listener.before_save(value, name), "looking at what is saved")
 
     @contextmanager
     def ignore_saves(self) -> Iterator[None]:

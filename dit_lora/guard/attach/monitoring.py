@@ -81,9 +81,7 @@ class HealthyStepChecks:
         """The last step whose statistics were written."""
         self._spikes: SpikeDetector | None = None
         if config.spike_threshold is not None:
-            self._spikes = SpikeDetector(
-                window=config.spike_window, threshold=config.spike_threshold
-            )
+            self._spikes = SpikeDetector(window=config.spike_window, threshold=config.spike_threshold)
         self._gradient_norm: torch.Tensor | None = None
         self._should_run_preflight = config.preflight
         self._attention_calls: Counter[AttentionCall] = Counter()
@@ -109,13 +107,9 @@ class HealthyStepChecks:
             self._monitor.record_gradient_norms()
             self._has_gradients = True
         if self._spikes is not None and self._gradient_norm is None:
-            self._gradient_norm = self._compute_norm(
-                [p.grad for p in parameters.values() if p.grad is not None]
-            )
+            self._gradient_norm = self._compute_norm([p.grad for p in parameters.values() if p.grad is not None])
 
-    def check_step(
-        self, step: int, optimizer: Any, parameters: Parameters, losses: Sequence[torch.Tensor]
-    ) -> None:
+    def check_step(self, step: int, optimizer: Any, parameters: Parameters, losses: Sequence[torch.Tensor]) -> None:
         """Check a step that is about to be taken. Collective."""
         if self._should_run_preflight:
             self._run_preflight(step, optimizer, parameters)
@@ -182,17 +176,12 @@ class HealthyStepChecks:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().float()
 
-    def _observe_spikes(
-        self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]
-    ) -> None:
+    def _observe_spikes(self, spikes: SpikeDetector, step: int, losses: Sequence[torch.Tensor]) -> None:
         device = self._host.device
         means = [loss.detach().float().mean().to(device) for loss in losses]
         # (2,): sum and number of losses, so that one all-reduce gives the mean over ranks.
         sum_and_count = torch.stack(
-            [
-                sum(means, torch.zeros((), device=device)),
-                torch.tensor(float(len(means)), device=device),
-            ]
+            [sum(means, torch.zeros((), device=device)), torch.tensor(float(len(means)), device=device)]
         )
         total, count = self._host.sum_flags(sum_and_count)  # over micro-batches and ranks
         series = {"loss": total / count} if count else {}
@@ -235,16 +224,12 @@ class HealthyStepChecks:
                 continue  # `math`, which cannot be switched off, or off already
             fallbacks[name].disable()
             self._watched.disabled_names.add(name)
-            message = (
-                f"{name} differs from fp64 at this model's own calls; switched off for this run"
-            )
+            message = f"{name} differs from fp64 at this model's own calls; switched off for this run"
             event = make_kernel_event(step, "preflight", message, name, cause="attention_backend")
             self._write(replace(event, facts={"guard": self._guard_id}))
             self._log(f"guard: step {step}: {message}")
 
-    def _report(
-        self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str
-    ) -> None:
+    def _report(self, step: int, kind: str, message: str, cause: str = "unknown", **facts: str) -> None:
         """Log and write an observation about a healthy step, on which no action is taken."""
         diagnosis = {"cause": cause, "words": message, **facts}
         self._write(Event(step, kind, diagnosis, facts={"guard": self._guard_id}))

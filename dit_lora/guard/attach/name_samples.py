@@ -37,9 +37,7 @@ class SampleNamer:
         name = self.batches.find_item_name(part.values)
         return name if name is not None else self.batches.find_single_item(call.argument_ids)
 
-    def use_file_names(
-        self, samples: Mapping[str, str], bad: Sequence[SamplePart]
-    ) -> dict[str, str]:
+    def use_file_names(self, samples: Mapping[str, str], bad: Sequence[SamplePart]) -> dict[str, str]:
         """Replace row names by file names for datasets that return ready batches, where a row number says little.
 
         The files are read again: as many of them must hold a bad value as there are samples.
@@ -82,9 +80,7 @@ class SampleNamer:
         items = self.batches.find_bad_items(self._find_batch_number(call))
         named = {item.name: item.description for item in items if item.name}
         covers_batch = num_bad_rows in (len(named), 0, count_samples(call.arguments))
-        return (
-            named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
-        )
+        return named if named and len(named) == len({i.name for i in items}) and covers_batch else {}
 
     def find_row_by_replacement(self, call: CapturedCall, model: nn.Module) -> str | None:
         """Name of the only sample whose replacement by another of the batch makes the call healthy, or None.
@@ -95,9 +91,7 @@ class SampleNamer:
         if cutter is None or not 2 <= call.num_samples <= _MAX_REPLACED:
             return None
         # Rows whose replacement makes the whole call healthy.
-        fixing_rows = [
-            row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)
-        ]
+        fixing_rows = [row for row in range(call.num_samples) if _heals_when_replaced(call, row, cutter, model)]
         # Repeat the test: a random failure must not name a sample.
         if len(fixing_rows) != 1 or not _heals_when_replaced(call, fixing_rows[0], cutter, model):
             return None
@@ -147,11 +141,7 @@ class SampleNamer:
         return tuple(self._name_row(call, row, healthy, model, cutter) for row in rows)
 
     def _find_healthy_sample(
-        self,
-        call: CapturedCall,
-        control: CapturedCall | None,
-        failing: Sequence[int],
-        cutter: RowCutter,
+        self, call: CapturedCall, control: CapturedCall | None, failing: Sequence[int], cutter: RowCutter
     ) -> CapturedCall | None:
         for row in range(call.num_samples):
             if row not in failing:
@@ -161,23 +151,14 @@ class SampleNamer:
         return control.select_row(0, control_cutter)
 
     def _name_row(
-        self,
-        call: CapturedCall,
-        row: int,
-        healthy: CapturedCall | None,
-        model: nn.Module,
-        cutter: RowCutter,
+        self, call: CapturedCall, row: int, healthy: CapturedCall | None, model: nn.Module, cutter: RowCutter
     ) -> str:
         count = call.num_samples
-        row_tensors = {
-            p: t for p, t in collect_named_tensors(call.arguments).items() if has_rows(t, count)
-        }
+        row_tensors = {p: t for p, t in collect_named_tensors(call.arguments).items() if has_rows(t, count)}
         if healthy is not None and len(row_tensors) > 1:
             single = call.select_row(row, cutter)
             # Arguments whose exchange with a healthy sample moves the failure.
-            failing_paths = [
-                path for path in row_tensors if _carries_failure(single, healthy, path, model)
-            ]
+            failing_paths = [path for path in row_tensors if _carries_failure(single, healthy, path, model)]
             # The failure comes with the output's gradient, so no argument identifies the sample.
             if len(failing_paths) != 1 and _gradient_carries_failure(single, healthy, model):
                 return call.ids[row]
@@ -198,9 +179,7 @@ def _heals_when_replaced(call: CapturedCall, row: int, cutter: RowCutter, model:
     return _is_healthy(replace(call, args=arguments[0], kwargs=arguments[1]), model)
 
 
-def _carries_failure(
-    failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module
-) -> bool:
+def _carries_failure(failed: CapturedCall, healthy: CapturedCall, path: str, model: nn.Module) -> bool:
     """True if exchanging one argument between a failing and a healthy row exchanges which of them fails."""
     failed_tensor = collect_named_tensors(failed.arguments).get(path)
     healthy_tensor = collect_named_tensors(healthy.arguments).get(path)
@@ -211,30 +190,20 @@ def _carries_failure(
         or failed_tensor.dtype != healthy_tensor.dtype
     ):
         return False
-    return _is_healthy(
-        _replace_tensor(failed, failed_tensor, healthy_tensor), model
-    ) and not _is_healthy(_replace_tensor(healthy, healthy_tensor, failed_tensor), model)
+    return _is_healthy(_replace_tensor(failed, failed_tensor, healthy_tensor), model) and not _is_healthy(
+        _replace_tensor(healthy, healthy_tensor, failed_tensor), model
+    )
 
 
-def _gradient_carries_failure(
-    failed: CapturedCall, healthy: CapturedCall, model: nn.Module
-) -> bool:
+def _gradient_carries_failure(failed: CapturedCall, healthy: CapturedCall, model: nn.Module) -> bool:
     failed_gradients, healthy_gradients = failed.output_gradients, healthy.output_gradients
-    if (
-        len(failed_gradients) != len(healthy_gradients)
-        or not failed.has_gradient
-        or not healthy.has_gradient
-    ):
+    if len(failed_gradients) != len(healthy_gradients) or not failed.has_gradient or not healthy.has_gradient:
         return False
     return _is_healthy(replace(failed, output_gradients=healthy_gradients), model)
 
 
-def _replace_tensor(
-    call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor
-) -> CapturedCall:
-    args, kwargs = map_tensors(
-        lambda leaf: replacement if leaf is tensor else leaf, (call.args, call.kwargs)
-    )
+def _replace_tensor(call: CapturedCall, tensor: torch.Tensor, replacement: torch.Tensor) -> CapturedCall:
+    args, kwargs = map_tensors(lambda leaf: replacement if leaf is tensor else leaf, (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)
 
 

@@ -144,33 +144,22 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def diagnose_step(self, failure: LoopFailure) -> list[RankDiagnosis[CapturedCall]]:
         results = self._diagnose(failure)
         if self._is_independent:
-            results = [
-                replace(result, diagnosis=_weaken_if_transient(result.diagnosis))
-                for result in results
-            ]
+            results = [replace(result, diagnosis=_weaken_if_transient(result.diagnosis)) for result in results]
         return [
-            replace(result, diagnosis=_add_bad_gradients(result.diagnosis, failure.gradients))
-            for result in results
+            replace(result, diagnosis=_add_bad_gradients(result.diagnosis, failure.gradients)) for result in results
         ]
 
     def gather_diagnoses(
         self, failure: LoopFailure, results: Sequence[RankDiagnosis[CapturedCall]]
     ) -> list[Diagnosis]:
-        return super().gather_diagnoses(failure, results) or [
-            diagnose_missing_call(failure.step, self.host.rank)
-        ]
+        return super().gather_diagnoses(failure, results) or [diagnose_missing_call(failure.step, self.host.rank)]
 
     def choose_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> Action:
         # A known bad sample needs neither a new action nor a new message.
-        self._is_known_failure = not failure.has_bad_weights(
-            diagnoses
-        ) and self.budget.has_known_causes(diagnoses)
+        self._is_known_failure = not failure.has_bad_weights(diagnoses) and self.budget.has_known_causes(diagnoses)
         # Check this before known samples: while every step is lost, for any reason, nothing is trained.
         if self._can_stop and self.budget.is_stuck(self.config.max_skips):
-            return Action(
-                "stop",
-                reason=f"none of the last {self.budget.num_consecutive_lost} steps was taken",
-            )
+            return Action("stop", reason=f"none of the last {self.budget.num_consecutive_lost} steps was taken")
         if self._is_known_failure or failure.raised_by_torch:
             return Action("skip")
         # In a guarded loop `max_skips` limits recent failures with new causes, not all skips.
@@ -185,18 +174,11 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return Action("skip", reason=action.reason)
         return action
 
-    def replace_impossible(
-        self, failure: LoopFailure, action: Action, diagnoses: Sequence[Diagnosis]
-    ) -> Action:
+    def replace_impossible(self, failure: LoopFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """The action, or a replacement if it needs a snapshot and no finite one is held. Collective."""
         # Leaving out a step does not repair weights that are bad already.
-        needs_snapshot = action.kind == "rollback" or (
-            failure.has_bad_weights(diagnoses) and action.kind != "stop"
-        )
-        if (
-            not needs_snapshot
-            or self.state.find_newest_snapshot(self.host.gather_objects) is not None
-        ):
+        needs_snapshot = action.kind == "rollback" or (failure.has_bad_weights(diagnoses) and action.kind != "stop")
+        if not needs_snapshot or self.state.find_newest_snapshot(self.host.gather_objects) is not None:
             return action
         hint = "" if self.state.interval_steps else ", for guard.snapshot_every is 0"
         reason = f"no snapshot that is finite is held{hint}"
@@ -210,13 +192,9 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             "switched_off": sorted(self.watched.disabled_names),
             "start_peak": self.watched.contexts[id(source.owner)].start_peak,
         }
-        return self._bundles.write(
-            source, event.to_record(), facts, is_shared=self.collective_forward
-        )
+        return self._bundles.write(source, event.to_record(), facts, is_shared=self.collective_forward)
 
-    def apply_action(
-        self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action
-    ) -> RecoveryResult:
+    def apply_action(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
         # Snapshots hold no frozen weights, so this can only be reported.
         if failure.kind == ALTERED_FROZEN and action.kind != "stop":
             return RecoveryResult(Action("report"), _FROZEN_HINT, facts={"guard": self.guard_id})
@@ -227,17 +205,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.budget.count_lost(failure.step, diagnoses)
         # Restore before a stop too: the run must end with good weights.
         has_bad_state = failure.has_bad_weights(diagnoses)
-        restored_step = (
-            self._restore_snapshot() if has_bad_state or action.kind == "rollback" else None
-        )
+        restored_step = self._restore_snapshot() if has_bad_state or action.kind == "rollback" else None
         if restored_step is None and action.kind == "rollback":
             reason = "the snapshot that is held does not fit any more"
             action = Action("stop" if self._can_stop or failure.required else "skip", reason=reason)
         buffers = [*self._restored_buffers, *self.state.restore_bad_buffers()]
         self._restored_buffers = []
-        facts: dict[str, Any] = {"guard": self.guard_id} | (
-            {"known": True} if self._is_known_failure else {}
-        )
+        facts: dict[str, Any] = {"guard": self.guard_id} | ({"known": True} if self._is_known_failure else {})
         facts |= {"weights_of_step": restored_step} if restored_step is not None else {}
         # From here on no step is skipped.
         if has_bad_state and restored_step is None and action.kind != "stop":
@@ -247,16 +221,10 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         undone_steps = self._describe_undone_steps(failure, restored_step)
         if failure.between_steps and undone_steps:
             undone_steps += _COPIES_HINT
-        outcome = (
-            undone_steps
-            if action.kind == "stop"
-            else self._finish_action(failure, action, undone_steps)
-        )
+        outcome = undone_steps if action.kind == "stop" else self._finish_action(failure, action, undone_steps)
         if buffers:
             outcome += f"; not finite and put back: {', '.join(buffers[:5])}"
-        return RecoveryResult(
-            action, outcome, facts=facts, restored_step=restored_step, should_log=self._should_log()
-        )
+        return RecoveryResult(action, outcome, facts=facts, restored_step=restored_step, should_log=self._should_log())
 
     def write_event(self, event: Event) -> None:
         self.events.append(event.to_record())
@@ -270,11 +238,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             self.folder = None
 
     def make_stop_error(
-        self,
-        failure: LoopFailure,
-        diagnoses: Sequence[Diagnosis],
-        result: RecoveryResult,
-        event: Event,
+        self, failure: LoopFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
     ) -> NonFiniteError:
         state = "the weights are not to be used"
         if result.restored_step is not None or not failure.has_bad_weights(diagnoses):
@@ -284,17 +248,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         self.on_event()
         head = f"guard: step {failure.step}: {failure.kind.replace('_', ' ')}"
         message = f"{head}; {state}; stopped: {result.action.reason}"
-        return NonFiniteError(
-            format_list(message, self.format_diagnoses(diagnoses)), event.to_record()
-        )
+        return NonFiniteError(format_list(message, self.format_diagnoses(diagnoses)), event.to_record())
 
     def log(self, message: str) -> None:
         self.host.log(message)
 
     def format_diagnoses(self, diagnoses: Sequence[Diagnosis]) -> list[str]:
-        named = [
-            v.with_sample_ids(tuple(map(self._format_sample_name, v.sample_ids))) for v in diagnoses
-        ]
+        named = [v.with_sample_ids(tuple(map(self._format_sample_name, v.sample_ids))) for v in diagnoses]
         return format_diagnosis_lines(named, is_single_rank=self.host.num_ranks == 1)
 
     # Reports on steps that are taken
@@ -316,9 +276,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         # Report at powers of ten, not at every step.
         if count in (1, 10, 100, 1000):
             count_text = f" in {count} steps in a row" if count > 1 else ""
-            message = (
-                f"no gradient reached a trained weight{count_text}, though the loss asks for one"
-            )
+            message = f"no gradient reached a trained weight{count_text}, though the loss asks for one"
             self._report(step, "zero_gradient", message)
 
     def reset_zero_gradients(self) -> None:
@@ -358,9 +316,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         if restored_step is None or diagnosis is None:
             return  # the saved values are checked in any case
         event = make_event(step, BAD_WEIGHTS, diagnosis, "rollback", 0.0)
-        self.write_event(
-            replace(event, facts={"guard": self.guard_id, "weights_of_step": restored_step})
-        )
+        self.write_event(replace(event, facts={"guard": self.guard_id, "weights_of_step": restored_step}))
         head = f"guard: rank {self.host.rank} was about to save weights that are not finite: {diagnosis.words}"
         _LOG.warning("%s; those of step %d are saved", head, restored_step)
 
@@ -424,11 +380,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
     def _is_written_by_loop(self, diagnosis: Diagnosis) -> bool:
         """True if all bad frozen values are written by the model or the loop itself."""
         record, bad_tensors = self.watched.frozen_record, diagnosis.evidence.get("frozen", [])
-        return (
-            record is not None
-            and bool(bad_tensors)
-            and all(map(record.is_changed_by_loop, bad_tensors))
-        )
+        return record is not None and bool(bad_tensors) and all(map(record.is_changed_by_loop, bad_tensors))
 
     def _may_be_temporary(self, failure: LoopFailure, diagnoses: Sequence[Diagnosis]) -> bool:
         """True if the next step may be healthy.
@@ -461,9 +413,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
         is_unknown = is_micro_batch_row(name) and self.namer.batches.has_batches
         return f"{name} (its dataset index is not known)" if is_unknown else name
 
-    def _restore_snapshot(
-        self, gather: Callable[[Sequence[str]], list[str]] | None = None
-    ) -> int | None:
+    def _restore_snapshot(self, gather: Callable[[Sequence[str]], list[str]] | None = None) -> int | None:
         """Restore the newest good snapshot and return its step; None if none fits.
 
         Collective, unless `gather` asks only this rank.
@@ -484,19 +434,13 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return ""
         # Steps taken since the snapshot. The failed step itself was not taken.
         num_lost = failure.step - 1 - restored_step
-        interval = (
-            f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
-        )
+        interval = f"; a snapshot is taken every {self.state.interval_steps} steps" if num_lost else ""
         undone_text = "1 step is undone" if num_lost == 1 else f"{num_lost} steps are undone"
         return f"weights and optimizer are those of step {restored_step}, {undone_text}{interval}"
 
     def _finish_action(self, failure: LoopFailure, action: Action, undone_steps: str) -> str:
         if action.kind == "fallback":
-            fallbacks = [
-                fallback
-                for context in self.watched.contexts.values()
-                for fallback in context.fallbacks
-            ]
+            fallbacks = [fallback for context in self.watched.contexts.values() for fallback in context.fallbacks]
             for name in action.fallbacks:
                 find_fallback(fallbacks, name).disable()
                 self.watched.disabled_names.add(name)
@@ -509,9 +453,7 @@ class LoopRecovery(RecoveryHandler[LoopFailure, CapturedCall]):
             return "torch raises an error for it"
         return undone_steps or "the step was not taken"
 
-    def _save_final_weights(
-        self, failure: LoopFailure, restored_step: int | None, undone_steps: str
-    ) -> str:
+    def _save_final_weights(self, failure: LoopFailure, restored_step: int | None, undone_steps: str) -> str:
         """Describe the weights after a stop, and write good ones to disk."""
         step = failure.step - 1 if restored_step is None else restored_step
         state = undone_steps or "the weights are those of the step before"
@@ -543,9 +485,7 @@ def _are_weights_all_nan(diagnosis: Diagnosis) -> bool:
 
 def _mark_as_written_buffer(diagnosis: Diagnosis) -> Diagnosis:
     """The verdict on a buffer that the model writes to, which is not damaged but holds a call's bad values."""
-    message = diagnosis.words.replace(
-        "; the checkpoint or memory is damaged", "; the model itself writes to it"
-    )
+    message = diagnosis.words.replace("; the checkpoint or memory is damaged", "; the model itself writes to it")
     return replace(diagnosis, cause="unknown", words=message, evidence={})
 
 

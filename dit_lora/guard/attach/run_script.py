@@ -40,12 +40,7 @@ LogFunction = Callable[[str], None]
 
 
 def run_script(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    config: LadderConfig,
-    folder: Path,
-    module: bool = False,
+    script: str, arguments: Sequence[str], *, config: LadderConfig, folder: Path, module: bool = False
 ) -> list[Guard]:
     """Run a script, or with `module` a module by its name, as `python` does, and guard everything it trains.
 
@@ -117,11 +112,7 @@ def _module_code(name: str) -> tuple[CodeType, ModuleType]:
         raise DitLoraError(f"no module named {name} that can be run")
     scope = ModuleType("__main__")
     vars(scope).update(
-        __file__=spec.origin,
-        __builtins__=builtins,
-        __spec__=spec,
-        __package__=spec.parent,
-        __loader__=spec.loader,
+        __file__=spec.origin, __builtins__=builtins, __spec__=spec, __package__=spec.parent, __loader__=spec.loader
     )
     return code, scope
 
@@ -154,12 +145,7 @@ class SubprocessGuard:
             interceptions.undo()
 
     def _intercept_popen(
-        self,
-        original: Callable[..., None],
-        process: Any,
-        args: Any,
-        *popen_args: Any,
-        **kwargs: Any,
+        self, original: Callable[..., None], process: Any, args: Any, *popen_args: Any, **kwargs: Any
     ) -> None:
         original(process, self._add_guard(args), *popen_args, **kwargs)
 
@@ -170,11 +156,7 @@ class SubprocessGuard:
         arguments = list(map(str, command[1:]))
         if self._module and arguments[:2] == ["-m", self._script]:
             return [sys.executable, *self._guarded_command, *arguments[2:]]
-        if (
-            not self._module
-            and arguments
-            and Path(arguments[0]).resolve() == Path(self._script).resolve()
-        ):
+        if not self._module and arguments and Path(arguments[0]).resolve() == Path(self._script).resolve():
             return [sys.executable, *self._guarded_command, *arguments[1:]]
         return command
 
@@ -219,12 +201,8 @@ class ScriptGuard:
     @contextmanager
     def watch_script(self) -> Iterator[None]:
         """Record the optimizers and schedules that are created inside the context."""
-        self._interceptions.intercept_class_method(
-            torch.optim.Optimizer, "__init__", self._intercept_optimizer_init
-        )
-        self._interceptions.intercept_class_method(
-            LRScheduler, "__init__", self._intercept_schedule_init
-        )
+        self._interceptions.intercept_class_method(torch.optim.Optimizer, "__init__", self._intercept_optimizer_init)
+        self._interceptions.intercept_class_method(LRScheduler, "__init__", self._intercept_schedule_init)
         EVENTS.after_backward.append(self._start_if_gradients)
         try:
             with EVENTS.intercept():
@@ -244,9 +222,7 @@ class ScriptGuard:
         for ref, _ in self._unguarded:
             optimizer = ref()
             if optimizer is not None:
-                self._log(
-                    f"not guarded: {_get_class_name(optimizer)}, for no model that it trains was called"
-                )
+                self._log(f"not guarded: {_get_class_name(optimizer)}, for no model that it trains was called")
         if not self._num_optimizers:
             self._log("nothing was guarded: the script made no torch.optim.Optimizer")
 
@@ -319,25 +295,17 @@ class ScriptGuard:
         remove_listener(self._check_call)
         discovery, self._discovery = self._discovery, None
         try_or_warn(
-            lambda: self._create_guard(optimizers, discovery),
-            "beginning the guard",
-            reraised=(NonFiniteError,),
+            lambda: self._create_guard(optimizers, discovery), "beginning the guard", reraised=(NonFiniteError,)
         )
         # Undo only now: a loop that holds the bound method `optimizer.step` must reach the guard's replacement.
         self._first_steps.undo()
 
-    def _create_guard(
-        self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None
-    ) -> None:
+    def _create_guard(self, optimizers: Sequence[torch.optim.Optimizer], discovery: ModelDiscovery | None) -> None:
         accelerator = _find_accelerator(optimizers)
         # Accelerate's own schedules are followed through the accelerator.
         prepared = [wrapper.scheduler for wrapper in accelerator._schedulers] if accelerator else []
         live = [schedule for ref in self._schedules if (schedule := ref()) is not None]
-        schedules = [
-            schedule
-            for schedule in live
-            if schedule.optimizer in optimizers and schedule not in prepared
-        ]
+        schedules = [schedule for schedule in live if schedule.optimizer in optimizers and schedule not in prepared]
         names = ", ".join(map(_get_class_name, optimizers))
         try:
             guard = Guard.create(
@@ -353,13 +321,9 @@ class ScriptGuard:
             self._log(f"not guarded: {names}: {problem}")
             return
         self._guards.append(weakref.ref(guard))
-        count = sum(
-            parameter.numel() for wrapper in optimizers for parameter in _list_parameters(wrapper)
-        )
+        count = sum(parameter.numel() for wrapper in optimizers for parameter in _list_parameters(wrapper))
         loop_kind = "an Accelerate loop" if accelerator is not None else "a plain PyTorch loop"
-        self._log(
-            f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}"
-        )
+        self._log(f"watching {names} with {count:,} trained numbers in {loop_kind}; events go to {self._folder}")
 
 
 class _NoAccelerator:

@@ -9,9 +9,7 @@ from dit_lora.files import write_atomically
 from dit_lora.numerics.dtensors import gather_tensors
 
 
-def save_trained(
-    weights: Mapping[str, torch.Tensor], folder: Path, step: int, *, is_main: bool
-) -> str:
+def save_trained(weights: Mapping[str, torch.Tensor], folder: Path, step: int, *, is_main: bool) -> str:
     """Write trained weights to a safetensors file and return a message with its path. Collective for sharded weights.
 
     If the disk cannot be written or safetensors is missing, the message says so, and the reason for the stop is still
@@ -22,9 +20,7 @@ def save_trained(
     path = folder / f"last_good_step_{step:06d}.safetensors"
     if not is_main:
         return ""
-    tensors = {
-        name: tensor.to("cpu", copy=True).contiguous() for name, tensor in full_weights.items()
-    }
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in full_weights.items()}
     try:
         from safetensors.torch import save
     except ImportError:

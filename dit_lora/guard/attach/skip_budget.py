@@ -59,11 +59,7 @@ class SkipBudget:
         self.count_lost(step, diagnoses)
         # Only samples that are bad as stored will fail again for certain.
         self._known_bad_samples |= {
-            s
-            for v in diagnoses
-            if v.cause in _STORED_DATA_CAUSES
-            for s in v.sample_ids
-            if s in named
+            s for v in diagnoses if v.cause in _STORED_DATA_CAUSES for s in v.sample_ids if s in named
         }
 
     def count_lost(self, step: int, diagnoses: Sequence[Diagnosis]) -> None:

@@ -28,16 +28,12 @@ class StateChecks:
 
     def is_suspect(self) -> bool:
         """True if this rank's trained state is not finite, or memory has altered an element. Cheap."""
-        peak = compute_max_magnitude(
-            self._state.drop_infinite(self._state.collect_tensors()).values()
-        )
+        peak = compute_max_magnitude(self._state.drop_infinite(self._state.collect_tensors()).values())
         previous_peak, self._peak = self._peak, peak
         if not isfinite(peak):
             return True
         # Looking at single elements is slow, so do it only after a jump.
-        return peak > _GROWTH_FACTOR * previous_peak > 0 and bool(
-            describe_altered_state(self._watched.joint_context)
-        )
+        return peak > _GROWTH_FACTOR * previous_peak > 0 and bool(describe_altered_state(self._watched.joint_context))
 
     def has_bad_moment(self) -> bool:
         """True if this rank's optimizer state holds a value that is not finite for an element of a weight."""
@@ -45,9 +41,7 @@ class StateChecks:
         shapes = {parameter.shape for parameter in self._state.parameters.values()}
         return not all(
             is_finite_tensor(tensor)
-            for tensor in self._state.drop_infinite(
-                self._state.collect_optimizer_tensors()
-            ).values()
+            for tensor in self._state.drop_infinite(self._state.collect_optimizer_tensors()).values()
             if tensor.ndim and tensor.shape in shapes
         )
 
@@ -56,12 +50,7 @@ class StateChecks:
         joint = self._watched.joint_context
         peak = compute_weight_peak(self._state.parameters.values())
         failures = [
-            not all(
-                map(
-                    is_finite_tensor,
-                    self._state.drop_infinite(self._state.collect_tensors()).values(),
-                )
-            ),
+            not all(map(is_finite_tensor, self._state.drop_infinite(self._state.collect_tensors()).values())),
             bool(describe_altered_state(joint)),
             is_unusable_magnitude(peak, joint.start_peak),
         ]
@@ -75,6 +64,4 @@ class StateChecks:
         record = self._watched.frozen_record
         # If the loop has frozen or unfrozen weights since, the record is rebuilt at its next step.
         is_current = not self._watched.has_changed()
-        return self._host.is_true_on_any_rank(
-            record is not None and is_current and record.has_damage()
-        )
+        return self._host.is_true_on_any_rank(record is not None and is_current and record.has_damage())

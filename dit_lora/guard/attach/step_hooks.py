@@ -20,11 +20,7 @@ from dit_lora.guard.attach.calls.backward_passes import BackwardPasses
 from dit_lora.guard.attach.calls.captured_call import CapturedCall
 from dit_lora.guard.attach.containment import try_or_warn, warn_on_error
 from dit_lora.guard.attach.finite_checks import OptimizerChecks
-from dit_lora.guard.attach.finite_values import (
-    find_bad_tensors,
-    format_bad_tensors,
-    is_finite_tensor,
-)
+from dit_lora.guard.attach.finite_values import find_bad_tensors, format_bad_tensors, is_finite_tensor
 from dit_lora.guard.attach.loop_events import EVENTS
 from dit_lora.guard.attach.monitoring import HealthyStepChecks
 from dit_lora.guard.attach.recovery import ALTERED_FROZEN, BAD_WEIGHTS, LoopFailure, LoopRecovery
@@ -231,9 +227,7 @@ class StepHooks:
 
     # One optimizer step
 
-    def step(
-        self, watched: WatchedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def step(self, watched: WatchedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Check a step of an optimizer, and take it or skip it."""
         if self._is_diagnosing:  # a hook called it inside a replay
             return None
@@ -268,9 +262,7 @@ class StepHooks:
             return True
         self._has_failed = True
         # The step is skipped even if the diagnosis fails.
-        try_or_warn(
-            lambda: self._recover(watched, kind), "diagnosing a step", reraised=(NonFiniteError,)
-        )
+        try_or_warn(lambda: self._recover(watched, kind), "diagnosing a step", reraised=(NonFiniteError,))
         self._is_diagnosing = False
         if self._recovery.has_given_up:
             return False
@@ -329,12 +321,7 @@ class StepHooks:
             self._report_loss()
         if not is_zero:
             self._recovery.reset_zero_gradients()
-        elif (
-            "zero_gradient" in self._checks
-            and not bad_loss
-            and not self._has_failed
-            and self._has_output_gradient()
-        ):
+        elif "zero_gradient" in self._checks and not bad_loss and not self._has_failed and self._has_output_gradient():
             self._recovery.report_zero_gradient(self._checked_step)
         if self._is_snapshot_due and self._take_due_snapshot():
             return BAD_WEIGHTS
@@ -448,9 +435,7 @@ class StepHooks:
 
     # DeepSpeed
 
-    def deepspeed_backward(
-        self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any
-    ) -> Any:
+    def deepspeed_backward(self, original: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
         """Run DeepSpeed's backward, which also steps, unless the loss is bad. Costs one read by the host."""
         self._checked_step = self.number
         self._passes.losses[:] = [loss.detach()]
@@ -520,9 +505,7 @@ class StepHooks:
     def _make_failure(self, watched: WatchedOptimizer, kind: str) -> LoopFailure:
         gradients = watched.checks.bad_before_clipping or watched.checks.find_bad_gradients()
         # If all are bad, clipping or a bad loss has spread one NaN to all of them, so none is named.
-        is_named = bool(watched.checks.bad_before_clipping) or len(gradients) < len(
-            watched.checks.parameters
-        )
+        is_named = bool(watched.checks.bad_before_clipping) or len(gradients) < len(watched.checks.parameters)
         return LoopFailure(
             self._checked_step,
             kind,

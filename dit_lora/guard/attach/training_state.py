@@ -14,11 +14,7 @@ from dit_lora.guard.state import compute_decay_share
 from dit_lora.numerics.dtensors import get_local_tensor
 from dit_lora.numerics.finite import is_finite
 from dit_lora.numerics.layouts import get_strided_values
-from dit_lora.numerics.optimizer_numbers import (
-    convert_to_tensor,
-    read_group_numbers,
-    restore_scalars,
-)
+from dit_lora.numerics.optimizer_numbers import convert_to_tensor, read_group_numbers, restore_scalars
 
 _MAX_BUFFER_BYTES = 64 * 2**20
 
@@ -38,11 +34,7 @@ class LoopState:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizers: Sequence[Any],
-        *,
-        interval_steps: int,
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Any], *, interval_steps: int
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
@@ -51,10 +43,7 @@ class LoopState:
         self.ema: MovingAverage | None = None
         self._ema_steps: dict[int, int] = {}
         self.snapshots = Snapshots(
-            self.collect_tensors,
-            interval_steps=max(interval_steps, 1),
-            max_snapshots=1,
-            write_back=self._write_back,
+            self.collect_tensors, interval_steps=max(interval_steps, 1), max_snapshots=1, write_back=self._write_back
         )
         self._schedule_states: dict[int, dict[str, Any]] = {}
         """States of the schedules at the snapshot's step, by the schedule's id."""
@@ -111,9 +100,7 @@ class LoopState:
         if not self.interval_steps:
             return
         self.snapshots.take(step)
-        self._schedule_states = {
-            id(schedule): _copy_schedule_state(schedule) for schedule in self.schedules
-        }
+        self._schedule_states = {id(schedule): _copy_schedule_state(schedule) for schedule in self.schedules}
         self._copy_buffers()
         # EMAModel computes its decay from its step count, which must be restored together with the averages.
         self._ema_steps = {} if self.ema is None else {step: self.ema.optimization_step}

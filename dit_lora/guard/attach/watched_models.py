@@ -111,11 +111,7 @@ class WatchedModels:
     def refresh(self) -> None:
         """Find the parameters that the optimizers train, and the models that they belong to."""
         named = self._host.unwrap_models(self._named_models)
-        discovered = [
-            model
-            for model in self._discovered
-            if not any(model is candidate for candidate in named)
-        ]
+        discovered = [model for model in self._discovered if not any(model is candidate for candidate in named)]
         # A discovered module inside a named model is a part of that model.
         inner_ids = {id(module) for model in named for module in model.modules()}
         models = [*named, *(model for model in discovered if id(model) not in inner_ids)]
@@ -127,25 +123,18 @@ class WatchedModels:
             required = unwrap_model(self._named_models[0]) if self._named_models else None
             optimizers = self._state.optimizers
             self._last_fingerprint = self._compute_fingerprint()
-            self._models = find_trained_models(
-                models, optimizers, called_models=self._discovered, required=required
-            )
-            self._state.parameters = find_optimizer_parameters(
-                self._models, optimizers, self._trained_ids
-            )
+            self._models = find_trained_models(models, optimizers, called_models=self._discovered, required=required)
+            self._state.parameters = find_optimizer_parameters(self._models, optimizers, self._trained_ids)
         self._parts = find_called_parts(self._models, discovered)
         self._interceptions.undo()
         # Keep existing recorders, with their open calls and the gradients that they have seen.
         self._recorders = {
-            id(model): self._recorders.get(id(model)) or Recorder(model, self.log)
-            for model in self.all_models()
+            id(model): self._recorders.get(id(model)) or Recorder(model, self.log) for model in self.all_models()
         }
         for recorder in self._recorders.values():
             self._interceptions.intercept_method(recorder.model, "__call__", recorder.handle)
         self.infinities = {
-            id(model): self.infinities[id(model)]
-            if id(model) in self.infinities
-            else find_infinite_names(model)
+            id(model): self.infinities[id(model)] if id(model) in self.infinities else find_infinite_names(model)
             for model in self.all_models()
         }
         self.rebuild_contexts()
@@ -179,21 +168,15 @@ class WatchedModels:
         single = next(iter(models.values()), nn.Module())
         joined_model = nn.ModuleDict(parts) if len(models) > 1 else single
         self.collective_forward = needs_all_ranks(joined_model)
-        self.frozen_record = (
-            LoopFrozenRecord(joined_model, self._trained_ids) if self._compares_frozen else None
-        )
-        infinite = [
-            prefix + name for prefix, model in models.items() for name in self.infinities[id(model)]
-        ]
+        self.frozen_record = LoopFrozenRecord(joined_model, self._trained_ids) if self._compares_frozen else None
+        infinite = [prefix + name for prefix, model in models.items() for name in self.infinities[id(model)]]
         self.joint_context = self._make_context(joined_model, "", self.frozen_record, infinite)
         self.contexts = {
             id(model): self._make_context(model, prefix, None, self.infinities[id(model)])
             for prefix, model in called.items()
         }
 
-    def share_calls(
-        self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]
-    ) -> list[RankCalls]:
+    def share_calls(self, calls: Sequence[CapturedCall], controls: Mapping[int, CapturedCall]) -> list[RankCalls]:
         """The calls that this rank must diagnose: its own or, in lockstep, those of all ranks. Collective.
 
         In lockstep, empty if the arguments of a call cannot be sent to other ranks: no rank may run a sharded model
@@ -222,17 +205,13 @@ class WatchedModels:
         self.log.generator = generator
 
     def find_out_of_range(self) -> list[str]:
-        return [
-            line for recorder in self._recorders.values() for line in recorder.find_out_of_range()
-        ]
+        return [line for recorder in self._recorders.values() for line in recorder.find_out_of_range()]
 
     def find_owners(self) -> list[nn.Module]:
         """The modules that directly own trained parameters."""
         trained_ids = {id(parameter) for parameter in self._state.parameters.values()}
         modules = (module for model in self._models.values() for module in model.modules())
-        return [
-            m for m in modules if any(id(p) in trained_ids for p in m.parameters(recurse=False))
-        ]
+        return [m for m in modules if any(id(p) in trained_ids for p in m.parameters(recurse=False))]
 
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
@@ -251,11 +230,7 @@ class WatchedModels:
         self._interceptions.undo()
 
     def _make_context(
-        self,
-        model: nn.Module,
-        prefix: str,
-        record: LoopFrozenRecord | None,
-        infinite_names: Collection[str],
+        self, model: nn.Module, prefix: str, record: LoopFrozenRecord | None, infinite_names: Collection[str]
     ) -> DiagnosisContext:
         def get_peaks() -> dict[str, float]:
             all_peaks = self._state.snapshots.compute_peaks()
@@ -264,13 +239,10 @@ class WatchedModels:
 
         return DiagnosisContext(
             model=model,
-            optimizer_state=lambda: self._state.drop_infinite(
-                self._state.collect_optimizer_tensors()
-            ).items(),
+            optimizer_state=lambda: self._state.drop_infinite(self._state.collect_optimizer_tensors()).items(),
             fallbacks=list_fallbacks(model),
             start_peak=compute_weight_peak(
-                [p for p in model.parameters() if p.requires_grad],
-                all_ranks=self.collective_forward,
+                [p for p in model.parameters() if p.requires_grad], all_ranks=self.collective_forward
             ),
             collective_forward=self.collective_forward,
             frozen_record=record,
@@ -283,9 +255,7 @@ class WatchedModels:
         )
 
     def _has_loose_parameters(self) -> bool:
-        return "optimizer." in self._models or any(
-            type(model) is nn.Module for model in self._models.values()
-        )
+        return "optimizer." in self._models or any(type(model) is nn.Module for model in self._models.values())
 
     def before_call(self) -> None:
         """Record frozen weights and buffers before a model call, until the changes made by healthy calls are known."""
@@ -297,14 +267,8 @@ class WatchedModels:
             self.frozen_record.after_call()
 
     def _compute_fingerprint(self) -> tuple[int, int]:
-        param_lists = [
-            group["params"]
-            for optimizer in self._state.optimizers
-            for group in optimizer.param_groups
-        ]
+        param_lists = [group["params"] for optimizer in self._state.optimizers for group in optimizer.param_groups]
         # A loop may freeze weights for a while, as in a GAN; parameters that were trained once stay watched.
-        self._trained_ids.update(
-            id(p) for parameters in param_lists for p in parameters if p.requires_grad
-        )
+        self._trained_ids.update(id(p) for parameters in param_lists for p in parameters if p.requires_grad)
         # The second number grows when the loop unfreezes a parameter.
         return sum(map(len, param_lists)), len(self._trained_ids)

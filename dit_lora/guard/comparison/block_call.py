@@ -12,12 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dit_lora.guard.comparison.parity_values import (
-    Values,
-    name_gradients,
-    name_outputs,
-    record_outputs,
-)
+from dit_lora.guard.comparison.parity_values import Values, name_gradients, name_outputs, record_outputs
 from dit_lora.guard.replay import get_cuda_devices
 from dit_lora.numerics.finite import HALF_DTYPES
 from dit_lora.numerics.opaque import COUNTS_ONLY, iterate_called_modules
@@ -51,9 +46,7 @@ class BlockCall:
         if adds_second_row:
             self._leaves = [_add_second_row(leaf) for leaf in self._leaves]
         float_inputs = list_float_tensors(self._leaves)
-        self._grad_flags = (
-            grad_flags if len(grad_flags) == len(float_inputs) else (True,) * len(float_inputs)
-        )
+        self._grad_flags = grad_flags if len(grad_flags) == len(float_inputs) else (True,) * len(float_inputs)
         tensors = [*module.parameters(), *float_inputs]
         half_dtypes = {x.dtype for x in tensors if x.dtype in HALF_DTYPES}
         self.is_half = bool(half_dtypes)
@@ -119,9 +112,7 @@ class BlockCall:
             return {}
         # The reference and the kernel must compute gradients of the same weighted sum.
         generator = torch.Generator(self.device).manual_seed(0)
-        output_gradients = [
-            torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in roots
-        ]
+        output_gradients = [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for x in roots]
         # autograd.grad bypasses the hooks on accumulated gradients, which belong to an optimizer step.
         grads = torch.autograd.grad(roots, [*targets.values()], output_gradients, allow_unused=True)
         return name_gradients(dict(zip(targets, grads, strict=True)))

@@ -65,9 +65,7 @@ def _describe_leaf(leaf: object) -> Hashable:
 
 
 def _describe_structure(block: nn.Module) -> Hashable:
-    modules = tuple(
-        (name, type(module), _list_settings(module)) for name, module in block.named_modules()
-    )
+    modules = tuple((name, type(module), _list_settings(module)) for name, module in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
     return modules, tuple((name, *_describe_weight(tensor)) for name, tensor in tensors)
 

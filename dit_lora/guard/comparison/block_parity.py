@@ -15,12 +15,7 @@ import torch
 from torch import nn
 
 from dit_lora.guard.comparison.block_call import BlockCall, list_float_tensors
-from dit_lora.guard.comparison.parity_values import (
-    BLOCK_LIMITS,
-    Values,
-    compute_max_error,
-    find_first_mismatch,
-)
+from dit_lora.guard.comparison.parity_values import BLOCK_LIMITS, Values, compute_max_error, find_first_mismatch
 from dit_lora.guard.switches import Fallback, convert_to_fp32
 from dit_lora.numerics.dtensors import keep_gathered
 
@@ -101,9 +96,7 @@ def record_grad_flags(model: nn.Module) -> Iterator[GradFlags]:
 
     def make_hook(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            flags_by_block.setdefault(
-                name, tuple(x.requires_grad for x in list_float_tensors((args, kwargs)))
-            )
+            flags_by_block.setdefault(name, tuple(x.requires_grad for x in list_float_tensors((args, kwargs))))
 
         return hook
 
@@ -136,15 +129,9 @@ class BlockComparison:
     def run(self, forward: Callable[[], Any]) -> None:
         """Run the model once with its reference code, and compare each block on the way."""
         names = [self.inner_block] if self.inner_block is not None else find_blocks(self.model)
-        names = [
-            name
-            for name in names
-            if self.options.block_names is None or name in self.options.block_names
-        ]
+        names = [name for name in names if self.options.block_names is None or name in self.options.block_names]
         # Spread `min_passes` over all blocks. A block needs at least two passes to compare with each other.
-        self._num_runs = max(
-            2, math.ceil(self.options.min_passes / max(1, sum(map(is_list_element, names))))
-        )
+        self._num_runs = max(2, math.ceil(self.options.min_passes / max(1, sum(map(is_list_element, names)))))
         self._is_comparing, self._reached_blocks = False, set[str]()
         with ExitStack() as stack:
             for fallback in self.disabled_fallbacks:
@@ -189,9 +176,7 @@ class BlockComparison:
     def _compare_call(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self.options.adds_second_row:
             try:
-                self._compare_block(
-                    self._make_block_call(name, block, args, kwargs, adds_second_row=True)
-                )
+                self._compare_block(self._make_block_call(name, block, args, kwargs, adds_second_row=True))
                 return
             except torch.OutOfMemoryError:
                 raise
@@ -204,15 +189,7 @@ class BlockComparison:
     ) -> BlockCall:
         outer_model = self.model if self.inner_block is not None else None
         learning = (self.options.grad_flags or {}).get(name, ())
-        return BlockCall(
-            name,
-            block,
-            args,
-            kwargs,
-            learning,
-            outer_model=outer_model,
-            adds_second_row=adds_second_row,
-        )
+        return BlockCall(name, block, args, kwargs, learning, outer_model=outer_model, adds_second_row=adds_second_row)
 
     def _compare_block(self, block: BlockCall) -> None:
         # Backends such as flash attention do not support fp32.
@@ -234,25 +211,16 @@ class BlockComparison:
         dtype = block.dtype if block.is_half else torch.float32
         with torch.no_grad():
             # NaN equals nothing, so reference values that contain it cannot be compared.
-            if (
-                not all(torch.isfinite(x).all() for x in expected.values())
-                and not is_half_precision
-            ):
+            if not all(torch.isfinite(x).all() for x in expected.values()) and not is_half_precision:
                 self.coverage.skipped[block.name] = "its stock values are not finite"
                 return
             difference = difference or self._find_difference(block, expected, fused, dtype, exact)
         # Release the fp32 values before the block runs again.
         del exact
         self.coverage.compared.add(block.name)
-        run_difference = (
-            self._measure_run_difference(block, expected, fused)
-            if self.inner_block is None
-            else None
-        )
+        run_difference = self._measure_run_difference(block, expected, fused) if self.inner_block is None else None
         if run_difference is not None:
-            self.differences.append(
-                BlockDifference(block.name, run_difference, is_deterministic=False)
-            )
+            self.differences.append(BlockDifference(block.name, run_difference, is_deterministic=False))
         elif difference is not None:
             self.differences.append(BlockDifference(*difference, is_deterministic=True))
 
@@ -275,12 +243,7 @@ class BlockComparison:
             return expected, block.compute_values(uses_fp32=uses_fp32)
 
     def _find_difference(
-        self,
-        block: BlockCall,
-        expected: Values,
-        fused: Values,
-        dtype: torch.dtype,
-        exact: Values | None = None,
+        self, block: BlockCall, expected: Values, fused: Values, dtype: torch.dtype, exact: Values | None = None
     ) -> tuple[str, float] | None:
         # In half precision, the change that a block adds to its input can be as small as rounding.
         inputs = block.inputs if dtype is torch.float32 else ()
@@ -291,16 +254,12 @@ class BlockComparison:
         )
         return find_first_mismatch(expected, fused, limits, inputs, exact)
 
-    def _measure_run_difference(
-        self, block: BlockCall, expected: Values, fused: Values
-    ) -> float | None:
+    def _measure_run_difference(self, block: BlockCall, expected: Values, fused: Values) -> float | None:
         """Relative error between the kernel's runs on equal inputs, or None if the reference code varies as much."""
         allowed = 0.0
         if block.device.type == "cuda":  # PyTorch's CUDA ops may sum in any order
             # The reference, too, may differ between two runs on equal inputs.
-            allowed = _MAX_REFERENCE_RATIO * compute_max_error(
-                expected, block.compute_values(uses_fp32=False)
-            )
+            allowed = _MAX_REFERENCE_RATIO * compute_max_error(expected, block.compute_values(uses_fp32=False))
             if self.fallbacks_without_fp32 or self.fallback.cause == "attention_backend":
                 # Flash attention's backward sums in any order, even if the reference uses another backend.
                 allowed = max(allowed, _MAX_BACKEND_ERROR)
@@ -308,10 +267,7 @@ class BlockComparison:
         num_runs = self._num_runs if is_list_element(block.name) else 2
         with self._enable_kernel():
             # Make all runs even after a difference: ranks that share a sample run a block together.
-            error = max(
-                compute_max_error(fused, block.compute_values(uses_fp32=False))
-                for _ in range(num_runs - 1)
-            )
+            error = max(compute_max_error(fused, block.compute_values(uses_fp32=False)) for _ in range(num_runs - 1))
         return error if error > allowed else None
 
 

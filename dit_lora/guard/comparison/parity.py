@@ -49,8 +49,7 @@ class Difference:
     def message(self) -> str:
         if self.is_deterministic:
             return (
-                f"kernel {self.fallback} differs from its reference at {self.module} "
-                f"(relative error {self.error:.2g})"
+                f"kernel {self.fallback} differs from its reference at {self.module} (relative error {self.error:.2g})"
             )
         return (
             f"kernel {self.fallback} is nondeterministic at {self.module}: the same inputs gave other values "
@@ -97,8 +96,7 @@ def find_first_difference(
 
 
 def iter_differences(
-    fallbacks: Sequence[Fallback],
-    compare: Callable[[Fallback, Sequence[Fallback]], Difference | None],
+    fallbacks: Sequence[Fallback], compare: Callable[[Fallback, Sequence[Fallback]], Difference | None]
 ) -> Iterator[tuple[Fallback, Difference]]:
     """Yield every switch whose kernels differ. If a whole differs, its parts are compared separately, all others off.
 
@@ -111,9 +109,7 @@ def iter_differences(
     for fallback in wholes:
         runs_on_top = fallback.name == COMPILE or fallback.rounding_error > 0
         other_fallbacks = (
-            []
-            if runs_on_top
-            else [candidate for candidate in wholes if _is_other_kernel(candidate, fallback)]
+            [] if runs_on_top else [candidate for candidate in wholes if _is_other_kernel(candidate, fallback)]
         )
         whole_difference = compare(fallback, other_fallbacks)
         parts = [part for part in fallbacks if part.parent == fallback.name]
@@ -123,8 +119,7 @@ def iter_differences(
         # Compare each part with all others off, so that an error is attributed to one of them.
         for part in parts:
             difference = compare(
-                part,
-                [*other_fallbacks, *(candidate for candidate in parts if candidate is not part)],
+                part, [*other_fallbacks, *(candidate for candidate in parts if candidate is not part)]
             )
             if difference is not None:
                 has_bad_part = True
@@ -185,9 +180,7 @@ def _compare_blocks(
     ]
 
     def run_comparison(inner_block: str | None) -> BlockComparison:
-        comparison = BlockComparison(
-            model, fallback, disabled_fallbacks, backends, options, inner_block
-        )
+        comparison = BlockComparison(model, fallback, disabled_fallbacks, backends, options, inner_block)
         comparison.run(compute_losses)
         return comparison
 
@@ -197,49 +190,29 @@ def _compare_blocks(
         options.coverage.skipped |= comparison.coverage.skipped
     difference = _select_first_difference(comparison.differences, model)
     # Compare inside that block to find the submodule. The block's name ends at the first space.
-    if (
-        difference is not None
-        and difference.is_deterministic
-        and not difference.location.startswith(GRADIENT_PREFIX)
-    ):
+    if difference is not None and difference.is_deterministic and not difference.location.startswith(GRADIENT_PREFIX):
         block = difference.location.partition(" ")[0]
-        difference = (
-            _select_first_difference(run_comparison(block).differences, model) or difference
-        )
+        difference = _select_first_difference(run_comparison(block).differences, model) or difference
     return (
-        Difference(
-            fallback.name, difference.location, difference.error, difference.is_deterministic
-        )
+        Difference(fallback.name, difference.location, difference.error, difference.is_deterministic)
         if difference
         else None
     )
 
 
-def _select_first_difference(
-    block_differences: Sequence[BlockDifference], model: nn.Module
-) -> BlockDifference | None:
+def _select_first_difference(block_differences: Sequence[BlockDifference], model: nn.Module) -> BlockDifference | None:
     """The first nondeterministic place, else the first place; the same on all ranks of a sharded model."""
     # The next comparison is collective, so all ranks must choose the same place.
-    lists_by_rank = (
-        gather_object([list(block_differences)]) if needs_all_ranks(model) else [block_differences]
+    lists_by_rank = gather_object([list(block_differences)]) if needs_all_ranks(model) else [block_differences]
+    all_differences = [candidate for rank_differences in lists_by_rank for candidate in rank_differences]
+    return next((candidate for candidate in all_differences if not candidate.is_deterministic), None) or next(
+        iter(all_differences), None
     )
-    all_differences = [
-        candidate for rank_differences in lists_by_rank for candidate in rank_differences
-    ]
-    return next(
-        (candidate for candidate in all_differences if not candidate.is_deterministic), None
-    ) or next(iter(all_differences), None)
 
 
-def _compare_whole_model(
-    fallback: Fallback, compute_losses: LossFunction, model: nn.Module
-) -> Difference | None:
+def _compare_whole_model(fallback: Fallback, compute_losses: LossFunction, model: nn.Module) -> Difference | None:
     difference = _compare_modules(fallback, compute_losses, model, _list_blocks(model))
-    if (
-        difference is None
-        or not difference.is_deterministic
-        or difference.module.startswith(GRADIENT_PREFIX)
-    ):
+    if difference is None or not difference.is_deterministic or difference.module.startswith(GRADIENT_PREFIX):
         return difference
     # Names such as "blocks.0 (output 1)" end at the first space.
     block = difference.module.partition(" ")[0]
@@ -267,15 +240,11 @@ def _compare_modules(
     difference = None
     # A kernel that disagrees with itself cannot be compared with its reference.
     if run_difference:
-        difference = Difference(
-            fallback.name, "the whole model", run_difference, is_deterministic=False
-        )
+        difference = Difference(fallback.name, "the whole model", run_difference, is_deterministic=False)
     elif mismatch is not None:
         difference = Difference(fallback.name, *mismatch)
     if needs_all_ranks(model):  # all ranks must return the same result
-        return next(
-            (candidate for candidate in gather_object([difference]) if candidate is not None), None
-        )
+        return next((candidate for candidate in gather_object([difference]) if candidate is not None), None)
     return difference
 
 
@@ -285,17 +254,11 @@ def _list_blocks(model: nn.Module) -> list[str]:
     # A list inside a block is part of that block.
     outermost = [n for n in lists if not any(n.startswith(f"{list_name}.") for list_name in lists)]
     outside = [name for name, _ in model.named_children() if name not in outermost]
-    inside = [
-        f"{name}.{child}"
-        for name in outermost
-        for child, _ in model.get_submodule(name).named_children()
-    ]
+    inside = [f"{name}.{child}" for name in outermost for child, _ in model.get_submodule(name).named_children()]
     return [*outside, *inside]
 
 
-def _compute_values(
-    compute_losses: LossFunction, model: nn.Module, modules: Sequence[str]
-) -> Values:
+def _compute_values(compute_losses: LossFunction, model: nn.Module, modules: Sequence[str]) -> Values:
     """These modules' outputs in order of execution, then every trained parameter's gradient, all on the CPU."""
     values: Values = {}
     with record_outputs(model, modules, values), torch.random.fork_rng(get_cuda_devices(model)):
@@ -317,9 +280,7 @@ def _compute_gradients(loss: torch.Tensor, parameters: Mapping[str, nn.Parameter
         parameter.grad = None
     try:
         loss.backward()
-        return {
-            name: gather_full_tensor(p.grad) for name, p in parameters.items() if p.grad is not None
-        }
+        return {name: gather_full_tensor(p.grad) for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
             parameter.grad = saved_grads[name]

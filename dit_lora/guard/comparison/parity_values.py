@@ -41,10 +41,7 @@ MODEL_LIMITS = {
     dtype: Limits(output, tolerances.GRADIENT_TOLERANCE[dtype], 0.05)
     for dtype, output in tolerances.OUTPUT_TOLERANCE.items()
 }
-BLOCK_LIMITS = {
-    **MODEL_LIMITS,
-    torch.float32: Limits(tolerances.BLOCK_TOLERANCE, tolerances.BLOCK_TOLERANCE, 0.01),
-}
+BLOCK_LIMITS = {**MODEL_LIMITS, torch.float32: Limits(tolerances.BLOCK_TOLERANCE, tolerances.BLOCK_TOLERANCE, 0.01)}
 _MIN_ADDED_SHARE = 0.01
 """Minimum fraction of an output that counts as added to the input: rounding is relative to the output."""
 _MAX_ROUNDING_RATIO = 2.0
@@ -84,10 +81,7 @@ def find_first_mismatch(
             continue
         exact_value = exact_values.get(name) if exact_values is not None else None
         if exact_value is not None and exact_value.shape == expected.shape:
-            fused_error, reference_error = (
-                measure(fused[name], exact_value),
-                measure(expected, exact_value),
-            )
+            fused_error, reference_error = (measure(fused[name], exact_value), measure(expected, exact_value))
             if fused_error <= _MAX_ROUNDING_RATIO * reference_error:
                 continue
         return name, error  # NaN differs too
@@ -110,10 +104,7 @@ def _measure_error(
         min_size = _MIN_GRADIENT_SHARE * max(largest.values(), default=0.0)
         return _measure_relative_error(value, reference, max(min_size, 1e-12), is_per_row=True)
     return _measure_relative_error(
-        value,
-        reference,
-        limits.min_gradient_share * largest[_get_block_name(name)],
-        is_per_row=False,
+        value, reference, limits.min_gradient_share * largest[_get_block_name(name)], is_per_row=False
     )
 
 
@@ -158,9 +149,7 @@ def _find_largest_gradients(values: Values) -> dict[str, float]:
     return largest
 
 
-def _measure_output_error(
-    value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]
-) -> float:
+def _measure_output_error(value: torch.Tensor, reference: torch.Tensor, inputs: Sequence[torch.Tensor]) -> float:
     same_shape = [x for x in inputs if (x.shape, x.device) == (reference.shape, reference.device)]
     if not same_shape or not reference.numel():
         return _measure_relative_error(value, reference, 0.0, is_per_row=True)
@@ -219,9 +208,7 @@ def name_outputs(name: str, output: Any) -> Values:
 
 def name_gradients(values: Mapping[str, torch.Tensor | None]) -> Values:
     """The gradients that are not None, named as in `Values`."""
-    return {
-        f"{GRADIENT_PREFIX}{name}": value for name, value in values.items() if value is not None
-    }
+    return {f"{GRADIENT_PREFIX}{name}": value for name, value in values.items() if value is not None}
 
 
 @contextmanager
@@ -254,11 +241,7 @@ def randomize_zero_weights(model: nn.Module) -> Iterator[None]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-    zero = [
-        (values, values.clone(), is_from_adapter)
-        for values, is_from_adapter in trained
-        if not values.any()
-    ]
+    zero = [(values, values.clone(), is_from_adapter) for values, is_from_adapter in trained if not values.any()]
     for values, _, is_of_adapter in zero:
         # Modulation layers get small embeddings, so large weights make differences visible. Adapter updates stay
         # small.

@@ -126,9 +126,7 @@ class VideoChat2Config(PreTrainedConfig):
         """Raise `DitLoraError` with all inconsistent values."""
         problems = []
         if self.prompt_format not in PROMPT_FORMATS:
-            problems.append(
-                f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}"
-            )
+            problems.append(f"prompt_format is one of {', '.join(PROMPT_FORMATS)}; got {self.prompt_format!r}")
         # A media token inside the vocabulary could not be told from text.
         if 0 <= self.media_token_id < self.text_config.vocab_size:
             problems.append(
@@ -146,22 +144,16 @@ class VideoChat2Config(PreTrainedConfig):
                 f"got {self.text_config.bos_token_id}"
             )
         if problems:
-            raise DitLoraError(
-                format_list("this VideoChat2 configuration cannot be built:", problems)
-            )
+            raise DitLoraError(format_list("this VideoChat2 configuration cannot be built:", problems))
 
 
 # Transformers' auto classes, also for tokenizers, look up config.json's model_type.
 AutoConfig.register("videochat2", VideoChat2Config)
 
 
-def fill_defaults(
-    values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str
-) -> dict[str, Any]:
+def fill_defaults(values: Mapping[str, Any] | None, defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The defaults updated with `values`. Raises `DitLoraError` for an unknown key."""
     unknown = sorted(set(values or {}) - set(defaults))
     if unknown:
-        raise DitLoraError(
-            format_list(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown)
-        )
+        raise DitLoraError(format_list(f"{name} has no such keys (it has {', '.join(defaults)}):", unknown))
     return {**defaults, **(values or {})}

@@ -75,10 +75,7 @@ class Conversion:
             f"{self.path}: {sum(self.tensors.values())} tensors",
             *(f"  {count} of {file}" for file, count in self.tensors.items()),
             *([f"  {self.lora_report}"] if self.lora_report else []),
-            *(
-                f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})"
-                for name in self.initialized
-            ),
+            *(f"  drawn, as no file has it: {name}, N(0, {QUERY_STD})" for name in self.initialized),
             *(f"  not needed, {len(names)}: {reason}" for reason, names in self.unused.items()),
             *(f"  {note}" for note in self.notes),
         ]
@@ -164,11 +161,7 @@ def convert_videochat2(
 
 
 def _check_paths(
-    output_folder: Path,
-    llm: Path,
-    vision: Path | None,
-    stages: Sequence[Path],
-    qformer_tokenizer: Path,
+    output_folder: Path, llm: Path, vision: Path | None, stages: Sequence[Path], qformer_tokenizer: Path
 ) -> None:
     """Raise `DitLoraError` with every path that is missing, or exists and must not."""
     # Collect all problems, so that one run shows them together.
@@ -178,13 +171,9 @@ def _check_paths(
         for folder, content in ((llm, "language model"), (qformer_tokenizer, "tokenizer"))
         if not folder.is_dir()
     ]
-    problems += [
-        f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()
-    ]
+    problems += [f"no file {path}" for path in [*([vision] if vision else []), *stages] if not path.is_file()]
     if not stages:
-        problems.append(
-            "no file of stage 2 or later was given, so nothing projects to the language model"
-        )
+        problems.append("no file of stage 2 or later was given, so nothing projects to the language model")
     if problems:
         raise DitLoraError(format_list("cannot convert VideoChat2:", problems))
 
@@ -205,9 +194,7 @@ def _load_tokenizers(llm: Path, qformer_tokenizer: Path) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(llm)
         bert_tokenizer = load_pretrained(AutoTokenizer, qformer_tokenizer, truncation_side="left")
     except (ValueError, OSError) as error:
-        raise DitLoraError(
-            f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}"
-        ) from error
+        raise DitLoraError(f"cannot load a tokenizer of {llm} or {qformer_tokenizer}: {error}") from error
     # Llama and Mistral have no padding token.
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -231,9 +218,7 @@ def _require_language_model(files: Sequence[ReleasedFile]) -> str:
     )
 
 
-def _read_text_config(
-    llm: Path, kind: str, tokenizer: Any
-) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+def _read_text_config(llm: Path, kind: str, tokenizer: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The language model's config, with BOS taken from its tokenizer (old LLaMA folders disagree), and notes."""
     try:
         text_config = load_pretrained(AutoConfig, llm)
@@ -248,24 +233,16 @@ def _read_text_config(
     text_config.name_or_path = ""
     stated, actual = text_config.bos_token_id, tokenizer.bos_token_id
     text_config.bos_token_id = actual
-    return text_config, () if stated == actual else (
-        f"bos_token_id {stated} -> {actual}, the tokenizer's",
-    )
+    return text_config, () if stated == actual else (f"bos_token_id {stated} -> {actual}, the tokenizer's",)
 
 
-def _initialize_extra_queries(
-    sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int
-) -> tuple[str, ...]:
+def _initialize_extra_queries(sources: Sources, expected: Mapping[str, tuple[int, ...]], seed: int) -> tuple[str, ...]:
     """Initialize the extra queries if no file has them. Returns the names of the initialized tensors."""
     if EXTRA_QUERIES in sources.weights:
         return ()
     # A separate generator, so that the values depend only on the seed.
-    queries = QUERY_STD * torch.randn(
-        expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed)
-    )
-    sources.weights[EXTRA_QUERIES] = TensorOnDisk(
-        Path("(drawn)"), tuple(queries.shape), lambda: queries
-    )
+    queries = QUERY_STD * torch.randn(expected[EXTRA_QUERIES], generator=torch.Generator().manual_seed(seed))
+    sources.weights[EXTRA_QUERIES] = TensorOnDisk(Path("(drawn)"), tuple(queries.shape), lambda: queries)
     return (EXTRA_QUERIES,)
 
 
@@ -276,9 +253,7 @@ class _Adapter:
         self.sources, self.alpha, self.report = sources, alpha, ""
         ranks = {lora["A"].shape[0] for lora in sources.lora.values()}
         if len(ranks) > 1:
-            raise DitLoraError(
-                f"the LoRA's layers are of one rank in every release; got {sorted(ranks)}"
-            )
+            raise DitLoraError(f"the LoRA's layers are of one rank in every release; got {sorted(ranks)}")
         # 0 without LoRA, and then no scale is computed.
         self.rank = ranks.pop() if ranks else 0
         self.update_square_sum = self.rounding_square_sum = 0.0
@@ -289,9 +264,7 @@ class _Adapter:
             name = f"{module}.weight"
             # Merging is delayed until the shard with this tensor is written.
             base = self.sources.weights[name]
-            self.sources.weights[name] = TensorOnDisk(
-                base.file, base.shape, partial(self._merge_weight, module, base)
-            )
+            self.sources.weights[name] = TensorOnDisk(base.file, base.shape, partial(self._merge_weight, module, base))
 
     def _merge_weight(self, module: str, base: TensorOnDisk) -> torch.Tensor:
         """The merged weight. Also updates the report with the rounding error so far."""
@@ -301,14 +274,8 @@ class _Adapter:
         merged = exact.to(weight.dtype)
         # Sums of squares over all layers, in fp64, for the relative error of the rounding.
         self.update_square_sum += float(update.square().sum(dtype=torch.float64))
-        self.rounding_square_sum += float(
-            (merged.float() - exact).square().sum(dtype=torch.float64)
-        )
-        relative_error = (
-            (self.rounding_square_sum / self.update_square_sum) ** 0.5
-            if self.update_square_sum
-            else 0.0
-        )
+        self.rounding_square_sum += float((merged.float() - exact).square().sum(dtype=torch.float64))
+        relative_error = (self.rounding_square_sum / self.update_square_sum) ** 0.5 if self.update_square_sum else 0.0
         self.report = (
             f"LoRA of {len(self.sources.lora)} layers merged at scale {self.alpha / self.rank:g} "
             f"(alpha {self.alpha:g}, rank {self.rank}); "
@@ -319,9 +286,7 @@ class _Adapter:
     def save(self, folder: Path) -> None:
         """Write the LoRA in PEFT's format: adapter_config.json and adapter_model.safetensors."""
         if not self.sources.lora:
-            raise DitLoraError(
-                "keep_adapter needs a file with LoRA, of stage 3 or later; these have none"
-            )
+            raise DitLoraError("keep_adapter needs a file with LoRA, of stage 3 or later; these have none")
         tensors = {}
         for module, lora in self.sources.lora.items():
             # PEFT's names, as save_pretrained writes them.
@@ -351,11 +316,7 @@ def _write_tokenizers(folder: Path, llm: Path, tokenizer: Any, qformer_tokenizer
 
 
 def _write_shards(
-    folder: Path,
-    sources: Sources,
-    names: Sequence[str],
-    shard_bytes: int,
-    progress: Callable[[str], None] | None,
+    folder: Path, sources: Sources, names: Sequence[str], shard_bytes: int, progress: Callable[[str], None] | None
 ) -> None:
     """Write the tensors in shards as Transformers does. Raises `DitLoraError` after the last if any is not finite."""
     # Names of the tensors in each shard.
@@ -375,8 +336,7 @@ def _write_shards(
     if bad:
         raise DitLoraError(
             format_list(
-                "these tensors are not finite:",
-                [f"{sources.weights[name].file.name}: {name}" for name in bad],
+                "these tensors are not finite:", [f"{sources.weights[name].file.name}: {name}" for name in bad]
             )
         )
     # A single file needs no index.
@@ -398,9 +358,7 @@ def _shard_name(number: int) -> str:
     return f"shard-{number}.safetensors"
 
 
-def _iter_shards(
-    sources: Sources, names: Sequence[str], shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def _iter_shards(sources: Sources, names: Sequence[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors in groups of up to `shard_bytes`, or a single larger one.
 
     Each group is read when requested.

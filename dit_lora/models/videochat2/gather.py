@@ -45,9 +45,7 @@ class Sources:
     unknown: list[str] = field(default_factory=list)
 
 
-def collect_tensors(
-    llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool
-) -> Sources:
+def collect_tensors(llm: Path, files: Sequence[ReleasedFile], *, blocks: int, use_text: bool) -> Sources:
     """Collect the tensors of the language model's folder, overridden by those of the files in their order.
 
     `blocks` and `use_text` are those of `unused_reason`. Raises `DitLoraError` if a file cannot be read.
@@ -100,9 +98,7 @@ def _iter_language_model_weights(llm: Path) -> Iterator[tuple[str, TensorOnDisk]
             continue
         missing = [str(llm / name) for name in names if not (llm / name).is_file()]
         if missing:
-            raise DitLoraError(
-                format_list(f"{llm / index} names files that are not there:", missing)
-            )
+            raise DitLoraError(format_list(f"{llm / index} names files that are not there:", missing))
         for name in names:
             yield from entries(llm / name)
         return
@@ -144,23 +140,15 @@ def check_tensors(sources: Sources, expected: Mapping[str, tuple[int, ...]]) -> 
         if shape is None:
             problems.append(f"{stored.file.name}: {name}: not of this model")
         elif shape != stored.shape:
-            problems.append(
-                f"{stored.file.name}: {name}: shape {stored.shape}, the config makes {shape}"
-            )
-    problems += [
-        f"{name}: missing from every file" for name in expected if name not in sources.weights
-    ]
+            problems.append(f"{stored.file.name}: {name}: shape {stored.shape}, the config makes {shape}")
+    problems += [f"{name}: missing from every file" for name in expected if name not in sources.weights]
     for module, lora in sources.lora.items():
         problems += _lora_errors(module, lora, expected.get(f"{module}.weight"))
     if problems:
-        raise DitLoraError(
-            format_list("these files do not make a VideoChat2 of this config:", problems)
-        )
+        raise DitLoraError(format_list("these files do not make a VideoChat2 of this config:", problems))
 
 
-def _lora_errors(
-    module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None
-) -> list[str]:
+def _lora_errors(module: str, lora: Mapping[str, TensorOnDisk], shape: tuple[int, ...] | None) -> list[str]:
     """Problems with the LoRA of one layer."""
     if shape is None:
         return [f"LoRA of {module}: the model has no such layer"]

@@ -68,15 +68,11 @@ class VideoChat2Model(VideoChat2PreTrainedModel):
         self.vision_layernorm = nn.LayerNorm(vision_width, eps=config.layer_norm_eps)
         self.query_tokens = nn.Parameter(torch.zeros(1, config.num_query_tokens, width))
         extra = torch.zeros(1, config.num_extra_query_tokens, width)
-        self.register_parameter(
-            "extra_query_tokens", nn.Parameter(extra) if extra.numel() else None
-        )
+        self.register_parameter("extra_query_tokens", nn.Parameter(extra) if extra.numel() else None)
         self.qformer = VideoChat2QFormer(config.qformer_config, vision_width, config.layer_norm_eps)
         self.projection = nn.Linear(width, config.text_config.hidden_size)
         # Override the dtype recorded in text_config: all of VideoChat2 has the same dtype.
-        self.language_model = build_from_config(
-            AutoModel, config.text_config, dtype=torch.get_default_dtype()
-        )
+        self.language_model = build_from_config(AutoModel, config.text_config, dtype=torch.get_default_dtype())
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -250,9 +246,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
             **kwargs,
         )
         # slice(0, None) for 0, so that all positions are kept.
-        positions = (
-            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        )
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
@@ -265,9 +259,7 @@ class VideoChat2ForConditionalGeneration(VideoChat2PreTrainedModel, GenerationMi
             attentions=outputs.attentions,
         )
 
-    def prepare_inputs_for_generation(
-        self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any
-    ) -> Any:
+    def prepare_inputs_for_generation(self, *args: Any, is_first_iteration: bool | None = False, **kwargs: Any) -> Any:
         """Prepare inputs as Transformers does. Media are only passed at the first step; later they are in the cache.
 
         Transformers 5.23 drops `pixel_values` itself; 5.0 does not.

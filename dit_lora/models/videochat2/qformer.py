@@ -32,9 +32,7 @@ class VideoChat2QFormerEmbeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(width, eps=eps)
         self.dropout = nn.Dropout(config["hidden_dropout_prob"])
 
-    def forward(
-        self, queries_BQD: torch.Tensor, instruction_ids: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, queries_BQD: torch.Tensor, instruction_ids: torch.Tensor | None) -> torch.Tensor:
         # Queries have no positions.
         tokens = queries_BQD
         if instruction_ids is not None:
@@ -57,9 +55,7 @@ class VideoChat2QFormerSelfAttention(nn.Module):
         self.key = nn.Linear(context_width, width)
         self.value = nn.Linear(context_width, width)
 
-    def forward(
-        self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         # (B, N, D) -> (B, heads, N, D / heads)
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -95,9 +91,7 @@ class VideoChat2QFormerAttention(nn.Module):
         self.self = VideoChat2QFormerSelfAttention(config, context_width)
         self.output = VideoChat2QFormerOutput(config["hidden_size"], config, eps, rate)
 
-    def forward(
-        self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, context: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.output(self.self(tokens, context, mask), tokens)
 
 
@@ -115,9 +109,7 @@ class VideoChat2QFormerIntermediate(nn.Module):
 class VideoChat2QFormerLayer(GradientCheckpointingLayer):
     """Self-attention over queries and text, cross-attention of the queries, and separate feed-forwards."""
 
-    def __init__(
-        self, config: dict[str, Any], vision_width: int | None, eps: float, rate: float
-    ) -> None:
+    def __init__(self, config: dict[str, Any], vision_width: int | None, eps: float, rate: float) -> None:
         super().__init__()
         width, inner = config["hidden_size"], config["intermediate_size"]
         self.attention = VideoChat2QFormerAttention(config, width, eps, rate)
@@ -132,11 +124,7 @@ class VideoChat2QFormerLayer(GradientCheckpointingLayer):
             self.output = VideoChat2QFormerOutput(inner, config, eps, rate)
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        vision_BND: torch.Tensor,
-        queries: int,
-        mask: torch.Tensor | None,
+        self, tokens: torch.Tensor, vision_BND: torch.Tensor, queries: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
         tokens = self.attention(tokens, tokens, mask)
         # Only queries attend to the image; text tokens have a separate feed-forward.

@@ -26,9 +26,7 @@ MODEL_TYPES = {"mistral": "mistral", "llama": "llama", "phi": "phi3"}
 # Alternatives for the regular expressions below.
 _LANGUAGE_MODELS = "|".join(PROMPT_FORMATS)
 # Some files have PEFT's adapter name, `default`, in their tensors' names.
-_LORA = re.compile(
-    rf"({_LANGUAGE_MODELS})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight"
-)
+_LORA = re.compile(rf"({_LANGUAGE_MODELS})_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 # The language model's own tensors, with or without PEFT's prefix.
 _LANGUAGE_MODEL = re.compile(rf"({_LANGUAGE_MODELS})_model\.(?:base_model\.model\.)?(.+)")
 _PROJECTION = re.compile(rf"({_LANGUAGE_MODELS})_proj\.(weight|bias)")
@@ -135,9 +133,7 @@ def read_released(path: Path) -> ReleasedFile:
     """Open a .pth file without running code from it. Raises `DitLoraError` if it has anything but tensors."""
     try:
         # Only zip files, which torch has written since 1.6, can be memory-mapped.
-        loaded = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise DitLoraError(_unsafe_file_message(path)) from error
     except (RuntimeError, EOFError, OSError) as error:
@@ -150,14 +146,10 @@ def read_released(path: Path) -> ReleasedFile:
     if not isinstance(loaded, Mapping):
         raise DitLoraError(f"{path} holds no state dict; got a {type(loaded).__name__}")
     not_tensors = [
-        f"{name}: {type(value).__name__}"
-        for name, value in loaded.items()
-        if not isinstance(value, torch.Tensor)
+        f"{name}: {type(value).__name__}" for name, value in loaded.items() if not isinstance(value, torch.Tensor)
     ]
     if not_tensors:
-        raise DitLoraError(
-            format_list(f"{path} is no state dict; these are no tensors:", not_tensors)
-        )
+        raise DitLoraError(format_list(f"{path} is no state dict; these are no tensors:", not_tensors))
     return ReleasedFile(path, dict(loaded), other_keys)
 
 
@@ -167,11 +159,7 @@ def _unsafe_file_message(path: Path) -> str:
     # Only zip files can be inspected without unpickling them.
     if zipfile.is_zipfile(path):
         unsafe = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    content = (
-        f"objects other than tensors ({', '.join(unsafe)})"
-        if unsafe
-        else "no tensors that are safe to read"
-    )
+    content = f"objects other than tensors ({', '.join(unsafe)})" if unsafe else "no tensors that are safe to read"
     return (
         f"{path} holds {content}, and unpickling those may run any code, so it was not opened; where you trust it, "
         "save its weights alone: torch.save(torch.load(old, weights_only=False)['model'], new)"

@@ -9,9 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from dit_lora.environment.pretrained import load_pretrained
 
 # Spaces, line breaks and special tokens, which the two ways of loading a tokenizer may treat differently.
-_PROBE_TEXT = (
-    "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
-)
+_PROBE_TEXT = "{bos} [INST] a  b [/INST] c {eos} [INST] d\ne [/INST] f {eos} ###Human: g ###Assistant: h ###"
 
 
 def load_tokenizer(folder: Path) -> Any:

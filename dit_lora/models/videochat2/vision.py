@@ -127,8 +127,7 @@ class VideoChat2VisionEncoder(nn.Module):
         rates = drop_path_rates(config["drop_path_rate"], depth)
         rates = rates[: depth + config["return_index"] + 1]
         self.blocks = nn.ModuleList(
-            VideoChat2VisionBlock(width, config["num_attention_heads"], config["mlp_ratio"], rate)
-            for rate in rates
+            VideoChat2VisionBlock(width, config["num_attention_heads"], config["mlp_ratio"], rate) for rate in rates
         )
 
     def forward(self, pixels_BFCHW: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,7 @@ class ChannelChart:
         return [(f"{round(tick, 9):g}", self.percent(tick)) for tick in values]
 
 
-def make_count_chart(
-    title: str, names: Iterable[str], order: Sequence[str] = ()
-) -> BarChart | None:
+def make_count_chart(title: str, names: Iterable[str], order: Sequence[str] = ()) -> BarChart | None:
     """Count the most frequent names, one bar per name, in the given `order` or by count; None without names."""
     counts = Counter(names)
     if not counts:
@@ -66,9 +64,7 @@ def make_count_chart(
     num_others = total - sum(count for _, count in top_counts)
     if num_others:
         top_counts.append(("others", num_others))
-    bars = [
-        Bar(name, count, f"{count:,}", f"{100 * count / total:.0f}%") for name, count in top_counts
-    ]
+    bars = [Bar(name, count, f"{count:,}", f"{100 * count / total:.0f}%") for name, count in top_counts]
     return BarChart(title, bars)
 
 
@@ -84,9 +80,7 @@ def make_histogram(title: str, values: Sequence[float], unit: str) -> Histogram 
     distinct = sorted({round(value, 2) for value in values})
     if len(distinct) <= _MAX_DISTINCT:
         names = (f"{round(value, 2):g}" for value in values)
-        return make_count_chart(
-            f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct]
-        )
+        return make_count_chart(f"{title}, {unit}", names, order=[f"{value:g}" for value in distinct])
     edges, counts, open_end = _compute_bins(sorted(values))
     bins = []
     for index, count in enumerate(counts):
@@ -126,8 +120,4 @@ def _compute_bins(values: Sequence[float]) -> tuple[list[float], list[int], bool
         counts[min(index, len(counts) - 1)] += 1
     first_bin = next(index for index, count in enumerate(counts) if count)
     last_bin = max(index for index, count in enumerate(counts) if count)
-    return (
-        [round(edge, 9) for edge in edges[first_bin : last_bin + 2]],
-        counts[first_bin : last_bin + 1],
-        open_end,
-    )
+    return ([round(edge, 9) for edge in edges[first_bin : last_bin + 2]], counts[first_bin : last_bin + 1], open_end)

@@ -105,20 +105,13 @@ def write_audit_page(
     return write_page(path, page)
 
 
-def _build_groups(
-    samples: Sequence[AuditedSample], pictures: PagePictures
-) -> tuple[AuditGroup, list[AuditGroup]]:
+def _build_groups(samples: Sequence[AuditedSample], pictures: PagePictures) -> tuple[AuditGroup, list[AuditGroup]]:
     """The cards of rejected samples, and of samples with warnings by their first code, up to the page's limit."""
-    rejected, warned = (
-        _group_by_first_code(samples, "reject"),
-        _group_by_first_code(samples, "warn"),
-    )
+    rejected, warned = (_group_by_first_code(samples, "reject"), _group_by_first_code(samples, "warn"))
     count, warnings = sum(map(len, rejected.values())), sum(map(len, warned.values()))
     # Rejected samples may use the cards that warnings leave free.
     max_cards = _divide_cards(rejected, max(_MAX_REJECT_CARDS, MAX_CARDS - warnings))
-    shown_samples = [
-        sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]
-    ]
+    shown_samples = [sample for code, ones in rejected.items() for sample in ones[: max_cards[code]]]
     cards = [make_card(sample, pictures) for sample in shown_samples]
     rejects = AuditGroup("reject", count, cards, count - len(cards))
     # Warnings share what is left.
@@ -135,9 +128,7 @@ def _build_groups(
     return rejects, groups
 
 
-def _group_by_first_code(
-    samples: Sequence[AuditedSample], verdict: Verdict
-) -> dict[str, list[AuditedSample]]:
+def _group_by_first_code(samples: Sequence[AuditedSample], verdict: Verdict) -> dict[str, list[AuditedSample]]:
     """Group the samples with this verdict by the code of the first finding with it."""
     groups: dict[str, list[AuditedSample]] = {}
     for sample in samples:
@@ -165,9 +156,7 @@ def _divide_cards(groups: Mapping[str, Sequence[AuditedSample]], num_cards: int)
 def _count_codes(samples: Sequence[AuditedSample], verdict: Verdict) -> Counter[str]:
     """Number of samples by finding code."""
     return Counter(
-        code
-        for sample in samples
-        for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
+        code for sample in samples for code in dict.fromkeys(f.code for f in sample.findings if f.verdict == verdict)
     )
 
 
@@ -208,8 +197,7 @@ def _build_charts(samples: Sequence[AuditedSample]) -> list[BarChart | Histogram
     sizes = [
         (width, height)
         for sample in samples
-        if (width := _to_number(sample.facts.get("width")))
-        and (height := _to_number(sample.facts.get("height")))
+        if (width := _to_number(sample.facts.get("width"))) and (height := _to_number(sample.facts.get("height")))
     ]
     charts = [
         make_histogram("Duration", read_column("seconds"), "seconds"),
@@ -280,9 +268,7 @@ def build_bucket_rows(report: Mapping[str, Any]) -> Buckets:
             f"{row['upscaled']:,}",
         ]
         rows.append((cells, not row["samples"]))
-    dropped = [
-        (sample["id"], sample["code"], clip_text(sample["words"])) for sample in report["dropped"]
-    ]
+    dropped = [(sample["id"], sample["code"], clip_text(sample["words"])) for sample in report["dropped"]]
     return Buckets(report["advice"], rows, dropped)
 
 

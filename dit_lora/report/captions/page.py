@@ -75,9 +75,7 @@ class CaptionFindings:
         changed = {
             name
             for name in old_captions.keys() | current_captions.keys()
-            if name not in old_captions
-            or name not in current_captions
-            or old_captions[name] != current_captions[name]
+            if name not in old_captions or name not in current_captions or old_captions[name] != current_captions[name]
         }
         if changed:
             # The audit counts equal captions, so other files with a changed caption's text are checked again too.
@@ -114,11 +112,7 @@ def check_table_captions(
     """The audit's findings by file, for `names` or all files. Files without findings are absent."""
     media = [name for name in table.media if names is None or name in names]
     captions = {name: table.captions.get(name, "").strip() for name in media}  # as training does
-    described = [
-        Clip(name, MediaFile(table.root / name), caption)
-        for name, caption in captions.items()
-        if caption
-    ]
+    described = [Clip(name, MediaFile(table.root / name), caption) for name, caption in captions.items() if caption]
     findings = check_captions(described, rules.tokenizer, rules.max_tokens)
     for name in (name for name, caption in captions.items() if not caption):
         # The audit's check only takes files that have a caption, so missing ones are reported here.
@@ -143,27 +137,15 @@ def write_captions_page(path: Path, table: CaptionTable, rules: TextRules) -> Pa
     ordered = sorted(table.media, key=lambda name: name not in findings)
     pictures = PagePictures()
     cards = [
-        _build_card(
-            table,
-            name,
-            findings,
-            pictures.make_uri(_make_thumbnail(table.root / name)),
-            path.parent,
-        )
+        _build_card(table, name, findings, pictures.make_uri(_make_thumbnail(table.root / name)), path.parent)
         for name in ordered[:_MAX_WRITTEN_CARDS]
     ]
-    page = render_page(
-        "captions_page.html", **_build_facts(table, findings), cards=cards, live=None
-    )
+    page = render_page("captions_page.html", **_build_facts(table, findings), cards=cards, live=None)
     return write_page(path, page)
 
 
 def render_served_page(
-    table: CaptionTable,
-    findings: dict[str, list[Finding]],
-    token: str,
-    page_number: int,
-    only_flagged: bool,
+    table: CaptionTable, findings: dict[str, list[Finding]], token: str, page_number: int, only_flagged: bool
 ) -> str:
     """Render page `page_number` (from 1) for editing; with `only_flagged`, of the files with findings.
 
@@ -174,10 +156,7 @@ def render_served_page(
     pages = max(1, -(-len(names) // CARDS_PER_PAGE))
     page_number = min(max(1, page_number), pages)
     page_names = names[(page_number - 1) * CARDS_PER_PAGE : page_number * CARDS_PER_PAGE]
-    cards = [
-        _build_card(table, name, findings, f"media/{encode_address(name)}", None)
-        for name in page_names
-    ]
+    cards = [_build_card(table, name, findings, f"media/{encode_address(name)}", None) for name in page_names]
     # The page's script sends the token with each edit.
     live = {"token": token, "number": page_number, "pages": pages, "only": only_flagged}
     return render_page(
@@ -215,11 +194,7 @@ def _build_facts(table: CaptionTable, findings: dict[str, list[Finding]]) -> dic
 
 
 def _build_card(
-    table: CaptionTable,
-    name: str,
-    findings: dict[str, list[Finding]],
-    source: str,
-    page_dir: Path | None,
+    table: CaptionTable, name: str, findings: dict[str, list[Finding]], source: str, page_dir: Path | None
 ) -> CaptionCard:
     caption = table.captions.get(name, "")
     file = table.root / name
@@ -228,9 +203,7 @@ def _build_card(
     is_video = not (file.suffix.lower() == ".gif" or is_image(MediaFile(file)))
     address = encode_address(name)
     version = compute_caption_version(caption)
-    return CaptionCard(
-        name, address, caption, findings.get(name, []), is_video, source, link, version
-    )
+    return CaptionCard(name, address, caption, findings.get(name, []), is_video, source, link, version)
 
 
 def encode_address(name: str) -> str:
@@ -247,6 +220,4 @@ def _make_link(file: Path, folder: Path) -> str:
     """Link from a page in `folder` to a file; empty if the file is outside the folder."""
     # Both resolved: a link to a file outside would not work for readers elsewhere.
     target, root = file.resolve(), folder.resolve()
-    return (
-        encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""
-    )
+    return encode_address(target.relative_to(root).as_posix()) if target.is_relative_to(root) else ""

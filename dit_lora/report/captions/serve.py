@@ -76,9 +76,7 @@ class CaptionEdits:
     def render_page(self, page_number: int, only_flagged: bool) -> str:
         with self._lock:
             table = self._read_table()
-            return render_served_page(
-                table, self._findings.update(table), self.token, page_number, only_flagged
-            )
+            return render_served_page(table, self._findings.update(table), self.token, page_number, only_flagged)
 
     def find_media(self, name: str) -> Path | None:
         """Path of a media file of the folder; None if there is none of that name."""
@@ -166,9 +164,7 @@ class CaptionHandler(PageHandler):
         # Digits only, and few: `int` accepts signs, spaces and other scripts' digits.
         number = query.get("page", ["1"])[0]
         if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
-            self.send_message(
-                HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits"
-            )
+            self.send_message(HTTPStatus.BAD_REQUEST, f"page takes a number of at most {_MAX_DIGITS} digits")
             return
         try:
             if path == "/":
@@ -179,9 +175,7 @@ class CaptionHandler(PageHandler):
         except (DitLoraError, OSError) as error:
             self.send_message(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
             return
-        kind = (
-            _CONTENT_TYPES.get(file.suffix.lower()) if file and path.startswith("/media/") else None
-        )
+        kind = _CONTENT_TYPES.get(file.suffix.lower()) if file and path.startswith("/media/") else None
         if file is None or kind is None:
             self.send_message(HTTPStatus.NOT_FOUND, "no such file in this folder")
             return
@@ -196,15 +190,11 @@ class CaptionHandler(PageHandler):
         name, caption, version = (edit.get(key) for key in ("file", "caption", "version"))
         if not (isinstance(name, str) and isinstance(caption, str) and isinstance(version, str)):
             self.send_message(
-                HTTPStatus.BAD_REQUEST,
-                "an edit has a file, a caption, and the version of the caption that was edited",
+                HTTPStatus.BAD_REQUEST, "an edit has a file, a caption, and the version of the caption that was edited"
             )
             return
         try:
-            state, status = (
-                self.edits.save_caption(decode_address(name), caption, version),
-                HTTPStatus.OK,
-            )
+            state, status = (self.edits.save_caption(decode_address(name), caption, version), HTTPStatus.OK)
         except StaleCaptionError as error:
             # The page then shows the current caption; the rejected text stays in its text area.
             state, status = error.state, HTTPStatus.CONFLICT

@@ -29,9 +29,7 @@ class BarChart:
 
     def percent(self, bar: Bar) -> float:
         """A bar's length in percent of the longest; 0 for values that are negative or not finite."""
-        finite_values = [
-            bar_value.value for bar_value in self.bars if math.isfinite(bar_value.value)
-        ]
+        finite_values = [bar_value.value for bar_value in self.bars if math.isfinite(bar_value.value)]
         # Bars are drawn relative to the longest one.
         longest = max(finite_values, default=0.0)
         if not math.isfinite(bar.value) or bar.value <= 0:

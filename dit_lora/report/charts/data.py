@@ -40,10 +40,7 @@ def compute_extremes(values: Numbers) -> dict[str, list[float | None]]:
     """The smallest and largest finite value of each point; None if it has none."""
     # Masked values are ignored by min and max; a fully masked row gives NaN.
     rows = np.ma.masked_invalid(group_values(values))
-    return {
-        "lowest": _round_values(rows.min(1).filled(np.nan)),
-        "highest": _round_values(rows.max(1).filled(np.nan)),
-    }
+    return {"lowest": _round_values(rows.min(1).filled(np.nan)), "highest": _round_values(rows.max(1).filled(np.nan))}
 
 
 def _round_values(values: Values) -> list[float | None]:

@@ -10,11 +10,7 @@ MAX_STEPS = 96
 """Maximum number of columns. Beyond it, every second step is dropped, repeatedly."""
 MAX_ROWS = 96
 """Maximum number of rows of one heat map; further rows are dropped."""
-STATISTICS = {
-    "grad_norm": "gradient norm",
-    "update_ratio": "update / weight",
-    "abs_max": "largest output",
-}
+STATISTICS = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "abs_max": "largest output"}
 """Statistics of `numerics.monitor`, with their names."""
 # Everything up to the first number, such as `transformer_blocks.12`.
 _BLOCK_PATTERN = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -82,10 +78,7 @@ def build_heat_maps(history: ModuleHistory) -> list[HeatMap]:
             # Rows in order of first appearance. A column lacks rows whose modules had no value at that step.
             filled = (row for column in columns for row in column if statistic in column[row])
             rows = list(dict.fromkeys(filled))[:MAX_ROWS]
-            values = [
-                [_format_cell(column.get(row, {}).get(statistic)) for column in columns]
-                for row in rows
-            ]
+            values = [[_format_cell(column.get(row, {}).get(statistic)) for column in columns] for row in rows]
             if rows:
                 maps.append(HeatMap(grouping, name, history.steps, rows, values))
     return maps
@@ -101,9 +94,7 @@ def _mask_numbers(module: str) -> str:
     return _NUMBER_PATTERN.sub("*", module)
 
 
-def _combine_modules(
-    modules: Mapping[str, Any], get_row_name: Callable[[str], str]
-) -> RowStatistics:
+def _combine_modules(modules: Mapping[str, Any], get_row_name: Callable[[str], str]) -> RowStatistics:
     joined: RowStatistics = {}
     for module, statistics in modules.items():
         if not isinstance(statistics, dict):

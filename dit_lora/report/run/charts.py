@@ -67,11 +67,7 @@ class LineChart:
 
     def data(self) -> dict[str, object]:
         """The chart as JSON values for page.js."""
-        return {
-            "log": self.log,
-            "fromZero": self.from_zero,
-            "curves": [curve.data() for curve in self.curves],
-        }
+        return {"log": self.log, "fromZero": self.from_zero, "curves": [curve.data() for curve in self.curves]}
 
 
 def choose_window(run: RunFiles) -> int:
@@ -83,9 +79,7 @@ def choose_window(run: RunFiles) -> int:
 def list_windows(run: RunFiles) -> list[int]:
     """The smoothing windows that the page offers, including `choose_window`."""
     count = len(run.metrics.steps)
-    return sorted(
-        {choose_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))}
-    )
+    return sorted({choose_window(run), *(window for window in _WINDOW_SIZES if window <= max(1, count // 2))})
 
 
 def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
@@ -96,10 +90,7 @@ def build_run_charts(run: RunFiles) -> list[LineChart | BarChart]:
         # Steps without a duration give NaN, which the page leaves out.
         share = 100 * (np.asarray(waiting) / np.asarray(seconds))
     rate = Curve("samples per second", compute_samples_per_second(metrics), 2, faint=True)
-    whole_step, waiting_part = (
-        Curve("whole step", seconds, 0, faint=True),
-        Curve("waiting for data", waiting, 1),
-    )
+    whole_step, waiting_part = (Curve("whole step", seconds, 0, faint=True), Curve("waiting for data", waiting, 1))
     percentage = Curve("waiting for data", share, 1)
     peak = Curve("peak", metrics.get_column("peak_gib"), 4, smooth=False)
     charts = [
@@ -146,10 +137,7 @@ def list_event_marks(run: RunFiles) -> list[tuple[int, str]]:
 
 def compute_samples_per_second(metrics: Metrics) -> Values:
     """Samples per second of each step; metrics.jsonl counts samples from the beginning of the run."""
-    counts, seconds = (
-        np.asarray(metrics.get_column("samples")),
-        np.asarray(metrics.get_column("seconds")),
-    )
+    counts, seconds = (np.asarray(metrics.get_column("samples")), np.asarray(metrics.get_column("seconds")))
     # Steps without new samples or without a duration have no rate.
     new = np.diff(counts, prepend=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -167,10 +155,7 @@ def _build_loss_chart(run: RunFiles) -> LineChart | None:
 def _build_line_chart(metrics: Metrics, key: str, title: str) -> LineChart | None:
     """A chart of losses by part of the batch, such as a range of timesteps."""
     parts = _sort_parts(metrics.get_groups(key))
-    curves = [
-        Curve(_format_range(name), values, color, sparse=True)
-        for color, (name, values) in enumerate(parts)
-    ]
+    curves = [Curve(_format_range(name), values, color, sparse=True) for color, (name, values) in enumerate(parts)]
     return _build_chart(title, "loss", curves)
 
 
@@ -189,9 +174,7 @@ def _build_bar_chart(metrics: Metrics, key: str, title: str) -> BarChart | None:
             bars.append(Bar(_format_range(part), mean, format_number(mean), count))
     if not bars:
         return None
-    return BarChart(
-        title, bars, f"mean loss, steps {metrics.steps[start]:,} to {metrics.steps[-1]:,}"
-    )
+    return BarChart(title, bars, f"mean loss, steps {metrics.steps[start]:,} to {metrics.steps[-1]:,}")
 
 
 def _build_timestep_chart(metrics: Metrics) -> BarChart | None:
@@ -240,21 +223,14 @@ def _build_rate_chart(metrics: Metrics) -> LineChart | None:
 
 
 def _build_chart(
-    title: str,
-    unit: str,
-    curves: Iterable[Curve],
-    *,
-    log: bool | None = None,
-    from_zero: bool = False,
+    title: str, unit: str, curves: Iterable[Curve], *, log: bool | None = None, from_zero: bool = False
 ) -> LineChart | None:
     """A chart of the curves that have a finite value; None if there is none."""
     finite_curves = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not finite_curves:
         return None
     if log is None:
-        log = should_use_log_scale(
-            np.concatenate([np.asarray(curve.values) for curve in finite_curves])
-        )
+        log = should_use_log_scale(np.concatenate([np.asarray(curve.values) for curve in finite_curves]))
     return LineChart(title, unit, finite_curves, log, from_zero)
 
 

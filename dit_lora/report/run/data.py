@@ -39,9 +39,7 @@ def describe_data(run: RunFiles) -> DataDescription | None:
     # Without facts.json, use the sample count of data.json.
     if not counts:
         counts = [("samples", _format_count(run.data.get("samples")))]
-    counts += [
-        (f"Audit: {name}", _format_count(totals.get(name))) for name in ("ok", "warn", "reject")
-    ]
+    counts += [(f"Audit: {name}", _format_count(totals.get(name))) for name in ("ok", "warn", "reject")]
     notes = run.audit.get("notes")
     notes = notes[:MAX_ROWS] if isinstance(notes, list) else []
     # data.json may list fewer samples than were rejected.
@@ -49,14 +47,9 @@ def describe_data(run: RunFiles) -> DataDescription | None:
     return DataDescription(
         counts=[(name, count) for name, count in counts if count],
         buckets=_read_buckets(run.data.get("buckets")) or _read_buckets(run.audit.get("buckets")),
-        rejected=[
-            (name, format_value(reason)) for name, reason in list(rejected.items())[:MAX_ROWS]
-        ],
+        rejected=[(name, format_value(reason)) for name, reason in list(rejected.items())[:MAX_ROWS]],
         rejected_count=rejected_count if isinstance(rejected_count, int) else len(rejected),
-        codes=[
-            (code, _format_count(n))
-            for code, n in list(ensure_dict(totals.get("codes")).items())[:MAX_ROWS]
-        ],
+        codes=[(code, _format_count(n)) for code, n in list(ensure_dict(totals.get("codes")).items())[:MAX_ROWS]],
         notes=[format_value(note) for note in notes],
     )
 

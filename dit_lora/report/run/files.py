@@ -23,15 +23,7 @@ EVENTS, LEFT_OUT = 1000, 1000
 _SILENCE, _STEPS = 180.0, 20
 """Seconds, or the duration of this many steps, without output after which a run counts as no longer running."""
 _LINE_FILES = ("metrics.jsonl", "held_out.jsonl", "events.jsonl", "quarantine.jsonl")
-OBJECT_FILES = (
-    "environment",
-    "status",
-    "data",
-    "facts",
-    "audit",
-    "verification",
-    "phases",
-)
+OBJECT_FILES = ("environment", "status", "data", "facts", "audit", "verification", "phases")
 """Names of the files that hold one JSON object, which are also fields of `RunFiles`."""
 
 RunState = Literal["running", "finished", "stopped", "interrupted", "failed", "silent"]
@@ -84,9 +76,7 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._tails = [JsonLinesReader(self.folder / name) for name in _LINE_FILES]
-        self._metrics_tail, self._held_out_tail, self._events_tail, self._quarantine_tail = (
-            self._tails
-        )
+        self._metrics_tail, self._held_out_tail, self._events_tail, self._quarantine_tail = self._tails
         self._metric_columns = Metrics()
         self._held_out_losses: dict[int, float] = {}
         self._losses_in_metrics: dict[int, float] = {}
@@ -117,9 +107,7 @@ class RunReader:
         # Without a recipe the folder is not a run: this raises.
         config = _read_config(self.folder)
         self._read_new_lines()
-        objects = {
-            name: _read_json_object(self.folder / f"{name}.json", notes) for name in OBJECT_FILES
-        }
+        objects = {name: _read_json_object(self.folder / f"{name}.json", notes) for name in OBJECT_FILES}
         state = state or self._determine_state(objects["status"], config)
         # Both files may contain held-out losses; held_out.jsonl takes precedence.
         held_out = {**self._losses_in_metrics, **self._held_out_losses}
@@ -206,9 +194,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DitLoraError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
-        raise DitLoraError(
-            f"{path} is not a recipe: it must hold sections such as model: and data:; got {config!r}"
-        )
+        raise DitLoraError(f"{path} is not a recipe: it must hold sections such as model: and data:; got {config!r}")
     return config
 
 

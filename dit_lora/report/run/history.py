@@ -8,29 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dit_lora.files import (
-    MAX_LINE_BYTES,
-    MAX_LINES_BYTES,
-    iterate_bounded_lines,
-    open_inside,
-    parse_json_object,
-)
+from dit_lora.files import MAX_LINE_BYTES, MAX_LINES_BYTES, iterate_bounded_lines, open_inside, parse_json_object
 from dit_lora.report.charts.heat_map import ModuleHistory
 
-GROUP_FIELDS = (
-    "lr_groups",
-    "grad_norm_groups",
-    "loss_by_timestep",
-    "loss_by_media",
-    "drawn_by_timestep",
-)
+GROUP_FIELDS = ("lr_groups", "grad_norm_groups", "loss_by_timestep", "loss_by_media", "drawn_by_timestep")
 """Fields of metrics.jsonl that are dicts of values by name."""
 _SCALAR_FIELDS = ("loss", "grad_norm", "seconds", "data_seconds", "peak_gib", "samples")
 _MAX_NAMES = 24  # maximum names in one field; a run has 20 timestep ranges, and fewer than ten names in others
 _MAX_STEP = 2**53
-_NUM_COMPARED_BYTES = (
-    64  # bytes before the read position, compared to detect that the file was replaced
-)
+_NUM_COMPARED_BYTES = 64  # bytes before the read position, compared to detect that the file was replaced
 
 
 class JsonLinesReader:
@@ -60,13 +46,13 @@ class JsonLinesReader:
             # Nothing was read so far, so a missing file is not a replaced one.
             if self._offset == 0:
                 return False
-        (
-            self._offset,
-            self._num_lines,
-            self._last_bytes,
-            self.damaged_lines,
-            self.is_last_line_incomplete,
-        ) = 0, 0, b"", [], False
+        (self._offset, self._num_lines, self._last_bytes, self.damaged_lines, self.is_last_line_incomplete) = (
+            0,
+            0,
+            b"",
+            [],
+            False,
+        )
         return True
 
     def read_new_lines(self) -> Iterator[dict[str, Any]]:
@@ -105,10 +91,7 @@ class JsonLinesReader:
         if self.read_error:
             yield self.read_error
         if self.is_last_line_incomplete and not is_running:
-            yield (
-                f"The last line of {name} is cut off: the run was stopped while writing it. "
-                "It is left out."
-            )
+            yield (f"The last line of {name} is cut off: the run was stopped while writing it. It is left out.")
         for number in self.damaged_lines[:8]:
             yield f"Line {number} of {name} is not a JSON object. It is left out."
         if self.damaged_lines[8:]:
@@ -152,11 +135,7 @@ class Metrics:
 
     def get_groups(self, key: str) -> "dict[str, array[float]]":
         """The columns of a field by name, in the order of appearance."""
-        return {
-            name: column
-            for (field_name, name), column in self.columns.items()
-            if field_name == key and name
-        }
+        return {name: column for (field_name, name), column in self.columns.items() if field_name == key and name}
 
     def _append_value(self, key: tuple[str, str], value: Any) -> None:
         if key not in self.columns:

@@ -15,12 +15,7 @@ from dit_lora.families import CHAT_FAMILIES
 from dit_lora.redact import make_redactor
 from dit_lora.report.charts.heat_map import build_heat_maps
 from dit_lora.report.pages import render_page, write_page
-from dit_lora.report.run.charts import (
-    build_curve_data,
-    build_run_charts,
-    choose_window,
-    list_windows,
-)
+from dit_lora.report.run.charts import build_curve_data, build_run_charts, choose_window, list_windows
 from dit_lora.report.run.data import MAX_ROWS as DATA_ROWS
 from dit_lora.report.run.data import describe_data
 from dit_lora.report.run.files import OBJECT_FILES, RunFiles, RunReader, RunState

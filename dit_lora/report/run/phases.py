@@ -20,25 +20,17 @@ def build_phase_charts(run: RunFiles) -> list[BarChart]:
     """One chart per stage of phases.json, with parts listed after their phase; empty without the file."""
     listed = run.phases.get("phases")
     # phases.json may be missing or damaged.
-    phases = (
-        [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
-    )
+    phases = [phase for phase in listed if isinstance(phase, dict)] if isinstance(listed, list) else []
     charts = []
     for stage, title in _STAGE_TITLES.items():
         # Seconds of the whole stage.
         total = to_float_or_nan(ensure_dict(run.phases.get("stages")).get(stage))
-        stage_phases = sorted(
-            (p for p in phases if p.get("stage") == stage), key=_make_sort_key(phases)
-        )
-        bars = [
-            _build_bar(p) for p in stage_phases if to_float_or_nan(p.get("seconds")) >= _MIN_SECONDS
-        ]
+        stage_phases = sorted((p for p in phases if p.get("stage") == stage), key=_make_sort_key(phases))
+        bars = [_build_bar(p) for p in stage_phases if to_float_or_nan(p.get("seconds")) >= _MIN_SECONDS]
         if not math.isfinite(total) or not bars:
             continue
         # Parts have names such as `phase/part` and are included in their phase's time.
-        named = sum(
-            to_float_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name"))
-        )
+        named = sum(to_float_or_nan(p.get("seconds")) for p in stage_phases if "/" not in str(p.get("name")))
         # The time of a stage that no phase accounts for.
         if stage != "training" and total - named >= _MIN_SECONDS:
             bars.append(Bar("other", total - named, _format_seconds(total - named)))

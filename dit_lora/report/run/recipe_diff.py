@@ -90,24 +90,18 @@ def _list_file_stems(name: str) -> set[str]:
     return {name.rpartition("/")[2], name.replace("/", "_")}
 
 
-def _list_changes(
-    shipped: Mapping[str, Any], config: Mapping[str, Any]
-) -> list[tuple[str, str, str]] | None:
+def _list_changes(shipped: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, str, str]] | None:
     """The keys that differ, including defaults; None if this version cannot read the shipped recipe."""
     try:
         shipped_recipe = Recipe.model_validate(shipped).model_dump(mode="json")
     except ValidationError:
         return None
-    shipped_values, run_values = (
-        dict(flatten_section(shipped_recipe)),
-        dict(flatten_section(dict(config))),
-    )
+    shipped_values, run_values = (dict(flatten_section(shipped_recipe)), dict(flatten_section(dict(config))))
     # In the order of this run's recipe, then what only the shipped one has.
     keys = [*run_values, *(key for key in shipped_values if key not in run_values)]
     return [
         (key, shipped_values.get(key, "not given"), run_values.get(key, "not given"))
         for key in keys
         # A missing key and an explicit null are the same.
-        if key not in _RUN_SPECIFIC_KEYS
-        and shipped_values.get(key, "null") != run_values.get(key, "null")
+        if key not in _RUN_SPECIFIC_KEYS and shipped_values.get(key, "null") != run_values.get(key, "null")
     ]

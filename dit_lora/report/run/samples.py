@@ -85,11 +85,7 @@ class RunSamples:
     @property
     def steps(self) -> list[tuple[int, str]]:
         """The steps that can be chosen, with their labels."""
-        labels = {
-            clip.step: clip.label
-            for prompt_samples in self.samples
-            for clip in prompt_samples.clips
-        }
+        labels = {clip.step: clip.label for prompt_samples in self.samples for clip in prompt_samples.clips}
         return sorted(labels.items())
 
 
@@ -98,14 +94,10 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     files: dict[int, dict[int, Path]] = {}
     for path in (folder / "samples").glob("step_*/prompt_*.*"):
         # Step and prompt numbers, with bounded digits: names come from the file system.
-        match = re.fullmatch(
-            r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}"
-        )
+        match = re.fullmatch(r"step_(\d{1,12})/prompt_(\d{1,6})\.(mp4|png)", f"{path.parent.name}/{path.name}")
         if match and can_open_inside(folder, path, MAX_SAMPLE_BYTES):
             files.setdefault(int(match[2]), {})[int(match[1])] = path
-    chosen = {
-        index: _choose_steps(by_step) for index, by_step in sorted(files.items())[:MAX_PROMPTS]
-    }
+    chosen = {index: _choose_steps(by_step) for index, by_step in sorted(files.items())[:MAX_PROMPTS]}
     # The largest number over the prompts.
     hidden = max((len(files[index]) - len(steps) for index, steps in chosen.items()), default=0)
     references = _find_references(folder)
@@ -146,9 +138,7 @@ def find_samples(folder: Path, prompts: Sequence[str], *, embed: bool = True) ->
     sources = [clip.source for entry in samples for clip in entry.clips]
     sources += [entry.source for sample in samples for entry in sample.references]
     linked = sum(1 for entry in sources if not entry.startswith("data:"))
-    return RunSamples(
-        samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder)
-    )
+    return RunSamples(samples, _find_answers(folder), linked, hidden, _find_checkpoint_steps(folder))
 
 
 def get_checkpoint_path(folder: Path, step: int) -> Path:
@@ -161,9 +151,7 @@ def _find_checkpoint_steps(folder: Path) -> list[int]:
     # At least six digits, padded with zeros; a temporary folder has another name.
     matches = (re.fullmatch(r"step_(\d{6,12})", p.name) for p in (folder / "checkpoints").glob("*"))
     steps = (int(match[1]) for match in matches if match)
-    return sorted(
-        step for step in steps if can_open_inside(folder, get_checkpoint_path(folder, step))
-    )
+    return sorted(step for step in steps if can_open_inside(folder, get_checkpoint_path(folder, step)))
 
 
 def _has_sound(path: Path) -> bool:
@@ -185,16 +173,10 @@ def _find_references(folder: Path) -> dict[int, list[Path]]:
     return {index: [path for _, path in sorted(paths)] for index, paths in numbered_paths.items()}
 
 
-def _list_references(
-    references: Sequence[Path], get_source: Callable[[Path], str]
-) -> list[SampleReference]:
+def _list_references(references: Sequence[Path], get_source: Callable[[Path], str]) -> list[SampleReference]:
     several = len(references) > 1
     return [
-        SampleReference(
-            f"reference {position}" if several else "reference",
-            _get_media_kind(path),
-            get_source(path),
-        )
+        SampleReference(f"reference {position}" if several else "reference", _get_media_kind(path), get_source(path))
         for position, path in enumerate(references, start=1)
     ]
 

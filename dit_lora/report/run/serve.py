@@ -55,9 +55,7 @@ class ReportPages:
             current_fingerprint = self.compute_fingerprint()
             if current_fingerprint != self._page_fingerprint:
                 run = self._reader.read()
-                self._page = render_run(
-                    run, embed=False, fingerprint=current_fingerprint, token=self.token
-                )
+                self._page = render_run(run, embed=False, fingerprint=current_fingerprint, token=self.token)
                 self._page_fingerprint = current_fingerprint
             return self._page
 
@@ -67,10 +65,7 @@ class ReportPages:
         Raises:
             DitLoraError: If the step has no checkpoint, or was exported before.
         """
-        file, form = (
-            get_checkpoint_path(self.folder, step),
-            choose_export_format(self._reader.read().config),
-        )
+        file, form = (get_checkpoint_path(self.folder, step), choose_export_format(self._reader.read().config))
         if self._export is None or form is None or not can_open_inside(self.folder, file):
             raise DitLoraError(f"there is no checkpoint of step {step} to export any more")
         export_path = f"exports/step_{step:06d}"
@@ -93,9 +88,7 @@ class ReportServer(LocalServer):
         super().__init__(partial(_ReportHandler, pages), port, pages.token)
 
 
-def serve_report(
-    folder: Path, port: int, say: Callable[[str], None], export: ExportFunction | None = None
-) -> None:
+def serve_report(folder: Path, port: int, say: Callable[[str], None], export: ExportFunction | None = None) -> None:
     """Serve until Ctrl-C; `say` receives the address and the closing message."""
     serve_until_interrupted(ReportServer(folder, port, export), folder, say)
 

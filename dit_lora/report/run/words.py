@@ -10,12 +10,7 @@ import numpy as np
 
 from dit_lora.report.charts.bars import Bar, BarChart, format_number
 from dit_lora.report.charts.data import Numbers, Values
-from dit_lora.report.run.charts import (
-    choose_window,
-    compute_samples_per_second,
-    compute_waiting_share,
-    format_percent,
-)
+from dit_lora.report.run.charts import choose_window, compute_samples_per_second, compute_waiting_share, format_percent
 from dit_lora.report.run.files import RunFiles, RunState
 from dit_lora.report.run.history import ensure_dict, to_float_or_nan
 from dit_lora.report.run.recipe_diff import format_value
@@ -93,28 +88,19 @@ class VerificationRows:
 def build_figures(run: RunFiles) -> list[Figure]:
     """The figures of the headline row."""
     metrics, window, num_steps = run.metrics, choose_window(run), run.max_steps
-    seconds, peaks = (
-        _select_finite(metrics.get_column("seconds")),
-        _select_finite(metrics.get_column("peak_gib")),
-    )
+    seconds, peaks = (_select_finite(metrics.get_column("seconds")), _select_finite(metrics.get_column("peak_gib")))
     rates = _select_finite(compute_samples_per_second(metrics))
     waiting = compute_waiting_share(metrics)
     # A run that ended before the recipe's last step.
     short = num_steps is not None and run.num_steps_taken < num_steps and run.state != "running"
-    step_detail = (
-        "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
-    )
+    step_detail = "" if num_steps is None else f"of {num_steps:,}{', not finished' if short else ''}"
     median = format_number(float(np.median(seconds)), 3) if len(seconds) else NO_VALUE
     details = ["median" if len(seconds) else ""]
     if math.isfinite(waiting):
         details.append(f"{format_percent(waiting)} waiting for data")
     return [
         Figure("Steps", f"{run.num_steps_taken:,}", step_detail),
-        Figure(
-            "Training loss",
-            _format_last_loss(run),
-            f"mean of the last {window}" if window > 1 else "",
-        ),
+        Figure("Training loss", _format_last_loss(run), f"mean of the last {window}" if window > 1 else ""),
         _build_held_out_figure(run.held_out),
         Figure("Seconds per step", median, ", ".join(filter(None, details))),
         Figure(
@@ -155,9 +141,7 @@ def _build_held_out_figure(held_out: Mapping[int, float]) -> Figure:
     steps = f"step {first_step:,} to {last_step:,}"
     comparable = math.isfinite(first_loss) and math.isfinite(last_loss) and first_loss != 0
     change = f"{100 * (last_loss / first_loss - 1):+.1f}%, " if comparable else ""
-    return Figure(
-        label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps
-    )
+    return Figure(label, f"{format_number(first_loss)} \u2192 {format_number(last_loss)}", change + steps)
 
 
 def _count_actions(events: Iterable[Mapping[str, Any]]) -> str:
@@ -172,9 +156,7 @@ def build_event_rows(run: RunFiles) -> list[EventRow]:
     return [build_event_row(event) for event in run.events]
 
 
-def build_event_row(
-    event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS
-) -> EventRow:
+def build_event_row(event: Mapping[str, Any], actions: Mapping[str, str] = _ACTION_TEXTS) -> EventRow:
     """The table row of one line of events.jsonl; `actions` describes each action by its name."""
     verdict = ensure_dict(event.get("verdict"))
     cause, action = str(verdict.get("cause", "")), str(event.get("action", ""))
@@ -189,16 +171,7 @@ def build_event_row(
         ("Seconds", _format_seconds(event.get("seconds"))),
     ]
     # Keys that have a row of their own; the rest is listed under "Verdict".
-    known_keys = {
-        "cause",
-        "words",
-        "evidence",
-        "step",
-        "rank",
-        "micro_step",
-        "sample_ids",
-        *_DIAGNOSIS_FIELDS,
-    }
+    known_keys = {"cause", "words", "evidence", "step", "rank", "micro_step", "sample_ids", *_DIAGNOSIS_FIELDS}
     more = {key: value for key, value in verdict.items() if key not in known_keys}
     rows.append(("Verdict", format_value(more)))
     message = format_value(verdict.get("words"))
@@ -228,9 +201,7 @@ def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | Non
         if isinstance(entry, dict)
     ]
     listed = record.get("modules")
-    modules = (
-        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    )
+    modules = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     # The largest relative update first.
     modules.sort(key=lambda entry: -_get_sort_size(entry))
     # Show norms relative to the weights if any is known, else absolute norms.
@@ -241,19 +212,13 @@ def build_verification_rows(record: Mapping[str, Any]) -> VerificationRows | Non
         value = to_float_or_nan(entry.get(key))
         bars.append(Bar(_shorten_name(str(entry.get("name", ""))), value, format_number(value)))
     rows = [
-        (
-            str(entry.get("name", "")),
-            _format_or_dash(entry.get("norm")),
-            _format_or_dash(entry.get("relative")),
-        )
+        (str(entry.get("name", "")), _format_or_dash(entry.get("norm")), _format_or_dash(entry.get("relative")))
         for entry in modules[:MAX_ROWS]
     ]
     title = "Largest updates" if len(modules) > MAX_BARS else "Updates by module"
     label = "norm of the update" + (" / norm of the weight" if relative else "")
     chart = BarChart(title, bars, label) if bars else None
-    return VerificationRows(
-        record.get("passed") is True, checks, chart, rows, max(0, len(modules) - MAX_ROWS)
-    )
+    return VerificationRows(record.get("passed") is True, checks, chart, rows, max(0, len(modules) - MAX_ROWS))
 
 
 def _get_sort_size(module: Mapping[str, Any]) -> float:

@@ -34,11 +34,7 @@ from dit_lora.results.export.low_rank import RankChoice
 from dit_lora.results.export.low_rank_result import LowRankResult
 from dit_lora.results.export.lower_rank import lower_rank
 from dit_lora.results.export.merge_chat import merge_adapter
-from dit_lora.results.export.merge_pipeline import (
-    find_widest_dtype,
-    require_merged_weights,
-    write_merged_pipeline,
-)
+from dit_lora.results.export.merge_pipeline import find_widest_dtype, require_merged_weights, write_merged_pipeline
 from dit_lora.results.export.other_kinds import find_non_lora_kind, load_non_lora_adapter
 from dit_lora.results.export.updates import collect_updates, require_same_updates, sum_updates
 from dit_lora.results.source import ADAPTER_FILENAMES, ResultSource, find_source, is_chat
@@ -88,19 +84,13 @@ def export(request: ExportRequest, say: MessageCallback = lambda _: None) -> Pat
     return request.output_dir
 
 
-def export_and_report(
-    request: ExportRequest, say: MessageCallback = lambda _: None
-) -> list[LowRankResult]:
+def export_and_report(request: ExportRequest, say: MessageCallback = lambda _: None) -> list[LowRankResult]:
     """`export`, and a report for each transformer on what `request.rank` keeps; empty without a rank."""
     hide_progress_bars()
     if request.rank is not None and request.export_format == "merged":
-        raise DitLoraError(
-            "--rank is for the forms of a LoRA; a merged checkpoint has no rank: leave --rank out"
-        )
+        raise DitLoraError("--rank is for the forms of a LoRA; a merged checkpoint has no rank: leave --rank out")
     if request.output_dir.exists():
-        raise DitLoraError(
-            f"{request.output_dir} exists already; give another folder, or remove it"
-        )
+        raise DitLoraError(f"{request.output_dir} exists already; give another folder, or remove it")
     # Check the weights before anything is loaded.
     weights = _check_weights(request)
     if is_chat(request.targets[0], request.model):
@@ -128,9 +118,7 @@ def export_and_report(
         folds = request.export_format == "folded" or (
             request.export_format == "comfyui" and not adapter.family.comfyui.reads_alpha
         )
-        adapter.metadata = _build_header(
-            adapter.metadata, request.export_format, sources, weights, folds_alpha=folds
-        )
+        adapter.metadata = _build_header(adapter.metadata, request.export_format, sources, weights, folds_alpha=folds)
         if request.export_format == "merged":
             _export_merged(adapter, base, index, staged, say)
         else:
@@ -148,14 +136,10 @@ def _export_expert_pair(
 ) -> list[LowRankResult]:
     """Export adapters of both experts of a checkpoint: one file each, or one pipeline with both merged."""
     # Every target must have both experts: a sum pairs them expert by expert.
-    single_expert = [
-        str(t) for t, paths in zip(request.targets, expert_targets, strict=True) if len(paths) == 1
-    ]
+    single_expert = [str(t) for t, paths in zip(request.targets, expert_targets, strict=True) if len(paths) == 1]
     if single_expert:
         raise DitLoraError(
-            format_list(
-                "adapters of both experts are added to such alone; these are of one", single_expert
-            )
+            format_list("adapters of both experts are added to such alone; these are of one", single_expert)
         )
     # Transpose: from (high, low) per target to all targets' results per expert.
     parts = dict(zip(EXPERT_NAMES.values(), zip(*expert_targets, strict=True), strict=True))
@@ -185,9 +169,7 @@ def _export_expert_pair(
 
 
 def write_expert_pair(
-    output_dir: Path,
-    write_expert: Callable[[str, Path], object],
-    experts: Iterable[str] = EXPERT_NAMES.values(),
+    output_dir: Path, write_expert: Callable[[str, Path], object], experts: Iterable[str] = EXPERT_NAMES.values()
 ) -> Path:
     """Let `write_expert` fill a folder for each expert.
 
@@ -269,22 +251,15 @@ def _require_same_base(sources: Sequence[ResultSource]) -> None:
 
 
 def _load_adapters(
-    sources: Sequence[ResultSource],
-    weights: Sequence[float],
-    family: DiffusionFamily,
-    checkpoint: Checkpoint,
+    sources: Sequence[ResultSource], weights: Sequence[float], family: DiffusionFamily, checkpoint: Checkpoint
 ) -> ExportedAdapter:
     """Load the adapters on models without weights. Several, or a weighted one, are replaced by their weighted sum."""
     new_model, pipeline_class = partial(build_empty_model, checkpoint), checkpoint.pipeline_class
     models = []
     # Only LoRAs can be combined: concatenating their factors adds their products.
-    not_lora = [
-        f"{source.file}: {kind}" for source in sources if (kind := find_non_lora_kind(source.file))
-    ]
+    not_lora = [f"{source.file}: {kind}" for source in sources if (kind := find_non_lora_kind(source.file))]
     if not_lora and (len(sources) > 1 or weights[0] != 1):
-        raise DitLoraError(
-            format_list("LoRAs alone are weighted and added up; these are none", not_lora)
-        )
+        raise DitLoraError(format_list("LoRAs alone are weighted and added up; these are none", not_lora))
     for source in sources:
         models.append(new_model())
         if not_lora:
@@ -302,9 +277,7 @@ def _load_adapters(
     parts = [collect_updates(m, weight=w) for m, w in zip(models, weights, strict=True)]
     # Ranks are concatenated, so the factors differ: compare the products B A.
     require_same_updates(sum_updates(parts), collect_updates(total), "the sum of the adapters")
-    return ExportedAdapter(
-        total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model
-    )
+    return ExportedAdapter(total, _collect_shared_metadata(sources, config.r), family, pipeline_class, new_model)
 
 
 def build_empty_model(checkpoint: Denoiser) -> Any:
@@ -324,9 +297,7 @@ def _require_no_base_weights(sources: Sequence[ResultSource], models: Sequence[A
     ]
     if wider:
         raise DitLoraError(
-            format_list(
-                "adapters with base weights that trained too cannot be weighted or added", wider
-            )
+            format_list("adapters with base weights that trained too cannot be weighted or added", wider)
         )
 
 
@@ -337,8 +308,7 @@ def _collect_shared_metadata(sources: Sequence[ResultSource], rank: int) -> dict
     shared = {
         key: first_metadata[key]
         for key in MODEL_METADATA_KEYS
-        if key in first_metadata
-        and all(metadata.get(key) == first_metadata[key] for metadata in other_metadata)
+        if key in first_metadata and all(metadata.get(key) == first_metadata[key] for metadata in other_metadata)
     }
     return {**shared, "rank": rank, "alpha": rank}
 
@@ -368,18 +338,12 @@ def _build_header(
         record["alpha"], header["alpha"] = metadata["alpha"], metadata["rank"]
     if export_format == "merged" and "output" in metadata:
         # A merged file no longer contains the base to compare with.
-        header["output"] = {
-            k: v for k, v in metadata["output"].items() if k not in ("base", "louder")
-        }
+        header["output"] = {k: v for k, v in metadata["output"].items() if k not in ("base", "louder")}
     return {**header, "exported": record}
 
 
 def _export_merged(
-    adapter: ExportedAdapter,
-    model: ModelConfig,
-    index: Mapping[str, Any],
-    staging_dir: Path,
-    say: MessageCallback,
+    adapter: ExportedAdapter, model: ModelConfig, index: Mapping[str, Any], staging_dir: Path, say: MessageCallback
 ) -> None:
     """Write the base pipeline with the adapter merged into it, then read it back and compare."""
     # Open the checkpoint again, this time with its weights: until here only its configs were needed.
@@ -403,26 +367,18 @@ def _export_merged(
     # Compare the files, not the tensors in memory: the folder only gets its name after this.
     say("reading it back")
     merged = model.model_copy(update={"path": str(staging_dir), "revision": None})
-    require_merged_weights(
-        source, adapter.family.open(merged).load_transformer(dtype), changes, weights
-    )
+    require_merged_weights(source, adapter.family.open(merged).load_transformer(dtype), changes, weights)
 
 
 def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:
     """Merge a chat model's adapter into its checkpoint, the only export that chat models have."""
     target = request.targets[0]
     if request.rank is not None:
-        raise DitLoraError(
-            f"{target} is of a chat model; --rank takes adapters of diffusion models"
-        )
+        raise DitLoraError(f"{target} is of a chat model; --rank takes adapters of diffusion models")
     if len(request.targets) > 1 or request.weights:
-        raise DitLoraError(
-            "several adapters, and --weight, are for diffusion models; give one adapter"
-        )
+        raise DitLoraError("several adapters, and --weight, are for diffusion models; give one adapter")
     if request.export_format == "peft":
-        raise DitLoraError(
-            f"{target} is of a chat model, whose adapter is in PEFT's own format already"
-        )
+        raise DitLoraError(f"{target} is of a chat model, whose adapter is in PEFT's own format already")
     if request.export_format != "merged":
         raise DitLoraError(
             f"--to {request.export_format} is for diffusion models; a chat model's adapter is in PEFT's format, and "
@@ -434,6 +390,4 @@ def _export_chat(request: ExportRequest, say: MessageCallback) -> Path:
     if origin.adapter is None:
         raise DitLoraError(f"{target} is no adapter and no run with one; there is nothing to merge")
     base = get_family(origin.model.family).open(origin.model)
-    return merge_adapter(
-        origin.adapter, base.path, request.output_dir, model_class=base.model_class, on_progress=say
-    )
+    return merge_adapter(origin.adapter, base.path, request.output_dir, model_class=base.model_class, on_progress=say)

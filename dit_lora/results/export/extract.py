@@ -22,25 +22,11 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.families.without_weights import config_only_model
 from dit_lora.redact import redact_value
-from dit_lora.results.export.export import (
-    MessageCallback,
-    build_empty_model,
-    stage_folder,
-    write_expert_pair,
-)
+from dit_lora.results.export.export import MessageCallback, build_empty_model, stage_folder, write_expert_pair
 from dit_lora.results.export.formats import ExportedAdapter, LoraFormat, write_exported_adapter
 from dit_lora.results.export.low_rank import RankChoice, factor_difference
-from dit_lora.results.export.low_rank_result import (
-    LowRankResult,
-    attach_layers,
-    get_rank_metadata,
-    require_valid_rank,
-)
-from dit_lora.results.export.stored_weights import (
-    CheckpointLocation,
-    StoredWeights,
-    find_checkpoint,
-)
+from dit_lora.results.export.low_rank_result import LowRankResult, attach_layers, get_rank_metadata, require_valid_rank
+from dit_lora.results.export.stored_weights import CheckpointLocation, StoredWeights, find_checkpoint
 from dit_lora.results.export.updates import collect_updates
 from dit_lora.results.source import detect_family
 from dit_lora.training.session.session import hide_progress_bars
@@ -72,9 +58,7 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
     """
     hide_progress_bars()
     if request.output_dir.exists():
-        raise DitLoraError(
-            f"{request.output_dir} exists already; give another folder, or remove it"
-        )
+        raise DitLoraError(f"{request.output_dir} exists already; give another folder, or remove it")
     # Either side may be a pipeline, a transformer's folder, a single file or a Hub id.
     tuned, base = find_checkpoint(request.tuned_model), find_checkpoint(request.base_model)
     model = _choose_pipeline(request, tuned, base)
@@ -84,9 +68,7 @@ def extract(request: ExtractRequest, say: MessageCallback = lambda _: None) -> l
         opened = family.open(configs)
         are_pipelines = tuned.is_pipeline and base.is_pipeline
         parts = (
-            tuple(opened.expert_names)
-            if opened.expert_names and are_pipelines
-            else (_find_common_part(tuned, base),)
+            tuple(opened.expert_names) if opened.expert_names and are_pipelines else (_find_common_part(tuned, base),)
         )
         results = {}
         for part in parts:
@@ -107,11 +89,7 @@ def _choose_pipeline(
 ) -> ModelConfig:
     """The pipeline with the checkpoints' configs."""
     # Prefer the base's configs: the fine-tune must have the same architecture anyway.
-    pipelines = [
-        str(checkpoint.path)
-        for checkpoint in (base_location, tuned_location)
-        if checkpoint.is_pipeline
-    ]
+    pipelines = [str(checkpoint.path) for checkpoint in (base_location, tuned_location) if checkpoint.is_pipeline]
     path = request.model or next(iter(pipelines), None)
     if path is None:
         raise DitLoraError(
@@ -127,11 +105,9 @@ def _choose_pipeline(
 def _find_common_part(tuned_location: CheckpointLocation, base_location: CheckpointLocation) -> str:
     """The transformer that both checkpoints are of, if at least one is not a full pipeline."""
     # A full pipeline has every part, so only the other side decides.
-    parts = {
-        checkpoint.part
-        for checkpoint in (tuned_location, base_location)
-        if not checkpoint.is_pipeline
-    } or {"transformer"}
+    parts = {checkpoint.part for checkpoint in (tuned_location, base_location) if not checkpoint.is_pipeline} or {
+        "transformer"
+    }
     if len(parts) > 1:
         raise DitLoraError(
             f"{tuned_location.source} and {base_location.source} are of the two experts of a checkpoint"
@@ -154,34 +130,25 @@ def _extract_part(
         StoredWeights(tuned_location, checkpoint, model) as tuned_weights,
         StoredWeights(base_location, checkpoint, model) as base_weights,
     ):
-        result = _compute_differences(
-            tuned_weights, base_weights, model, request.rank_choice, checkpoint.part
-        )
+        result = _compute_differences(tuned_weights, base_weights, model, request.rank_choice, checkpoint.part)
     # Identical transformers: with two experts, one may be untouched.
     if not result.layers and not result.excluded_energy:
         return None
     if not result.layers:
         summary = (
-            f"no layer of {request.tuned_model} that a LoRA could hold differs from "
-            f"{request.base_model}; these do"
+            f"no layer of {request.tuned_model} that a LoRA could hold differs from {request.base_model}; these do"
         )
         raise DitLoraError(format_list(summary, list(result.excluded_energy)))
     require_valid_rank(result.layers, request.rank_choice)
     layers = {layer.name: layer.factors for layer in result.layers}
-    attach_layers(
-        model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}"
-    )
+    attach_layers(model, layers, family, f"the difference of {request.tuned_model} and {request.base_model}")
     metadata = _build_metadata(request, tuned_location, base_location, checkpoint, family, result)
     return ExportedAdapter(model, metadata, family, checkpoint.pipeline_class, new_model), result
 
 
 @torch.no_grad()
 def _compute_differences(
-    tuned_weights: StoredWeights,
-    base_weights: StoredWeights,
-    model: nn.Module,
-    rank_choice: RankChoice,
-    part: str,
+    tuned_weights: StoredWeights, base_weights: StoredWeights, model: nn.Module, rank_choice: RankChoice, part: str
 ) -> LowRankResult:
     """Compare two checkpoints tensor by tensor, in fp64, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -192,22 +159,15 @@ def _compute_differences(
     )
     layers, left_out = [], {}
     # Names and shapes must agree on both sides before any tensor is read.
-    mismatches = [
-        f"{name}: in one of them alone"
-        for name in tuned_weights.shapes.keys() ^ base_weights.shapes.keys()
-    ]
+    mismatches = [f"{name}: in one of them alone" for name in tuned_weights.shapes.keys() ^ base_weights.shapes.keys()]
     mismatches += [
         f"{name}: {shape} and {base_weights.shapes[name]}"
         for name, shape in tuned_weights.shapes.items()
         if base_weights.shapes.get(name, shape) != shape
     ]
     if mismatches:
-        raise DitLoraError(
-            format_list("the two checkpoints have other tensors", sorted(mismatches))
-        )
-    for name in make_progress_bar("extracting", "tensor", quiet=False)(
-        sorted(tuned_weights.shapes)
-    ):
+        raise DitLoraError(format_list("the two checkpoints have other tensors", sorted(mismatches)))
+    for name in make_progress_bar("extracting", "tensor", quiet=False)(sorted(tuned_weights.shapes)):
         # Most tensors are identical in a fine-tune of few layers: skip them before the conversion to fp64.
         new, old = tuned_weights.read_tensor(name), base_weights.read_tensor(name)
         if torch.equal(new, old):
@@ -236,15 +196,9 @@ def _build_metadata(
     """Metadata: from the base, and on videos from the header of the tuned pipeline."""
     # A pipeline that dit-lora merged or trained has our header next to its files.
     record = tuned_location.path / RUN_METADATA_FILE
-    recorded = (
-        dict(read_typed_json(record, RunMetadata))
-        if tuned_location.is_pipeline and record.is_file()
-        else {}
-    )
+    recorded = dict(read_typed_json(record, RunMetadata)) if tuned_location.is_pipeline and record.is_file() else {}
     metadata = {
-        key: recorded[key]
-        for key in ("video", "task", "reference_resolution", DOWNSCALE_KEY)
-        if key in recorded
+        key: recorded[key] for key in ("video", "task", "reference_resolution", DOWNSCALE_KEY) if key in recorded
     }
     metadata |= {
         "version": __version__,
@@ -255,9 +209,7 @@ def _build_metadata(
         # These digests are never saved to the file.
         digests = Digests(request.output_dir.with_name(f".{request.output_dir.name}.digests"))
         # The digest lets `verify` recognise the base that the LoRA belongs to.
-        metadata["transformer_digest"] = digests.hash_component(
-            base_location.get_component_dir(checkpoint.part)
-        )
+        metadata["transformer_digest"] = digests.hash_component(base_location.get_component_dir(checkpoint.part))
     if checkpoint.expert_names:
         metadata["part"] = checkpoint.part
     layers = {layer.name: layer.factors.rank for layer in result.layers}
@@ -271,18 +223,12 @@ def _build_metadata(
     return metadata
 
 
-def _write_adapters(
-    request: ExtractRequest, adapters: Mapping[str, ExportedAdapter], say: MessageCallback
-) -> None:
+def _write_adapters(request: ExtractRequest, adapters: Mapping[str, ExportedAdapter], say: MessageCallback) -> None:
     """Write the LoRA of each transformer, in a file or folder per expert if there are two."""
     # Paths and tokens are removed from the header, because it is published with the file.
     for adapter in adapters.values():
         adapter.metadata = redact_value(
-            {
-                **adapter.metadata,
-                **get_rank_metadata(adapter.model),
-                "exported": {"to": request.export_format},
-            }
+            {**adapter.metadata, **get_rank_metadata(adapter.model), "exported": {"to": request.export_format}}
         )
 
     def write_expert(adapter: ExportedAdapter, expert_dir: Path) -> None:
@@ -298,11 +244,7 @@ def _write_adapters(
         # Files are named after the experts, adapters are keyed by component.
         adapters_by_expert = {EXPERT_NAMES[part]: adapter for part, adapter in adapters.items()}
         write_expert_pair(
-            request.output_dir,
-            lambda name, own: write_expert(adapters_by_expert[name], own),
-            adapters_by_expert,
+            request.output_dir, lambda name, own: write_expert(adapters_by_expert[name], own), adapters_by_expert
         )
     for adapter in adapters.values():
-        say(
-            f"{len(collect_updates(adapter.model))} layers, read back and compared: the same update"
-        )
+        say(f"{len(collect_updates(adapter.model))} layers, read back and compared: the same update")

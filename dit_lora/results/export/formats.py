@@ -10,13 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit_lora.adapters.attach import ADAPTER_NAME
-from dit_lora.adapters.diffusers_format import (
-    BASE_FILE,
-    Tensors,
-    build_header_entries,
-    get_base_weights,
-    save_adapter,
-)
+from dit_lora.adapters.diffusers_format import BASE_FILE, Tensors, build_header_entries, get_base_weights, save_adapter
 from dit_lora.adapters.kinds import get_adapter_kind
 from dit_lora.adapters.peft_format import save_chat_adapter
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
@@ -42,9 +36,7 @@ class ExportedAdapter:
     """Builds a new model of the base's architecture without weights."""
 
 
-def write_exported_adapter(
-    export_format: LoraFormat, adapter: ExportedAdapter, output_dir: Path, name: str
-) -> None:
+def write_exported_adapter(export_format: LoraFormat, adapter: ExportedAdapter, output_dir: Path, name: str) -> None:
     """Write an adapter to the new folder `output_dir` in this format, and read it back.
 
     Args:
@@ -61,23 +53,14 @@ def write_exported_adapter(
     # Other kinds than LoRA have fewer formats and tensors of other names.
     if get_adapter_kind(model.peft_config[ADAPTER_NAME]) != "lora":
         metadata, family = adapter.metadata, adapter.family
-        write_non_lora_adapter(
-            export_format, model, family, adapter.pipeline_class, metadata, output_dir, name
-        )
+        write_non_lora_adapter(export_format, model, family, adapter.pipeline_class, metadata, output_dir, name)
         return
     # Read before the folded format replaces the model.
     expected, trained = collect_updates(model), get_base_weights(model)
     # ComfyUI and kohya need other key names; Diffusers and PEFT write their own formats.
     layout = _choose_layout(export_format, adapter.family, expected)
     if layout is not None:
-        _write_layout(
-            export_format,
-            expected,
-            trained,
-            output_dir / f"{name}.safetensors",
-            layout,
-            adapter.metadata,
-        )
+        _write_layout(export_format, expected, trained, output_dir / f"{name}.safetensors", layout, adapter.metadata)
         return
     if export_format == "peft":
         save_chat_adapter(model, output_dir, adapter.metadata)
@@ -101,9 +84,7 @@ def _fill_model(model: Any, empty_model: Any) -> Any:
     """Fill an empty model with the folded adapter and the trained base weights."""
     # Attach the rescaled matrices to a fresh model, whose config then says alpha = rank.
     state, config = fold_alpha(model)
-    load_lora_state(
-        empty_model, state, config.to_dict(), "the folded adapter", get_base_weights(model)
-    )
+    load_lora_state(empty_model, state, config.to_dict(), "the folded adapter", get_base_weights(model))
     return empty_model
 
 
@@ -121,14 +102,10 @@ def _require_same_weights(expected: Mapping[str, torch.Tensor], file: Path) -> N
     differing = [
         name
         for name in expected.keys() | stored_weights.keys()
-        if name not in expected
-        or name not in stored_weights
-        or not torch.equal(expected[name], stored_weights[name])
+        if name not in expected or name not in stored_weights or not torch.equal(expected[name], stored_weights[name])
     ]
     if differing:
-        raise CheckFailedError(
-            format_list(f"{file.name}, read back, is not what trained", sorted(differing))
-        )
+        raise CheckFailedError(format_list(f"{file.name}, read back, is not what trained", sorted(differing)))
 
 
 def _write_layout(
@@ -157,18 +134,12 @@ def _write_layout(
     require_same_updates(updates, layout.read_updates(load_file(file)), file.name)
 
 
-def _choose_layout(
-    export_format: str, family: DiffusionFamily, updates: Updates
-) -> LayerKeys | None:
+def _choose_layout(export_format: str, family: DiffusionFamily, updates: Updates) -> LayerKeys | None:
     """Another program's layout of an adapter's layers; None for Diffusers' and PEFT's formats."""
     try:
         if export_format == "comfyui":
             return build_comfyui_layout(family.comfyui, updates)
-        return (
-            build_kohya_layout(family.has_kohya_layout, updates)
-            if export_format == "kohya"
-            else None
-        )
+        return build_kohya_layout(family.has_kohya_layout, updates) if export_format == "kohya" else None
     except DitLoraError as error:
         forms = "diffusers, folded, peft, merged"
         raise DitLoraError(

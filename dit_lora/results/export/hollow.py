@@ -40,9 +40,7 @@ def replace_weights_with_zeros(model: nn.Module) -> Any:
     return add_adapter_methods(model.eval())
 
 
-def load_lora_file(
-    model: Any, file: Path, pipeline_class: Any, comfyui_names: LayerNames = UNKNOWN_NAMES
-) -> None:
+def load_lora_file(model: Any, file: Path, pipeline_class: Any, comfyui_names: LayerNames = UNKNOWN_NAMES) -> None:
     """Load a LoRA file of any format that `read_lora` knows, with the base weights next to it, into a hollow model.
 
     The base weights are then trainable, as they were in the run.
@@ -73,19 +71,13 @@ def _build_peft_config(lora_file: LoraFile) -> dict[str, Any] | None:
         # that trained it, or a Hub id that PEFT would look up.
         config = peft.PeftConfig.from_pretrained(str(lora_file.file.parent)).to_dict()
         return {**config, "base_model_name_or_path": None}
-    if lora_file.config is not None or all(
-        layer.alpha == layer.rank for layer in lora_file.layers.values()
-    ):
+    if lora_file.config is not None or all(layer.alpha == layer.rank for layer in lora_file.layers.values()):
         return dict(lora_file.config) if lora_file.config else None
     return build_peft_config(lora_file.layers, list(lora_file.layers)).to_dict()
 
 
 def load_lora_state(
-    model: Any,
-    state: AdapterState,
-    config: Mapping[str, Any] | None,
-    source: object,
-    weights: Tensors | None = None,
+    model: Any, state: AdapterState, config: Mapping[str, Any] | None, source: object, weights: Tensors | None = None
 ) -> None:
     """Attach LoRA matrices as Diffusers does, and load trained base weights.
 
@@ -99,17 +91,12 @@ def load_lora_state(
     try:
         # `prefix=None`: the keys are already relative to this transformer.
         model.load_lora_adapter(
-            dict(state),
-            prefix=None,
-            metadata=dict(config) if config else None,
-            adapter_name=ADAPTER_NAME,
+            dict(state), prefix=None, metadata=dict(config) if config else None, adapter_name=ADAPTER_NAME
         )
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         # The first line is enough for a one-line message.
         reason = str(error).strip().splitlines()[0]
-        raise DitLoraError(
-            f"{source} does not load into {type(model).__name__}: {reason}"
-        ) from error
+        raise DitLoraError(f"{source} does not load into {type(model).__name__}: {reason}") from error
     unfreeze_weights(model, weights)
 
 
@@ -143,9 +130,7 @@ def combine_adapters(
     model without an adapter.
     """
     # Dropout has no effect on the combined matrices.
-    configs = [
-        dataclasses.replace(model.peft_config[ADAPTER_NAME], lora_dropout=0.0) for model in models
-    ]
+    configs = [dataclasses.replace(model.peft_config[ADAPTER_NAME], lora_dropout=0.0) for model in models]
     # PEFT needs one adapter name per adapter on the shared model.
     names = [f"adapter_{number}" for number in range(len(models))]
     wrapped: Any = peft.PeftModel(empty_model, configs[0], adapter_name=names[0])
@@ -155,9 +140,7 @@ def combine_adapters(
         state = {f"{_PEFT_PREFIX}{key}": tensor for key, tensor in get_adapter_state(model).items()}
         peft.set_peft_model_state_dict(wrapped, state, adapter_name=name)
     # `cat` is exact. PEFT's `linear` would add factors, whose product is not the sum of the products.
-    wrapped.base_model.add_weighted_adapter(
-        names, list(weights), _COMBINED_ADAPTER, combination_type="cat"
-    )
+    wrapped.base_model.add_weighted_adapter(names, list(weights), _COMBINED_ADAPTER, combination_type="cat")
     return get_adapter_state(wrapped, _COMBINED_ADAPTER), wrapped.peft_config[_COMBINED_ADAPTER]
 
 
@@ -170,9 +153,7 @@ def fold_alpha(model: Any) -> tuple[AdapterState, peft.LoraConfig]:
         state[name] = state[name] * layer.scaling[ADAPTER_NAME]
     # Layers with a different rank get the same alpha, so that every scale is 1.
     ranks = dict(config.rank_pattern or {})
-    return state, dataclasses.replace(
-        config, lora_alpha=config.r, alpha_pattern=ranks, use_rslora=False
-    )
+    return state, dataclasses.replace(config, lora_alpha=config.r, alpha_pattern=ranks, use_rslora=False)
 
 
 def read_base_weights(file: Path, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,8 +16,7 @@ from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.results.export.updates import Term, Updates
 
 _KOHYA_UNSUPPORTED = (
-    "kohya's layout is written for what VideoX-Fun loads alone, and it has no such names for this "
-    "family"
+    "kohya's layout is written for what VideoX-Fun loads alone, and it has no such names for this family"
 )
 
 
@@ -72,14 +71,8 @@ def build_comfyui_layout(names: LayerNames, updates: Updates) -> LayerKeys:
     counterparts = {name: names.translate(name) for name in updates}
     unknown = [name for name, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
-        raise DitLoraError(
-            format_list("ComfyUI's model has no counterpart of these layers", unknown)
-        )
-    renamed = {
-        name: comfyui_name
-        for name, comfyui_name in counterparts.items()
-        if comfyui_name is not None
-    }
+        raise DitLoraError(format_list("ComfyUI's model has no counterpart of these layers", unknown))
+    renamed = {name: comfyui_name for name, comfyui_name in counterparts.items() if comfyui_name is not None}
     return LayerKeys(renamed, "lora_A", "lora_B", has_alpha=names.reads_alpha)
 
 
@@ -91,11 +84,7 @@ def build_kohya_layout(has_names: bool, updates: Updates) -> LayerKeys:
     if not has_names:
         raise DitLoraError(_KOHYA_UNSUPPORTED)
     # `a` is (rank, inputs, height, width) for convolutions, so dimensions 2 and 3 are the kernel's size.
-    large_kernels = [
-        name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1
-    ]
+    large_kernels = [name for name, terms in updates.items() if max((1, 1, *terms[0].a.shape[2:])) > 1]
     if large_kernels:
-        raise DitLoraError(
-            format_list("kohya's layout takes convolutions of 1x1 alone, not these", large_kernels)
-        )
+        raise DitLoraError(format_list("kohya's layout takes convolutions of 1x1 alone, not these", large_kernels))
     return LayerKeys({name: get_kohya_name(name) for name in updates}, "lora_down", "lora_up")

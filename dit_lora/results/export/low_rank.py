@@ -55,9 +55,7 @@ def factor_difference(name: str, difference: torch.Tensor, rank_choice: RankChoi
     # (outputs, inputs), with a convolution's kernel flattened into the inputs.
     matrix = difference.double().flatten(1)
     b, a = _factorize(matrix, rank_choice)
-    return _build_layer(
-        name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape)
-    )
+    return _build_layer(name, b, a, difference.shape[1:], matrix.square().sum().item(), min(matrix.shape))
 
 
 def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLayer:
@@ -75,12 +73,7 @@ def factor_update(name: str, term: Term, rank_choice: RankChoice) -> LowRankLaye
 
 
 def _build_layer(
-    name: str,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    input_shape: torch.Size,
-    total_energy: float,
-    max_rank: int,
+    name: str, b: torch.Tensor, a: torch.Tensor, input_shape: torch.Size, total_energy: float, max_rank: int
 ) -> LowRankLayer:
     """The layer in fp32, with alpha equal to rank: then the scale is 1 in every loader."""
     # For a convolution A keeps the kernel's size and B is 1x1, as PEFT stores them.

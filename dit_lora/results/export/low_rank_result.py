@@ -57,9 +57,7 @@ class LowRankResult:
                 }
                 for layer in self.layers
             ],
-            "left_out": {
-                name: square / total_energy for name, square in self.excluded_energy.items()
-            },
+            "left_out": {name: square / total_energy for name, square in self.excluded_energy.items()},
         }
 
     def format_lines(self) -> Iterator[str]:
@@ -67,9 +65,7 @@ class LowRankResult:
         record = self.to_dict()
         # With `--rank auto` every layer has its own rank.
         ranks = sorted({item.factors.rank for item in self.layers})
-        rank = (
-            f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
-        )
+        rank = f"rank {ranks[0]} keeps" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} keep"
         yield f"{rank} {format_share(self.energy_share)} of the energy of {len(self.layers)} layers"
         # The layers that lose most come first.
         for item in sorted(self.layers, key=lambda item: item.energy_share):
@@ -95,11 +91,7 @@ def format_share(share: float) -> str:
 
 def require_valid_rank(layers: Sequence[LowRankLayer], rank_choice: RankChoice) -> None:
     """Raise `DitLoraError` with every layer whose weight has a side below the rank."""
-    small = [
-        layer
-        for layer in layers
-        if rank_choice.rank is not None and layer.max_rank < rank_choice.rank
-    ]
+    small = [layer for layer in layers if rank_choice.rank is not None and layer.max_rank < rank_choice.rank]
     if small:
         size = min(layer.max_rank for layer in small)
         summary = (
@@ -107,9 +99,7 @@ def require_valid_rank(layers: Sequence[LowRankLayer], rank_choice: RankChoice) 
             "or --rank auto, where each "
             "layer has its own"
         )
-        raise DitLoraError(
-            format_list(summary, [f"{layer.name}: {layer.max_rank}" for layer in small])
-        )
+        raise DitLoraError(format_list(summary, [f"{layer.name}: {layer.max_rank}" for layer in small]))
 
 
 def attach_layers(
@@ -127,9 +117,7 @@ def attach_layers(
         for name, layer in layers.items()
         for side, matrix in (("A", layer.a), ("B", layer.b))
     }
-    load_lora_state(
-        model, state, build_peft_config(layers, targets).to_dict(), description, base_weights
-    )
+    load_lora_state(model, state, build_peft_config(layers, targets).to_dict(), description, base_weights)
 
 
 def get_rank_metadata(model: Any) -> dict[str, Any]:

@@ -35,9 +35,7 @@ def lower_rank(
     updates = {layer: term for layer, (term,) in collect_updates(model).items()}
     highest = max(term.rank for term in updates.values())
     if rank_choice.rank is not None and rank_choice.rank >= highest:
-        raise DitLoraError(
-            f"--rank {rank_choice.rank} lowers nothing: the ranks of {name} are at most {highest}"
-        )
+        raise DitLoraError(f"--rank {rank_choice.rank} lowers nothing: the ranks of {name} are at most {highest}")
     layers = []
     for layer, term in updates.items():
         # A layer below the new rank keeps its own rank.
@@ -49,20 +47,10 @@ def lower_rank(
     # The factors have new shapes, so they are attached to a fresh model.
     smaller = adapter.build_empty_model()
     factors = {layer.name: layer.factors for layer in layers}
-    attach_layers(
-        smaller, factors, adapter.family, f"{name} at a lower rank", get_base_weights(model)
-    )
+    attach_layers(smaller, factors, adapter.family, f"{name} at a lower rank", get_base_weights(model))
     # Drop the recorded output: it belongs to the full update.
-    remaining = {
-        key: metadata[key] for key in metadata if key not in ("output", "lora", *PATTERN_KEYS)
-    }
+    remaining = {key: metadata[key] for key in metadata if key not in ("output", "lora", *PATTERN_KEYS)}
     old_ranks = {key: metadata[key] for key in ("rank", "alpha") if key in metadata}
-    header = {
-        **remaining,
-        **get_rank_metadata(smaller),
-        "resized": {**old_ranks, "energy": result.energy_share},
-    }
-    lowered = ExportedAdapter(
-        smaller, header, adapter.family, adapter.pipeline_class, adapter.build_empty_model
-    )
+    header = {**remaining, **get_rank_metadata(smaller), "resized": {**old_ranks, "energy": result.energy_share}}
+    lowered = ExportedAdapter(smaller, header, adapter.family, adapter.pipeline_class, adapter.build_empty_model)
     return lowered, result

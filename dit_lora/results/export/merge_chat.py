@@ -100,9 +100,7 @@ def _merge_layers(model: PreTrainedModel) -> int:
     bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     # Catches NaN and Inf, and in fp16 also sums that overflow.
     if bad:
-        raise CheckFailedError(
-            format_list(f"refused to write: not finite once merged in {model.dtype}", bad)
-        )
+        raise CheckFailedError(format_list(f"refused to write: not finite once merged in {model.dtype}", bad))
     return len(adapted)
 
 
@@ -114,9 +112,7 @@ def _save_checkpoint(model: PreTrainedModel, base: Path, staging_dir: Path) -> N
         model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(staging_dir, max_shard_size=_MAX_SHARD_SIZE)
     # Transformers has written the config and the weights.
-    copy_checkpoint_files(
-        base, staging_dir, lambda name: name != "config.json" and ".safetensors" not in name
-    )
+    copy_checkpoint_files(base, staging_dir, lambda name: name != "config.json" and ".safetensors" not in name)
 
 
 def _find_model_class(base: Path, config: Mapping[str, Any]) -> type[PreTrainedModel]:
@@ -135,8 +131,7 @@ def _find_stored_dtype(base: Path) -> torch.dtype:
     floating = [dtype for name, dtype in FLOAT_DTYPES.items() if name in dtype_names]
     if unknown or not floating:
         raise DitLoraError(
-            f"{base} needs model*.safetensors in fp32, bf16 or fp16, to merge into; "
-            f"got {', '.join(unknown) or 'none'}"
+            f"{base} needs model*.safetensors in fp32, bf16 or fp16, to merge into; got {', '.join(unknown) or 'none'}"
         )
     # No half-precision type holds both bf16 and fp16; fp32 does.
     return functools.reduce(torch.promote_types, floating)

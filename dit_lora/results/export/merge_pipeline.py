@@ -66,9 +66,7 @@ def write_merged_pipeline(
     files = _require_mergeable(source, base_config, changes, weights)
     # The index of the shards stays valid, because merged files keep their names and tensors.
     copy_checkpoint_files(
-        base,
-        output_dir,
-        lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARD_INDEX_FILE}",
+        base, output_dir, lambda name: not name.startswith(f"{part}/") or name == f"{part}/{_SHARD_INDEX_FILE}"
     )
     (output_dir / part).mkdir(exist_ok=True)
     _write_json(output_dir / part / "config.json", {**base_config, **config_changes})
@@ -79,21 +77,16 @@ def write_merged_pipeline(
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
             tensors = {
-                name: _merge_tensor(name, opened.get_tensor(name), changes, weights)
-                for name in progress(names)
+                name: _merge_tensor(name, opened.get_tensor(name), changes, weights) for name in progress(names)
             }
         bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
         if bad:
-            raise CheckFailedError(
-                format_list(f"refused to write {file.name}: not finite once merged", bad)
-            )
+            raise CheckFailedError(format_list(f"refused to write {file.name}: not finite once merged", bad))
         # Same file name and metadata as in the base.
         save_file(tensors, output_dir / part / file.name, metadata=metadata)
 
 
-def require_merged_weights(
-    source: Path, transformer: Any, changes: WeightChanges, weights: Tensors
-) -> None:
+def require_merged_weights(source: Path, transformer: Any, changes: WeightChanges, weights: Tensors) -> None:
     """Raise `CheckFailedError` unless the loaded transformer's weights equal an fp64 merge up to one rounding."""
     loaded = dict(transformer.named_parameters())
     deviating = []
@@ -112,17 +105,11 @@ def require_merged_weights(
                 computed = exact - unmerged if change is None or change.is_added else exact
                 slack = 1e-6 * computed.abs().max()
                 allowed = precision.eps * (exact.abs() + precision.tiny) + slack
-                if (
-                    loaded[name].shape != exact.shape
-                    or not ((loaded[name].double() - exact).abs() <= allowed).all()
-                ):
+                if loaded[name].shape != exact.shape or not ((loaded[name].double() - exact).abs() <= allowed).all():
                     deviating.append(name)
     if deviating:
         raise CheckFailedError(
-            format_list(
-                "these merged weights, read back, are not base plus adapter; nothing was kept",
-                deviating,
-            )
+            format_list("these merged weights, read back, are not base plus adapter; nothing was kept", deviating)
         )
 
 
@@ -133,9 +120,7 @@ def find_widest_dtype(source: Path) -> torch.dtype:
     return functools.reduce(torch.promote_types, kinds)
 
 
-def _merge_tensor(
-    name: str, tensor: torch.Tensor, changes: WeightChanges, weights: Tensors
-) -> torch.Tensor:
+def _merge_tensor(name: str, tensor: torch.Tensor, changes: WeightChanges, weights: Tensors) -> torch.Tensor:
     """The merged tensor in its stored dtype; unchanged without a change or a trained weight."""
     change = changes.get(name.removesuffix(".weight"))
     if change is None and name not in weights:
@@ -150,9 +135,7 @@ def _require_mergeable(
 ) -> dict[Path, list[str]]:
     """The weight files with their tensors' names. Raises `DitLoraError` if a weight cannot be merged into."""
     if "quantization_config" in config:
-        raise DitLoraError(
-            f"{source} is quantised; give --model the checkpoint that it was made from"
-        )
+        raise DitLoraError(f"{source} is quantised; give --model the checkpoint that it was made from")
     # Every tensor that the merge writes must exist and have a floating-point dtype.
     changed_names = {*weights, *(f"{name}.weight" for name in changes)}
     files: dict[Path, list[str]] = {}
@@ -173,11 +156,7 @@ def _require_mergeable(
 
 def list_weight_files(folder: Path) -> list[Path]:
     """The weight files in a transformer's folder. Raises `DitLoraError` if there are none."""
-    files = [
-        file
-        for file in sorted(folder.glob("*.safetensors"))
-        if _WEIGHTS_PATTERN.fullmatch(file.name)
-    ]
+    files = [file for file in sorted(folder.glob("*.safetensors")) if _WEIGHTS_PATTERN.fullmatch(file.name)]
     if not files:
         raise DitLoraError(f"{folder} has no diffusion_pytorch_model.safetensors")
     return files

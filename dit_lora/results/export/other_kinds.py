@@ -27,12 +27,7 @@ from dit_lora.config.load import load_recipe
 from dit_lora.errors import CheckFailedError, DitLoraError, format_list
 from dit_lora.families.family import DiffusionFamily
 from dit_lora.numerics.adapter_tensors import get_layer_name, is_adapter_tensor
-from dit_lora.results.export.hollow import (
-    get_adapter_state,
-    load_base_weights,
-    read_base_weights,
-    unfreeze_weights,
-)
+from dit_lora.results.export.hollow import get_adapter_state, load_base_weights, read_base_weights, unfreeze_weights
 from dit_lora.results.tensor_file import read_file_metadata
 
 Config = Mapping[str, Any]
@@ -80,11 +75,7 @@ def load_non_lora_adapter(model: Any, file: Path) -> None:
         raise DitLoraError(f"{file} does not load into {type(model).__name__}: {reason}") from error
     unfreeze_weights(model, weights)
     # `set_peft_model_state_dict` leaves missing tensors at their initial values without an error.
-    lacking = [
-        f"{name}: not in the file"
-        for name in get_adapter_state(model)
-        if name not in adapter_tensors
-    ]
+    lacking = [f"{name}: not in the file" for name in get_adapter_state(model) if name not in adapter_tensors]
     if lacking:
         raise DitLoraError(format_list(f"{file} is not whole", lacking))
 
@@ -108,16 +99,12 @@ def write_non_lora_adapter(
     if export_format == "peft":
         file = save_chat_adapter(model, output_dir, metadata)
         _require_same_tensors(
-            get_adapter_state(model),
-            {_strip_wrapper_names(n): t for n, t in load_file(file).items()},
-            file,
+            get_adapter_state(model), {_strip_wrapper_names(n): t for n, t in load_file(file).items()}, file
         )
     elif export_format == "diffusers" and kind not in PEFT_ONLY_KINDS:
         file = save_adapter(model, pipeline_class, output_dir, metadata)
         _require_same_tensors(
-            get_adapter_state(model),
-            {_strip_wrapper_names(n): t for n, t in load_file(file).items()},
-            file,
+            get_adapter_state(model), {_strip_wrapper_names(n): t for n, t in load_file(file).items()}, file
         )
     elif export_format == "comfyui" and kind in ("lokr", "loha"):
         _write_comfyui(model, family.comfyui, output_dir / f"{name}.safetensors", metadata)
@@ -128,9 +115,7 @@ def write_non_lora_adapter(
             *(["diffusers"] if kind not in PEFT_ONLY_KINDS else []),
             *(["comfyui"] if kind in ("lokr", "loha") else []),
         ]
-        raise DitLoraError(
-            f"--to {export_format}: nothing reads {kind} in this form; there are: {', '.join(forms)}"
-        )
+        raise DitLoraError(f"--to {export_format}: nothing reads {kind} in this form; there are: {', '.join(forms)}")
 
 
 def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) -> None:
@@ -140,8 +125,7 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
     trained = sorted(get_base_weights(model))
     if trained:
         summary = (
-            "--to comfyui: base weights trained too, which such a file cannot hold; "
-            "--to merged takes them; they are"
+            "--to comfyui: base weights trained too, which such a file cannot hold; --to merged takes them; they are"
         )
         raise DitLoraError(format_list(summary, trained))
     state = get_adapter_state(model)
@@ -149,17 +133,13 @@ def _write_comfyui(model: Any, names: LayerNames, file: Path, metadata: Config) 
     counterparts = {layer: names.translate(layer) for layer in map(get_layer_name, state)}
     unknown = [layer for layer, comfyui_name in counterparts.items() if comfyui_name is None]
     if unknown:
-        raise DitLoraError(
-            format_list("--to comfyui: ComfyUI's model has no counterpart of these layers", unknown)
-        )
+        raise DitLoraError(format_list("--to comfyui: ComfyUI's model has no counterpart of these layers", unknown))
     tensors = {}
     for name, tensor in state.items():
         layer = get_layer_name(name)
         # The rest of the name is LyCORIS' factor, such as `lokr_w1` or `hada_w2_b`.
         factor = name.removeprefix(f"{layer}.")
-        scale = (
-            model.get_submodule(layer).scaling[ADAPTER_NAME] if factor in _SCALED_FACTORS else 1.0
-        )
+        scale = model.get_submodule(layer).scaling[ADAPTER_NAME] if factor in _SCALED_FACTORS else 1.0
         tensors[f"{counterparts[layer]}.{factor}"] = (tensor * scale).contiguous()
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt", **build_header_entries(metadata)})
@@ -175,9 +155,7 @@ def _read_config(file: Path) -> Config | None:
         lora = load_recipe(recipe).lora if recipe.is_file() else None
         return create_peft_config(lora, []).to_dict() if lora and lora.kind != "lora" else None
     return (
-        read_peft_config(config_file)
-        if config_file.is_file()
-        else parse_header_config(read_file_metadata(file), file)
+        read_peft_config(config_file) if config_file.is_file() else parse_header_config(read_file_metadata(file), file)
     )
 
 
@@ -187,15 +165,9 @@ def _build_peft_config(config: Config, layers: list[str]) -> peft.PeftConfig:
     kind: Any = {"dora": "LORA"}.get(get_adapter_kind(config), get_adapter_kind(config).upper())
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     # These three are set by PEFT itself, or name a path of another machine.
-    fields = config_class.__dataclass_fields__.keys() - {
-        "peft_type",
-        "base_model_name_or_path",
-        "auto_mapping",
-    }
+    fields = config_class.__dataclass_fields__.keys() - {"peft_type", "base_model_name_or_path", "auto_mapping"}
     values = {key: value for key, value in config.items() if key in fields}
-    peft_config: peft.PeftConfig = config_class(
-        **{**values, "target_modules": layers, "inference_mode": False}
-    )
+    peft_config: peft.PeftConfig = config_class(**{**values, "target_modules": layers, "inference_mode": False})
     return peft_config
 
 
@@ -204,11 +176,7 @@ def _strip_wrapper_names(name: str) -> str:
     for prefix in ("base_model.model.", "transformer."):
         name = name.removeprefix(prefix)
     # A run's checkpoint uses the names of the wrapped parameters.
-    return (
-        name.replace(f".{ADAPTER_NAME}", "")
-        if is_adapter_tensor(name)
-        else name.replace(".base_layer.", ".")
-    )
+    return name.replace(f".{ADAPTER_NAME}", "") if is_adapter_tensor(name) else name.replace(".base_layer.", ".")
 
 
 def _require_same_tensors(
@@ -223,6 +191,4 @@ def _require_same_tensors(
         if not torch.equal(expected[name].cpu(), actual[name].cpu())
     ]
     if faults:
-        raise CheckFailedError(
-            format_list(f"{file}, read back, is not the adapter", sorted(faults))
-        )
+        raise CheckFailedError(format_list(f"{file}, read back, is not the adapter", sorted(faults)))

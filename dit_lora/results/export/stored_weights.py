@@ -76,9 +76,7 @@ class StoredWeights:
     conversion joins or permutes them.
     """
 
-    def __init__(
-        self, location: CheckpointLocation, checkpoint: Denoiser, model: nn.Module
-    ) -> None:
+    def __init__(self, location: CheckpointLocation, checkpoint: Denoiser, model: nn.Module) -> None:
         """Open the checkpoint for a model of its architecture, whose values are not used.
 
         Raises:
@@ -93,9 +91,7 @@ class StoredWeights:
             self._index_tensors(location, checkpoint, expected)
         except (OSError, SafetensorError) as error:
             self._open_files.close()
-            raise DitLoraError(
-                f"{location.source} cannot be read: {error}; it is not whole"
-            ) from error
+            raise DitLoraError(f"{location.source} cannot be read: {error}; it is not whole") from error
         except DitLoraError:
             self._open_files.close()
             raise
@@ -173,16 +169,11 @@ class StoredWeights:
         try:
             # `config` and `subfolder` point to local files, so that Diffusers downloads nothing.
             model = read(
-                str(location.path),
-                config=str(checkpoint.path),
-                subfolder=checkpoint.part,
-                local_files_only=True,
+                str(location.path), config=str(checkpoint.path), subfolder=checkpoint.part, local_files_only=True
             )
         except CONVERTER_ERRORS as error:
             reason = str(error).strip().partition("\n")[0]
-            raise DitLoraError(
-                f"{location.source} is no {name} that Diffusers reads: {reason}"
-            ) from error
+            raise DitLoraError(f"{location.source} is no {name} that Diffusers reads: {reason}") from error
         # Tensors of this model are views of the file where the conversion left them unchanged.
         tensors: Mapping[str, torch.Tensor] = model.state_dict()
         unsupported = [
@@ -199,11 +190,7 @@ class StoredWeights:
 
 def _require_class(source: str, folder: Path, expected_class: Any) -> None:
     """Raise `DitLoraError` for a folder with another model class, or a quantized model."""
-    config = (
-        read_typed_json(folder / "config.json", dict[str, Any])
-        if (folder / "config.json").is_file()
-        else {}
-    )
+    config = read_typed_json(folder / "config.json", dict[str, Any]) if (folder / "config.json").is_file() else {}
     class_name = config.get("_class_name")
     if class_name != expected_class.__name__:
         raise DitLoraError(
@@ -217,7 +204,5 @@ def _require_class(source: str, folder: Path, expected_class: Any) -> None:
 
 def _make_quantization_error(source: str, reasons: list[str]) -> DitLoraError:
     """The error for a quantized checkpoint."""
-    summary = (
-        f"{source} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
-    )
+    summary = f"{source} is quantised; give the checkpoint in fp32, bf16 or fp16 that it was made from"
     return DitLoraError(format_list(summary, reasons))

@@ -37,9 +37,7 @@ Updates = Mapping[str, Sequence[Term]]
 def collect_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0) -> Updates:
     """The terms of an attached adapter with PEFT's scale times `weight`."""
     # Detached: the terms are compared and written, never trained.
-    adapted: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     return {
         name: [
             Term(
@@ -56,10 +54,7 @@ def collect_updates(model: Any, adapter: str = ADAPTER_NAME, weight: float = 1.0
 def sum_updates(adapter_updates: Sequence[Updates]) -> Updates:
     """The sum of several adapters' updates: each layer gets the terms of all adapters that have it."""
     names = dict.fromkeys(name for updates in adapter_updates for name in updates)
-    return {
-        name: [term for updates in adapter_updates for term in updates.get(name, ())]
-        for name in names
-    }
+    return {name: [term for updates in adapter_updates for term in updates.get(name, ())] for name in names}
 
 
 def require_same_updates(expected: Updates, actual: Updates, description: str) -> None:
@@ -69,9 +64,7 @@ def require_same_updates(expected: Updates, actual: Updates, description: str) -
     for name in expected.keys() & actual.keys():
         expected_terms, actual_terms = expected[name], actual[name]
         if _get_weight_shape(expected_terms) != _get_weight_shape(actual_terms):
-            faults.append(
-                f"{name}: {_get_weight_shape(actual_terms)}, not {_get_weight_shape(expected_terms)}"
-            )
+            faults.append(f"{name}: {_get_weight_shape(actual_terms)}, not {_get_weight_shape(expected_terms)}")
             continue
         # The difference is again a sum of products, so that its norm needs no full matrix.
         minus = [Term(term.a, term.b, -term.scale) for term in actual_terms]
@@ -81,9 +74,7 @@ def require_same_updates(expected: Updates, actual: Updates, description: str) -
             faults.append(f"{name}: differs by {difference:.2g}, of {size:.2g}")
     if faults:
         raise CheckFailedError(
-            format_list(
-                f"{description}, read back, is not the adapter; nothing was kept", sorted(faults)
-            )
+            format_list(f"{description}, read back, is not the adapter; nothing was kept", sorted(faults))
         )
 
 

@@ -37,15 +37,9 @@ class ChatReferenceModel(ReferenceModel):
     def make_input_spec(self, clips: Any, *, full_size: bool) -> InputSpec:
         """A question about one image of random pixels."""
         image_config = self.checkpoint.vision_settings
-        return {
-            "question": "What is shown?",
-            "height": image_config.height,
-            "width": image_config.width,
-        }
+        return {"question": "What is shown?", "height": image_config.height, "width": image_config.width}
 
-    def compute_output(
-        self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def compute_output(self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """Logits (1, 8, vocabulary) at the prompt's last tokens."""
         device = next(model.parameters()).device
         shape = self.checkpoint.shape("image", input_spec["height"], input_spec["width"])
@@ -61,9 +55,7 @@ class ChatReferenceModel(ReferenceModel):
         if rendered.instruction:
             batch["instruction_ids"] = torch.tensor([rendered.instruction])
             batch["instruction_mask"] = torch.ones_like(batch["instruction_ids"])
-        inputs_of_model = self.checkpoint.inputs(
-            {name: tensor.to(device) for name, tensor in batch.items()}
-        )
+        inputs_of_model = self.checkpoint.inputs({name: tensor.to(device) for name, tensor in batch.items()})
         # Only the last positions: all logits of a long prompt would be large, and the last depend on all tokens.
         logits: torch.Tensor = model(**inputs_of_model).logits[:, -_NUM_POSITIONS:]
         return logits

@@ -10,12 +10,7 @@ from peft.utils.other import get_pattern_key
 
 from dit_lora.adapters.kinds import compute_scaling, get_adapter_kind, get_alpha
 from dit_lora.adapters.patterns import require_bounded_patterns
-from dit_lora.adapters.update_norms import (
-    EXTREME_UPDATE_RATIO,
-    STRONG_UPDATE_RATIO,
-    LoadedLayer,
-    ModuleUpdate,
-)
+from dit_lora.adapters.update_norms import EXTREME_UPDATE_RATIO, STRONG_UPDATE_RATIO, LoadedLayer, ModuleUpdate
 from dit_lora.errors import format_list
 from dit_lora.numerics.adapter_tensors import get_layer_name
 
@@ -61,11 +56,7 @@ def check_keys(
         base_weights: Names of the base weights stored with the adapter.
     """
     # In the file and not loaded.
-    problems = [
-        f"{name}: nothing of {loader_name} takes it"
-        for name in file_tensors
-        if name not in loaded_tensors
-    ]
+    problems = [f"{name}: nothing of {loader_name} takes it" for name in file_tensors if name not in loaded_tensors]
     # Loaded and not in the file: the loader initialised it.
     problems += [
         f"{name}: not in the file"
@@ -73,9 +64,7 @@ def check_keys(
         if name not in file_tensors and not _is_untrained_zero(name, tensor, target_layers)
     ]
     modules = {get_layer_name(name) for name in loaded_tensors}
-    if (
-        file_tensors.keys() <= loaded_tensors.keys()
-    ):  # otherwise it may be loaded under another name
+    if file_tensors.keys() <= loaded_tensors.keys():  # otherwise it may be loaded under another name
         problems += [
             f"{name}: the header's targets match it, and the file has nothing for it"
             for name in target_layers
@@ -92,12 +81,9 @@ def check_keys(
         return Check(False, format_list(summary, problems))
     base_note = f", and {len(base_weights)} base weights beside it" if base_weights else ""
     if not file_tensors:
-        return Check(
-            True, f"{loader_name} takes all {len(base_weights)} base weights; there is no adapter"
-        )
+        return Check(True, f"{loader_name} takes all {len(base_weights)} base weights; there is no adapter")
     return Check(
-        True,
-        f"{loader_name} takes all {len(file_tensors)} tensors of {len(modules)} modules{base_note}; none lacks",
+        True, f"{loader_name} takes all {len(file_tensors)} tensors of {len(modules)} modules{base_note}; none lacks"
     )
 
 
@@ -156,13 +142,9 @@ def check_effect(
     summary_line = f"{len(updates)} modules{_describe_range(updates)}"
     notes = []
     if dead:
-        notes.append(
-            format_list("dead, their update is zero or lost in rounding:", [o.name for o in dead])
-        )
+        notes.append(format_list("dead, their update is zero or lost in rounding:", [o.name for o in dead]))
     strong = [
-        update
-        for update in updates
-        if update.relative_norm is not None and update.relative_norm > STRONG_UPDATE_RATIO
+        update for update in updates if update.relative_norm is not None and update.relative_norm > STRONG_UPDATE_RATIO
     ]
     if strong:
         summary = (
@@ -177,11 +159,7 @@ def _report_no_effect(updates: Sequence[ModuleUpdate]) -> Check:
     """The failed check for an adapter whose updates all have no effect."""
     # `relative_norm` is None where the weight's norm is unknown.
     largest = max((update.relative_norm or 0.0 for update in updates), default=0.0)
-    are = (
-        f"lost in rounding (at most {format_percent(largest)} of their weights)"
-        if largest
-        else "zero"
-    )
+    are = f"lost in rounding (at most {format_percent(largest)} of their weights)" if largest else "zero"
     return Check(
         False,
         f"the adapter has no effect: the updates of all {len(updates)} modules are {are}; no gradient reached it that "
@@ -203,10 +181,7 @@ def _report_extreme(updates: Sequence[ModuleUpdate]) -> Check:
 def _describe_relative_sizes(updates: Sequence[ModuleUpdate]) -> list[str]:
     """Module names with the size of their update relative to their weight."""
     shares = [
-        (
-            update.name,
-            update.relative_to_typical if update.relative_norm is None else update.relative_norm,
-        )
+        (update.name, update.relative_to_typical if update.relative_norm is None else update.relative_norm)
         for update in updates
     ]
     return [f"{name}: {format_percent(share)}" for name, share in shares if share is not None]
@@ -247,9 +222,7 @@ def check_scale(
     # An orthogonal rotation has blocks instead of rank and alpha.
     if get_adapter_kind(config) == "oft":
         return _check_block_size(config or {}, layers, metadata)
-    problems = _find_rank_problems(config, ranks) + _find_training_differences(
-        config, layers, metadata
-    )
+    problems = _find_rank_problems(config, ranks) + _find_training_differences(config, layers, metadata)
     scales = sorted({layer.scaling for layer in layers.values()})
     if problems:
         summary = "rank and alpha do not agree; restore the file that the run wrote"
@@ -261,13 +234,9 @@ def check_scale(
     pairs = sorted({(layer.rank, layer.alpha) for layer in layers.values()})
     rank_text = "; ".join(f"rank {rank}, alpha {alpha:g}" for rank, alpha in pairs[:3])
     sources = [
-        name
-        for name, source_value in (("header", config), ("provenance", metadata.get("rank")))
-        if source_value
+        name for name, source_value in (("header", config), ("provenance", metadata.get("rank"))) if source_value
     ]
-    source = (
-        f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
-    )
+    source = f"as {' and '.join(sources)} say" if sources else f"{NOT_RECORDED}, so that alpha is rank"
     return Check(True, f"{rank_text}, {source}: updates are scaled by {all_scales}")
 
 
@@ -282,13 +251,9 @@ def _check_block_size(
     return Check(True, f"{len(layers)} rotations in blocks of up to {size}, which have no scale")
 
 
-def _find_rank_problems(
-    config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]
-) -> list[str]:
+def _find_rank_problems(config: Mapping[str, Any] | None, ranks: Mapping[str, tuple[int, int]]) -> list[str]:
     """Problems with the ranks of the file's tensors."""
-    problems = [
-        f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b
-    ]
+    problems = [f"{name}: lora_A has rank {a}, lora_B {b}" for name, (a, b) in ranks.items() if a != b]
     # With a rank pattern, ranks differ by layer: the loaded layers are compared with it in
     # `_find_training_differences`.
     if config and not config.get("rank_pattern"):
@@ -315,12 +280,8 @@ def _find_training_differences(
         if config and header[name] != trained:
             problems.append(f"{name} {header[name]} in the header, and {trained} was trained")
     if not config:
-        problems.append(
-            f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained"
-        )
-    require_bounded_patterns(
-        {key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header"
-    )
+        problems.append(f"the header does not say rank and alpha: loaders take alpha {rank}, and {alpha} was trained")
+    require_bounded_patterns({key: metadata.get(key) for key in PATTERN_KEYS}, "the adapter's header")
     # Patterns map layer names, or regular expressions, to a rank or alpha other than the usual one.
     ranks, alphas = (metadata.get(key) or {} for key in PATTERN_KEYS)
     # A set: hundreds of layers with one wrong scale give one message.

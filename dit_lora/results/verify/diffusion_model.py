@@ -33,9 +33,7 @@ from dit_lora.numerics.streams import RandomInputs, RandomStreams, make_generato
 from dit_lora.results.verify.reference_model import SEED, InputSpec, ReferenceModel
 
 _MAX_SIDE_PATCHES = 4  # height and width of random latents in patches, if the model accepts so few
-_MAX_ROUNDING_ERROR = (
-    0.02  # relative difference of an update that rounding its matrices to bf16 can cause
-)
+_MAX_ROUNDING_ERROR = 0.02  # relative difference of an update that rounding its matrices to bf16 can cause
 _RANDOM_VALUE_PREFIX = "draw/"  # prefix for the names of random values that a training step draws
 _COMPUTE_DTYPE = "compute"  # stands for the dtype that the model computes in
 
@@ -62,17 +60,13 @@ class DiffusionReferenceModel(ReferenceModel):
             # A few patches, so that the check is cheap compared with a training step.
             # In pixels: height and width must be multiples of `size_multiple`.
             max_side = _MAX_SIDE_PATCHES * self.checkpoint.size_multiple
-            small = VideoShape(
-                shape.frames, min(shape.height, max_side), min(shape.width, max_side)
-            )
+            small = VideoShape(shape.frames, min(shape.height, max_side), min(shape.width, max_side))
             if self.checkpoint.unsupported_reason(small) is None:
                 video = _shrink_spec(video, shape, small)
         tensors = {
             name: {
                 "shape": list(size),
-                "dtype": _COMPUTE_DTYPE
-                if dtype.is_floating_point
-                else str(dtype).removeprefix("torch."),
+                "dtype": _COMPUTE_DTYPE if dtype.is_floating_point else str(dtype).removeprefix("torch."),
             }
             for name, (size, dtype) in {**video, **clips.text_spec}.items()
             # The model's output does not depend on it.
@@ -87,14 +81,9 @@ class DiffusionReferenceModel(ReferenceModel):
         instead of how they were drawn.
         """
         # Only the batch's shapes decide about the random values, so any batch of these shapes will do.
-        batch = {
-            name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()
-        }
+        batch = {name: _sample_tensor(name, spec, SEED, torch.float32) for name, spec in tensors.items()}
         streams = RandomStreams(SEED, [SEED])
-        values = {
-            name: draw(streams(name))
-            for name, draw in self.checkpoint.draw_functions(batch).items()
-        }
+        values = {name: draw(streams(name)) for name, draw in self.checkpoint.draw_functions(batch).items()}
         return {
             f"{_RANDOM_VALUE_PREFIX}{name}": {
                 "values": value.tolist(),
@@ -108,9 +97,7 @@ class DiffusionReferenceModel(ReferenceModel):
         """True if the noise level is recorded."""
         return any(name.startswith(_RANDOM_VALUE_PREFIX) for name in input_spec)
 
-    def compute_output(
-        self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def compute_output(self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """The transformer's output in one training forward of random inputs."""
         device = next(model.parameters()).device
         batch, ahead = {}, {}
@@ -151,23 +138,14 @@ class DiffusionReferenceModel(ReferenceModel):
         """
         # A file that Diffusers reads without conversion is checked by names and values elsewhere (`keys`).
         pipeline_class = self.checkpoint.pipeline_class
-        if is_in_peft_format(file) or not is_converted_lora(
-            file, read_pipeline_state_dict(pipeline_class, file)
-        ):
+        if is_in_peft_format(file) or not is_converted_lora(file, read_pipeline_state_dict(pipeline_class, file)):
             return
         layers = read_lora(file, model, _find_comfyui_names(self.name), pipeline_class).layers
-        problems = [
-            problem
-            for name, layer in layers.items()
-            if (problem := _describe_difference(model, name, layer))
-        ]
+        problems = [problem for name, layer in layers.items() if (problem := _describe_difference(model, name, layer))]
         if problems:
             remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
             raise DitLoraError(
-                format_list(
-                    f"{self.name} does not load these layers as the file has them; {remedy}",
-                    problems,
-                )
+                format_list(f"{self.name} does not load these layers as the file has them; {remedy}", problems)
             )
 
     def read_adapter_tensors(self, file: Path) -> dict[str, torch.Tensor]:
@@ -181,13 +159,9 @@ class DiffusionReferenceModel(ReferenceModel):
         except CONVERTER_ERRORS as error:
             missing = find_missing_names(pipeline_class, file)
             reason = str(error).strip().partition("\n")[0]
-            problem = (
-                "take the file without these tensors" if missing else f"read the file: {reason}"
-            )
+            problem = "take the file without these tensors" if missing else f"read the file: {reason}"
             remedy = f"dit-lora export {file} --to diffusers --out OUT writes what it takes"
-            raise DitLoraError(
-                format_list(f"{self.name} does not {problem}; {remedy}", missing)
-            ) from error
+            raise DitLoraError(format_list(f"{self.name} does not {problem}; {remedy}", missing)) from error
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
 
     def list_weight_files(self) -> list[Path]:
@@ -210,9 +184,7 @@ class DiffusionReferenceModel(ReferenceModel):
             if isinstance(value, list) and name not in (*transformer_names, "scheduler")
         ]
         # Diffusers reads the config of `transformer` even if it loads into another component.
-        components: dict[str, Any] = dict.fromkeys(other_names) | dict.fromkeys(
-            transformer_names, model
-        )
+        components: dict[str, Any] = dict.fromkeys(other_names) | dict.fromkeys(transformer_names, model)
         for name, value in index.items():
             if isinstance(value, dict):  # names of classes: JSON's keys are text
                 components[name] = {int(row): label for row, label in value.items()}
@@ -237,10 +209,7 @@ def _describe_difference(model: nn.Module, name: str, stored_layer: StoredLayer)
         return None
     # Apply both updates to one random vector and compare: the products themselves may be large.
     side = torch.randn(
-        stored_layer.a.flatten(1).shape[1],
-        1,
-        generator=make_generator(0, "update_probe"),
-        dtype=torch.float64,
+        stored_layer.a.flatten(1).shape[1], 1, generator=make_generator(0, "update_probe"), dtype=torch.float64
     )
     expected, actual = (
         scale * (up.flatten(1).double().cpu() @ (down.flatten(1).double().cpu() @ side))
@@ -275,9 +244,7 @@ def _shrink_spec(spec: Spec, shape: VideoShape, small_shape: VideoShape) -> Spec
     }
 
 
-def _sample_tensor(
-    name: str, tensor_spec: Mapping[str, Any], seed: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _sample_tensor(name: str, tensor_spec: Mapping[str, Any], seed: int, dtype: torch.dtype) -> torch.Tensor:
     """A batch of one sample: normal values rounded to bf16, to be equal in every dtype; ones for integers."""
     size = (1, *tensor_spec["shape"])
     if tensor_spec["dtype"] != _COMPUTE_DTYPE:

@@ -32,8 +32,7 @@ _UNKNOWN_NOISE_LEVEL = (
     "(train.timesteps) it is another"
 )
 _MODEL_MODIFIED = (
-    "though both hold the same weights and no kernel is on: "
-    "something else was put into it, a hook or another forward"
+    "though both hold the same weights and no kernel is on: something else was put into it, a hook or another forward"
 )
 _FAR, _WANTED, _MOST = 10.0, 0.5, 1000.0
 """An effect below `_FAR` tolerances is also recorded with the LoRA scale raised, at most `_MOST` times, so that it is
@@ -63,20 +62,14 @@ def record_output(
             text = "the model's output of made-up inputs is not finite"
             return {NOT_RECORDED: text + (", without the adapter it is" if is_base_finite else "")}
         # A run without an adapter has no second output, and its change needs no amplification.
-        effect = (
-            compute_distance(output_record, output_record["base"])
-            if "base" in output_record
-            else 1.0
-        )
+        effect = compute_distance(output_record, output_record["base"]) if "base" in output_record else 1.0
         # If the effect is tiny, a missing adapter would not be noticed: record it with its scale raised, too.
         # Not for an adapter that subtracts its initial value: the rounding error of that difference would grow too.
         if effect < _FAR * compute_tolerance(output_record, model, dtype) and not has_start(model):
             # Three digits are enough, and the value is written to the header.
             times = float(f"{min(_MOST, _WANTED / effect) if effect else _MOST:.3g}")
             with _scale_adapters(model, times):
-                louder = _sample_values(
-                    _compute_output(reference_model, model, input_spec, SEED, dtype)
-                )
+                louder = _sample_values(_compute_output(reference_model, model, input_spec, SEED, dtype))
             if is_finite(louder):
                 output_record["louder"] = {"times": times, **louder}
     return output_record
@@ -101,11 +94,7 @@ def compute_output_record(
 
 def find_kernel_fallbacks(model: nn.Module) -> list[Fallback]:
     """Fallbacks of the kernels installed in this model, without parts of other fallbacks and without compilation."""
-    return [
-        switch
-        for switch in list_model_fallbacks(model)
-        if switch.parent is None and switch.name != COMPILE
-    ]
+    return [switch for switch in list_model_fallbacks(model) if switch.parent is None and switch.name != COMPILE]
 
 
 @contextmanager
@@ -116,9 +105,7 @@ def disable_kernels(model: nn.Module, except_fallback: Fallback | None = None) -
     if except_fallback is not None:
         # Keep the kernel that this part belongs to on, and turn off its other parts.
         parts = [
-            p
-            for p in list_model_fallbacks(model)
-            if except_fallback.parent and p.parent == except_fallback.parent
+            p for p in list_model_fallbacks(model) if except_fallback.parent and p.parent == except_fallback.parent
         ]
         enabled_names = (except_fallback.name, except_fallback.parent)
         disabled = [kernel for kernel in (*disabled, *parts) if kernel.name not in enabled_names]
@@ -173,8 +160,7 @@ def compare_output(
         return _check_without_adapter(away, limit, allowed, base_name)
     with disable_adapters(model):
         base = compute_distance(
-            _sample_values(_compute_output(reference_model, model, inputs, seed, dtype)),
-            output_record["base"],
+            _sample_values(_compute_output(reference_model, model, inputs, seed, dtype)), output_record["base"]
         )
     # Compare the base first: with a wrong base any adapter would look wrong.
     if not base <= limit:  # so that NaN fails too
@@ -212,11 +198,7 @@ def compare_output(
 
 
 def _check_unequal_base(
-    reference_model: ReferenceModel,
-    inputs: Any,
-    base_name: str,
-    digest: str | None,
-    difference: str,
+    reference_model: ReferenceModel, inputs: Any, base_name: str, digest: str | None, difference: str
 ) -> Check:
     """Result if the base's output differs: passed only if the noise level is unknown and digests are equal.
 
@@ -225,20 +207,15 @@ def _check_unequal_base(
     has_all_inputs = reference_model.has_all_inputs(inputs)
     if not has_all_inputs and digest == reference_model.compute_digest():
         return Check(
-            True,
-            f"not compared: {_UNKNOWN_NOISE_LEVEL}; the base's files are those of {base_name}, by their digest",
+            True, f"not compared: {_UNKNOWN_NOISE_LEVEL}; the base's files are those of {base_name}, by their digest"
         )
     remedy = f"give the checkpoint that it was trained on, {base_name}, with --model"
     if not has_all_inputs:
-        remedy += (
-            f". Or {_UNKNOWN_NOISE_LEVEL}, and the base's files do not have the digest of then"
-        )
+        remedy += f". Or {_UNKNOWN_NOISE_LEVEL}, and the base's files do not have the digest of then"
     return Check(False, f"the base differs: {difference}; {remedy}")
 
 
-def _check_without_adapter(
-    output_distance: float, limit: float, tolerance_text: str, base_name: str
-) -> Check:
+def _check_without_adapter(output_distance: float, limit: float, tolerance_text: str, base_name: str) -> Check:
     """The check for a result without an adapter to turn off, so that the base cannot be compared separately."""
     text = f"{format_percent(output_distance)} from the one recorded at training's end ({tolerance_text})"
     if output_distance <= limit:
@@ -259,11 +236,7 @@ def _is_effect_measurable(output_record: Mapping[str, Any], limit: float) -> boo
 
 
 def _compute_output(
-    reference_model: ReferenceModel,
-    model: nn.Module,
-    input_spec: InputSpec,
-    seed: int,
-    dtype: torch.dtype,
+    reference_model: ReferenceModel, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The model's output in eval mode."""
     # Eager: the stock model that this is compared with later is not compiled.
@@ -334,9 +307,7 @@ def compute_distance(current_record: Mapping[str, Any], output_record: Mapping[s
     return max(values, norm)
 
 
-def compute_tolerance(
-    output_record: Mapping[str, Any], model: nn.Module, dtype: torch.dtype
-) -> float:
+def compute_tolerance(output_record: Mapping[str, Any], model: nn.Module, dtype: torch.dtype) -> float:
     """The relative distance from the record that rounding can cause, for this model and dtype."""
     # The bound depends on the coarsest dtype, the devices and the number of blocks.
     devices = {output_record["device"], next(model.parameters()).device.type}

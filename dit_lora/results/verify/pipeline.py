@@ -48,9 +48,7 @@ def check_pipeline_files(
         except (OSError, SafetensorError) as error:
             raise make_read_error(file, error) from error
     misfits += [f"{name}: not in the files" for name in expected if name not in names_read]
-    keys = Check(
-        True, f"{loader_name} takes all {len(names_read)} tensors of the transformer; none lacks"
-    )
+    keys = Check(True, f"{loader_name} takes all {len(names_read)} tensors of the transformer; none lacks")
     if misfits:
         summary = f"{loader_name} does not load the transformer as it is; use the folder as the run wrote it"
         keys = Check(False, format_list(summary, misfits))

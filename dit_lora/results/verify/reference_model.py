@@ -32,9 +32,7 @@ def share_model_weights(
         share_trained: Share the trained base weights too. False: they are zero, to be loaded from their file.
     """
     # With duplicates: tied weights must be found under each of their names.
-    named = dict(trained_model.named_parameters(remove_duplicate=False)) | dict(
-        trained_model.named_buffers()
-    )
+    named = dict(trained_model.named_parameters(remove_duplicate=False)) | dict(trained_model.named_buffers())
     for name, module in trained_model.named_modules():
         # A quantized layer has no plain weight to share: use the module itself.
         if isinstance(module, QuantizedLinear):
@@ -89,9 +87,7 @@ class ReferenceModel(ABC):
         return True
 
     @abstractmethod
-    def compute_output(
-        self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def compute_output(self, model: nn.Module, input_spec: InputSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """The model's output for random inputs. `dtype` is the one that it computes in."""
 
     @abstractmethod

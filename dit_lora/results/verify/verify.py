@@ -36,28 +36,13 @@ from dit_lora.numerics.adapter_tensors import is_adapter_tensor
 from dit_lora.numerics.finite import describe_nonfinite_tensors
 from dit_lora.parsing import parse_json
 from dit_lora.results.tensor_file import read_file_metadata, read_tensors
-from dit_lora.results.verify.checks import (
-    Check,
-    check_effect,
-    check_finite,
-    check_keys,
-    check_scale,
-)
+from dit_lora.results.verify.checks import Check, check_effect, check_finite, check_keys, check_scale
 from dit_lora.results.verify.output import FAILURE, NOT_RECORDED, compare_output
 from dit_lora.results.verify.reference_model import ReferenceModel
 
 _NOT_LOADED = "not known: the file is not loaded as it is"
 # What Diffusers, Transformers, PEFT and PyTorch raise for a file that does not fit the model.
-_LOAD_ERRORS = (
-    ValueError,
-    RuntimeError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OSError,
-    SafetensorError,
-    DitLoraError,
-)
+_LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError, SafetensorError, DitLoraError)
 
 
 @dataclass(frozen=True)
@@ -153,9 +138,7 @@ class VerificationTarget:
             return read_peft_config(config_file)
         text = read_file_metadata(self.file).get("lora_adapter_metadata")
         metadata = parse_json(text) if text else {}
-        adapter_config = {
-            name.removeprefix("transformer."): value for name, value in metadata.items()
-        }
+        adapter_config = {name.removeprefix("transformer."): value for name, value in metadata.items()}
         require_bounded_patterns(adapter_config, self.file)
         return adapter_config or None
 
@@ -216,11 +199,7 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     key_check = _try_loading(result, new_model)
     if key_check is None:
         key_check = check_keys(
-            result.reference_model.name,
-            file_tensors,
-            _get_loaded_tensors(new_model),
-            expected,
-            [*base],
+            result.reference_model.name, file_tensors, _get_loaded_tensors(new_model), expected, [*base]
         )
         layers = list_loaded_layers(new_model)
     # Without loaded layers there is no scale, and so no update to measure.
@@ -232,8 +211,7 @@ def check_adapter(result: VerificationTarget, new_model: nn.Module) -> Verificat
     checks = {
         "keys": key_check,
         "finite": check_finite(
-            describe_nonfinite_tensors([*file_tensors.items(), *base.items()]),
-            len(file_tensors) + len(base),
+            describe_nonfinite_tensors([*file_tensors.items(), *base.items()]), len(file_tensors) + len(base)
         ),
         "effect": effects,
         "scale": check_scale(config, layers, _read_ranks(file_tensors), result.metadata),
@@ -252,26 +230,15 @@ def _measure_effect(
     """The size of each layer's update, and the check of all of them."""
     files = result.reference_model.list_weight_files()
     # Weights on the meta device are read from the checkpoint's files.
-    norms, changes = (
-        compute_weight_norms(new_model, files),
-        compute_base_updates(base_weights, files),
-    )
+    norms, changes = (compute_weight_norms(new_model, files), compute_base_updates(base_weights, files))
     is_lora = get_adapter_kind(result.read_config()) == "lora" and not any(
         "magnitude" in name for name in file_tensors
     )
     # A LoRA's update only depends on the file. Other kinds need a loaded layer with its weight.
-    if not is_lora and any(
-        p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)
-    ):
+    if not is_lora and any(p.is_meta for n, p in new_model.named_parameters() if is_adapter_tensor(n)):
         return [], Check(True, f"not measured: {result.skip_output_reason}")
-    updates = (
-        compute_module_updates(file_tensors, layers, norms)
-        if is_lora
-        else measure_updates(new_model, norms)
-    )
-    return updates, check_effect(
-        updates, [*base_weights], changes, allow_extreme=result.allow_extreme
-    )
+    updates = compute_module_updates(file_tensors, layers, norms) if is_lora else measure_updates(new_model, norms)
+    return updates, check_effect(updates, [*base_weights], changes, allow_extreme=result.allow_extreme)
 
 
 def _report_unreadable(result: VerificationTarget, error: DitLoraError) -> Verification:
@@ -300,9 +267,7 @@ def _try_loading(result: VerificationTarget, new_model: nn.Module) -> Check | No
         # The library's own lines become the list of the message.
         first_line, *other_lines = (str(error).strip() or type(error).__name__).splitlines()
         message = f"{result.reference_model.name} refuses the file on this base{hint}: {first_line.strip()}"
-        return Check(
-            False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines])
-        )
+        return Check(False, format_list(message, [line.strip().removeprefix("- ") for line in other_lines]))
     return None
 
 
@@ -329,9 +294,7 @@ def _get_loaded_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     if not adapters:
         return {}
     # The first adapter is the only one: the model is fresh.
-    state = peft.get_peft_model_state_dict(
-        model, adapter_name=next(iter(adapters)), save_embedding_layers=False
-    )
+    state = peft.get_peft_model_state_dict(model, adapter_name=next(iter(adapters)), save_embedding_layers=False)
     return {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
 
 
@@ -343,8 +306,7 @@ def _find_expected_layers(config: Mapping[str, Any] | None, new_model: nn.Module
     return [
         name
         for name, module in new_model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-        and check_target_module_exists(target_config, name)
+        if isinstance(module, nn.Linear | nn.Conv2d) and check_target_module_exists(target_config, name)
     ]
 
 

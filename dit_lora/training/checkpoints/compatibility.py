@@ -53,12 +53,8 @@ def describe_topology_change(
             f"step, summed in another order{dropout_note}"
         )
     if stored.get("sharding", current["sharding"]) != current["sharding"]:
-        parts.append(
-            f"sharding was {stored['sharding']}, now {current['sharding']}: sums in another order"
-        )
-    changed_keys = [
-        key for key in ("device", "torch") if stored.get(key, current[key]) != current[key]
-    ]
+        parts.append(f"sharding was {stored['sharding']}, now {current['sharding']}: sums in another order")
+    changed_keys = [key for key in ("device", "torch") if stored.get(key, current[key]) != current[key]]
     if changed_keys:
         stored_text, current_text = (
             " ".join(str(topology[key]) for key in changed_keys) for topology in (stored, current)
@@ -74,9 +70,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def advise_on_samples_per_step(
-    key: str, num_samples: Any, launch_topology: Mapping[str, Any]
-) -> str:
+def advise_on_samples_per_step(key: str, num_samples: Any, launch_topology: Mapping[str, Any]) -> str:
     """Advice for a resume with another number of samples per step: the train.accumulate that restores it, or the
     launch.
     """

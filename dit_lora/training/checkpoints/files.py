@@ -110,9 +110,7 @@ def save_checkpoint(
         _WEIGHTS: state.weights,
         _OPTIMIZER: state.optimizer,
         **({_EMA: state.averages} if state.averages else {}),
-        _STATE: json.dumps(
-            metadata | {"place": dict(launch_topology or {})}, indent=2, sort_keys=True
-        ).encode(),
+        _STATE: json.dumps(metadata | {"place": dict(launch_topology or {})}, indent=2, sort_keys=True).encode(),
     }
     try:
         # Left by a killed process. This process holds the run's lock, so nobody else is writing there.
@@ -178,10 +176,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Every checkpoint of a run by step, ascending, complete or torn; reads no file."""
-    matched = (
-        (_FOLDER_PATTERN.fullmatch(path.name), path)
-        for path in (run_dir / "checkpoints").glob("step_*")
-    )
+    matched = ((_FOLDER_PATTERN.fullmatch(path.name), path) for path in (run_dir / "checkpoints").glob("step_*"))
     return dict(sorted((int(match[1]), path) for match, path in matched if match))
 
 
@@ -193,9 +188,7 @@ def find_newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: Path,
-    trajectory_config: TrajectoryConfig,
-    launch_topology: Mapping[str, Any] | None = None,
+    path: Path, trajectory_config: TrajectoryConfig, launch_topology: Mapping[str, Any] | None = None
 ) -> LoadedCheckpoint:
     """Read a complete checkpoint after checking that it belongs to this run. Not collective; changes nothing.
 
@@ -205,15 +198,11 @@ def load_checkpoint(
     # Runs without an EMA write no such file.
     averages = load_file(path / _EMA) if (path / _EMA).exists() else {}
     state = SavedState(load_file(path / _WEIGHTS), load_file(path / _OPTIMIZER), averages)
-    return LoadedCheckpoint(
-        path, metadata["step"], metadata["guard"], metadata.get("place", {}), state
-    )
+    return LoadedCheckpoint(path, metadata["step"], metadata["guard"], metadata.get("place", {}), state)
 
 
 def require_same_recipe(
-    path: Path,
-    trajectory_config: TrajectoryConfig,
-    launch_topology: Mapping[str, Any] | None = None,
+    path: Path, trajectory_config: TrajectoryConfig, launch_topology: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Read a checkpoint's metadata; raises `DitLoraError`, listing every difference, if it belongs to another recipe.
 
@@ -245,11 +234,7 @@ def require_same_recipe(
 def _advise_on_steps(key: str, current: Mapping[str, Any], path: Path) -> str:
     """Advice on training past the end of a schedule, which depends on the number of steps."""
     # Only LoRAs of diffusion models start from a file.
-    if (
-        key != "train.steps"
-        or current.get("train.mode") != "lora"
-        or current.get("model.family") in CHAT_FAMILIES
-    ):
+    if key != "train.steps" or current.get("train.mode") != "lora" or current.get("model.family") in CHAT_FAMILIES:
         return ""
     # The path is RUN/checkpoints/step_NNNNNN.
     run = path.absolute().parents[1]
@@ -268,9 +253,7 @@ def remove_checkpoints_after(run_dir: Path, step: int) -> list[Path]:
     return later
 
 
-def prune_checkpoints(
-    run_dir: Path, step: int, keep: int, best_steps: Collection[int] = ()
-) -> None:
+def prune_checkpoints(run_dir: Path, step: int, keep: int, best_steps: Collection[int] = ()) -> None:
     """Remove all but the `keep` newest checkpoints up to `step` and those of `best_steps`. Later checkpoints stay."""
     # Later ones exist after a resume from an earlier step.
     earlier = [number for number in list_checkpoints(run_dir) if number <= step]

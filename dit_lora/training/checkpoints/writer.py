@@ -31,9 +31,7 @@ class CheckpointWriter:
         self._host_copies = Snapshots(lambda: self._live_tensors, interval_steps=1, max_snapshots=1)
         self._error: DitLoraError | None = None
 
-    def save_async(
-        self, step: int, state: SavedState, write: Callable[[SavedState], object]
-    ) -> None:
+    def save_async(self, step: int, state: SavedState, write: Callable[[SavedState], object]) -> None:
         """Copy the state and write the copy in the background, after waiting for the previous write."""
         # There is one set of buffers: a pending write still reads it.
         if self.wait() is None:
@@ -89,9 +87,7 @@ class CheckpointWriter:
 
     def _copy_state(self, step: int, state: SavedState) -> SavedState:
         self._live_tensors = {
-            f"{part}/{name}": tensor
-            for part in _STATE_FIELDS
-            for name, tensor in getattr(state, part).items()
+            f"{part}/{name}": tensor for part in _STATE_FIELDS for name, tensor in getattr(state, part).items()
         }
         self._host_copies.take(step)
         # Drop `_live_tensors`: it would keep gathered tensors alive until the next save.

@@ -28,6 +28,4 @@ def build_engine(session: Session, model: nn.Module, optimizer: Any) -> Engine:
         return ContextParallel(accelerator, model, optimizer, degree=degree)
     # With offload the model is already on two devices, and Accelerate must not move it to one.
     device_placement = get_device_placement(model, optimizer)
-    return Engine(
-        accelerator, *accelerator.prepare(model, optimizer, device_placement=device_placement)
-    )
+    return Engine(accelerator, *accelerator.prepare(model, optimizer, device_placement=device_placement))

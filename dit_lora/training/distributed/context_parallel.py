@@ -63,9 +63,7 @@ def enable_context_parallel(
             f"{', '.join(TOKEN_EXCHANGE_BACKENDS)}"
         )
     if recipe.train.offload != "none" or recipe.train.compile:
-        problems.append(
-            "train.offload and train.compile, whose hooks are on the same blocks: leave them out"
-        )
+        problems.append("train.offload and train.compile, whose hooks are on the same blocks: leave them out")
     if recipe.lora.dropout:
         problems.append("lora.dropout draws for each rank's tokens, which no replay can repeat; 0")
     if problems:

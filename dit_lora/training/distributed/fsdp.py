@@ -19,13 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from dit_lora.errors import DitLoraError, format_list
-from dit_lora.numerics.dtensors import (
-    GATHERING_HOOKS,
-    copy_full_values,
-    disable_gathering,
-    gather_tensors,
-    shard_like,
-)
+from dit_lora.numerics.dtensors import GATHERING_HOOKS, copy_full_values, disable_gathering, gather_tensors, shard_like
 from dit_lora.numerics.parameters import get_trainable_parameters
 from dit_lora.training.distributed.engine import Engine, Tensors
 from dit_lora.training.execution.blocks import repeated_blocks
@@ -71,14 +65,10 @@ class ShardedEngine(Engine):
         return disable_gathering(self.model)
 
     def trainable_state_dict(self) -> dict[str, torch.Tensor]:
-        return gather_tensors(
-            get_trainable_parameters(self.model), keep_values=self.accelerator.is_main_process
-        )
+        return gather_tensors(get_trainable_parameters(self.model), keep_values=self.accelerator.is_main_process)
 
     def optimizer_state_dict(self) -> dict[str, torch.Tensor]:
-        return gather_tensors(
-            optimizer_state(self.optimizer), keep_values=self.accelerator.is_main_process
-        )
+        return gather_tensors(optimizer_state(self.optimizer), keep_values=self.accelerator.is_main_process)
 
     def load_state(self, weights: Tensors, moments: Tensors) -> None:
         for name, tensor in get_trainable_parameters(self.model).items():
@@ -183,7 +173,5 @@ def _require_shardable(model: nn.Module) -> None:
     ]
     if refused:
         # `fully_shard` would raise at the first of them, after it has sharded others.
-        summary = (
-            "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
-        )
+        summary = "these weights cannot be spread over ranks; launch with accelerate_configs/ddp.yaml"
         raise DitLoraError(format_list(summary, refused))

@@ -77,9 +77,7 @@ def split_context(model: Any, degree: int, device: torch.device, rank: int, num_
         raise DitLoraError(format_list(summary, sorted(unsupported)))
     # The steps of Diffusers' `enable_parallelism`, which requires an accelerator.
     # Data parallel groups of `degree` ranks each; no ring attention.
-    mesh = init_device_mesh(
-        device.type, (num_ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses")
-    )
+    mesh = init_device_mesh(device.type, (num_ranks // degree, 1, degree), mesh_dim_names=("data", "ring", "ulysses"))
     # Ulysses: ranks exchange tokens for heads before attention, and back after it.
     context = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)

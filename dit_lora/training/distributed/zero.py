@@ -63,9 +63,7 @@ class _Part:
         """Slice of each parameter in this part; parameters outside of it are omitted."""
         end = self.start + self.tensor.numel()
         return {
-            name: slice(
-                max(location.start, self.start) - self.start, min(location.stop, end) - self.start
-            )
+            name: slice(max(location.start, self.start) - self.start, min(location.stop, end) - self.start)
             for name, location in self.slices_in_group().items()
             if location.start < end and location.stop > self.start
         }
@@ -81,19 +79,13 @@ class Zero2(Engine):
     model: Any
     """DeepSpeed's engine."""
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         deepspeed = import_deepspeed(accelerator.device.type)
         self.accelerator = accelerator
         self._num_micro_steps = 0
         # Before DeepSpeed replaces the groups' parameters with its flat parts.
         parameters = [named_parameters([group]) for group in optimizer.param_groups]
-        trained = sum(
-            parameter.numel()
-            for group_parameters in parameters
-            for parameter in group_parameters.values()
-        )
+        trained = sum(parameter.numel() for group_parameters in parameters for parameter in group_parameters.values())
         # DeepSpeed allocates the bucket whole: a LoRA needs no 200 MB of it.
         self._bucket_elements = min(_MAX_BUCKET_ELEMENTS, trained)
         # DeepSpeed replaces the groups' parameters with its parts; the caller's groups must not change.
@@ -167,9 +159,7 @@ class Zero2(Engine):
         averaged = self._zero_optimizer.averaged_gradients
         for index, part in enumerate(self._parts):
             # Where the optimizer and clipping expect it; DeepSpeed's step takes a view of it.
-            part.tensor.grad = self._zero_optimizer.flatten_dense_tensors_aligned(
-                averaged[index], part.tensor.numel()
-            )
+            part.tensor.grad = self._zero_optimizer.flatten_dense_tensors_aligned(averaged[index], part.tensor.numel())
             averaged[index] = [part.tensor.grad]
         local_norms = compute_gradient_norms(self.optimizer.param_groups, compute_norms)
         # The norms are fp64: their squares stay finite where fp32 would overflow.
@@ -197,9 +187,7 @@ class Zero2(Engine):
         super().discard_gradients()
         self._zero_optimizer.zero_grad(set_to_none=True)
         for index in self._zero_optimizer.averaged_gradients:
-            self._zero_optimizer.averaged_gradients[index] = self._zero_optimizer.all_grad_tensors[
-                index
-            ] = None
+            self._zero_optimizer.averaged_gradients[index] = self._zero_optimizer.all_grad_tensors[index] = None
         # With it the first micro-step starts new sums; later ones add to them.
         self._zero_optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         self._num_micro_steps = 0
@@ -258,11 +246,7 @@ class Zero2(Engine):
         self._zero_optimizer.refresh_fp32_params()
         for part in self._parts:
             # For example exp_avg, exp_avg_sq and step.
-            kinds = {
-                name.rpartition("/")[2]
-                for name in moments
-                if _get_parameter_name(name) in part.parameters
-            }
+            kinds = {name.rpartition("/")[2] for name in moments if _get_parameter_name(name) in part.parameters}
             self.optimizer.state[part.tensor] = {
                 kind: self._select_local_moment(part, kind, moments) for kind in sorted(kinds)
             }

@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dit_lora.errors import DitLoraError
 from dit_lora.numerics.attention_calls import swap_context_provider
@@ -61,9 +57,7 @@ def should_keep_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 def _find_dropout_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the op's dropout probability argument."""
     arguments = enumerate(op._schema.arguments)
-    return tuple(
-        (position, a.name) for position, a in arguments if a.name in ("dropout_p", "p_dropout")
-    )
+    return tuple((position, a.name) for position, a in arguments if a.name in ("dropout_p", "p_dropout"))
 
 
 def supports_checkpointing(transformer: nn.Module) -> bool:
@@ -112,9 +106,7 @@ def choose_least_memory_mode(transformer: nn.Module) -> CheckpointingMode:
     return "full" if supports_checkpointing(transformer) else "none"
 
 
-def require_checkpointing(
-    transformer: nn.Module, requested_mode: Literal["auto", CheckpointingMode]
-) -> None:
+def require_checkpointing(transformer: nn.Module, requested_mode: Literal["auto", CheckpointingMode]) -> None:
     """Raise `DitLoraError` if the mode needs gradient checkpointing and the model has none."""
     if requested_mode in ("selective", "full") and not supports_checkpointing(transformer):
         raise DitLoraError(
@@ -169,9 +161,7 @@ _BEFORE_COMPUTATION_KEY = "_dit_lora_before_computation"
 
 def _checkpoint_fully(block: Callable[..., Any], *args: Any) -> Any:
     """Run a block; everything inside it is recomputed in the backward pass."""
-    before: Callable[[], None] | None = getattr(
-        find_called_block(block), _BEFORE_COMPUTATION_KEY, None
-    )
+    before: Callable[[], None] | None = getattr(find_called_block(block), _BEFORE_COMPUTATION_KEY, None)
     if before is None:
         return checkpoint(block, *args, use_reentrant=False)
 
@@ -200,8 +190,7 @@ def _checkpoint_selectively(block: Callable[..., Any], *args: Any) -> Any:
     if module is not None and not torch.compiler.is_compiling():
         # Once all attention calls of a block are known to be marked, cheaper contexts keep the same outputs.
         contexts = partial(
-            _make_marked_contexts if module in _MARKED_CALL_COUNTS else _make_recording_contexts,
-            module,
+            _make_marked_contexts if module in _MARKED_CALL_COUNTS else _make_recording_contexts, module
         )
     return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
@@ -248,9 +237,7 @@ class _MarkedCallContext:
             _MARKED_CALL_COUNTS.pop(self._block, None)
 
 
-def _make_recording_contexts(
-    block: nn.Module,
-) -> tuple["_RecordingContext", AbstractContextManager[Any]]:
+def _make_recording_contexts(block: nn.Module) -> tuple["_RecordingContext", AbstractContextManager[Any]]:
     """Contexts in which every op runs under dispatch modes; the first records whether all attention calls are
     marked.
     """
@@ -268,9 +255,7 @@ class _RecordingContext:
         self._block, self._num_calls = block, 0
         self._is_in_call = self._has_unmarked_calls = False
 
-    def choose_policy(
-        self, context: Any, op: OpOverload, *args: Any, **kwargs: Any
-    ) -> CheckpointPolicy:
+    def choose_policy(self, context: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Answer like `_choose_policy`, and record kept outputs of unmarked calls."""
         decision = _choose_policy(context, op, *args, **kwargs)
         # The cheap contexts would not keep this output.

@@ -63,9 +63,7 @@ class _Ledger:
     def pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pack hook of autograd: called with each tensor that it saves."""
         # Tensors saved outside of blocks are kept in every mode.
-        saved = (
-            self.saved_outside_blocks if self._current_block is None else self._current_block.saved
-        )
+        saved = self.saved_outside_blocks if self._current_block is None else self._current_block.saved
         saved |= self._register_activations([tensor])
         return tensor.detach()
 
@@ -73,16 +71,12 @@ class _Ledger:
     setattr(pack_tensor, COUNTS_ONLY, True)
 
     @contextmanager
-    def record_block(
-        self, inputs: Iterable[Any], *, is_always_recomputed: bool
-    ) -> Iterator[_BlockRecord]:
+    def record_block(self, inputs: Iterable[Any], *, is_always_recomputed: bool) -> Iterator[_BlockRecord]:
         """Count tensors saved inside the context as a block's: recomputed in every mode, or in some."""
         self._current_block = _BlockRecord(self._register_activations(inputs), is_always_recomputed)
         self.blocks.append(self._current_block)
         try:
-            with _AttentionOutputRecorder(
-                self._current_block.attention_outputs, self._register_activations
-            ):
+            with _AttentionOutputRecorder(self._current_block.attention_outputs, self._register_activations):
                 yield self._current_block
         finally:
             self._current_block = None
@@ -100,9 +94,7 @@ class _Ledger:
         attention = kept_in_full.union(*(block.attention_outputs for block in some))
         return {
             "none": self._compute_peak(
-                self.saved_outside_blocks.union(
-                    *(block.inputs for block in always), *(block.saved for block in some)
-                )
+                self.saved_outside_blocks.union(*(block.inputs for block in always), *(block.saved for block in some))
             ),
             "selective": self._compute_peak(attention),
             "full": self._compute_peak(kept_in_full),
@@ -117,10 +109,7 @@ class _Ledger:
         return sum(self._storages[number].nbytes() for number in storage_ids)
 
     def _register_activations(self, values: Iterable[Any]) -> set[int]:
-        return (
-            self._register_storages(v for v in values if isinstance(v, torch.Tensor))
-            - self._weights
-        )
+        return self._register_storages(v for v in values if isinstance(v, torch.Tensor)) - self._weights
 
     def _register_storages(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         # By storage, not by tensor: views share their memory.
@@ -132,15 +121,11 @@ class _Ledger:
 class _AttentionOutputRecorder(TorchDispatchMode):
     """Records the outputs of attention ops that selective checkpointing keeps."""
 
-    def __init__(
-        self, recorded: set[int], register_storages: Callable[[Iterable[Any]], set[int]]
-    ) -> None:
+    def __init__(self, recorded: set[int], register_storages: Callable[[Iterable[Any]], set[int]]) -> None:
         super().__init__()
         self._recorded, self._register_storages = recorded, register_storages
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if should_keep_outputs(func, args, kwargs or {}):
             self._recorded |= self._register_storages(tree_leaves(output))
@@ -226,16 +211,10 @@ def advise_checkpointing(
     # At most two other modes, for example `selective would need 3.1, full 1.2`, in GiB.
     alternatives = ", ".join(
         f"{alternative} {'would need ' * is_first}{_format_gib(peak_bytes[alternative])}"
-        for alternative, is_first in zip(
-            (m for m in peak_bytes if m != mode), (True, False), strict=False
-        )
+        for alternative, is_first in zip((m for m in peak_bytes if m != mode), (True, False), strict=False)
     )
-    message = (
-        f"{mode}: activations {_format_gib(peak_bytes[mode])} of {_format_gib(free_bytes)} GiB free"
-    )
-    return CheckpointingAdvice(
-        mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting
-    )
+    message = f"{mode}: activations {_format_gib(peak_bytes[mode])} of {_format_gib(free_bytes)} GiB free"
+    return CheckpointingAdvice(mode, f"{message} ({alternatives})" if alternatives else message, mode in fitting)
 
 
 def _format_gib(num_bytes: int) -> str:

@@ -16,9 +16,7 @@ def has_only_idle_adapters(model: nn.Module) -> bool:
     """True if only adapters train and they have no effect on any rank, as before step 1. Collective."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     idle = _find_idle_parameters(model)
-    is_zero = (
-        all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
-    )
+    is_zero = all(map(is_adapter_tensor, trained)) and bool(idle) and not any(bool(p.any()) for p in idle)
     # A rank's shard of a trained weight may still be zero: ask all ranks.
     return all(gather_object([is_zero]))
 
@@ -50,7 +48,5 @@ def _find_idle_parameters(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of the parameters that train and start at zero; they share the parameters' memory."""
     named_parameters = model.named_parameters()
     return [
-        get_local_tensor(p.detach())
-        for name, p in named_parameters
-        if p.requires_grad and is_zero_initialized(name)
+        get_local_tensor(p.detach()) for name, p in named_parameters if p.requires_grad and is_zero_initialized(name)
     ]

@@ -24,12 +24,8 @@ def repeated_blocks(transformer: nn.Module) -> list[nn.Module]:
     return [block for blocks in lists for block in blocks]
 
 
-def find_weights_read_outside(
-    transformer: nn.Module, directly_called_modules: Sequence[str]
-) -> set[nn.Parameter]:
+def find_weights_read_outside(transformer: nn.Module, directly_called_modules: Sequence[str]) -> set[nn.Parameter]:
     """Weights of blocks that the model also reads outside of them, according to its family's
     `directly_called_modules`.
     """
-    return {
-        p for name in directly_called_modules for p in transformer.get_submodule(name).parameters()
-    }
+    return {p for name in directly_called_modules for p in transformer.get_submodule(name).parameters()}

@@ -40,15 +40,7 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _FALLBACK_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 # Dynamo wraps most errors of its tracer in its own exceptions, but not these (`_compile` in convert_frame.py of torch
 # 2.11, 2.13 and 2.15). Code that was traced wrongly raises any Python error when it runs.
-_UNWRAPPED_ERRORS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    NameError,
-    TypeError,
-    ValueError,
-)
+_UNWRAPPED_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError, ValueError)
 # Graphs per block's code; beyond torch's default of 8 it would silently run eager.
 _MAX_GRAPHS_PER_BLOCK = 256
 
@@ -73,9 +65,7 @@ def compile_blocks(recipe: Recipe, transformer: nn.Module, accelerator: Accelera
     if os.environ.get(_CACHE_VARIABLE) in (None, default_cache_dir()):
         os.environ[_CACHE_VARIABLE] = _make_plain_path(recipe.cache_dir.absolute() / "compile")
     # Each bucket needs its own graphs, and the limit is for all blocks that share one code.
-    torch._dynamo.config.recompile_limit = max(
-        _MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.recompile_limit
-    )
+    torch._dynamo.config.recompile_limit = max(_MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         8 * _MAX_GRAPHS_PER_BLOCK, torch._dynamo.config.accumulated_recompile_limit
     )
@@ -136,9 +126,7 @@ class _CompileSwitch:
         self.is_on = False
 
 
-def _compile_forward(
-    eager_forward: Callable[..., Any], state: _CompileSwitch
-) -> Callable[..., Any]:
+def _compile_forward(eager_forward: Callable[..., Any], state: _CompileSwitch) -> Callable[..., Any]:
     compiled = torch.compile(eager_forward, dynamic=False, backend=_BACKEND)
 
     @wraps(eager_forward)
@@ -176,9 +164,7 @@ def _compile_layer(layer: GradientCheckpointingLayer, state: _CompileSwitch) -> 
     """
     layer_class = type(layer)
     # The forward without its checkpointing wrapper, whose state would be compiled in.
-    forward = _compile_forward(
-        getattr(layer_class.forward, "__wrapped__", layer_class.forward), state
-    )
+    forward = _compile_forward(getattr(layer_class.forward, "__wrapped__", layer_class.forward), state)
     layer.__class__ = type(layer_class.__name__, (layer_class,), {"forward": forward})
 
 

@@ -30,11 +30,7 @@ class FakeStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: Spec,
-        integer_inputs: Tensors | None = None,
-        device: torch.device = CPU,
+        self, model: nn.Module, batch: Spec, integer_inputs: Tensors | None = None, device: torch.device = CPU
     ) -> None:
         if device.type == "cpu":
             # Accelerate uses cpu:0 in several processes; a fake tensor there does not equal one on cpu.
@@ -45,14 +41,11 @@ class FakeStep:
         # Fake copies of all weights and buffers; the real ones give only shapes and dtypes.
         with _FakeMode(allow_non_fake_inputs=True):
             self.weights: Tensors = {
-                name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(
-                    t.requires_grad
-                )
+                name: torch.empty(t.shape, dtype=t.dtype, device=device).requires_grad_(t.requires_grad)
                 for name, t in [*self._module.named_parameters(), *self._module.named_buffers()]
             }
             self.batch: dict[str, torch.Tensor] = {
-                name: torch.empty(shape, dtype=dtype, device=device)
-                for name, (shape, dtype) in floats.items()
+                name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in floats.items()
             }
         for name, (shape, dtype) in batch.items():
             if name not in floats:
@@ -84,10 +77,7 @@ class _FakeMode(FakeTensorMode):
         if func is torch.ops.aten.index.Tensor:
             # Replace each real mask by its integer indices, which give the result a known shape.
             tensor, indices = args
-            args = (
-                tensor,
-                [plain_index for index in indices for plain_index in _to_index_tensors(index)],
-            )
+            args = (tensor, [plain_index for index in indices for plain_index in _to_index_tensors(index)])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
@@ -121,9 +111,7 @@ class AllocationTracker(TorchDispatchMode):
         self.current_bytes = self.max_bytes = 0
         self._storages: dict[int, Any] = {_get_storage_id(tensor): None for tensor in excluded}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self._update_max()
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):

@@ -21,15 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_lora.config.recipe import Recipe
 from dit_lora.errors import DitLoraError
 from dit_lora.families import get_family
-from dit_lora.training.execution.activation_checkpointing import (
-    register_before_computation,
-    supports_checkpointing,
-)
-from dit_lora.training.execution.blocks import (
-    WHOLE_BLOCK_LAUNCHES,
-    find_weights_read_outside,
-    repeated_blocks,
-)
+from dit_lora.training.execution.activation_checkpointing import register_before_computation, supports_checkpointing
+from dit_lora.training.execution.blocks import WHOLE_BLOCK_LAUNCHES, find_weights_read_outside, repeated_blocks
 
 _OFFLOAD_KEY = "_dit_lora_offload"
 
@@ -54,9 +47,7 @@ def offload_base(recipe: Recipe, transformer: nn.Module, accelerator: Accelerato
 
 def get_device_placement(*objects: Any) -> list[bool] | None:
     """`device_placement` for `Accelerator.prepare` of these objects; None (its default) without offload."""
-    offloaded_flags = [
-        isinstance(module, nn.Module) and _OFFLOAD_KEY in module.__dict__ for module in objects
-    ]
+    offloaded_flags = [isinstance(module, nn.Module) and _OFFLOAD_KEY in module.__dict__ for module in objects]
     return [not module for module in offloaded_flags] if any(offloaded_flags) else None
 
 
@@ -66,10 +57,7 @@ class Offload:
     """
 
     def __init__(
-        self,
-        transformer: nn.Module,
-        device: torch.device,
-        directly_called_modules: Sequence[str] = (),
+        self, transformer: nn.Module, device: torch.device, directly_called_modules: Sequence[str] = ()
     ) -> None:
         """Move all other tensors to `device` and register hooks. Raises `DitLoraError` if no weight can be
         offloaded.
@@ -103,9 +91,7 @@ class Offload:
         # DDP refuses a model on two devices, and has no public way to exclude weights. These need no broadcast: all
         # ranks read the same files.
         offloaded_names = {name for name, tensor in named_tensors if tensor in offloaded}
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            transformer, offloaded_names
-        )
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, offloaded_names)
 
     def _prepare_block(self, group: "_FrozenGroup", *_: Any) -> None:
         """Bring a block's weights before it computes, in a forward pass or its recomputation.
@@ -122,9 +108,7 @@ class Offload:
         # The block that followed these two the last time: prefetch it.
         ahead = self._next_groups.get(self._last_two_groups)
         # Earlier blocks have been computed, in a backward pass too: otherwise this block would not be called yet.
-        for passed in [
-            resident for resident in self.resident_groups if resident not in (group, ahead)
-        ]:
+        for passed in [resident for resident in self.resident_groups if resident not in (group, ahead)]:
             self._offload_group(passed)
         self._load_group(group)
         if group.arrival_event is not None:

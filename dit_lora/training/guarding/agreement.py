@@ -44,9 +44,7 @@ def _require_ranks_agree(run: Run, step: int) -> None:
         return
     # Averages of shards are left out, as `replicated_state` leaves out shards: no other rank has the same part.
     averages = run.ema.named_averages() if run.ema else {}
-    state = run.setup.engine.replicated_state() | {
-        n: t for n, t in averages.items() if not isinstance(t, DTensor)
-    }
+    state = run.setup.engine.replicated_state() | {n: t for n, t in averages.items() if not isinstance(t, DTensor)}
     snapshots = run.recovery.snapshots
     snapshot = snapshots.read(snapshots.steps[-1]) if snapshots.steps else {}
     diagnosis = diagnose_differing_rank(accelerator, state, snapshot, step)
@@ -88,9 +86,7 @@ def diagnose_differing_rank(
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     if at_fault:
         ranks_text = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in at_fault)
-        message = (
-            f"{names[0]}{more} of {ranks_text} is not what the other ranks have: that rank's memory"
-        )
+        message = f"{names[0]}{more} of {ranks_text} is not what the other ranks have: that rank's memory"
     else:
         ranks_text = ", ".join(f"rank {rank} ({host})" for rank, host in enumerate(hosts))
         message = f"{names[0]}{more} differs between {ranks_text}, none of which stands out: the memory of one"
@@ -144,8 +140,7 @@ def record_sound_averages(run: Run) -> None:
     """Take the run's state at its start as sound."""
     if run.ema is not None:
         run.ema.bounds.widen(
-            get_trainable_parameters(run.setup.transformer),
-            _strip_ema_prefix(run.ema.named_averages()),
+            get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages())
         )
 
 
@@ -153,10 +148,7 @@ def _require_sound_averages(run: Run, step: int) -> None:
     """Raise if an average exceeds every magnitude its weight has had, which no mean of it can."""
     if run.ema is None:
         return
-    weights, averages = (
-        get_trainable_parameters(run.setup.transformer),
-        _strip_ema_prefix(run.ema.named_averages()),
-    )
+    weights, averages = (get_trainable_parameters(run.setup.transformer), _strip_ema_prefix(run.ema.named_averages()))
     exceeding = run.ema.bounds.find_exceeding(weights, averages)
     rank, host = run.setup.session.accelerator.process_index, socket.gethostname()
     # Only ranks with a bad average report; the first of them is named.
@@ -174,9 +166,7 @@ def _require_sound_averages(run: Run, step: int) -> None:
         f"beyond {bound:.3g}: it changed in memory"
     )
     evidence = {"beyond": {name: list(pair) for name, pair in [*exceeding.items()][:20]}}
-    diagnosis = Diagnosis(
-        "weights", message, step, rank, module=_get_module_name(name), evidence=evidence
-    )
+    diagnosis = Diagnosis("weights", message, step, rank, module=_get_module_name(name), evidence=evidence)
     raise BadStateError(f"step {step}: {message}", "diverged_averages", diagnosis)
 
 

@@ -37,9 +37,7 @@ def ensure_min_samples(batch: Batch, candidates: Sequence[Batch] = ()) -> Batch:
         and {name: tensor.shape[1:] for name, tensor in candidate.tensors.items()} == shapes
     ]
     # The same sample with another random seed, and so with other noise and another timestep.
-    reseeded = replace(
-        batch, sample_seeds=tuple(derive_seed(draw, "redrawn", 0) for draw in batch.sample_seeds)
-    )
+    reseeded = replace(batch, sample_seeds=tuple(derive_seed(draw, "redrawn", 0) for draw in batch.sample_seeds))
     return collate([batch, *fitting[:1], reseeded][:MIN_SAMPLES])
 
 
@@ -49,9 +47,7 @@ def make_micro_batch(setup: AnySetup, batch: Batch) -> MicroBatch:
     # In a collective forward all ranks need the same dropout, whose seed depends on the rank.
     rank = 0 if setup.engine.collective_forward else setup.session.accelerator.process_index
     position = BatchPosition(setup.recipe.train.seed, 0, 0, rank)
-    return make_replayable(
-        build_loss_function(setup.checkpoint), setup.transformer.train(), on_device, position
-    )
+    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer.train(), on_device, position)
 
 
 def read_good_samples(setup: AnySetup, entries: Sequence[Any], count: int) -> list[Batch]:
@@ -79,10 +75,7 @@ def select_usable_entries(setup: AnySetup, quarantine: Quarantine) -> list[Any]:
 
 def build_compared_batches(setup: AnySetup, quarantine: Quarantine) -> list[Batch]:
     """Batches of several samples: from the largest bucket, from the fullest bucket, and of each kind of sample."""
-    trained_on, size = (
-        select_usable_entries(setup, quarantine),
-        max(MIN_SAMPLES, setup.recipe.train.batch_size),
-    )
+    trained_on, size = (select_usable_entries(setup, quarantine), max(MIN_SAMPLES, setup.recipe.train.batch_size))
     counts = Counter(entry.shape for entry in trained_on)
     if not counts:
         return []

@@ -27,11 +27,7 @@ class RecoveryFiles:
     """Changes a run's files for recovery. Called on every rank; only the main process writes, except for bundles."""
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        journal: Journal | None,
-        watcher: StepWatcher,
-        guard_start: GuardStart,
+        self, checkpoints: Checkpoints, journal: Journal | None, watcher: StepWatcher, guard_start: GuardStart
     ) -> None:
         self.setup = checkpoints.setup
         self.checkpoints = checkpoints
@@ -112,10 +108,7 @@ class RecoveryFiles:
         earlier = len(list((setup.session.dir / "bundles").glob(f"{name}*")))
         folder = setup.session.dir / "bundles" / (f"{name}_again_{earlier}" if earlier else name)
         try:
-            facts, limit = (
-                self._build_bundle_metadata(micro_batch, event),
-                setup.recipe.guard.bundle_mib,
-            )
+            facts, limit = (self._build_bundle_metadata(micro_batch, event), setup.recipe.guard.bundle_mib)
             write_bundle(folder, facts, micro_batch.tensors, weights, limit_mib=limit)
         # A run is worth more than a bundle.
         except OSError as error:

@@ -31,11 +31,7 @@ class ParityCache:
     """Cached result of a comparison of kernels with equal inputs. Collective."""
 
     def __init__(
-        self,
-        setup: AnySetup,
-        recovery: RunRecovery,
-        parity_watch: ParityWatch,
-        batches: Sequence[MicroBatch],
+        self, setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
     ) -> None:
         self.file = get_preflight_cache_path(setup)
         self._cache_key = _build_cache_key(setup, parity_watch, batches)
@@ -43,9 +39,7 @@ class ParityCache:
         weights_compared = parity_watch.start_step in (0, recovery.state.passed)
         is_known = weights_compared and setup.recipe.guard.preflight != REMEASURE
         # Without switches there is nothing to compare, and nothing to look up.
-        is_remembered = (
-            bool(parity_watch.fallbacks) and is_known and is_cached(self.file, self._cache_key)
-        )
+        is_remembered = bool(parity_watch.fallbacks) and is_known and is_cached(self.file, self._cache_key)
         # One rank without a cached result makes all ranks compare, because comparing is collective.
         self.has_passed_before: bool = all(gather_object([is_remembered]))
         """True if every rank has made the same comparison before, and found no difference."""
@@ -54,14 +48,10 @@ class ParityCache:
         """Cache this comparison if no rank found a difference, and nothing was left uncompared."""
         if all(gather_object([is_sound])):
             message = "no kernel differs from the stock model"
-            store_findings(
-                self.file, self._cache_key, [CheckFinding("kernels", True, message, fatal=False)]
-            )
+            store_findings(self.file, self._cache_key, [CheckFinding("kernels", True, message, fatal=False)])
 
 
-def _build_cache_key(
-    setup: AnySetup, parity_watch: ParityWatch, batches: Sequence[MicroBatch]
-) -> dict[str, Any]:
+def _build_cache_key(setup: AnySetup, parity_watch: ParityWatch, batches: Sequence[MicroBatch]) -> dict[str, Any]:
     recipe, accelerator, model = setup.recipe, setup.session.accelerator, setup.transformer
     environment = probe_environment()
     named_tensors = (*model.named_parameters(), *model.named_buffers())
@@ -80,9 +70,7 @@ def _build_cache_key(
         "layout": hashlib.sha256(repr(layout).encode()).hexdigest(),
         "modules": sorted({str(type(module)) for module in model.modules()}),
         "dtype": str(setup.dtype),
-        "shapes": [
-            {n: list(x.shape) for n, x in micro_batch.tensors.items()} for micro_batch in batches
-        ],
+        "shapes": [{n: list(x.shape) for n, x in micro_batch.tensors.items()} for micro_batch in batches],
         "switches": sorted(switch.name for switch in parity_watch.fallbacks),
         "places": sorted(parity_watch.replaced_ops),
         "passes": MIN_PASSES,

@@ -17,19 +17,8 @@ from dit_lora.data.loading.batch import Batch
 from dit_lora.errors import format_list
 from dit_lora.fuse.patches import ATTENTION, KERNELS, OPS, get_fusion
 from dit_lora.guard.comparison.block_kinds import BlockInputs
-from dit_lora.guard.comparison.block_parity import (
-    MIN_PASSES,
-    Coverage,
-    GradFlags,
-    find_blocks,
-    is_list_element,
-)
-from dit_lora.guard.comparison.parity import (
-    ComparisonOptions,
-    Difference,
-    find_first_difference,
-    iter_differences,
-)
+from dit_lora.guard.comparison.block_parity import MIN_PASSES, Coverage, GradFlags, find_blocks, is_list_element
+from dit_lora.guard.comparison.parity import ComparisonOptions, Difference, find_first_difference, iter_differences
 from dit_lora.guard.event import make_kernel_event
 from dit_lora.guard.gate import NonFiniteError
 from dit_lora.guard.replay import MicroBatch
@@ -37,15 +26,8 @@ from dit_lora.guard.snapshots import Snapshots
 from dit_lora.guard.switches import COMPILE, Fallback
 from dit_lora.training.choose_checkpointing import choose_checkpointing
 from dit_lora.training.ema import TrainedEMA
-from dit_lora.training.execution.activation_checkpointing import (
-    choose_least_memory_mode,
-    use_checkpointing_mode,
-)
-from dit_lora.training.guarding.compared_batches import (
-    disable_for_run,
-    ensure_min_samples,
-    make_micro_batch,
-)
+from dit_lora.training.execution.activation_checkpointing import choose_least_memory_mode, use_checkpointing_mode
+from dit_lora.training.guarding.compared_batches import disable_for_run, ensure_min_samples, make_micro_batch
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.guarding.state_checks import collect_local_state
 from dit_lora.training.loop import RolledBackError
@@ -108,9 +90,7 @@ class ParityWatch:
         disabled_names = self.recovery.state.switched_off
         switches = self.recovery.diagnosis_context.fallbacks
         # A part is off too if its parent is.
-        enabled_switches = [
-            switch for switch in switches if not {switch.name, switch.parent} & {*disabled_names}
-        ]
+        enabled_switches = [switch for switch in switches if not {switch.name, switch.parent} & {*disabled_names}]
         return [
             switch
             for switch in enabled_switches
@@ -138,11 +118,7 @@ class ParityWatch:
         Raises `RolledBackError` on every rank if training must continue from an earlier step.
         """
         interval = self.setup.recipe.guard.parity_every
-        if (
-            self._good_snapshots is None
-            or not (is_last or step % interval == 0)
-            or not self.fallbacks
-        ):
+        if self._good_snapshots is None or not (is_last or step % interval == 0) or not self.fallbacks:
             return
         began = time.perf_counter()
         self.selected_blocks, self._block_offset = choose_blocks(self.blocks, self._block_offset)
@@ -161,22 +137,13 @@ class ParityWatch:
     @property
     def blocks(self) -> list[str]:
         """Names of the blocks that contain a replaced op; of all blocks if a switch of another kind is on."""
-        names, replaced_modules = (
-            find_blocks(self.setup.transformer),
-            [module for _, module in self.replaced_ops],
-        )
+        names, replaced_modules = (find_blocks(self.setup.transformer), [module for _, module in self.replaced_ops])
         fused_op_names = {*OPS, ATTENTION, KERNELS, COMPILE}
         if any(s.name.partition(":")[0] not in fused_op_names for s in self.fallbacks):
             return names
-        return [
-            name
-            for name in names
-            if any(_contains_module(name, module) for module in replaced_modules)
-        ]
+        return [name for name in names if any(_contains_module(name, module) for module in replaced_modules)]
 
-    def find_differing(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[tuple[Fallback, Difference, int]]:
+    def find_differing(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Fallback, Difference, int]]:
         """Yield (switch, difference, rank) for each kernel that differs on any rank. Collective.
 
         Switch it off before requesting the next.
@@ -204,11 +171,7 @@ class ParityWatch:
         self._gather_coverage()
 
     def _compare_kernel(
-        self,
-        micro_batch: MicroBatch,
-        fallback: Fallback,
-        other_fallbacks: Sequence[Fallback],
-        num_passes: int,
+        self, micro_batch: MicroBatch, fallback: Fallback, other_fallbacks: Sequence[Fallback], num_passes: int
     ) -> Difference | None:
         model = self.setup.transformer
         in_blocks = fallback.name != COMPILE and (fallback.cause == "kernel" or fallback.parent)
@@ -217,9 +180,7 @@ class ParityWatch:
             micro_batch = micro_batch.select_sample(0)
         # The unpatched model may need more memory than the chosen checkpointing mode allows for.
         mode = "none" if in_blocks else choose_least_memory_mode(model)
-        settings = ComparisonOptions(
-            self.trained_inputs, self.coverage, num_passes, self.selected_blocks
-        )
+        settings = ComparisonOptions(self.trained_inputs, self.coverage, num_passes, self.selected_blocks)
         try:
             with use_checkpointing_mode(model, mode):
                 return find_first_difference(
@@ -241,11 +202,7 @@ class ParityWatch:
         missed = {name: reason for coverage in by_rank for name, reason in coverage.skipped.items()}
         replaced_modules = [module for _, module in self.replaced_ops]
         # A missed block matters only if a replaced op is inside it.
-        telling = {
-            n
-            for n in missed
-            if not replaced_modules or any(_contains_module(n, m) for m in replaced_modules)
-        }
+        telling = {n for n in missed if not replaced_modules or any(_contains_module(n, m) for m in replaced_modules)}
         self.coverage = Coverage(compared, {n: missed[n] for n in telling - compared})
 
     @property
@@ -276,9 +233,7 @@ class ParityWatch:
         if step == 0 or passed == step:
             return ""
         first_step = 1 if passed is None else passed + 1
-        return (
-            f"; steps {first_step} to {step} may have been trained with it, and are not taken again"
-        )
+        return f"; steps {first_step} to {step} may have been trained with it, and are not taken again"
 
     def _take_snapshot(self, step: int) -> None:
         self.recovery.state.passed = step
@@ -300,29 +255,16 @@ class ParityWatch:
             if action != "rollback":
                 message_text += self.describe_affected_steps(step)
             event = make_kernel_event(
-                step,
-                "parity",
-                message_text,
-                name,
-                module=difference.module,
-                action=action,
-                rank=rank,
-                seconds=seconds,
+                step, "parity", message_text, name, module=difference.module, action=action, rank=rank, seconds=seconds
             )
             events.append(event)
             lines.append(message_text)
             recovery.files.write_event(event)
-        consequence = (
-            f"rolled back to step {target}, where it was right" if target is not None else ""
-        )
+        consequence = f"rolled back to step {target}, where it was right" if target is not None else ""
         if action == "stop":
             message = format_list(f"step {step}: a kernel has gone wrong", lines)
-            raise NonFiniteError(
-                f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].to_record()
-            )
-        summary = (
-            f"guard: step {step}: a kernel has gone wrong; {consequence or 'training goes on'}"
-        )
+            raise NonFiniteError(f"{message}\nstopped: guard.on_nonfinite has no fallback", events[0].to_record())
+        summary = f"guard: step {step}: a kernel has gone wrong; {consequence or 'training goes on'}"
         recovery.files.say(format_list(summary, lines))
         # Without the kernel, more is kept for backward.
         choose_checkpointing(self.setup)

@@ -45,11 +45,7 @@ from dit_lora.training.guarding.compared_batches import (
     read_good_samples,
     select_usable_entries,
 )
-from dit_lora.training.guarding.parity_memory import (
-    REMEASURE,
-    ParityCache,
-    get_preflight_cache_path,
-)
+from dit_lora.training.guarding.parity_memory import REMEASURE, ParityCache, get_preflight_cache_path
 from dit_lora.training.guarding.parity_watch import ParityWatch
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.session.session import raise_on_all_ranks
@@ -69,11 +65,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
     with timing("weights"):
         findings = _merge_findings(
             setup,
-            [
-                *check_trainables(setup.transformer),
-                *check_base_weights(setup.transformer),
-                *_check_tokens(setup),
-            ],
+            [*check_trainables(setup.transformer), *check_base_weights(setup.transformer), *_check_tokens(setup)],
         )
     micro_batch, records, error = None, _ForwardRecorder(setup.transformer), None
     try:
@@ -82,9 +74,7 @@ def preflight(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch)
             # Fatal findings may make the first forward pass fail.
             if not any(f.fatal for f in findings):
                 with timing("gradients"):
-                    micro_batch, of_flow, records = _find_healthy_batch(
-                        setup, recovery.quarantine, parity_watch
-                    )
+                    micro_batch, of_flow, records = _find_healthy_batch(setup, recovery.quarantine, parity_watch)
                     findings += of_flow
             if micro_batch is not None:
                 with timing("attention"):
@@ -164,14 +154,8 @@ def _find_healthy_batch(
     first_result: tuple[MicroBatch | None, list[CheckFinding], _ForwardRecorder]
     first_result = (None, [], _ForwardRecorder(setup.transformer))
     for samples in choices[0]:
-        micro_batch, records = (
-            make_micro_batch(setup, collate(samples)),
-            _ForwardRecorder(setup.transformer),
-        )
-        with (
-            record_grad_flags(setup.transformer) as learning,
-            record_block_inputs(setup.transformer) as calls,
-        ):
+        micro_batch, records = (make_micro_batch(setup, collate(samples)), _ForwardRecorder(setup.transformer))
+        with record_grad_flags(setup.transformer) as learning, record_block_inputs(setup.transformer) as calls:
             findings = _check_gradients(setup, micro_batch, records)
         if first_result[0] is None:
             first_result = micro_batch, findings, records
@@ -195,9 +179,7 @@ def _read_candidate_batches(setup: AnySetup, quarantine: Quarantine) -> list[lis
     size, entries = setup.recipe.train.batch_size, select_usable_entries(setup, quarantine)
     # A smaller shape is tried only if no sample of a larger one is good.
     for shape in sorted({entry.shape for entry in entries}, key=attrgetter("volume"), reverse=True):
-        samples = read_good_samples(
-            setup, [e for e in entries if e.shape == shape], _NUM_CANDIDATE_BATCHES * size
-        )
+        samples = read_good_samples(setup, [e for e in entries if e.shape == shape], _NUM_CANDIDATE_BATCHES * size)
         if samples:
             return [samples[start : start + size] for start in range(0, len(samples), size)]
     return []
@@ -212,9 +194,7 @@ def _make_too_large_error(setup: AnySetup) -> DitLoraError:
     )
 
 
-def _check_gradients(
-    setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder
-) -> list[CheckFinding]:
+def _check_gradients(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
     """Check that gradients reach the trained parameters under the policy's autocast, with one pass per kind of sample.
 
     `recorder` records the micro-batch's forward pass for other checks.
@@ -226,10 +206,7 @@ def _check_gradients(
 
     clips = setup.data.training_set
     # Each kind of sample trains parts that others do not reach: text does not use the vision encoder.
-    other_kinds = [
-        make_micro_batch(setup, clips.read_sample(entry, 0))
-        for entry in clips.select_example_entries()
-    ]
+    other_kinds = [make_micro_batch(setup, clips.read_sample(entry, 0)) for entry in clips.select_example_entries()]
 
     def backward() -> None:
         # Dropout draws from torch's generators, whose state a check must restore.
@@ -246,16 +223,13 @@ def _check_gradients(
     return [*check_autocast(setup.transformer, check_flow, policy), *findings]
 
 
-def _check_with_cache(
-    setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder
-) -> list[CheckFinding]:
+def _check_with_cache(setup: AnySetup, micro_batch: MicroBatch, recorder: _ForwardRecorder) -> list[CheckFinding]:
     """Findings that depend only on versions, device, model files, shapes and dtype; cached in a file."""
     path = get_preflight_cache_path(setup)
     facts = _build_cache_key(setup, micro_batch)
     trusted = setup.recipe.guard.preflight != REMEASURE
     return _merge_findings(
-        setup,
-        check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted),
+        setup, check_with_cache(path, facts, lambda: _check_outputs(setup, recorder), use_cache=trusted)
     )
 
 
@@ -282,9 +256,7 @@ def _check_outputs(setup: AnySetup, recorder: _ForwardRecorder) -> list[CheckFin
         saturates=has_fp16_saturation(setup.transformer),
     )
     # The backends that this model would call, with its own shapes and masks.
-    backends, _ = check_attention_backends(
-        recorder.attention_calls, setup.session.accelerator.device
-    )
+    backends, _ = check_attention_backends(recorder.attention_calls, setup.session.accelerator.device)
     return [*precision, *backends]
 
 
@@ -305,9 +277,7 @@ def _switch_off_backends(recovery: RunRecovery, backends: list[str]) -> list[Eve
     return events
 
 
-def _check_kernels(
-    setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch
-) -> list[Event]:
+def _check_kernels(setup: AnySetup, recovery: RunRecovery, parity_watch: ParityWatch) -> list[Event]:
     """Switch off on all ranks the kernels that differ from the unpatched model, or between runs, on any rank.
 
     Raises on every rank if the recipe requires one that differs. Kernels that no comparison reaches are switched off
@@ -324,9 +294,7 @@ def _check_kernels(
     parity_watch.selected_blocks = _select_representative_blocks(setup, parity_watch)
     events = _compare_kernels(setup, recovery, parity_watch, batches)
     # Only a comparison that covered everything and found nothing may be skipped at the next start.
-    memory.store(
-        is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped
-    )
+    memory.store(is_sound=bool(parity_watch.fallbacks) and not events and not parity_watch.coverage.skipped)
     return events
 
 
@@ -347,25 +315,17 @@ def _compare_kernels(
     # A generator: each kernel is off before the next is compared, or two wrong ones would hide each other.
     for switch, difference, rank in parity_watch.find_differing(batches):
         # A kernel that the recipe requires by name is not switched off silently: the run is refused.
-        refused = (
-            DitLoraError(format_required_error(switch, difference.message))
-            if switch.required
-            else None
-        )
+        refused = DitLoraError(format_required_error(switch, difference.message)) if switch.required else None
         raise_on_all_ranks(setup.session.accelerator, refused)
         disable_for_run(recovery, switch)
         message = f"{difference.message}; switched off for this run{parity_watch.describe_affected_steps(start)}"
         module = difference.module
-        events.append(
-            make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank)
-        )
+        events.append(make_kernel_event(start, "preflight", message, switch.name, module=module, rank=rank))
     for switch, cause_text in parity_watch.find_uncompared():
         message = f"kernel {switch.name} was not compared with its reference: {cause_text}"
         if not switch.required:
             disable_for_run(recovery, switch)
-        state = (
-            "on, as it was asked for by name" if switch.required else "switched off for this run"
-        )
+        state = "on, as it was asked for by name" if switch.required else "switched off for this run"
         action = "report" if switch.required else "fallback"
         message = f"{message}; {state}"
         events.append(make_kernel_event(start, "preflight", message, switch.name, action=action))

@@ -79,9 +79,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
     """Removes the optimizer state that a snapshot does not have."""
     samples_per_step: int
     files: RecoveryFiles
-    share_micro_batch: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: (
-        own
-    )
+    share_micro_batch: Callable[[MicroBatch | None, int], MicroBatch | None] = lambda own, owner: own
     """Gives every rank the micro-batch of rank `owner`; other ranks pass None. Used for collective forwards."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,9 +92,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             "start_peak": self.diagnosis_context.start_peak,
         }
 
-    def recover(
-        self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, failure: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         """Handle a failed step; returns the step to continue from. Collective.
 
         `control` is a micro-batch of the last healthy step. Raises `NonFiniteError` on every rank if no action
@@ -116,14 +112,10 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             return []
         diagnosed = self._diagnose(failure.failure, failure.micro_batches, failure.control)
         # Only other ranks can tell a bad sample from a bad rank.
-        diagnosed = replay_on_other_ranks(
-            diagnosed, self.diagnosis_context, failure.kind, self.share_micro_batch
-        )
+        diagnosed = replay_on_other_ranks(diagnosed, self.diagnosis_context, failure.kind, self.share_micro_batch)
         return [RankDiagnosis(diagnosis, micro_batch) for micro_batch, diagnosis in diagnosed]
 
-    def gather_diagnoses(
-        self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]
-    ) -> list[Diagnosis]:
+    def gather_diagnoses(self, failure: RunFailure, results: Sequence[RankDiagnosis[MicroBatch]]) -> list[Diagnosis]:
         diagnosis = failure.failure.diagnosis
         return [diagnosis] if diagnosis is not None else super().gather_diagnoses(failure, results)
 
@@ -146,9 +138,9 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if failure.kind in BAD_STATE_KINDS:
             last_batch = micro_batches[-1]
             # The state is at fault, not a micro-batch; the last one only gives the diagnosis a position.
-            diagnosis = find_bad_state(
+            diagnosis = find_bad_state(last_batch, self.diagnosis_context) or diagnose_diverged_weights(
                 last_batch, self.diagnosis_context
-            ) or diagnose_diverged_weights(last_batch, self.diagnosis_context)
+            )
             diagnoses = [replace(diagnosis, micro_step=None)]
             if self.diagnosis_context.collective_forward:
                 broadcast_object_list(diagnoses)
@@ -160,24 +152,13 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         suspect_batches = [
             micro_batch
             for micro_batch in micro_batches
-            if not failure.micro_batches
-            or (micro_batch.rank, micro_batch.micro_step) in failure.micro_batches
+            if not failure.micro_batches or (micro_batch.rank, micro_batch.micro_step) in failure.micro_batches
         ]
         # In the first step, use another micro-batch of the same step.
         if control is None:
-            control = next(
-                (
-                    micro_batch
-                    for micro_batch in micro_batches
-                    if micro_batch not in suspect_batches
-                ),
-                None,
-            )
+            control = next((micro_batch for micro_batch in micro_batches if micro_batch not in suspect_batches), None)
         return [
-            (
-                micro_batch,
-                diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=control),
-            )
+            (micro_batch, diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=control))
             for micro_batch in suspect_batches
         ]
 
@@ -193,12 +174,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         positions = failure.micro_batches or sorted(gather_object(list(local_batches)))
         if control is None:
             control = next(
-                (
-                    candidate
-                    for position, candidate in local_batches.items()
-                    if position not in positions
-                ),
-                None,
+                (candidate for position, candidate in local_batches.items() if position not in positions), None
             )
         diagnosed = []
         for position in positions:
@@ -209,12 +185,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 raise ValueError(f"no rank has the micro-batch {position}")
             try:
                 shared_diagnosis = [
-                    diagnose(
-                        micro_batch,
-                        self.diagnosis_context,
-                        kind=failure.kind,
-                        control=shared_control,
-                    )
+                    diagnose(micro_batch, self.diagnosis_context, kind=failure.kind, control=shared_control)
                 ]
             except torch.OutOfMemoryError as error:
                 # It may have left a shared forward midway: no collective is possible any more.
@@ -226,9 +197,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 break  # all ranks share the state: it is why the others fail
         return diagnosed
 
-    def _make_out_of_memory_error(
-        self, failure: StepFailure, micro_batch: MicroBatch
-    ) -> NonFiniteError:
+    def _make_out_of_memory_error(self, failure: StepFailure, micro_batch: MicroBatch) -> NonFiniteError:
         """The error for a rank that runs out of memory in a shared forward pass; other ranks may wait in it
         forever.
         """
@@ -239,24 +208,15 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
             "train.batch_size, or more ranks"
         )
         diagnosis = Diagnosis(
-            "unknown",
-            message,
-            failure.step,
-            rank,
-            micro_batch.micro_step,
-            sample_ids=micro_batch.ids,
+            "unknown", message, failure.step, rank, micro_batch.micro_step, sample_ids=micro_batch.ids
         )
         event = make_event(failure.step, failure.kind, diagnosis, "stop", 0.0)
         self.files.write_event(event)
         kind = failure.kind.replace("_", " ")
         summary = f"step {failure.step}: {kind}; nothing was saved at this step"
-        return NonFiniteError(
-            format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record()
-        )
+        return NonFiniteError(format_list(summary, format_diagnosis_lines([diagnosis])), event.to_record())
 
-    def replace_impossible(
-        self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]
-    ) -> Action:
+    def replace_impossible(self, failure: RunFailure, action: Action, diagnoses: Sequence[Diagnosis]) -> Action:
         """The action, or `stop` instead: a rollback needs a finite snapshot, and the run needs a sample."""
         if action.kind in ("skip", "quarantine") and action.samples:
             # A sample that is excluded for an epoch returns after it, so it does not count as lost.
@@ -276,15 +236,11 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 self.snapshots.drop(step)
         return self.snapshots.steps
 
-    def apply_action(
-        self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action
-    ) -> RecoveryResult:
+    def apply_action(self, failure: RunFailure, diagnoses: Sequence[Diagnosis], action: Action) -> RecoveryResult:
         result, before = _ACTION_TEXTS[action.kind], failure.step - 1
         if action.kind == "skip" and not action.samples:
             self.files.save_if_due(failure.step, self.state_dict())
-            return RecoveryResult(
-                action, "left out, for no sample is at fault", restored_step=failure.step
-            )
+            return RecoveryResult(action, "left out, for no sample is at fault", restored_step=failure.step)
         if action.kind in ("skip", "quarantine"):
             notes = self._exclude_samples(action, failure.step, diagnoses)
             return RecoveryResult(action, result, notes, restored_step=before)
@@ -298,12 +254,8 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         if action.kind == "rollback":
             target, notes = self._roll_back(action)
             num_repeated = before - target
-            repeated_text = (
-                f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
-            )
-            return RecoveryResult(
-                action, f"{result} to step {target}{repeated_text}", notes, restored_step=target
-            )
+            repeated_text = f": {num_repeated} healthy step(s) are taken again" if num_repeated else ""
+            return RecoveryResult(action, f"{result} to step {target}{repeated_text}", notes, restored_step=target)
         return RecoveryResult(action, result, restored_step=before)
 
     def _roll_back(self, action: Action) -> tuple[int, list[str]]:
@@ -320,9 +272,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         self.files.rewind(target, is_new_trajectory=action.should_lower_lr)
         return target, notes
 
-    def _exclude_samples(
-        self, action: Action, step: int, diagnoses: Sequence[Diagnosis]
-    ) -> list[str]:
+    def _exclude_samples(self, action: Action, step: int, diagnoses: Sequence[Diagnosis]) -> list[str]:
         # Excluded from its use in this step on: earlier epochs did train on it, and their order stays.
         first_position = (step - 1) * self.samples_per_step
         # The first use of each sample in this step.
@@ -354,11 +304,7 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
         return notes + (self.files.mark_bad_entries(action.samples) if for_good else [])
 
     def make_stop_error(
-        self,
-        failure: RunFailure,
-        diagnoses: Sequence[Diagnosis],
-        result: RecoveryResult,
-        event: Event,
+        self, failure: RunFailure, diagnoses: Sequence[Diagnosis], result: RecoveryResult, event: Event
     ) -> NonFiniteError:
         samples = [sample for diagnosis in diagnoses for sample in diagnosis.sample_ids]
         notes = [*result.notes, *self.files.mark_bad_entries(samples)]
@@ -373,30 +319,21 @@ class RunRecovery(RecoveryHandler[RunFailure, MicroBatch]):
                 self.files.save(good, self.state_dict())
                 lost_steps = failure.step - 1 - good
                 after = f", without the {lost_steps} after it" if lost_steps else ""
-                notes.append(
-                    f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}"
-                )
+                notes.append(f"step {good} is saved in {checkpoint_path(Path(), good)}{after}: {advice}")
         except DitLoraError as error:
             notes.append(f"{error}")
         message = format_list(
-            f"step {failure.step}: {kind}; the weights are {state}",
-            self.format_diagnoses(diagnoses),
+            f"step {failure.step}: {kind}; the weights are {state}", self.format_diagnoses(diagnoses)
         )
-        return NonFiniteError(
-            "\n".join([message, f"stopped: {result.action.reason}", *notes]), event.to_record()
-        )
+        return NonFiniteError("\n".join([message, f"stopped: {result.action.reason}", *notes]), event.to_record())
 
-    def _restore_last_good(
-        self, failure: StepFailure, diagnoses: Sequence[Diagnosis]
-    ) -> int | None:
+    def _restore_last_good(self, failure: StepFailure, diagnoses: Sequence[Diagnosis]) -> int | None:
         """Find the last step whose state is good, restoring a snapshot if necessary; None if nothing should be saved.
 
         Nothing should be saved if a checkpoint has that state, or if it is unknown since when the state is bad.
         """
         state_diagnoses = [diagnosis for diagnosis in diagnoses if diagnosis.cause in STATE_CAUSES]
-        frozen = bool(state_diagnoses) and all(
-            diagnosis.evidence.get("frozen") for diagnosis in state_diagnoses
-        )
+        frozen = bool(state_diagnoses) and all(diagnosis.evidence.get("frozen") for diagnosis in state_diagnoses)
         # The gate left weights and optimizer state as they were before this step.
         if failure.kind not in BAD_STATE_KINDS and (frozen or not state_diagnoses):
             return failure.step - 1
@@ -429,9 +366,7 @@ def _advise_after_stop(diagnoses: Sequence[Diagnosis]) -> str:
     if "rank" in causes:
         return "continue with train.resume=auto, without the device that is named"
     if "learning_rate" in causes:
-        return (
-            "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
-        )
+        return "start afresh, or from an earlier checkpoint, with a lower learning rate (optim.groups)"
     if causes & {"weights", "optimizer"}:
         return "train.resume=auto goes on from the newest whole checkpoint, if there is one"
     return "the same step would come out the same; see events.jsonl, replay the bundle with dit-lora replay"

@@ -29,12 +29,7 @@ from dit_lora.training.guarding.files import RecoveryFiles
 from dit_lora.training.guarding.recovery import RunRecovery
 from dit_lora.training.guarding.state import GuardStart, GuardState
 from dit_lora.training.guarding.watch import StepWatcher
-from dit_lora.training.micro_batch import (
-    BatchPosition,
-    build_loss_function,
-    make_replayable,
-    pack_for_sending,
-)
+from dit_lora.training.micro_batch import BatchPosition, build_loss_function, make_replayable, pack_for_sending
 from dit_lora.training.session.session import share_errors
 from dit_lora.training.task import AnySetup
 
@@ -63,26 +58,19 @@ def load_guard_start(setup: AnySetup, record: Mapping[str, Any]) -> GuardStart:
         switches,
         _load_quarantine(setup),
         # Kept from the first start: slow growth of the weights must not raise the limit.
-        record.get("start_peak")
-        or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward),
+        record.get("start_peak") or compute_weight_peak(weights, all_ranks=setup.engine.collective_forward),
     )
 
 
 def build_recovery(
-    setup: AnySetup,
-    ema: TrainedEMA | None,
-    guard_start: GuardStart,
-    snapshots: Snapshots,
-    files: RecoveryFiles,
+    setup: AnySetup, ema: TrainedEMA | None, guard_start: GuardStart, snapshots: Snapshots, files: RecoveryFiles
 ) -> RunRecovery:
     """Build the handler of failed steps; `files` are the run's."""
     transformer, engine = setup.transformer, setup.engine
     return RunRecovery(
         diagnosis_context=DiagnosisContext(
             model=transformer,
-            optimizer_state=lambda: (
-                engine.local_optimizer_state() | (ema.named_averages() if ema else {})
-            ).items(),
+            optimizer_state=lambda: (engine.local_optimizer_state() | (ema.named_averages() if ema else {})).items(),
             fallbacks=guard_start.fallbacks,
             start_peak=guard_start.start_peak,
             max_magnitude=MAX_ABS,
@@ -135,9 +123,7 @@ def choose_gradient_norms(setup: AnySetup) -> NormFunction | None:
         norms, reason_off = choose_norm_function(setup.recipe.kernels.finite_norm, trained)
     # If one rank cannot use the kernel, all ranks use PyTorch.
     reasons = [reason for reason in gather_object([reason_off]) if reason is not None]
-    setup.session.say(
-        f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}"
-    )
+    setup.session.say(f"kernels: finite_norm: {reasons[0] if reasons else 'on' if norms else 'off'}")
     return None if reasons else norms
 
 
@@ -150,9 +136,7 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     if quarantine.records:
         setup.session.say(_describe_quarantine(quarantine, setup.session.dir))
     if quarantine.num_torn_lines:
-        setup.session.say(
-            f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)"
-        )
+        setup.session.say(f"warning: {own_list}: passed over {quarantine.num_torn_lines} torn line(s)")
     if source_path is None:
         return quarantine
     if own_list.exists():
@@ -161,9 +145,7 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     if not Path(source_path).exists():
         raise DitLoraError(f"guard.quarantine: {source_path} does not exist")
     ids = {entry.id for entry in setup.data.training_set.entries}
-    earlier = [
-        record for record in Quarantine.load(Path(source_path)).records if record.to_epoch is None
-    ]
+    earlier = [record for record in Quarantine.load(Path(source_path)).records if record.to_epoch is None]
     quarantine.add(
         [
             # From the first epoch on: this run has not used them yet.
@@ -175,9 +157,7 @@ def _load_quarantine(setup: AnySetup) -> Quarantine:
     remaining = ids - {record.sample_id for record in quarantine.records}
     if not remaining:
         raise DitLoraError(f"guard.quarantine: {source_path} leaves out all {len(ids)} samples")
-    setup.session.say(
-        f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}"
-    )
+    setup.session.say(f"guard: {len(quarantine.records)} of {len(ids)} samples left out, by {source_path}")
     return quarantine
 
 
@@ -191,10 +171,7 @@ def _describe_quarantine(quarantine: Quarantine, folder: Path) -> str:
 
 
 def _find_control_sample(
-    setup: AnySetup,
-    quarantine: Quarantine,
-    failing_batch: MicroBatch,
-    excluded_ids: Collection[str],
+    setup: AnySetup, quarantine: Quarantine, failing_batch: MicroBatch, excluded_ids: Collection[str]
 ) -> MicroBatch | None:
     """Find a sample to compare with, at the position of `failing_batch` and not in `excluded_ids`; equal on all ranks.
 
@@ -205,44 +182,28 @@ def _find_control_sample(
     excluded = {entry.sample_id for entry in quarantine.records} | {*excluded_ids}
     # Without a bucket no candidate matches, and there is no control.
     bucket = entries[failing_batch.ids[0]].shape if failing_batch.ids[0] in entries else None
-    position = BatchPosition(
-        setup.recipe.train.seed, failing_batch.step, failing_batch.micro_step, failing_batch.rank
-    )
-    candidates = [
-        record
-        for record in entries.values()
-        if record.id not in excluded and record.shape == bucket
-    ]
+    position = BatchPosition(setup.recipe.train.seed, failing_batch.step, failing_batch.micro_step, failing_batch.rank)
+    candidates = [record for record in entries.values() if record.id not in excluded and record.shape == bucket]
     for entry in candidates[:_MAX_CANDIDATES]:
         try:
-            batch = setup.data.training_set.read_sample(
-                entry, derive_seed(position.seed, "control", entry.id)
-            )
+            batch = setup.data.training_set.read_sample(entry, derive_seed(position.seed, "control", entry.id))
         # Try another one: the other ranks wait for this rank.
         except UnreadableError:
             continue
         # A bad control would hide the fault of the sample that it is compared with.
         if not batch.faults and not describe_bad_tensors(batch.tensors, MAX_ABS):
             batch = batch.to(setup.session.accelerator.device)
-            return make_replayable(
-                build_loss_function(setup.checkpoint), setup.transformer, batch, position
-            )
+            return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)
     return None
 
 
-def _share_micro_batch(
-    setup: AnySetup, local_batch: MicroBatch | None, owner: int
-) -> MicroBatch | None:
+def _share_micro_batch(setup: AnySetup, local_batch: MicroBatch | None, owner: int) -> MicroBatch | None:
     """Send the micro-batch of rank `owner` to every rank. Collective."""
     seed = setup.recipe.train.seed
     # Sent from the rank `owner`; the other ranks pass None.
-    (parts,) = broadcast_object_list(
-        [pack_for_sending(local_batch, seed) if local_batch is not None else None], owner
-    )
+    (parts,) = broadcast_object_list([pack_for_sending(local_batch, seed) if local_batch is not None else None], owner)
     if local_batch is not None or parts is None:
         return local_batch
     batch, position = parts
     batch = batch.to(setup.session.accelerator.device)
-    return make_replayable(
-        build_loss_function(setup.checkpoint), setup.transformer, batch, position
-    )
+    return make_replayable(build_loss_function(setup.checkpoint), setup.transformer, batch, position)

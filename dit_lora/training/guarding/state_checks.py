@@ -24,9 +24,7 @@ def collect_local_state(engine: Engine, ema: TrainedEMA | None) -> dict[str, tor
     return engine.local_state_dict() | (ema.named_averages() if ema else {})
 
 
-def require_finite_everywhere(
-    accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int
-) -> None:
+def require_finite_everywhere(accelerator: Accelerator, state: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise `BadStateError` on every rank if any rank's state is not finite. Collective."""
     parts = {name: get_local_tensor(tensor.detach()) for name, tensor in state.items()}
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
@@ -60,8 +58,7 @@ def require_unaltered(
 def require_not_diverged(engine: Engine, start_peak: float, step: int) -> None:
     """Raise `BadStateError`, equally on all ranks, if trained weights are finite but have diverged."""
     peak = compute_weight_peak(
-        get_trainable_parameters(engine.unwrapped_model).values(),
-        all_ranks=engine.collective_forward,
+        get_trainable_parameters(engine.unwrapped_model).values(), all_ranks=engine.collective_forward
     )
     if is_unusable_magnitude(peak, start_peak):
         raise BadStateError(f"step {step}: trained weights reach {peak:.3g}", "diverged_weights")

@@ -36,13 +36,9 @@ def replay_on_other_ranks(
     if len(hosts) == 1:
         return local_diagnoses
     if diagnosis_context.collective_forward:
-        return [
-            (micro_batch, _add_host(diagnosis, hosts)) for micro_batch, diagnosis in local_diagnoses
-        ]
+        return [(micro_batch, _add_host(diagnosis, hosts)) for micro_batch, diagnosis in local_diagnoses]
     # One micro-batch per rank is enough to test the rank.
-    suspected = [
-        index for index, (_, diagnosis) in enumerate(local_diagnoses) if _is_from_replays(diagnosis)
-    ][:1]
+    suspected = [index for index, (_, diagnosis) in enumerate(local_diagnoses) if _is_from_replays(diagnosis)][:1]
     tried = list(local_diagnoses)
     # Every rank takes part for each owner, in the same order: `share_micro_batch` and the runs are collective.
     for owner, has_suspect in enumerate(gather_object([bool(suspected)])):
@@ -51,32 +47,22 @@ def replay_on_other_ranks(
         is_mine = PartialState().process_index == owner
         index = suspected[0] if is_mine else 0
         outcomes = _replay_on_all_ranks(
-            share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner),
-            diagnosis_context,
-            kind,
+            share_micro_batch(local_diagnoses[index][0] if is_mine else None, owner), diagnosis_context, kind
         )
         if is_mine:
             micro_batch, diagnosis = local_diagnoses[index]
-            tried[index] = (
-                micro_batch,
-                _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts),
-            )
+            tried[index] = (micro_batch, _add_host(_conclude_from_outcomes(diagnosis, outcomes), hosts))
             if tried[index][1].cause == "rank":
                 # The rank's other micro-batches of the step failed there too.
                 tried = [
-                    (micro_batch, _copy_rank_diagnosis(tried[index][1], diagnosis))
-                    for micro_batch, diagnosis in tried
+                    (micro_batch, _copy_rank_diagnosis(tried[index][1], diagnosis)) for micro_batch, diagnosis in tried
                 ]
     return tried
 
 
 def _copy_rank_diagnosis(rank_diagnosis: Diagnosis, diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis of a rank, for another of its micro-batches, unless facts or chance explain that one."""
-    return (
-        replace(rank_diagnosis, micro_step=diagnosis.micro_step)
-        if _is_from_replays(diagnosis)
-        else diagnosis
-    )
+    return replace(rank_diagnosis, micro_step=diagnosis.micro_step) if _is_from_replays(diagnosis) else diagnosis
 
 
 def _is_from_replays(diagnosis: Diagnosis) -> bool:
@@ -107,9 +93,7 @@ def _replay_on_all_ranks(
     return [[one_rank, *other_runs] for one_rank, other_runs in zip(first_runs, more, strict=True)]
 
 
-def _conclude_from_outcomes(
-    diagnosis: Diagnosis, outcomes: Sequence[Sequence[IsHealthy]]
-) -> Diagnosis:
+def _conclude_from_outcomes(diagnosis: Diagnosis, outcomes: Sequence[Sequence[IsHealthy]]) -> Diagnosis:
     """The verdict if the micro-batch fails on all ranks; else one that names the ranks, or a transient fault."""
     # A rank that could not run it proves nothing.
     if any(healthy is None for rank_outcomes in outcomes for healthy in rank_outcomes):
@@ -124,9 +108,7 @@ def _conclude_from_outcomes(
     # From here on each rank's runs agree, so the first stands for all.
     failing = [rank for rank, (healthy, *_) in enumerate(outcomes) if not healthy]
     if not failing:
-        message = (
-            f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
-        )
+        message = f"healthy on all {len(outcomes)} ranks when each ran it: it did not come from the data"
         return _replace_cause(diagnosis, "transient", message, diagnosis.evidence)
     if len(failing) == len(outcomes):
         return diagnosis
@@ -147,13 +129,9 @@ def _mark_unconfirmed(diagnosis: Diagnosis) -> Diagnosis:
     return replace(diagnosis, cause="unknown", words=message)
 
 
-def _replace_cause(
-    diagnosis: Diagnosis, cause: Cause, message: str, evidence: Mapping[str, Any]
-) -> Diagnosis:
+def _replace_cause(diagnosis: Diagnosis, cause: Cause, message: str, evidence: Mapping[str, Any]) -> Diagnosis:
     """The verdict with another cause, without samples, switches and ops."""
-    return Diagnosis(
-        cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence
-    )
+    return Diagnosis(cause, message, diagnosis.step, diagnosis.rank, diagnosis.micro_step, evidence=evidence)
 
 
 def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
@@ -161,8 +139,4 @@ def _add_host(diagnosis: Diagnosis, hosts: Sequence[str]) -> Diagnosis:
         return diagnosis
     host = hosts[diagnosis.rank]
     evidence = {**diagnosis.evidence, "host": host}
-    return replace(
-        diagnosis,
-        words=f"{diagnosis.words} (rank {diagnosis.rank} is on {host})",
-        evidence=evidence,
-    )
+    return replace(diagnosis, words=f"{diagnosis.words} (rank {diagnosis.rank} is on {host})", evidence=evidence)

@@ -68,11 +68,7 @@ class StepWatcher:
         if self.spikes is None:
             return []
         # Only values that are equal on every rank: medians and clips must not differ.
-        series = {
-            f"loss {part}": loss
-            for name in LOSS_PART_KEYS
-            for part, loss in line.get(name, {}).items()
-        }
+        series = {f"loss {part}": loss for name in LOSS_PART_KEYS for part, loss in line.get(name, {}).items()}
         series |= {f"grad_norm {name}": norm for name, norm in line["grad_norm_groups"].items()}
         spikes = [self.spikes.observe(name, value) for name, value in series.items()]
         return [spike for spike in spikes if spike is not None]

@@ -44,10 +44,7 @@ def _require_native_step(optim: OptimConfig, device: torch.device) -> None:
     try:
         build_optimizer([{"params": [parameter], "lr": 1.0}], optim).step()
     # Raised by its native library, or because that is missing.
-    except (
-        RuntimeError,
-        AttributeError,
-    ) as error:
+    except (RuntimeError, AttributeError) as error:
         package = OPTIMIZERS[optim.name].package
         reason = str(error).strip().partition("\n")[0]
         raise DitLoraError(
@@ -79,17 +76,13 @@ def build_schedule(optim: OptimConfig, steps: int) -> Schedule:
         config = configs[group]
         kind = config.schedule or optim.schedule
         warmup = optim.warmup_steps if config.warmup_steps is None else config.warmup_steps
-        factor = compute_schedule_factor(
-            kind, step, warmup=warmup, steps=steps, min_factor=optim.min_lr_rate
-        )
+        factor = compute_schedule_factor(kind, step, warmup=warmup, steps=steps, min_factor=optim.min_lr_rate)
         return config.lr * factor
 
     return learning_rate
 
 
-def compute_schedule_factor(
-    kind: str, step: int, *, warmup: int, steps: int, min_factor: float = 0.0
-) -> float:
+def compute_schedule_factor(kind: str, step: int, *, warmup: int, steps: int, min_factor: float = 0.0) -> float:
     """Share of the peak learning rate at `step`, counted from 1; never zero at the first step.
 
     Warm-up rises as step / warmup. Then `constant` stays; `linear` and `cosine` fall from 1 towards `min_factor`,
@@ -132,14 +125,8 @@ def compute_gradient_norms(
     # One flat list for a single pass; `groups_of` is each gradient's group index.
     flat = [gradient for group_gradients in gradients for gradient in group_gradients]
     names = [group["name"] for group in groups]
-    if (
-        compute_norms is not None
-        and flat
-        and not any(isinstance(gradient, DTensor) for gradient in flat)
-    ):
-        groups_of = [
-            index for index, group_gradients in enumerate(gradients) for _ in group_gradients
-        ]
+    if compute_norms is not None and flat and not any(isinstance(gradient, DTensor) for gradient in flat):
+        groups_of = [index for index, group_gradients in enumerate(gradients) for _ in group_gradients]
         # `compute_norms` returns one value per group, (groups,).
         return dict(zip(names, compute_norms(flat, groups_of, len(names)).unbind(), strict=True))
     device = groups[0]["params"][0].device
@@ -155,9 +142,7 @@ def compute_total_norm(gradients: Sequence[torch.Tensor], device: torch.device) 
         return torch.zeros((), dtype=torch.float64, device=device)
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         # One by one: for sharded tensors torch 2.15 passes `_foreach_norm`'s dtype as a dimension.
-        norms = [
-            torch.linalg.vector_norm(gradient, 2, dtype=torch.float64) for gradient in gradients
-        ]
+        norms = [torch.linalg.vector_norm(gradient, 2, dtype=torch.float64) for gradient in gradients]
     else:
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float64))
     total = torch.linalg.vector_norm(torch.stack(norms))
@@ -191,9 +176,7 @@ def clip_gradients(
         if clip is not None:
             _scale_gradients([group], clipped_norms[group["name"]], clip)
     if shared and optim.clip is not None:
-        _scale_gradients(
-            shared, _combine_norms([clipped_norms[group["name"]] for group in shared]), optim.clip
-        )
+        _scale_gradients(shared, _combine_norms([clipped_norms[group["name"]] for group in shared]), optim.clip)
     return _combine_norms(list(norms.values()))
 
 

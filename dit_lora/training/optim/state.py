@@ -68,11 +68,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, stored: Tensors) -> N
             if hasattr(inner_optimizer, "init_state"):
                 # bitsandbytes allocates its buffers itself: they may be paged.
                 inner_optimizer.init_state(group, parameter, number, index)
-                values |= {
-                    n: tables[n]
-                    for n in _shared_state_names()
-                    if n in inner_optimizer.state[parameter]
-                }
+                values |= {n: tables[n] for n in _shared_state_names() if n in inner_optimizer.state[parameter]}
             _fill_state(inner_optimizer.state[parameter], values, parameter.device)
 
 

@@ -61,9 +61,7 @@ def pop_sharding(environment: MutableMapping[str, str]) -> Sharding | None:
     if _is_true(environment.get("FSDP_OFFLOAD_PARAMS", "")):
         refused.append("fsdp_offload_params: set it to false; more GPUs share the weights further")
     if refused:
-        raise DitLoraError(
-            format_list("the launch asks FSDP for what this version cannot do", refused)
-        )
+        raise DitLoraError(format_list("the launch asks FSDP for what this version cannot do", refused))
     # Resharding is the default.
     stays_whole = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
     return Sharding(reshard_after_forward=not stays_whole)
@@ -79,9 +77,7 @@ def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
     if not _is_true(environment.pop("ACCELERATE_USE_DEEPSPEED", "")):
         return None
     if importlib.util.find_spec("deepspeed") is None:
-        raise DitLoraError(
-            "the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'"
-        )
+        raise DitLoraError("the launch asks for DeepSpeed, which is not installed; pip install 'dit-lora[deepspeed]'")
     # Stage 2 is Accelerate's default too.
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     refused = []
@@ -93,9 +89,7 @@ def pop_zero_stage(environment: MutableMapping[str, str]) -> int | None:
         if value not in ("none", "auto"):
             refused.append(f"{name.lower()} {value}: leave it out; {instead}")
     if refused:
-        summary = (
-            "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
-        )
+        summary = "the launch asks DeepSpeed for what this version does not do (accelerate_configs/)"
         raise DitLoraError(format_list(summary, refused))
     return int(stage)
 

@@ -41,9 +41,7 @@ class OptionalWork:
         self._gather, self._say = gather, say
         self._failed_work: dict[str, _FailedWork] = {}
 
-    def attempt(
-        self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False
-    ) -> T | None:
+    def attempt(self, name: str, step: int, work: Callable[[], T], *, is_collective: bool = False) -> T | None:
         """Run `work`; returns its result, or None on every rank if it fails on one of them. Collective.
 
         Args:
@@ -84,9 +82,7 @@ class OptionalWork:
         left_out.steps.append(step)
         left_out.is_disabled |= is_over
         scope_text = "from here on" if is_over else "this time"
-        self._say(
-            f"warning: step {step}: {name} are left out {scope_text}: {reason}; training goes on"
-        )
+        self._say(f"warning: step {step}: {name} are left out {scope_text}: {reason}; training goes on")
         return None
 
     def format_lines(self) -> list[str]:

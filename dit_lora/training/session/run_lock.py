@@ -78,11 +78,7 @@ class Holder:
 
     def was_requeued_as(self, other_holder: "Holder") -> bool:
         """True if `other_holder` is Slurm's restart of this job, which happens only after this process has ended."""
-        return (
-            bool(self.job)
-            and self.job == other_holder.job
-            and self.restarts < other_holder.restarts
-        )
+        return bool(self.job) and self.job == other_holder.job and self.restarts < other_holder.restarts
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -159,9 +155,7 @@ class RunLock:
 
     def _make_folder(self) -> None:
         folder = self.path.parent
-        self._created_folders = [
-            parent for parent in (folder, *folder.absolute().parents) if not parent.exists()
-        ]
+        self._created_folders = [parent for parent in (folder, *folder.absolute().parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
 
     def _lock_file(self) -> Holder:
@@ -182,9 +176,7 @@ class RunLock:
                 continue
             # A host to which the filesystem does not forward locks can only read the file's text.
             holder = read_holder(self.path.parent)
-            if holder is not None and not self._has_ended(
-                holder, this_process, is_granted=locked is True
-            ):
+            if holder is not None and not self._has_ended(holder, this_process, is_granted=locked is True):
                 self._close()
                 raise self._make_in_use_error(holder)
             # Another process may have replaced the file meanwhile.
@@ -203,9 +195,7 @@ class RunLock:
             if holder.namespace == this_process.namespace:
                 return not _is_running(holder)
         if holder.was_requeued_as(this_process):
-            self._say(
-                f"run.dir {self.path.parent}: Slurm has requeued this job, last on {holder.host}"
-            )
+            self._say(f"run.dir {self.path.parent}: Slurm has requeued this job, last on {holder.host}")
             return True
         return not self._has_heartbeat(holder)
 
@@ -238,11 +228,7 @@ class RunLock:
                 # The heartbeat: sets the mtime to the present time.
                 os.utime(self._file_descriptor)
                 holder = read_holder(self.path.parent)
-                if (
-                    holder is not None
-                    and self._holder is not None
-                    and holder.token != self._holder.token
-                ):
+                if holder is not None and self._holder is not None and holder.token != self._holder.token:
                     self._takeover_error = DitLoraError(
                         f"run.dir {self.path.parent} was taken by {holder}, which held this process for dead; "
                         "nothing more is written to it"

@@ -118,9 +118,7 @@ class Session:
 
 
 @contextmanager
-def running(
-    recipe: Recipe, *, after: Session | None = None, last: bool = True
-) -> Iterator[Session]:
+def running(recipe: Recipe, *, after: Session | None = None, last: bool = True) -> Iterator[Session]:
     """Start a run; at the end close its trackers and its process group, even after an error.
 
     `previous` is this process's earlier run. The process group is kept for the next run unless this is the `is_last`.
@@ -198,9 +196,7 @@ def _create_session(recipe: Recipe, previous: Session | None) -> Session:
     if on_gpu:
         phases.synchronize = torch.cuda.synchronize
     session = Session(recipe, accelerator, precision, launcher, sharding, zero, phases)
-    raise_on_all_ranks(
-        accelerator, find_login_problem(recipe.run.trackers) if session.is_main else None
-    )
+    raise_on_all_ranks(accelerator, find_login_problem(recipe.run.trackers) if session.is_main else None)
     for warning in warnings:
         session.say(f"warning: {warning}")
     spread = ", weights sharded over them (FSDP2)" if sharding else ""
@@ -236,9 +232,7 @@ def _lock_folder(session: Session) -> None:
     # The folder itself, or its nearest parent that exists.
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise DitLoraError(
-            f"run.dir {folder} cannot be written: {existing} is no folder that may be"
-        )
+        raise DitLoraError(f"run.dir {folder} cannot be written: {existing} is no folder that may be")
     # A folder of an earlier run may be reused; other folders with files may not.
     is_run = any((folder / name).exists() for name in _RUN_FILES)
     if existing == folder and any(folder.iterdir()) and not is_run:
@@ -405,9 +399,7 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     shared, processes = recipe.train.context_parallel, accelerator.num_processes
     if processes % shared:
-        contradictions.append(
-            f"{processes} process(es), which train.context_parallel={shared} does not divide"
-        )
+        contradictions.append(f"{processes} process(es), which train.context_parallel={shared} does not divide")
     requested_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if requested_precision not in ("no", accelerator.mixed_precision):
         contradictions.append(
@@ -415,9 +407,7 @@ def _check_launch_settings(recipe: Recipe, accelerator: Accelerator) -> None:
             "launch with --mixed_precision no"
         )
     if contradictions:
-        raise DitLoraError(
-            format_list("the launch contradicts the recipe, which decides", contradictions)
-        )
+        raise DitLoraError(format_list("the launch contradicts the recipe, which decides", contradictions))
 
 
 def _check_launch(accelerator: Accelerator, sharding: Sharding | None) -> None:

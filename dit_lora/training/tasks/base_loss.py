@@ -8,20 +8,14 @@ from accelerate.utils import gather_object
 
 from dit_lora.environment.versions import probe_environment
 from dit_lora.guard.checks import CheckFinding, read_cached_findings, store_findings
-from dit_lora.training.guarding.parity_memory import (
-    REMEASURE,
-    describe_device,
-    get_preflight_cache_path,
-)
+from dit_lora.training.guarding.parity_memory import REMEASURE, describe_device, get_preflight_cache_path
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.held_out import EvalSample
 from dit_lora.version import __version__
 
 
 def compute_base_eval_loss(
-    setup: AnySetup,
-    eval_samples: Sequence[EvalSample],
-    measure: Callable[[], tuple[float | None, bool]],
+    setup: AnySetup, eval_samples: Sequence[EvalSample], measure: Callable[[], tuple[float | None, bool]]
 ) -> float | None:
     """The held-out loss of the base: cached for equal base, data and seeds, else from `measure`. Collective.
 
@@ -59,9 +53,7 @@ def _build_cache_key(setup: AnySetup, eval_samples: Sequence[EvalSample]) -> Map
         "family": recipe.model.family,
         "transformer": setup.data.transformer_digest,
         "data": setup.data.data_digest,
-        "draws": [
-            (held_out.entry.id, held_out.sample_seed, held_out.weight) for held_out in eval_samples
-        ],
+        "draws": [(held_out.entry.id, held_out.sample_seed, held_out.weight) for held_out in eval_samples],
         "seed": recipe.train.seed,
         "dtype": str(setup.dtype),
         "quantize": recipe.model.quantize,

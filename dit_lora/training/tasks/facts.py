@@ -109,9 +109,7 @@ def _collect_facts(setup: Setup[Any, Any]) -> dict[str, Any]:
     recipe = setup.recipe
     data = recipe.data
     # Only names on the Hub; local paths are private.
-    hub_names = {
-        name for source in data.all_sources if (name := get_dataset_hub_name(source)) is not None
-    }
+    hub_names = {name for source in data.all_sources if (name := get_dataset_hub_name(source)) is not None}
     common = {"datasets": sorted(hub_names), "left_out": len(setup.data.rejected)}
     if recipe.model.family in CHAT_FAMILIES:
         model = get_original_class(setup.transformer)
@@ -123,10 +121,7 @@ def _collect_facts(setup: Setup[Any, Any]) -> dict[str, Any]:
     # A clip that is cut into windows counts once.
     scanned = scan_sources(data, recipe.cache_dir).clips
     clips = [clip for clip in scanned if clip.id not in setup.data.rejected]
-    return {
-        "pipeline": _describe_pipeline(setup, clips),
-        "data": {**_describe_clips(setup, clips), **common},
-    }
+    return {"pipeline": _describe_pipeline(setup, clips), "data": {**_describe_clips(setup, clips), **common}}
 
 
 def _describe_clips(setup: Setup[Any, Any], clips: Sequence[Clip]) -> dict[str, Any]:
@@ -168,9 +163,7 @@ def _describe_conversations(entries: Sequence[Any]) -> dict[str, Any]:
     return {
         "kind": "conversations",
         "samples": len(entries),
-        "by_media": dict(
-            Counter(conversation.kind for conversation in conversations).most_common()
-        ),
+        "by_media": dict(Counter(conversation.kind for conversation in conversations).most_common()),
         "seconds": _summarize_durations(headers),
         "answer_tokens": _summarize([entry.answers for entry in entries]),
     }
@@ -254,9 +247,7 @@ class _PipelineRecorder:
         return np.zeros((1, 8, 8, 3), dtype=np.float32)
 
 
-def _record_call(
-    setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], references: int
-) -> tuple[dict[str, Any], str]:
+def _record_call(setup: Setup[Any, Any], prompt_kwargs: dict[str, Any], references: int) -> tuple[dict[str, Any], str]:
     """The arguments that validation would pass to the pipeline, and the name of the output it would read."""
     checkpoint = setup.checkpoint
     settings, recorder = setup.recipe.validation, _PipelineRecorder()
@@ -275,11 +266,7 @@ def _record_call(
             write_sample(Path(folder) / f"reference_{number}", black, setup.recipe.data.fps)
             for number in range(references)
         ]
-        inputs: dict[str, Any] = {
-            **pictures,
-            "references": tuple(files),
-            "fps": setup.recipe.data.fps,
-        }
+        inputs: dict[str, Any] = {**pictures, "references": tuple(files), "fps": setup.recipe.data.fps}
         sampling = Sampling(shape, steps, guidance, settings.seed, **inputs)
         checkpoint.generate(recorder, prompt_kwargs, sampling)
     return recorder.call_kwargs, recorder.output_name

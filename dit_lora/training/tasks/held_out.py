@@ -24,9 +24,7 @@ class EvalSample(NamedTuple):
     weight: int = 1
 
 
-def compute_mean_loss(
-    setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]
-) -> float | None:
+def compute_mean_loss(setup: AnySetup, training_set: TrainingSet, eval_samples: Sequence[EvalSample]) -> float | None:
     """The loss of `measure_eval_loss`, without its second result."""
     return measure_eval_loss(setup, training_set, eval_samples)[0]
 
@@ -49,28 +47,20 @@ def measure_eval_loss(
     faults: dict[str, str] = {}
     is_collective, rank = needs_all_ranks(model), accelerator.process_index
     # In a collective forward all ranks need the same draws, or they would wait for each other.
-    local_samples = (
-        eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
-    )
+    local_samples = eval_samples if is_collective else eval_samples[rank :: accelerator.num_processes]
 
     def measure() -> None:
         for held_out in local_samples:
             sample, sample_faults = _read_sample(training_set, held_out)
             # In a collective forward, leave the sample out if it is bad on any rank.
-            is_bad = (
-                any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
-            )
+            is_bad = any(gather_object([bool(sample_faults)])) if is_collective else bool(sample_faults)
             if is_bad or sample is None:
                 faults.update(sample_faults)
                 continue
             batch = sample.to(accelerator.device)
             streams = RandomStreams(seed, batch.sample_seeds)
             losses = setup.checkpoint.losses(model, batch.tensors, streams).losses
-            sums.add_(
-                torch.stack(
-                    [losses.double().sum() * held_out.weight, sums.new_tensor(held_out.weight)]
-                )
-            )
+            sums.add_(torch.stack([losses.double().sum() * held_out.weight, sums.new_tensor(held_out.weight)]))
 
     with use_eval_mode(setup.model):
         if is_collective:
@@ -86,9 +76,7 @@ def measure_eval_loss(
     return (total / weight if weight else None), not left_out
 
 
-def _read_sample(
-    training_set: TrainingSet, eval_sample: EvalSample
-) -> tuple[Batch | None, dict[str, str]]:
+def _read_sample(training_set: TrainingSet, eval_sample: EvalSample) -> tuple[Batch | None, dict[str, str]]:
     """Read a sample and describe its faults. None if it cannot be read from disk; training will fail on it too."""
     try:
         sample = training_set.read_sample(eval_sample.entry, eval_sample.sample_seed)

@@ -102,14 +102,11 @@ class Trackers:
         again_from = start_step + 1 if earlier_id and start_step else 0
         for name in self._names:
             opened = self._run_guarded(
-                _describe_drop(name),
-                partial(self._open_tracker, name, run_id, redact_value(config), again_from),
+                _describe_drop(name), partial(self._open_tracker, name, run_id, redact_value(config), again_from)
             )
             if opened is not None:
                 self._open_trackers.append(opened)
-        self._events = [
-            _select_public(line) for line in read_json_lines(self._folder / "events.jsonl")[0]
-        ]
+        self._events = [_select_public(line) for line in read_json_lines(self._folder / "events.jsonl")[0]]
         # TensorBoard drops the steps that are repeated.
         if earlier_id and self._events:
             self._call_each(lambda tracker: _log_events(tracker, self._events, again_from))
@@ -136,12 +133,8 @@ class Trackers:
         answers = folder / "answers.json"
         if answers.is_file():
             answers_read = redact_value(read_typed_json(answers, list[Answer]))
-            rows = [
-                [str(answer.get(name) or "") for name in _ANSWER_COLUMNS] for answer in answers_read
-            ]
-            self._call_each(
-                lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step)
-            )
+            rows = [[str(answer.get(name) or "") for name in _ANSWER_COLUMNS] for answer in answers_read]
+            self._call_each(lambda tracker: _log_table(tracker, "samples/answers", _ANSWER_COLUMNS, rows, step))
 
     def log_event(self, line: Mapping[str, Any]) -> None:
         """Log a line of events.jsonl."""
@@ -161,9 +154,7 @@ class Trackers:
         label = redact_value(self._folder.resolve().name)
         if name == "tensorboard":
             # Purge from 0 too: TensorBoard takes the first purge mark for a start, the next for a restart.
-            tracker = TensorBoardTracker(
-                PROJECT, self._folder, purge_step=first_repeated_step, flush_secs=10
-            )
+            tracker = TensorBoardTracker(PROJECT, self._folder, purge_step=first_repeated_step, flush_secs=10)
             tracker.start()
             _add_hyperparameters(tracker, config)
         elif name == "trackio":
@@ -183,14 +174,10 @@ class Trackers:
             tracker = WandBTracker(PROJECT, settings=_WANDB_SETTINGS, **options)
             tracker.start()
         except wandb.errors.Error as error:
-            self._say(
-                f"warning: wandb: {_format_error(error)}; logging to the run's folder instead"
-            )
+            self._say(f"warning: wandb: {_format_error(error)}; logging to the run's folder instead")
             # Its service still uses the id.
             wandb.teardown()
-            tracker = WandBTracker(
-                PROJECT, settings={**_WANDB_SETTINGS, "mode": "offline"}, **options
-            )
+            tracker = WandBTracker(PROJECT, settings={**_WANDB_SETTINGS, "mode": "offline"}, **options)
             tracker.start()
         # Its own step counter never goes back, but a resumed or rolled back run does.
         tracker.tracker.define_metric("step")
@@ -199,9 +186,7 @@ class Trackers:
 
     def _call_each(self, call: Callable[[GeneralTracker], None]) -> None:
         for tracker in list(self._open_trackers):
-            if not self._run_guarded(
-                _describe_drop(tracker.name), partial(_call_tracker, call, tracker)
-            ):
+            if not self._run_guarded(_describe_drop(tracker.name), partial(_call_tracker, call, tracker)):
                 self._open_trackers.remove(tracker)
 
     def _run_guarded(self, consequence: str, work: Callable[[], T]) -> T | None:
@@ -236,8 +221,7 @@ def _add_hyperparameters(tracker: TensorBoardTracker, config: Mapping[str, Any])
 
     flat = flatten(config)
     plain = {
-        key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
-        for key, value in flat.items()
+        key: value if isinstance(value, (bool, int, float, str)) else json.dumps(value) for key, value in flat.items()
     }
     # Three records: the experiment, and the start and end of the session.
     for summary in hparams(plain, {}):
@@ -260,8 +244,7 @@ def _log_samples(tracker: GeneralTracker, captions: Mapping[Path, str], step: in
     library = importlib.import_module(tracker.name)
     kinds = {".mp4": library.Video, ".png": library.Image}
     media = {
-        f"samples/{path.stem}": kinds[path.suffix](str(path), caption=caption)
-        for path, caption in captions.items()
+        f"samples/{path.stem}": kinds[path.suffix](str(path), caption=caption) for path, caption in captions.items()
     }
     _log_values(tracker, media, step)
 
@@ -287,13 +270,9 @@ def _add_animation(writer: Any, tag: str, path: Path, caption: str, step: int) -
         frame.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
     data, kind = io.BytesIO(), "GIF" if len(frames) > 1 else "PNG"
     # These options have no effect on a PNG.
-    frames[0].save(
-        data, kind, save_all=kind == "GIF", append_images=frames[1:], duration=milliseconds, loop=0
-    )
+    frames[0].save(data, kind, save_all=kind == "GIF", append_images=frames[1:], duration=milliseconds, loop=0)
     width, height = frames[0].size
-    picture = Summary.Image(
-        height=height, width=width, colorspace=3, encoded_image_string=data.getvalue()
-    )
+    picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=data.getvalue())
     summary_metadata = SummaryMetadata(summary_description=caption)
     value = Summary.Value(tag=tag, image=picture, metadata=summary_metadata)
     writer.file_writer.add_summary(Summary(value=[value]), step)

@@ -64,12 +64,8 @@ def test_the_judge_can_say_no(tmp_path: Path) -> None:
     assert {"not said: fine.mp4", "training had begun"} <= set(judgment.why)
     assert "the adapter is not that of a run that never had the sample" in judgment.why
 
-    vague_fault = replace(
-        a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",))
-    )
-    world.shared[vague_fault.peers(world.targets)] = world.shared[
-        accepted_fault.peers(world.targets)
-    ]
+    vague_fault = replace(a_fault("no bytes"), expected=Expected("refused", "left out", ("too dark",)))
+    world.shared[vague_fault.peers(world.targets)] = world.shared[accepted_fault.peers(world.targets)]
     judgment = vague_fault.judge(world)
     assert (judgment.named, judgment.why[0]) == (False, "not said: too dark")
 

@@ -33,9 +33,7 @@ def why(expected: Expected, seen: Observation) -> tuple[str, ...]:
 def test_a_sample_that_is_left_out_for_good_is_seen(tmp_path: Path) -> None:
     observation = observed(tmp_path, ("step", "skip", None))
     expected = Expected("step", "skip", nobody_lost=True)
-    lines = [
-        asdict(QuarantineRecord("a.mp4", 0, to_epoch, 3, "step", "words")) for to_epoch in (0, None)
-    ]
+    lines = [asdict(QuarantineRecord("a.mp4", 0, to_epoch, 3, "step", "words")) for to_epoch in (0, None)]
     path = tmp_path / "quarantine.jsonl"
     path.write_text(json.dumps(lines[0]) + "\n", encoding="utf-8")
     assert not why(expected, observation)

@@ -39,9 +39,7 @@ def test_every_third_fault_is_named_and_recovered_and_no_file_is_poisoned(
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("variant", "ranks"), [(DEFAULT, 2), ("videochat2-mistral", 1), ("videochat2-mistral", 2)]
-)
+@pytest.mark.parametrize(("variant", "ranks"), [(DEFAULT, 2), ("videochat2-mistral", 1), ("videochat2-mistral", 2)])
 def test_every_fault_is_named_and_recovered_and_no_file_is_poisoned(
     variant: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +157,7 @@ CHAT_QUICK = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "variant", sorted(v for v, targets in FAULT_TARGETS.items() if targets.experts)
-)
+@pytest.mark.parametrize("variant", sorted(v for v, targets in FAULT_TARGETS.items() if targets.experts))
 def test_every_chat_models_faults_are_named_and_recovered(variant: str) -> None:
     judge_those(CHAT_CORE, variant)
 
@@ -193,9 +189,7 @@ def test_quick_faults_of_chat_are_named_and_recovered() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTER_KINDS if kind != "lora"])
-@pytest.mark.parametrize(
-    "variant", [DEFAULT, "sana-600m", "flux2-klein", "wan-2.1-t2v", "videochat2-mistral"]
-)
+@pytest.mark.parametrize("variant", [DEFAULT, "sana-600m", "flux2-klein", "wan-2.1-t2v", "videochat2-mistral"])
 def test_faults_are_named_and_recovered_with_every_kind_of_adapter(variant: str, kind: str) -> None:
     names = CHAT_CORE if FAULT_TARGETS[variant].experts else CORE
     judge_those([name for name in names if "fused LoRA" not in name], variant, kind)

@@ -42,21 +42,15 @@ def test_dropout_and_init_reach_peft(tiny_checkpoints: dict[str, Path]) -> None:
 
     spread = {}
     for init in ("kaiming", "gaussian"):
-        model = CogVideoXTransformer3DModel.from_pretrained(
-            tiny_checkpoints["cogvideox-2b"], subfolder="transformer"
-        )
+        model = CogVideoXTransformer3DModel.from_pretrained(tiny_checkpoints["cogvideox-2b"], subfolder="transformer")
         attach_lora(model, LoraConfig(rank=32, dropout=0.5, init=init), TARGETS, seed=0)
         assert get_adapter_config(model)["lora_dropout"] == 0.5
-        drops = [
-            m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in n
-        ]
+        drops = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "lora" in n]
         assert {drop.p for drop in drops} == {0.5}
         weights = [p.flatten() for n, p in model.named_parameters() if ".lora_A." in n]
         spread[init] = torch.cat(weights).std().item()
     assert spread["gaussian"] == pytest.approx(1 / 32, rel=0.05)  # PEFT: std 1 / rank
-    assert spread["kaiming"] == pytest.approx(
-        (1 / 3 / 64) ** 0.5, rel=0.05
-    )  # uniform, bound 1/sqrt(fan-in)
+    assert spread["kaiming"] == pytest.approx((1 / 3 / 64) ** 0.5, rel=0.05)  # uniform, bound 1/sqrt(fan-in)
 
 
 def test_alpha_defaults_to_rank(transformer: torch.nn.Module) -> None:
@@ -70,9 +64,7 @@ def test_the_start_depends_on_the_seed_alone(tiny_checkpoints: dict[str, Path], 
 
     def start(seed: int, disturbance: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(disturbance)
-        model = CogVideoXTransformer3DModel.from_pretrained(
-            tiny_checkpoints["cogvideox-2b"], subfolder="transformer"
-        )
+        model = CogVideoXTransformer3DModel.from_pretrained(tiny_checkpoints["cogvideox-2b"], subfolder="transformer")
         attach_lora(model, LoraConfig(rank=4, init=init), TARGETS, seed=seed)
         return {n: p for n, p in model.named_parameters() if ".lora_" in n}
 
@@ -99,9 +91,7 @@ def test_convolutions_without_groups_are_offered_and_depthwise_ones_are_not(
     """Sana's mix-FFN has both; PEFT takes a depthwise one at no rank that one would want."""
     from diffusers import SanaTransformer2DModel
 
-    model = SanaTransformer2DModel.from_pretrained(
-        tiny_checkpoints["sana-600m"], subfolder="transformer"
-    )
+    model = SanaTransformer2DModel.from_pretrained(tiny_checkpoints["sana-600m"], subfolder="transformer")
     targets = ("conv_inverted", "conv_depth")
     with pytest.raises(DitLoraError) as error:
         attach_lora(model, LoraConfig(targets=targets), (), seed=0)
@@ -158,9 +148,7 @@ def test_within_keeps_names_of_the_language_model_out_of_the_vision_tower(
     assert layers_with_lora(model) == expected
     assert report.num_adapted == len(expected)
     assert model.active_adapters() == ["default"]
-    assert type(model) is type(
-        second_model
-    )  # none of Diffusers' mixins, whose methods have the same names
+    assert type(model) is type(second_model)  # none of Diffusers' mixins, whose methods have the same names
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)
         assert parameter.dtype is (torch.float32 if ".lora_" in name else torch.bfloat16)
@@ -175,9 +163,7 @@ def test_qwens_vision_blocks_can_be_named() -> None:
     model = chat_model("qwen")
     lora = LoraConfig(rank=4, targets=("q_proj", "visual.blocks.1.attn.qkv"))
     attach_lora(model, lora, (), seed=0, submodules=("language_model",))
-    assert layers_with_lora(model) == text_layers("self_attn.q_proj") | {
-        "model.visual.blocks.1.attn.qkv"
-    }
+    assert layers_with_lora(model) == text_layers("self_attn.q_proj") | {"model.visual.blocks.1.attn.qkv"}
 
 
 def test_within_that_is_not_in_the_model_is_refused() -> None:

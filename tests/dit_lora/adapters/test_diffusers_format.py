@@ -42,9 +42,7 @@ def train_a_little(model: torch.nn.Module) -> None:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
-def test_rank_alpha_and_provenance_travel_in_the_header(
-    transformer: torch.nn.Module, tmp_path: Path
-) -> None:
+def test_rank_alpha_and_provenance_travel_in_the_header(transformer: torch.nn.Module, tmp_path: Path) -> None:
     train_a_little(transformer)
     path = save_adapter(transformer, CogVideoXPipeline, tmp_path, {"steps": 5})
     with safe_open(path, framework="pt") as file:
@@ -57,14 +55,10 @@ def test_rank_alpha_and_provenance_travel_in_the_header(
     assert path.stat().st_mode == (tmp_path / "new").stat().st_mode  # safetensors writes 0600
 
 
-def test_dropout_of_training_is_off_in_a_stock_pipeline(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_dropout_of_training_is_off_in_a_stock_pipeline(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers loads adapters in training mode: with the trained dropout, samples would be random."""
     path = tiny_checkpoints["cogvideox-2b"]
-    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(
-        torch.float32
-    )
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(path))).load_transformer(torch.float32)
     attach_lora(model, LoraConfig(rank=4, dropout=0.5), FAMILY.lora_targets, seed=0)
     train_a_little(model)
     save_adapter(model, CogVideoXPipeline, tmp_path, {})
@@ -133,9 +127,7 @@ def test_a_poisoned_base_weight_is_refused(transformer: torch.nn.Module, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_one_matrix_that_did_not_move_is_no_reason_to_refuse(
-    transformer: torch.nn.Module, tmp_path: Path
-) -> None:
+def test_one_matrix_that_did_not_move_is_no_reason_to_refuse(transformer: torch.nn.Module, tmp_path: Path) -> None:
     train_a_little(transformer)
     next(p for n, p in transformer.named_parameters() if is_lora_b(n)).data.zero_()
     assert save_adapter(transformer, CogVideoXPipeline, tmp_path, {}).is_file()
@@ -152,9 +144,7 @@ def test_base_weights_of_another_model_are_refused(
         load_adapter(pipeline, tmp_path)
 
 
-def test_base_weights_of_an_earlier_run_do_not_stay_behind(
-    transformer: torch.nn.Module, tmp_path: Path
-) -> None:
+def test_base_weights_of_an_earlier_run_do_not_stay_behind(transformer: torch.nn.Module, tmp_path: Path) -> None:
     train_a_little(transformer)
     (tmp_path / BASE_FILE).write_bytes(b"old")
     save_adapter(transformer, CogVideoXPipeline, tmp_path, {})
@@ -171,28 +161,20 @@ def test_a_whole_pipeline_replaces_an_earlier_one_and_never_with_bad_weights(
     tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     base = tiny_checkpoints["cogvideox-5b"]
-    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).load_transformer(
-        torch.float32
-    )
+    model = FAMILY.open(ModelConfig(family="cogvideox", path=str(base))).load_transformer(torch.float32)
     output_dir = tmp_path / "model"
     weight = model.get_parameter("proj_out.weight")
     for value in (1.0, 2.0):
         weight.data.fill_(value)
-        assert (
-            save_pipeline(model, base, output_dir, {"steps": 3}, {"trained": value}) == output_dir
-        )
+        assert save_pipeline(model, base, output_dir, {"steps": 3}, {"trained": value}) == output_dir
     loaded_pipeline = CogVideoXPipeline.from_pretrained(output_dir)
     assert (loaded_pipeline.transformer.proj_out.weight == 2).all()
     assert json.loads((output_dir / "model_index.json").read_text())["trained"] == 2.0
     assert json.loads((output_dir / "dit_lora.json").read_text()) == {"steps": 3}
     assert all(path.stat().st_mode & 0o044 for path in output_dir.rglob("*.safetensors"))
-    modified_times = {
-        path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")
-    }
+    modified_times = {path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")}
     weight.data[0, 0] = torch.nan
     with pytest.raises(CheckFailedError, match=r"proj_out\.weight"):
         save_pipeline(model, base, output_dir, {}, {})
-    assert modified_times == {
-        path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")
-    }
+    assert modified_times == {path.relative_to(output_dir): path.stat().st_mtime_ns for path in output_dir.rglob("*")}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -98,9 +98,7 @@ def test_diffusers_and_peft_load_what_was_trained(make: Make, family: str, varia
     assert_same(loaded(output_dir, "bare.safetensors"), expected)
     output_dir = exported(adapter, "peft")
     # And back: a PEFT folder is taken as any adapter.
-    peft_folder = export(
-        ExportRequest((output_dir,), "diffusers", output_dir / "back", model=str(adapter.base))
-    )
+    peft_folder = export(ExportRequest((output_dir,), "diffusers", output_dir / "back", model=str(adapter.base)))
     assert_same(loaded(peft_folder), expected)
     wrapped = peft.PeftModel.from_pretrained(pipeline.transformer, str(output_dir))
     assert_same(deltas(wrapped), expected)
@@ -138,18 +136,14 @@ def test_base_weights_that_trained_go_along_or_are_refused(make: Make) -> None:
     assert torch.equal(pipeline.transformer.proj_out.weight, adapter.model.proj_out.weight)
     with pytest.raises(DitLoraError, match=r"--to merged takes them; they are\n  - norm_final"):
         exported(adapter, "comfyui")
-    with pytest.raises(
-        DitLoraError, match=r"cannot be weighted or added\n  - .*: \d+ base weights"
-    ):
+    with pytest.raises(DitLoraError, match=r"cannot be weighted or added\n  - .*: \d+ base weights"):
         exported(adapter, "kohya", weights=(0.5,))
 
 
 def test_adapters_add_up_by_their_weights(make: Make) -> None:
     """Of different rank, alpha and targets; the second one only on some layers of the first, and on others."""
     adapter = make()
-    other_adapter = make(
-        name="other", rank=3, alpha=5, targets=("to_q", "ff.net.2", "patch_embed.proj")
-    )
+    other_adapter = make(name="other", rank=3, alpha=5, targets=("to_q", "ff.net.2", "patch_embed.proj"))
     output_dir = exported(adapter, "diffusers", other_adapter, weights=(0.7, -0.3))
     first_updates, second = deltas(adapter.model), deltas(other_adapter.model)
     expected = {name: 0.7 * delta for name, delta in first_updates.items()}
@@ -175,9 +169,7 @@ def test_one_adapter_is_weighted_and_without_weights_each_counts_once(make: Make
     adapter, other_adapter = make(), make(name="other", seed=2)
     half_pipeline = fresh(adapter)
     half_pipeline.load_lora_weights(exported(adapter, "folded", weights=(0.5,)))
-    assert_same(
-        deltas(half_pipeline.transformer), {n: 0.5 * d for n, d in deltas(adapter.model).items()}
-    )
+    assert_same(deltas(half_pipeline.transformer), {n: 0.5 * d for n, d in deltas(adapter.model).items()})
     sum_pipeline = fresh(adapter)
     sum_pipeline.load_lora_weights(exported(adapter, "diffusers", other_adapter))
     first_updates, second = deltas(adapter.model), deltas(other_adapter.model)
@@ -249,9 +241,7 @@ def test_kohya_names_lead_to_the_layers_as_videox_fun_looks_for_them(make: Make)
         "ss_steps": "3",
     }
     wide_adapter = make(name="wide", targets=("patch_embed.proj",))
-    with pytest.raises(
-        DitLoraError, match=r"convolutions of 1x1 alone, not these\n  - patch_embed"
-    ):
+    with pytest.raises(DitLoraError, match=r"convolutions of 1x1 alone, not these\n  - patch_embed"):
         exported(wide_adapter, "kohya")
 
 
@@ -268,9 +258,7 @@ def walked(module: Any, parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
-def test_families_without_such_names_are_refused_with_what_there_is(
-    make: Make, form: ExportFormat
-) -> None:
+def test_families_without_such_names_are_refused_with_what_there_is(make: Make, form: ExportFormat) -> None:
     reasons = {"comfyui": "ComfyUI has no Sana", "kohya": "kohya's layout is written for"}
     adapter = make("sana-600m", family="sana")
     with pytest.raises(DitLoraError, match=f"--to {form} sana: {reasons[form]}") as error:
@@ -311,9 +299,7 @@ def test_what_does_not_fit_is_listed(make: Make, tiny_checkpoints: dict[str, Pat
     message = refusal({**tensors, name: torch.ones(4, 5)})
     assert "trained on another model than this CogVideoXTransformer3DModel" in message
     assert "to_q.lora_A.weight: made for [5], the model's layer has [64]" in message
-    moved_tensors = {
-        key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()
-    }
+    moved_tensors = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
     assert "transformer_blocks.9.attn1.to_q: not in the model" in refusal(moved_tensors)
     nan_tensors = {**tensors, name: tensors[name] * torch.nan}
     assert "not finite" in refusal(nan_tensors)
@@ -332,9 +318,7 @@ def test_what_reads_back_otherwise_is_not_kept(
     adapter = make()
     for writer in ("save_adapter", "save_chat_adapter", "save_file"):
         monkeypatch.setattr(formats, writer, wrong(getattr(formats, writer)))
-    with pytest.raises(
-        CheckFailedError, match=r"read back, is not the adapter.*\n  - .*differs by"
-    ):
+    with pytest.raises(CheckFailedError, match=r"read back, is not the adapter.*\n  - .*differs by"):
         exported(adapter, form)
     assert [path.name for path in adapter.folder.parent.iterdir()] == ["adapter"]
 
@@ -361,6 +345,4 @@ def test_a_file_that_is_not_ours_goes_by_the_base(make: Make) -> None:
     pipeline = fresh(adapter)
     pipeline.load_lora_weights(output_dir)
     assert_same(deltas(pipeline.transformer), deltas(adapter.model))
-    assert json.loads(json.dumps(read_run_metadata(output_dir / ADAPTER_FILE))) == {
-        "exported": {"to": "folded"}
-    }
+    assert json.loads(json.dumps(read_run_metadata(output_dir / ADAPTER_FILE))) == {"exported": {"to": "folded"}}

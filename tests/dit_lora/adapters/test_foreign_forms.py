@@ -59,12 +59,8 @@ class FileForm:
 FORMS = {
     "diffusers": FileForm("Diffusers", "transformer.{name}", "lora_A", "lora_B", "header"),
     "peft": FileForm("PEFT", "base_model.model.{name}", "lora_A", "lora_B", "config"),
-    "kohya": FileForm(
-        "kohya's sd-scripts", "lora_unet_{joined}", "lora_down", "lora_up", "tensors", True
-    ),
-    "videox_fun": FileForm(
-        "kohya's layout of VideoX-Fun", "lora_unet__{joined}", "lora_down", "lora_up", "tensors"
-    ),
+    "kohya": FileForm("kohya's sd-scripts", "lora_unet_{joined}", "lora_down", "lora_up", "tensors", True),
+    "videox_fun": FileForm("kohya's layout of VideoX-Fun", "lora_unet__{joined}", "lora_down", "lora_up", "tensors"),
     "comfyui": FileForm("ComfyUI", "diffusion_model.{name}", "lora_A", "lora_B", "tensors", True),
     "comfyui_model": FileForm(
         "ComfyUI's saving node",
@@ -74,15 +70,11 @@ FORMS = {
         "tensors",
         True,
     ),
-    "ai_toolkit": FileForm(
-        "ai-toolkit, Diffusers' models", "transformer.{name}", "lora_A", "lora_B", "tensors"
-    ),
+    "ai_toolkit": FileForm("ai-toolkit, Diffusers' models", "transformer.{name}", "lora_A", "lora_B", "tensors"),
     "ai_toolkit_published": FileForm(
         "ai-toolkit, its own models", "diffusion_model.{name}", "lora_A", "lora_B", "none", True
     ),
-    "musubi": FileForm(
-        "musubi-tuner", "lora_unet_{joined}", "lora_down", "lora_up", "tensors", True
-    ),
+    "musubi": FileForm("musubi-tuner", "lora_unet_{joined}", "lora_down", "lora_up", "tensors", True),
     "musubi_diffusers": FileForm(
         "musubi-tuner, Qwen-Image and Z-Image",
         "lora_unet_{joined}",
@@ -90,15 +82,9 @@ FORMS = {
         "lora_up",
         "tensors",
     ),
-    "onetrainer": FileForm(
-        "OneTrainer", "lora_transformer_{joined}", "lora_down", "lora_up", "tensors"
-    ),
-    "onetrainer_dotted": FileForm(
-        "OneTrainer, newer models", "transformer.{name}", "lora_down", "lora_up", "tensors"
-    ),
-    "diffsynth": FileForm(
-        "DiffSynth-Studio", "{name}", "lora_A.default", "lora_B.default", "none", True
-    ),
+    "onetrainer": FileForm("OneTrainer", "lora_transformer_{joined}", "lora_down", "lora_up", "tensors"),
+    "onetrainer_dotted": FileForm("OneTrainer, newer models", "transformer.{name}", "lora_down", "lora_up", "tensors"),
+    "diffsynth": FileForm("DiffSynth-Studio", "{name}", "lora_A.default", "lora_B.default", "none", True),
     "diffsynth_diffusers": FileForm(
         "DiffSynth-Studio, Diffusers' models", "{name}", "lora_A.default", "lora_B.default", "none"
     ),
@@ -110,9 +96,7 @@ FORMS = {
         "lora_B",
         "tensors",
     ),
-    "lycoris": FileForm(
-        "LyCORIS, also SimpleTuner's", "lycoris_{joined}", "lora_down", "lora_up", "tensors"
-    ),
+    "lycoris": FileForm("LyCORIS, also SimpleTuner's", "lycoris_{joined}", "lora_down", "lora_up", "tensors"),
 }
 
 CONVERTERS: dict[str, Callable[..., Tensors]] = {
@@ -160,9 +144,7 @@ def published_layers(model: nn.Module, family: str) -> dict[str, list[str]]:
     if table is None:
         for name in layers:
             published_name = names.translate(name)
-            layer_names[
-                name if published_name is None else published_name.removeprefix(names.prefix)
-            ] = [name]
+            layer_names[name if published_name is None else published_name.removeprefix(names.prefix)] = [name]
         return layer_names
     for number in range(max(len(layers), 1)):
         for published_pattern, parts in table.items():
@@ -178,15 +160,11 @@ def size_of(model: nn.Module, name: str) -> list[int]:
     return list(model.get_submodule(name).weight.shape)  # type: ignore[union-attr,arg-type]
 
 
-def factors_of(
-    tiny: Tiny, form: FileForm
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
+def factors_of(tiny: Tiny, form: FileForm) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, float]]:
     """Random factors and alpha for every layer, by the name that the form has for it without its prefix."""
     generator = torch.Generator().manual_seed(5)
     layers = {name: [name] for name in find_adaptable_layers(tiny.model)}
-    for number, (name, part_layers) in enumerate(
-        (tiny.published if form.is_published else layers).items()
-    ):
+    for number, (name, part_layers) in enumerate((tiny.published if form.is_published else layers).items()):
         _, *inputs = size_of(tiny.model, part_layers[0])
         outputs = sum(size_of(tiny.model, layer)[0] for layer in part_layers)
         kernel_shape = [1] * (len(inputs) - 1)

@@ -27,9 +27,7 @@ def model() -> nn.Module:
     model = nn.ModuleDict(
         {
             "embed": nn.Linear(3, 3),
-            "blocks": nn.ModuleList(
-                [nn.ModuleDict({"to_q": LoraLinear(), "norm": nn.LayerNorm(3)})]
-            ),
+            "blocks": nn.ModuleList([nn.ModuleDict({"to_q": LoraLinear(), "norm": nn.LayerNorm(3)})]),
             "out": nn.Linear(3, 3),
         }
     ).to(torch.bfloat16)

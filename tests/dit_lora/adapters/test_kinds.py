@@ -121,12 +121,9 @@ def test_what_cannot_be_adapted_so_is_refused_by_name(
 
 def test_ranks_and_alphas_by_pattern_and_root() -> None:
     model = net()
-    lora = LoraConfig(
-        rank=4, alpha=8, rslora=True, rank_pattern={"ta.l": 9}, alpha_pattern={"wide": 2}
-    )
+    lora = LoraConfig(rank=4, alpha=8, rslora=True, rank_pattern={"ta.l": 9}, alpha_pattern={"wide": 2})
     attach_lora(model, lora, ("wide", "tall"), seed=0)
     ranks = {
-        name: (m.r[ADAPTER_NAME], m.scaling[ADAPTER_NAME])
-        for name, m in (("wide", model.wide), ("tall", model.tall))
+        name: (m.r[ADAPTER_NAME], m.scaling[ADAPTER_NAME]) for name, m in (("wide", model.wide), ("tall", model.tall))
     }
     assert ranks == {"wide": (4, 2 / 4**0.5), "tall": (9, 8 / 9**0.5)}

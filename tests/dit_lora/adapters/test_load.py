@@ -46,9 +46,7 @@ def loaded(one: Trained, family: str, file: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("lacking", ["self_attn_q", "blocks_0", "ffn"])
-def test_musubi_tuners_wan_file_that_lacks_layers_is_loaded(
-    wan: Trained, tmp_path: Path, lacking: str
-) -> None:
+def test_musubi_tuners_wan_file_that_lacks_layers_is_loaded(wan: Trained, tmp_path: Path, lacking: str) -> None:
     """The stock loader takes such files whole alone: it fails on the first name that it does not find."""
     save_file(musubi(wan, without=lacking), tmp_path / "theirs.safetensors")
     expected = deltas(wan.model)
@@ -61,14 +59,10 @@ def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Pa
     tensors = musubi(wan, without="cross_attn_v")
     del tensors["lora_unet_blocks_1_ffn_2.alpha"]
     save_file(tensors, tmp_path / "theirs.safetensors")
-    result = CliRunner().invoke(
-        app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(wan.base)]
-    )
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(wan.base)])
     assert result.exit_code == 1, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
-    listed_names = {
-        line.strip()[2:] for line in result.output.splitlines() if line.strip()[:2] == "- "
-    }
+    listed_names = {line.strip()[2:] for line in result.output.splitlines() if line.strip()[:2] == "- "}
     parts = ("lora_down.weight", "lora_up.weight", "alpha")
     assert listed_names == {
         *(f"lora_unet_blocks_{n}_cross_attn_v.{part}" for n in range(2) for part in parts),
@@ -78,9 +72,7 @@ def test_verify_says_all_that_the_stock_loader_misses(wan: Trained, tmp_path: Pa
     assert "dit-lora export" in result.output
 
 
-def test_verify_names_layers_that_the_stock_loader_drops(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_verify_names_layers_that_the_stock_loader_drops(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers' converter of kohya's FLUX files gives the layers around the blocks names that its loader ignores."""
     base = tiny_checkpoints["flux-dev"]
     targets = ("proj_out", "x_embedder")
@@ -92,9 +84,7 @@ def test_verify_names_layers_that_the_stock_loader_drops(
         tensors[f"lora_unet_{key}.lora_up.weight"] = term.b.contiguous()
         tensors[f"lora_unet_{key}.alpha"] = torch.tensor(term.scale * term.rank)
     save_file(tensors, tmp_path / "theirs.safetensors")
-    result = CliRunner().invoke(
-        app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(base)]
-    )
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "theirs.safetensors"), "--model", str(base)])
     assert result.exit_code == 1, result.output
     assert "FluxPipeline does not load these layers as the file has them" in result.output
     assert all(f"  - {name}: dropped" in result.output for name in targets)
@@ -114,17 +104,13 @@ def comfyui_of(one: Trained) -> Path:
     "family",
     [name for name in DIFFUSION_FAMILIES if not get_family(name).comfyui.unsupported_reason],
 )
-def test_comfyuis_file_acts_on_the_pipeline(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str
-) -> None:
+def test_comfyuis_file_acts_on_the_pipeline(tiny_checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
     variant = get_family(family).tiny_variants[0]
     adapter = trained(family, tiny_checkpoints[variant], tmp_path / "run")
     assert_same(loaded(adapter, family, comfyui_of(adapter)), deltas(adapter.model))
 
 
-def test_sample_applies_a_flux_file_of_comfyui(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_sample_applies_a_flux_file_of_comfyui(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     adapter = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run", scale=1.0)
     shape = ["--height=32", "--width=32", "--frames=1", "--inference-steps=1", "--prompt=a disc"]
     # As SimpleTuner writes it; of such names the stock loader takes none, and warns.
@@ -146,9 +132,7 @@ def test_sample_applies_a_flux_file_of_comfyui(
 
 
 def renamed(tensors: Tensors) -> Tensors:
-    return {
-        name.replace("transformer_blocks", "layers"): tensor for name, tensor in tensors.items()
-    }
+    return {name.replace("transformer_blocks", "layers"): tensor for name, tensor in tensors.items()}
 
 
 def without_lora(_: Tensors) -> Tensors:
@@ -173,9 +157,7 @@ def test_a_file_of_which_nothing_applies_is_refused(
             loaded(adapter, family, tmp_path / "theirs.safetensors")
 
 
-def test_layers_that_the_model_lacks_are_all_named(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_layers_that_the_model_lacks_are_all_named(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers warns of them and loads the others."""
     adapter = trained("flux", tiny_checkpoints["flux-dev"], tmp_path / "run")
     tensors = load_file(adapter.folder / ADAPTER_FILE)

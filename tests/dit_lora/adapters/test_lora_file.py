@@ -103,11 +103,7 @@ def test_every_form_that_export_writes_is_read_back_bit_for_bit(make: Make, fami
         assert (config["r"], config["lora_alpha"]) == (4, 7)
         assert not config["rank_pattern"]
         assert not config["alpha_pattern"]
-        assert all(
-            p.requires_grad and p.dtype is torch.float32
-            for n, p in model.named_parameters()
-            if ".lora_" in n
-        )
+        assert all(p.requires_grad and p.dtype is torch.float32 for n, p in model.named_parameters() if ".lora_" in n)
         assert get_adapter_config(adapter.model)["target_modules"] == config["target_modules"]
 
 
@@ -129,9 +125,7 @@ def test_layers_that_comfyui_would_pass_over_are_refused_by_name(make: Make) -> 
     adapter = make("flux2-klein", family="flux2", targets=targets)
     with pytest.raises(DitLoraError, match="has no counterpart of these layers") as error:
         exported(adapter, "comfyui")
-    assert "  - double_stream_modulation_img.linear\n  - single_stream_modulation.linear" in str(
-        error.value
-    )
+    assert "  - double_stream_modulation_img.linear\n  - single_stream_modulation.linear" in str(error.value)
 
 
 def test_what_trains_of_a_file_is_the_adapter_alone(make: Make) -> None:
@@ -166,9 +160,7 @@ def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_pat
     # As Diffusers loads what is saved of it.
     adapter.checkpoint.pipeline_class.save_lora_weights(
         tmp_path / "saved",
-        transformer_lora_layers={
-            n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()
-        },
+        transformer_lora_layers={n.replace(f".{ADAPTER_NAME}.", "."): t for n, t in matrices(model).items()},
         transformer_lora_adapter_metadata=get_adapter_config(model),
     )
     pipeline = adapter.checkpoint.pipeline(torch.float32, text=False)
@@ -176,9 +168,7 @@ def test_layers_of_different_ranks_and_alphas_keep_their_own(make: Make, tmp_pat
     assert_same(deltas(pipeline.transformer), expected)
 
 
-def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
-    make: Make, tmp_path: Path
-) -> None:
+def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(make: Make, tmp_path: Path) -> None:
     import peft
 
     adapter = make()
@@ -195,18 +185,14 @@ def test_peft_configs_with_patterns_and_rslora_are_scaled_as_peft_does(
     wrapped.save_pretrained(str(tmp_path / "peft"))
     lora_file = read(adapter, tmp_path / "peft" / "adapter_model.safetensors")
     assert set(lora_file.digests) == {"sha256", "config_sha256"}
-    assert lora_file.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(
-        5 * math.sqrt(4)
-    )
+    assert lora_file.layers["transformer_blocks.0.ff.net.2"].alpha == pytest.approx(5 * math.sqrt(4))
     assert_same(deltas(attached(adapter, lora_file)), deltas(wrapped))
 
 
 def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(make: Make) -> None:
     adapter = make()
     names = LayerNames(prefix="transformer.", reads_alpha=False)
-    tensors = build_comfyui_layout(names, collect_updates(adapter.model)).build_tensors(
-        collect_updates(adapter.model)
-    )
+    tensors = build_comfyui_layout(names, collect_updates(adapter.model)).build_tensors(collect_updates(adapter.model))
     assert set(tensors) == {
         f"transformer.{name}.lora_{part}.weight" for name in deltas(adapter.model) for part in "AB"
     }
@@ -214,8 +200,7 @@ def test_a_program_with_the_same_names_and_no_alpha_is_written_and_read_back(mak
     save_file(tensors, file)
     lora_file = read_lora(file, fresh(adapter), names, adapter.checkpoint.pipeline_class)
     assert all(
-        torch.equal(tensors[f"transformer.{n}.lora_B.weight"], layer.b)
-        for n, layer in lora_file.layers.items()
+        torch.equal(tensors[f"transformer.{n}.lora_B.weight"], layer.b) for n, layer in lora_file.layers.items()
     )
     assert_same(deltas(attached(adapter, lora_file)), deltas(adapter.model))
 
@@ -228,9 +213,7 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         LayerNames(prefix="transformer.", reads_alpha=False),
     ):
         family = replace(get_family("cogvideox"), comfyui=names)
-        monkeypatch.setattr(
-            "dit_lora.results.export.export.get_family", lambda _, bound_family=family: bound_family
-        )
+        monkeypatch.setattr("dit_lora.results.export.export.get_family", lambda _, bound_family=family: bound_family)
         file = exported(adapter, "comfyui")
         output_dir = file.parent / "back"
         export(ExportRequest((file,), "diffusers", output_dir, model=str(adapter.base)))
@@ -240,9 +223,7 @@ def test_what_another_program_wrote_is_exported_again(make: Make, monkeypatch: A
         metadata = read_run_metadata(output_dir / ADAPTER_FILE)
         assert (metadata["rank"], metadata["alpha"]) == (4, 7 if names.reads_alpha else 4)
         assert (
-            get_adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))[
-                "lora_alpha"
-            ]
+            get_adapter_config(attached(adapter, read(adapter, output_dir / ADAPTER_FILE)))["lora_alpha"]
             == metadata["alpha"]
         )
         shutil.rmtree(file.parent)
@@ -324,19 +305,14 @@ def test_kohyas_joined_layers_come_apart_where_the_pipeline_knows_how(tmp_path: 
     attach_lora_file(model, lora_file, CONTINUED, (), seed=0)
     updates = (2.0 * b.double() @ a.double()).split(16)
     expected = {
-        f"transformer_blocks.0.attn.to_{projection}": part
-        for projection, part in zip("qkv", updates, strict=True)
+        f"transformer_blocks.0.attn.to_{projection}": part for projection, part in zip("qkv", updates, strict=True)
     }
     assert_same(deltas(model), expected)
 
 
-def test_joined_layers_come_apart_at_the_models_own_widths(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_joined_layers_come_apart_at_the_models_own_widths(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Diffusers' converter has the published widths of FLUX's single blocks written into it."""
-    checkpoint = get_family("flux").open(
-        ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"]))
-    )
+    checkpoint = get_family("flux").open(ModelConfig(family="flux", path=str(tiny_checkpoints["flux-dev"])))
     model, key = checkpoint.load_transformer(torch.float32), "lora_unet_single_blocks_0_linear1"
     for rows in (224, 225):
         down, up = torch.randn(3, 32), torch.randn(rows, 3)
@@ -361,9 +337,7 @@ def refusal(one: Trained, tensors: dict[str, torch.Tensor], metadata: Any = None
 def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
     adapter = make()
     tensors = load_file(adapter.folder / ADAPTER_FILE)
-    moved_tensors = {
-        key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()
-    }
+    moved_tensors = {key.replace("_blocks.1.", "_blocks.9."): value for key, value in tensors.items()}
     message = refusal(adapter, moved_tensors)
     assert "4 of its layers are not in the model" in message
     for name in ("to_q", "to_k", "to_v", "to_out.0"):
@@ -374,9 +348,7 @@ def test_every_name_that_fits_nowhere_is_listed(make: Make) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda file: read_lora(
-            file, nn.Linear(1, 1), make_unsupported_names("not asked"), FluxPipeline
-        ),
+        lambda file: read_lora(file, nn.Linear(1, 1), make_unsupported_names("not asked"), FluxPipeline),
         read_run_metadata,
         read_file_metadata,
     ],
@@ -406,18 +378,14 @@ def test_other_shapes_and_other_kinds_of_tensors_are_refused(make: Make) -> None
     message = refusal(adapter, {**tensors, f"{layer}.dora_scale": torch.ones(4)})
     assert "(lora_A, lora_B) alone; it has\n" in message
     assert f"  - {layer}.dora_scale" in message
-    message = refusal(
-        adapter, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)}
-    )
+    message = refusal(adapter, {**tensors, f"{layer}.lora_A.weight": torch.full((4, 64), torch.inf)})
     assert "not finite" in message
     attention = "transformer.transformer_blocks.0.attn1"
     invalid_tensors = {
         f"{attention}.lora_A.weight": torch.ones(4, 64),
         f"{attention}.lora_B.weight": torch.ones(64, 4),
     }
-    assert "attn1: no linear layer and no 2D convolution" in refusal(
-        adapter, {**tensors, **invalid_tensors}
-    )
+    assert "attn1: no linear layer and no 2D convolution" in refusal(adapter, {**tensors, **invalid_tensors})
     repeated_name = get_kohya_name("transformer_blocks.0.attn1.to_q")
     message = refusal(adapter, {**tensors, f"{repeated_name}.lora_down.weight": torch.ones(4, 64)})
     assert "a second one of transformer_blocks.0.attn1.to_q" in message
@@ -430,9 +398,7 @@ def test_a_refusal_lists_what_is_the_reason_and_no_sound_layer(make: Make) -> No
     for name in ("lora_te1_text_model_0_mlp", "text_encoders.gemma.model.layers.0.q_proj"):
         extra_layer = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
         message = refusal(adapter, {**tensors, **extra_layer})
-        assert message.endswith(
-            f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}"
-        )
+        assert message.endswith(f"1 of its layers are of a text encoder, which takes no LoRA here\n  - {name}")
     message = refusal(adapter, {**tensors, f"{layer}.alpha": torch.tensor(4.0)})
     assert message.endswith(f"\n  - {layer}: no lora_A and no lora_B, its alpha is alone")
     message = refusal(adapter, {**tensors, f"{layer}.diff": torch.ones(4, 4)})
@@ -443,9 +409,7 @@ def test_prefixes_may_differ_within_a_file(make: Make, tmp_path: Path) -> None:
     adapter = make()
     tensors = load_file(adapter.folder / ADAPTER_FILE)
     mixed = {
-        name.replace("transformer.", "model.diffusion_model.", 1)
-        if "_blocks.1." in name
-        else name: t
+        name.replace("transformer.", "model.diffusion_model.", 1) if "_blocks.1." in name else name: t
         for name, t in tensors.items()
     }
     save_file(mixed, tmp_path / "mixed.safetensors")
@@ -472,9 +436,7 @@ def test_a_converter_that_drops_tensors_is_found_out(make: Make) -> None:
     file = adapter.folder.parent / "strange.safetensors"
     tensors = {f"x_blocks_0.{part}.weight": t for part, t in factors.items()}
     save_file(tensors | {"x_blocks_0.alpha": torch.tensor(8.0)}, file)
-    layer = read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping).layers[
-        "transformer_blocks.0.attn1.to_q"
-    ]
+    layer = read_lora(file, fresh(adapter), UNKNOWN_NAMES, Dropping).layers["transformer_blocks.0.attn1.to_q"]
     update = layer.alpha / layer.rank * layer.b @ layer.a
     torch.testing.assert_close(update, 2 * factors["lora_up"] @ factors["lora_down"])
     extra_tensors = {f"x_blocks_1.{part}.weight": t.clone() for part, t in factors.items()}
@@ -489,9 +451,7 @@ def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> No
 
     def refused(**lora: Any) -> str:
         with pytest.raises(DitLoraError) as error:
-            attach_lora_file(
-                fresh(adapter), lora_file, LoraConfig(init="a/file", **lora), (), seed=0
-            )
+            attach_lora_file(fresh(adapter), lora_file, LoraConfig(init="a/file", **lora), (), seed=0)
         return str(error.value)
 
     assert "lora.rank: 8 is given, and 4 is in pytorch_lora_weights.safetensors" in refused(rank=8)
@@ -499,9 +459,7 @@ def test_a_recipes_own_rank_alpha_or_targets_must_be_the_files(make: Make) -> No
     message = refused(targets=("to_q", "ff.net.2"))
     assert "transformer_blocks.0.ff.net.2: not in the file" in message
     assert "transformer_blocks.0.attn1.to_k: not in lora.targets" in message
-    same_config = LoraConfig(
-        init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0")
-    )
+    same_config = LoraConfig(init="x/y", rank=4, alpha=7, targets=("to_q", "to_k", "to_v", "to_out.0"))
     attach_lora_file(fresh(adapter), lora_file, same_config, (), seed=0)
 
 
@@ -511,8 +469,6 @@ def test_a_quantised_base_takes_a_file_too(make: Make) -> None:
     adapter = make()
     model = fresh(adapter)
     quantize_base(model, "int8")
-    lora_file = read_lora(
-        adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.pipeline_class
-    )
+    lora_file = read_lora(adapter.folder / ADAPTER_FILE, model, UNKNOWN_NAMES, adapter.checkpoint.pipeline_class)
     attach_lora_file(model, lora_file, CONTINUED, (), seed=0)
     assert_same(deltas(model), deltas(adapter.model))

@@ -80,16 +80,12 @@ def test_a_link_to_outside_is_refused_by_its_name(checkpoint: Path, link: str) -
         (checkpoint / "vae").symlink_to(secret)
     else:
         (checkpoint / link).symlink_to(secret / "config.json")
-    with pytest.raises(
-        DitLoraError, match="links to outside of it, which are not followed"
-    ) as error:
+    with pytest.raises(DitLoraError, match="links to outside of it, which are not followed") as error:
         list_checkpoint_files(checkpoint)
     assert f"- {link}" in str(error.value)
 
 
-def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_links_within_are_followed_and_so_are_those_of_the_hubs_cache(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "vae/config.json").rename(checkpoint / "shared")
     (checkpoint / "vae/config.json").symlink_to("../shared")
     assert list_checkpoint_files(checkpoint) == OWN

@@ -83,9 +83,7 @@ def test_the_folder_is_what_peft_itself_writes(tmp_path: Path) -> None:
     tensors, peft_tensors = (load_file(tmp_path / f / CHAT_ADAPTER_FILE) for f in ("out", "peft"))
     assert tensors.keys() == peft_tensors.keys()
     assert all(torch.equal(tensors[key], peft_tensors[key]) for key in tensors)
-    configs = [
-        json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("out", "peft")
-    ]
+    configs = [json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("out", "peft")]
     assert configs[0] == configs[1]
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert len(modes) == 1  # safetensors writes 0600

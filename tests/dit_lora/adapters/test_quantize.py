@@ -77,9 +77,7 @@ def call(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_linear_layers_of_the_blocks_alone_are_quantised(
-    transformer: Any, kind: Quantization
-) -> None:
+def test_the_linear_layers_of_the_blocks_alone_are_quantised(transformer: Any, kind: Quantization) -> None:
     """As many bytes as shapes say; what the model computes changes a little."""
     linear = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     block_layers = {name for name in linear if name.startswith("transformer_blocks.")}
@@ -87,9 +85,7 @@ def test_the_linear_layers_of_the_blocks_alone_are_quantised(
     before, computed = call(transformer), count_quantized_bytes(transformer, kind)
     num_parameters = sum(p.numel() for p in transformer.parameters())
     report = quantize_base(transformer, kind)
-    quantized_layers = {
-        n for n, module in transformer.named_modules() if isinstance(module, QuantizedLinear)
-    }
+    quantized_layers = {n for n, module in transformer.named_modules() if isinstance(module, QuantizedLinear)}
     assert quantized_layers == block_layers
     assert report.bytes_after == count_parameter_bytes(transformer) == computed
     assert (report.num_layers, report.num_total_parameters) == (len(block_layers), num_parameters)
@@ -111,9 +107,7 @@ def test_shared_weights_and_what_is_trained_are_left_out(transformer: Any) -> No
     assert find_quantizable_layers(Tied()) == ["blocks.0.0"]
     quantizable_names = find_quantizable_layers(transformer)
     groups = GroupsConfig(backbone=GroupConfig(lr=1e-5, modules=(f"{QUERY}.bias", "*.ff.net.2.*")))
-    remaining = set(
-        find_quantizable_layers(transformer, find_base_members(transformer, groups, {}))
-    )
+    remaining = set(find_quantizable_layers(transformer, find_base_members(transformer, groups, {})))
     assert {QUERY, "transformer_blocks.1.ff.net.2"} == {
         name for name in quantizable_names if name not in remaining and "blocks.0.ff" not in name
     }
@@ -151,9 +145,7 @@ def nothing_run() -> MicroBatch:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "scale"), ("int8", "scale"), ("fp8", "weight")])
-def test_the_guard_names_a_frozen_weight_that_is_damaged(
-    transformer: Any, kind: Quantization, name: str
-) -> None:
+def test_the_guard_names_a_frozen_weight_that_is_damaged(transformer: Any, kind: Quantization, name: str) -> None:
     """A NaN among the scales (bitsandbytes' absmax), or a flipped bit that makes one of fp8."""
     model = adapted(transformer, kind)
     suspects = DiagnosisContext(model, lambda: [])
@@ -193,14 +185,10 @@ def test_the_loader_of_flux_takes_an_adapter_over_a_quantised_base(
     quantize_base(quantized_model, kind)
     layers = [module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)]
     DiffusionReferenceModel(checkpoint).load_adapter(quantized_model, file)
-    assert layers == [
-        module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)
-    ]
+    assert layers == [module for module in quantized_model.modules() if isinstance(module, QuantizedLinear)]
     expected = dict(trained.named_parameters())
     named_parameters = quantized_model.named_parameters()
-    actual = {
-        n.replace(".default_0.", ".default."): p for n, p in named_parameters if ".lora_" in n
-    }
+    actual = {n.replace(".default_0.", ".default."): p for n, p in named_parameters if ".lora_" in n}
     assert actual.keys() == {name for name in expected if ".lora_" in name}
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 

@@ -55,9 +55,7 @@ def trained(model: Any) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_it_starts_as_the_base_with_the_part_of_the_weight_that_the_paper_takes(
-    init: str, net: Any
-) -> None:
+def test_it_starts_as_the_base_with_the_part_of_the_weight_that_the_paper_takes(init: str, net: Any) -> None:
     model = started(net, init)
     torch.testing.assert_close(model(inputs()), net(inputs()), rtol=1e-5, atol=1e-6)
     for name in ("wide", "tall"):
@@ -109,9 +107,7 @@ def test_what_is_saved_is_one_lora_over_the_untouched_base(rslora: bool, net: An
     with torch.no_grad():
         for p in trained(model).values():
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
-    state = build_saved_state(
-        model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME)
-    )
+    state = build_saved_state(model, peft.get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME))
     config = build_saved_config(model, ADAPTER_NAME)
     assert (config.r, config.rank_pattern, config.use_rslora) in (
         (2 * RANK, {"^tall": 6}, False),
@@ -145,7 +141,5 @@ def test_the_start_is_on_wherever_what_trains_is_and_only_there(net: Any) -> Non
 def test_a_rank_that_a_weight_has_not_is_refused_by_its_layer(net: Any) -> None:
     model = copy.deepcopy(net)
     lora = LoraConfig(init="olora", rank=21)
-    with pytest.raises(
-        DitLoraError, match=r"olora needs a rank.*\n.*wide: rank 21, and its weight has 20"
-    ):
+    with pytest.raises(DitLoraError, match=r"olora needs a rank.*\n.*wide: rank 21, and its weight has 20"):
         attach_initialized_lora(model, lora, ("wide", "tall"), seed=0)

@@ -59,9 +59,7 @@ def test_a_text_encoders_adapter_has_the_strength_of_the_transformers(
         assert torch.equal(latents(pipeline), stock_latents)
     reference.set_adapters("both", {"transformer": 0.5, "text_encoder": 0.0})
     with scale_adapters(pipeline, 0.5):
-        assert not torch.equal(latents(pipeline), latents(reference)), (
-            "the text encoder's has a part in it"
-        )
+        assert not torch.equal(latents(pipeline), latents(reference)), "the text encoder's has a part in it"
 
 
 @pytest.mark.thorough
@@ -75,9 +73,7 @@ def test_both_experts_adapters_have_it_and_get_their_own_back(
     pipeline = WanPipeline.from_pretrained(base)
     adapter_latents = latents(pipeline, num_frames=5)
     for second in (False, True):
-        pipeline.load_lora_weights(
-            adapter.folder, load_into_transformer_2=second, adapter_name="own"
-        )
+        pipeline.load_lora_weights(adapter.folder, load_into_transformer_2=second, adapter_name="own")
     full_latents = latents(pipeline, num_frames=5)
     with scale_adapters(pipeline, 0.0):
         assert torch.equal(latents(pipeline, num_frames=5), adapter_latents)

@@ -40,9 +40,7 @@ def model_of(stored: tuple[Any, dict[str, StoredLayer]], dtype: torch.dtype) -> 
     model = checkpoint.load_transformer(dtype)
     configs = build_frozen_configs(model, [layers, layers])
     attach_lora(model, LoraConfig(rank=4), FAMILY.lora_targets, seed=0)
-    attach_frozen_adapters(
-        model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)}
-    )
+    attach_frozen_adapters(model, {"under_0": (configs[0], layers, 0.5), "under_1": (configs[1], layers, -2.0)})
     return model.eval()
 
 
@@ -68,9 +66,7 @@ def test_they_are_in_fp32_and_nothing_but_the_trained_one_trains(stored: Any) ->
     assert len(frozen_parameters) == 2 * 2 * len(stored[1])
     assert {p.dtype for p in frozen_parameters.values()} == {torch.float32}
     assert all(f".{ADAPTER_NAME}." in name for name in trainable(model))
-    groups = parameter_groups(
-        model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns
-    )
+    groups = parameter_groups(model, adapter=1e-3, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns)
     group_names = {name for group in groups for name in group["param_names"]}
     assert not group_names & frozen_parameters.keys()
     assert not any(is_frozen_adapter(name) for name in get_base_parameters(model))
@@ -91,9 +87,7 @@ def test_each_acts_by_its_scale_and_goes_away_by_name(stored: Any) -> None:
         half_output = output(model)
     expected = checkpoint.load_transformer(torch.float32)
     for name, layer in stored[1].items():
-        expected.get_submodule(name).weight.data += (
-            0.5 * layer.alpha / layer.rank * layer.b @ layer.a
-        )
+        expected.get_submodule(name).weight.data += 0.5 * layer.alpha / layer.rank * layer.b @ layer.a
     torch.testing.assert_close(half_output, output(expected.eval()), rtol=1e-4, atol=1e-5)
     assert (half_output - full_output).abs().max() > 0.01 < (half_output - base).abs().max()
     assert trainable(model) == before

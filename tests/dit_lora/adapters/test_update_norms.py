@@ -55,9 +55,7 @@ def test_the_norm_of_a_product_is_taken_without_it(b_scale: float) -> None:
 def test_the_norm_of_a_convolutions_update() -> None:
     a, b = draws(4, 3, 3, 3, seed=1), draws(8, 4, 1, 1, seed=2)
     delta = nn.functional.conv2d(a.permute(1, 0, 2, 3), b).permute(1, 0, 2, 3)  # as PEFT merges it
-    assert compute_product_norm(b, a) == pytest.approx(
-        torch.linalg.vector_norm(delta).item(), rel=1e-5
-    )
+    assert compute_product_norm(b, a) == pytest.approx(torch.linalg.vector_norm(delta).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])
@@ -66,14 +64,9 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
     model = adapted(kind)
     layers = list_loaded_layers(model)
     assert {loaded_layer.scaling for loaded_layer in layers.values()} == {3.0}
-    tensors = {
-        name.replace(".default", ""): p.detach()
-        for name, p in model.named_parameters()
-        if ".lora_" in name
-    }
+    tensors = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters() if ".lora_" in name}
     update_by_name = {
-        item.name: item
-        for item in compute_module_updates(tensors, layers, compute_weight_norms(model, []))
+        item.name: item for item in compute_module_updates(tensors, layers, compute_weight_norms(model, []))
     }
     assert update_by_name.keys() == {"blocks.0", "blocks.1", "conv"}
     for name, update in update_by_name.items():
@@ -84,9 +77,7 @@ def test_updates_are_relative_to_the_weights_that_they_are_added_to(kind: str | 
         is_quantized = hasattr(base, "dequantize")
         weight = base.dequantize(torch.float32) if is_quantized else base.weight  # type: ignore[operator, union-attr]
         assert update.norm == pytest.approx(norm, rel=1e-5)
-        assert update.relative_norm == pytest.approx(
-            norm / torch.linalg.vector_norm(weight).item(), rel=1e-5
-        )
+        assert update.relative_norm == pytest.approx(norm / torch.linalg.vector_norm(weight).item(), rel=1e-5)
 
 
 def test_norms_of_a_model_without_values_are_read_from_the_checkpoints_files(
@@ -117,22 +108,13 @@ def test_an_update_of_a_weight_that_begins_at_nothing_is_no_extreme_one(size: fl
             for name, p in model.named_parameters()
             if ".lora_" in name
         }
-        update_list = compute_module_updates(
-            tensors, list_loaded_layers(model), compute_weight_norms(model, [])
-        )
+        update_list = compute_module_updates(tensors, list_loaded_layers(model), compute_weight_norms(model, []))
         return {update.name: update for update in update_list}
 
     mild = updates(0.3)["blocks.0"]
-    assert (
-        mild.relative_norm is None
-        if size == 0
-        else (mild.relative_norm or 0) > EXTREME_UPDATE_RATIO
-    )
+    assert mild.relative_norm is None if size == 0 else (mild.relative_norm or 0) > EXTREME_UPDATE_RATIO
     assert 0 < (mild.relative_to_typical or 0) <= EXTREME_UPDATE_RATIO
-    assert all(
-        (update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO
-        for update in updates(30.0).values()
-    )
+    assert all((update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO for update in updates(30.0).values())
 
 
 def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
@@ -148,8 +130,7 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
         "d": draws(1),
     }
     update_by_name = {
-        update.name: update
-        for update in compute_base_updates(current_weights, [tmp_path / "model.safetensors"])
+        update.name: update for update in compute_base_updates(current_weights, [tmp_path / "model.safetensors"])
     }
     assert {name: update.relative_norm for name, update in update_by_name.items()} == {
         "a": pytest.approx(20),
@@ -157,7 +138,5 @@ def test_how_far_base_weights_have_trained_is_read_from_the_checkpoints_files(
         "zero": None,
     }
     assert [
-        name
-        for name, update in update_by_name.items()
-        if (update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO
+        name for name, update in update_by_name.items() if (update.relative_to_typical or 0) > EXTREME_UPDATE_RATIO
     ] == ["a"]

@@ -28,9 +28,7 @@ def invoke(*arguments: object) -> str:
 
 def heavy_imports(code: str) -> set[str]:
     script = f"{code}\nimport sys; print(*sys.modules)"
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return {"torch", "diffusers", "transformers", "pydantic", "numpy"} & set(process.stdout.split())
 
 
@@ -176,9 +174,7 @@ def test_from_the_shell_a_mistake_has_its_exit_code_and_no_traceback() -> None:
 
 def difference(one: str | Path, two: str | Path) -> float:
     """Mean absolute difference of two sampled videos, in grey levels."""
-    frames = [
-        read_frames(Path(p), frames=9, height=32, width=48, fps=8).float() for p in (one, two)
-    ]
+    frames = [read_frames(Path(p), frames=9, height=32, width=48, fps=8).float() for p in (one, two)]
     return (frames[0] - frames[1]).abs().mean().item()
 
 
@@ -203,12 +199,8 @@ def test_sample_writes_videos_that_the_adapter_changes(
     header = read_header(Path(first_paths[0]))
     assert (header.height, header.width, header.fps) == (32, 48, 8.0)
     other_paths = write_samples(
-        SampleRequest(
-            target=run, prompts=("a",), seed=4, inference_steps=2, output_folder=tmp_path / "other"
-        )
+        SampleRequest(target=run, prompts=("a",), seed=4, inference_steps=2, output_folder=tmp_path / "other")
     )
     assert difference(other_paths[0], first_paths[0]) > 5
-    with pytest.raises(
-        DitLoraError, match=r"does not say where its base model .* is; give --model"
-    ):
+    with pytest.raises(DitLoraError, match=r"does not say where its base model .* is; give --model"):
         runner.invoke(app, ["sample", str(copy), *common], catch_exceptions=False)

@@ -78,6 +78,4 @@ def test_a_recipe_says_how_many_references_and_how_large(pairs: Path) -> None:
     assert message == "reference_unfit: it has 2 references, and this model takes 1"
     report = audit(recipe, *changes, "data.reference_resolution=null", code=1)
     (message,) = report["samples"][0]["reasons"]
-    assert message.startswith(
-        "reference_upscaled: its reference has 64 x 64 pixels, and is encoded in"
-    )
+    assert message.startswith("reference_upscaled: its reference has 64 x 64 pixels, and is encoded in")

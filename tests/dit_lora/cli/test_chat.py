@@ -20,9 +20,7 @@ from dit_lora.training.tasks.chat.answerer import load_answerer
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -64,9 +62,7 @@ def recipe(base: Path, data: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_show_has_the_tokens_of_a_sample_and_a_page_with_its_frames(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_show_has_the_tokens_of_a_sample_and_a_page_with_its_frames(recipe: Path, tmp_path: Path) -> None:
     output = invoke("show", recipe, "--html", tmp_path / "page.html")
     assert output.splitlines()[0].strip() == CLIPS[0]
     assert "learned" in output
@@ -107,9 +103,7 @@ def test_chat_answers_as_the_model_does_turn_after_turn(adapter: Path, data: Pat
     base = answerer.checkpoint.path
     base_lines = invoke("chat", base, "--video", clip, *options).splitlines()
     assert base_lines[0] != answers[0]
-    instructed_output = invoke(
-        "chat", adapter, "--video", clip, *options, "--instruction", "Watch it."
-    )
+    instructed_output = invoke("chat", adapter, "--video", clip, *options, "--instruction", "Watch it.")
     assert instructed_output.splitlines()[0] != answers[0]
 
 
@@ -121,18 +115,14 @@ def test_chat_takes_one_file_that_is_there(adapter: Path, data: Path) -> None:
         invoke("chat", adapter, "--video", data / "gone.mp4", "--prompt", "What?")
 
 
-def test_export_writes_a_checkpoint_that_is_the_tuned_model(
-    adapter: Path, base: Path, tmp_path: Path
-) -> None:
+def test_export_writes_a_checkpoint_that_is_the_tuned_model(adapter: Path, base: Path, tmp_path: Path) -> None:
     output_dir = tmp_path / "merged"
     assert str(output_dir) in invoke("export", adapter, "--out", output_dir)
     merged, tuned = load_answerer(output_dir), load_answerer(adapter)
     ids = torch.tensor([[1, 5, 9, 33], [1, 60, 2, 7]])
     with torch.no_grad():
         expected = tuned.model(input_ids=ids).logits
-        torch.testing.assert_close(
-            merged.model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(merged.model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
     names = {name for file in output_dir.glob("*.safetensors") for name in load_file(file)}
     assert names == {name for file in base.glob("*.safetensors") for name in load_file(file)}
     repeated_out = ("--out", tmp_path / "again")
@@ -146,9 +136,7 @@ def test_export_writes_a_checkpoint_that_is_the_tuned_model(
         invoke("export", adapter, adapter, *repeated_out)
 
 
-def test_verbs_of_diffusion_and_of_chat_send_to_each_other(
-    recipe: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_verbs_of_diffusion_and_of_chat_send_to_each_other(recipe: Path, adapter: Path, tmp_path: Path) -> None:
     def refused(*arguments: object) -> str:
         with pytest.raises(DitLoraError) as error:
             invoke(*arguments)

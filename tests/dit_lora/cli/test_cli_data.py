@@ -18,9 +18,7 @@ from dit_lora.errors import DitLoraError
 
 
 def invoke(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -44,9 +42,7 @@ def verdicts(path: Path) -> dict[str, str]:
     return {sample["file"]: sample["verdict"] for sample in json.loads(path.read_text())["samples"]}
 
 
-def test_a_folder_alone_is_audited_and_every_file_asked_for_is_written(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_a_folder_alone_is_audited_and_every_file_asked_for_is_written(recipe: Path, tmp_path: Path) -> None:
     output_paths = {name: tmp_path / f"audit.{name}" for name in ("json", "html", "fix-list")}
     options = [part for name, path in output_paths.items() for part in (f"--{name}", path)]
     output = invoke("audit", tmp_path / "data", *options, code=1)
@@ -95,9 +91,7 @@ def test_a_recipes_audit_looks_at_encodings_and_training_heeds_it(
     report_values = json.loads(report.read_text())
     assert report_values["totals"]["reject"] == 2
     assert {"latent_mean", "latent_logvar", "prompt_embeds"} <= report_values["encoded"].keys()
-    assert all(
-        sample["facts"]["caption_tokens"] for sample in report_values["samples"] if sample["facts"]
-    )
+    assert all(sample["facts"]["caption_tokens"] for sample in report_values["samples"] if sample["facts"])
     with pytest.raises(DitLoraError, match=r"cut\.mp4: .*truncated"):
         lora_main([str(recipe)])
 
@@ -108,9 +102,7 @@ def test_a_damaged_cache_entry_is_named_by_the_audit(recipe: Path, tmp_path: Pat
     poison(tmp_path / "cache", sample)
     report = tmp_path / "audit.json"
     invoke("audit", recipe, "--encode", "--json", report, code=1)
-    (damaged_sample,) = [
-        s for s in json.loads(report.read_text())["samples"] if s["file"] == sample
-    ]
+    (damaged_sample,) = [s for s in json.loads(report.read_text())["samples"] if s["file"] == sample]
     assert {"cache_damaged", "latent_non_finite"} <= set(damaged_sample["codes"])
 
 

@@ -19,9 +19,7 @@ FILE = "adapter/pytorch_lora_weights.safetensors"
 
 
 def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(
-        app, [str(argument) for argument in arguments], catch_exceptions=False
-    )
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -100,9 +98,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(
 
     out_option = ("--out", tmp_path / "out")
     assert "exists already; give another folder" in refused(run, "--out", run)
-    assert "2 adapters and 1 weights; give --weight once" in refused(
-        run, run, "--weight", 1, *out_option
-    )
+    assert "2 adapters and 1 weights; give --weight once" in refused(run, run, "--weight", 1, *out_option)
     assert "numbers other than 0; got [0.0]" in refused(run, "--weight", 0, *out_option)
     assert "numbers other than 0; got [nan]" in refused(run, "--weight", "nan", *out_option)
     assert "no file or folder" in refused(tmp_path / "gone", *out_option)
@@ -110,9 +106,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(
     assert "no adapter in" in refused(tmp_path / "bare", *out_option)
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "model" / "model_index.json").write_text("{}")
-    assert "full/model is a whole pipeline, not an adapter" in refused(
-        tmp_path / "full", *out_option
-    )
+    assert "full/model is a whole pipeline, not an adapter" in refused(tmp_path / "full", *out_option)
     assert "is a SanaPipeline checkpoint; family cogvideox" in refused(
         run, "--model", tiny_checkpoints["sana-600m"], *out_option
     )
@@ -139,9 +133,7 @@ def test_a_name_of_its_own_is_taken_with_model_given(run: Path, tmp_path: Path) 
         assert tensors[name].equal(2 * tensor if "lora_B" in name else tensor), name
 
 
-def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(
-    run: Path, tmp_path: Path
-) -> None:
+def test_what_reads_pipelines_files_says_how_to_get_one_of_a_peft_folder(run: Path, tmp_path: Path) -> None:
     base = ("--model", yaml.safe_load((run / "config.yaml").read_text())["model"]["path"])
     invoke("export", run, "--to", "peft", "--out", tmp_path / "peft")
     export_command = f"dit-lora export {tmp_path / 'peft'} --to diffusers --out OUT"

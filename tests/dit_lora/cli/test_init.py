@@ -112,18 +112,14 @@ def test_every_example_is_one_that_its_verb_takes(verb: str) -> None:
         if arguments == ["--help"]:
             continue
         assert "commands" not in vars(command)
-        command.make_context(
-            verb, arguments
-        )  # raises of an unknown option, a missing or wrong value
+        command.make_context(verb, arguments)  # raises of an unknown option, a missing or wrong value
 
 
 def test_without_arguments_the_help_comes_in_a_newcomers_order_and_says_what_to_type() -> None:
     output = runner.invoke(app, []).output
     panels = [output.index(f"─ {panel} ─") for panel in PANELS]
     assert panels == sorted(panels)
-    verb_positions = [
-        output.index(f"  dit-lora {verb}") for verb in ("doctor", "recipes", "init smoke/cog")
-    ]
+    verb_positions = [output.index(f"  dit-lora {verb}") for verb in ("doctor", "recipes", "init smoke/cog")]
     assert panels[-1] < verb_positions[0] < verb_positions[1] < verb_positions[2]
     assert output.split() == invoke("--help").split()
 
@@ -152,9 +148,7 @@ def test_recipes_families_launches_and_tiny_checkpoints_complete() -> None:
 
 
 @pytest.mark.parametrize("verb", ["plan", "audit", "cache build", "cache verify", "show"])
-def test_recipe_files_and_keys_complete(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_files_and_keys_complete(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one" / "two").mkdir(parents=True)
     for name in ("a.yaml", "b.txt", "one/two/c.yaml", "one/two/d.yaml"):
         (tmp_path / name).touch()

@@ -21,9 +21,7 @@ def invoke(*arguments: object) -> str:
 def fill(folder: Path) -> Path:
     evidence = {"control": "c.mp4", "replays": {"failed": 3, "of": 3}}
     records = [
-        QuarantineRecord(
-            "a.mp4", 0, None, 4, "data", "it fails whatever is switched off", evidence=evidence
-        ),
+        QuarantineRecord("a.mp4", 0, None, 4, "data", "it fails whatever is switched off", evidence=evidence),
         QuarantineRecord("b.mp4", 1, 1, 9, "inputs", "only with this noise"),
     ]
     Quarantine(folder / "quarantine.jsonl", records).save()

@@ -31,9 +31,7 @@ def clips(tmp_path: Path) -> Path:
     folder = tmp_path / "clips"
     write_without_captions(folder, clips=3, stills=2)
     first_name = min(path.name for path in folder.glob("*.mp4"))
-    (folder / "metadata.jsonl").write_text(
-        f'{{"file_name": "{first_name}",  "text": "mine", "n": 1}}\n'
-    )
+    (folder / "metadata.jsonl").write_text(f'{{"file_name": "{first_name}",  "text": "mine", "n": 1}}\n')
     return folder
 
 
@@ -77,17 +75,13 @@ def test_a_file_that_cannot_be_read_is_named_at_the_end_and_stops_no_other(
         (clips / name).write_bytes(b"no media")
     result = caption(clips, tiny_checkpoints["qwen2.5-vl"])
     assert result.exit_code == 1
-    messages = [
-        line for line in result.stdout.split("\n") if line.startswith("could not be described")
-    ]
+    messages = [line for line in result.stdout.split("\n") if line.startswith("could not be described")]
     assert [line.split(": ")[1] for line in messages] == ["broken.mp4", "broken.png"]
     assert len(rows(clips)) == 5
     assert "2 of 7 files have none" in result.output
 
 
-def test_a_file_name_that_is_not_utf8_ends_nothing(
-    tiny_checkpoints: dict[str, Path], clips: Path
-) -> None:
+def test_a_file_name_that_is_not_utf8_ends_nothing(tiny_checkpoints: dict[str, Path], clips: Path) -> None:
     undecodable_names = [
         os.fsdecode(b"caf\xe9.mp4"),
         os.fsdecode(b"\xff.png"),
@@ -126,9 +120,7 @@ def test_a_caption_that_is_written_meanwhile_is_kept(
 
     def describe(inner: Any, answerer: Any, file: Path, *args: Any) -> str:
         if not edited:
-            edited.update(
-                {min(rows(clips)): "better", file.relative_to(clips).as_posix(): "by hand"}
-            )
+            edited.update({min(rows(clips)): "better", file.relative_to(clips).as_posix(): "by hand"})
             with lock_table(clips) as table:
                 table.write_captions(edited)
         return str(inner(answerer, file, *args))
@@ -147,9 +139,7 @@ def command(folder: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_a_killed_start_goes_on_where_it_was(
-    tiny_checkpoints: dict[str, Path], clips: Path
-) -> None:
+def test_a_killed_start_goes_on_where_it_was(tiny_checkpoints: dict[str, Path], clips: Path) -> None:
     model = tiny_checkpoints["qwen2.5-vl"]
     part = clips / ".captions" / "part_0.jsonl"
     process = subprocess.Popen([sys.executable, *command(clips, model)], env=os.environ)

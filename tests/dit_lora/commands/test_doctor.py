@@ -12,9 +12,7 @@ from dit_lora.environment.versions import TESTED, Device, Environment, find_prob
 from dit_lora.errors import DitLoraError
 
 TESTED_VERSIONS = {
-    name: tested.tested_version
-    for name, tested in TESTED.items()
-    if tested.required and tested.tested_version
+    name: tested.tested_version for name, tested in TESTED.items() if tested.required and tested.tested_version
 }
 ON_CPU = Environment("3.12.4", "Linux-6.1.0-x86_64", {**TESTED_VERSIONS, "numpy": "2.4.6"})
 H100 = Device("NVIDIA H100 80GB HBM3", 79.1, bf16=True)
@@ -156,13 +154,9 @@ def test_tables_fit_80_columns_and_commands_stay_whole(
     assert "[bold].yaml" in output
     assert "set num_processes to 1" in output
     assert output.rstrip().endswith("not ready: see the lines with refuse")
-    unbroken_texts = [text for p in find_problems(env) for text in (p.what, p.remedy)] + [
-        "num_processes"
-    ]
+    unbroken_texts = [text for p in find_problems(env) for text in (p.what, p.remedy)] + ["num_processes"]
     unbroken_texts += [str(path)]
-    wrapped = [
-        line for line in output.splitlines() if not any(text in line for text in unbroken_texts)
-    ]
+    wrapped = [line for line in output.splitlines() if not any(text in line for text in unbroken_texts)]
     assert len(wrapped) > len(TESTED)
     assert max(map(len, wrapped)) <= 80
 

@@ -34,17 +34,14 @@ def base(tiny_checkpoints: dict[str, Path]) -> Path:
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     first_folder, second_folder = (
-        trained("sana", base, folder / name, seed=seed, scale=0.3).folder
-        for name, seed in (("one", 1), ("other", 2))
+        trained("sana", base, folder / name, seed=seed, scale=0.3).folder for name, seed in (("one", 1), ("other", 2))
     )
     return first_folder, second_folder
 
 
 def request(target: Path, base: Path, out: Path, **options: Any) -> SampleRequest:
     sampling = {"inference_steps": 2, "guidance_scale": 1.0, **SHAPE}
-    return SampleRequest(
-        target, (PROMPT,), model=str(base), output_folder=out, **sampling, **options
-    )
+    return SampleRequest(target, (PROMPT,), model=str(base), output_folder=out, **sampling, **options)
 
 
 def pixels(path: Path) -> Any:
@@ -61,15 +58,11 @@ def stock(base: Path, seed: int, put: Callable[[Any], None]) -> Any:
     return frames[0].numpy()
 
 
-def test_each_seed_of_a_row_gives_what_it_gives_alone(
-    base: Path, adapters: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_each_seed_of_a_row_gives_what_it_gives_alone(base: Path, adapters: tuple[Path, Path], tmp_path: Path) -> None:
     row = write_samples(request(adapters[0], base, tmp_path / "row", seed=5, count=3))
     assert len(row) == 3
     for seed, path in zip((5, 6, 7), row, strict=True):
-        (single_path,) = write_samples(
-            request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed)
-        )
+        (single_path,) = write_samples(request(adapters[0], base, tmp_path / f"alone_{seed}", seed=seed))
         assert single_path.name == path.name
         assert single_path.read_bytes() == path.read_bytes()
     assert len({path.read_bytes() for path in row}) == 3
@@ -85,9 +78,7 @@ def test_strengths_are_the_base_the_adapter_and_stock_weights_between(
 
         return put
 
-    sample_request = request(
-        adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5)
-    )
+    sample_request = request(adapters[0], base, tmp_path / "row", seed=3, strengths=(1.5, 0, 1, 0.5))
     cells = {cell.strength: cell.path for cell in write_sample_cells(sample_request)}
     assert np.array_equal(pixels(cells[0]), stock(base, 3, lambda pipeline: None))
     (plain,) = write_samples(request(adapters[0], base, tmp_path / "plain", seed=3))
@@ -110,24 +101,18 @@ def test_several_adapters_act_as_stock_set_adapters_weighs_them(
     assert np.array_equal(pixels(path), stock(base, 1, put))
 
 
-def test_a_second_adapter_may_be_in_another_programs_form(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_second_adapter_may_be_in_another_programs_form(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = tiny_checkpoints["flux2-klein"]
     first_folder, second_folder = (
         trained("flux2", base, tmp_path / name, seed=seed, scale=0.3).folder
         for name, seed in (("one", 1), ("other", 2))
     )
-    comfyui = export(
-        ExportRequest((second_folder,), "comfyui", tmp_path / "comfyui", model=str(base))
-    )
+    comfyui = export(ExportRequest((second_folder,), "comfyui", tmp_path / "comfyui", model=str(base)))
     (file,) = comfyui.glob("*.safetensors")
     images = [
-        pixels(
-            write_samples(
-                request(first_folder, base, tmp_path / name, other_adapters=other_adapters)
-            )[0]
-        ).astype(int)
+        pixels(write_samples(request(first_folder, base, tmp_path / name, other_adapters=other_adapters))[0]).astype(
+            int
+        )
         for name, other_adapters in (
             ("alone", ()),
             ("stock", ((second_folder, 0.5),)),
@@ -138,12 +123,8 @@ def test_a_second_adapter_may_be_in_another_programs_form(
     assert abs(images[0] - images[1]).max() > 8
 
 
-@pytest.mark.parametrize(
-    "kind", ["dora", "lokr", pytest.param("loha", marks=pytest.mark.thorough), "oft"]
-)
-def test_other_kinds_are_sampled_and_left_out_at_strength_0(
-    kind: Any, base: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["dora", "lokr", pytest.param("loha", marks=pytest.mark.thorough), "oft"])
+def test_other_kinds_are_sampled_and_left_out_at_strength_0(kind: Any, base: Path, tmp_path: Path) -> None:
     folder = trained("sana", base, tmp_path / "adapter", kind=kind, scale=0.3).folder
     target = folder if kind in PEFT_ONLY_KINDS else folder / "pytorch_lora_weights.safetensors"
     sample_request = request(target, base, tmp_path / "out", seed=2, strengths=(0, 1))
@@ -155,18 +136,14 @@ def test_other_kinds_are_sampled_and_left_out_at_strength_0(
             write_samples(request(target, base, tmp_path / "half", strengths=(0.5,)))
 
 
-def test_what_has_no_strength_is_refused_by_name(
-    base: Path, adapters: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_has_no_strength_is_refused_by_name(base: Path, adapters: tuple[Path, Path], tmp_path: Path) -> None:
     wide_folder = trained("sana", base, tmp_path / "wider", connector=True).folder
     assert (wide_folder / BASE_FILE).is_file()
     for options in ({"strengths": (0.5,)}, {"other_adapters": ((adapters[0], 1.0),)}):
         with pytest.raises(DitLoraError, match="base weights trained beside"):
             write_samples(request(wide_folder, base, tmp_path / "out", **options))
     with pytest.raises(DitLoraError, match="base weights trained beside"):
-        write_samples(
-            request(adapters[0], base, tmp_path / "out", other_adapters=((wide_folder, 1.0),))
-        )
+        write_samples(request(adapters[0], base, tmp_path / "out", other_adapters=((wide_folder, 1.0),)))
     for arguments, message in (
         (["--strengths", "0,x"], "takes numbers"),
         (["--strengths", "1,1"], "each once"),
@@ -182,9 +159,7 @@ def test_what_has_no_strength_is_refused_by_name(
         assert message in str(result.exception), (arguments, result.exception)
 
 
-def test_a_grid_is_a_page_beside_its_files(
-    base: Path, adapters: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_grid_is_a_page_beside_its_files(base: Path, adapters: tuple[Path, Path], tmp_path: Path) -> None:
     arguments = [
         "sample",
         str(adapters[0]),

@@ -41,16 +41,12 @@ def test_a_checkout_names_every_recipe_where_it_lies() -> None:
 
 def test_every_family_has_a_default_of_its_own() -> None:
     for family, name in get_default_recipes().items():
-        record = PackagedRecipe.from_name(family, get_default_recipes()).record(
-            get_default_recipes()
-        )
+        record = PackagedRecipe.from_name(family, get_default_recipes()).record(get_default_recipes())
         assert (record["name"], record["family"], record["default"]) == (name, family, True)
 
 
 @pytest.mark.parametrize("name", list_recipe_names())
-def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_there(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_recipe_in_a_folder_of_its_own_is_the_same_and_its_header_is_true_there(name: str, tmp_path: Path) -> None:
     recipe = PackagedRecipe.from_name(name)
     run_folder = write_run_folder(recipe, tmp_path / "run", recipe.accelerate_config)
     assert [path.name for path in run_folder] == [
@@ -100,22 +96,15 @@ def test_options_of_a_header_that_belong_to_its_own_topology_stay_with_it() -> N
     recipe = PackagedRecipe.from_name("videochat2/mistral_stage3")
     assert "--num_processes 8 lora.py" in recipe.build_launch_command("ddp")
     assert "--num_processes" not in recipe.build_launch_command("one_gpu")
-    assert recipe.build_launch_command("ddp").endswith(
-        "videochat2_mistral_stage3.yaml data.media=videos"
-    )
-    assert recipe.commands[0].startswith(
-        "dit-lora convert videochat2 videochat2-mistral-stage2 --llm"
-    )
+    assert recipe.build_launch_command("ddp").endswith("videochat2_mistral_stage3.yaml data.media=videos")
+    assert recipe.commands[0].startswith("dit-lora convert videochat2 videochat2-mistral-stage2 --llm")
     assert "\\" not in " ".join(recipe.commands)
 
 
 def test_names_are_taken_as_users_write_them() -> None:
     for name in ("cogvideox/5b_t2v", "cogvideox/5b_t2v.yaml", "recipes/cogvideox/5b_t2v.yaml"):
         assert PackagedRecipe.from_name(name).file_name == "cogvideox_5b_t2v.yaml"
-    assert (
-        PackagedRecipe.from_name("cogvideox", get_default_recipes()).file_name
-        == "cogvideox_2b_t2v.yaml"
-    )
+    assert PackagedRecipe.from_name("cogvideox", get_default_recipes()).file_name == "cogvideox_2b_t2v.yaml"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +136,4 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
         write_run_folder(PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     with pytest.raises(DitLoraError, match=r"cannot write .*mine\.txt"):
-        write_run_folder(
-            PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path / "mine.txt", "cpu"
-        )
+        write_run_folder(PackagedRecipe.from_name("dit", get_default_recipes()), tmp_path / "mine.txt", "cpu")

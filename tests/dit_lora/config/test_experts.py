@@ -42,9 +42,7 @@ def test_both_are_a_run_each_below_the_folder_with_one_cache() -> None:
     assert low.validation.other_expert == "runs/kitten/high_noise/adapter"
 
 
-@pytest.mark.parametrize(
-    ("steps", "share", "wanted"), [(10, None, (5, 5)), (2, 0.01, (1, 1)), (5, 0.99, (4, 1))]
-)
+@pytest.mark.parametrize(("steps", "share", "wanted"), [(10, None, (5, 5)), (2, 0.01, (1, 1)), (5, 0.99, (4, 1))])
 def test_each_expert_gets_its_share_of_the_steps_and_at_least_one(
     steps: int, share: float | None, wanted: tuple[int, int]
 ) -> None:

@@ -43,9 +43,7 @@ def test_every_mistake_is_listed_with_the_nearest_known_key(values: dict[str, An
 def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(values))
-    recipe = load_recipe(
-        path, ["train.steps=20", "optim.groups.connector.lr=1e-5", "lora.targets=[to_q, to_k]"]
-    )
+    recipe = load_recipe(path, ["train.steps=20", "optim.groups.connector.lr=1e-5", "lora.targets=[to_q, to_k]"])
     assert recipe.train.steps == 20
     assert recipe.optim.groups.connector is not None
     assert recipe.optim.groups.connector.lr == 1e-5  # YAML 1.1 reads 1e-5 as a string
@@ -53,9 +51,7 @@ def test_overrides_win_and_create_sections(values: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("override", ["train.steps", "=3", "train..steps=3", "train.steps=[1"])
-def test_a_malformed_override_is_refused(
-    values: dict[str, Any], tmp_path: Path, override: str
-) -> None:
+def test_a_malformed_override_is_refused(values: dict[str, Any], tmp_path: Path, override: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(DitLoraError, match=r"override|not valid YAML"):
@@ -148,17 +144,13 @@ def test_the_schema_for_editors_describes_keys_and_refuses_unknown_ones() -> Non
         ({"spike_threshold": False}, "should be a number, not false"),
     ],
 )
-def test_a_guard_that_cannot_work_is_refused(
-    values: dict[str, Any], guard: dict[str, Any], words: str
-) -> None:
+def test_a_guard_that_cannot_work_is_refused(values: dict[str, Any], guard: dict[str, Any], words: str) -> None:
     with pytest.raises(DitLoraError, match="guard") as error:
         parse_recipe({**values, "guard": guard}, "r")
     assert words in str(error.value)
 
 
-def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_guard_goes_on_by_default_and_stops_at_once_where_told_to(values: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(values))
     actions = load_recipe(path).guard.on_nonfinite
@@ -210,9 +202,7 @@ def test_pytorchs_own_attention_may_be_deterministic(values: dict[str, Any], nam
     assert parse_recipe(values, "r").train.deterministic
 
 
-def test_a_full_recipe_and_one_of_images_read_back_equal(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_full_recipe_and_one_of_images_read_back_equal(values: dict[str, Any], tmp_path: Path) -> None:
     values |= FULL
     values["train"]["mode"] = "full"
     values["model"]["from_scratch"] = {"num_layers": 2}
@@ -232,6 +222,4 @@ def test_what_a_recipe_contradicts_as_a_whole_is_said_without_the_whole_recipe(
     values["validation"] = {"prompts": ["a", "b"], "media": ["one.mp4"]}
     with pytest.raises(DitLoraError) as error:
         parse_recipe(values, "test")
-    assert str(error.value).endswith(
-        "\n  - validation.media: one file a prompt; got 1 files, 2 prompts"
-    )
+    assert str(error.value).endswith("\n  - validation.media: one file a prompt; got 1 files, 2 prompts")

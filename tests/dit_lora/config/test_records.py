@@ -42,9 +42,7 @@ CODE = "x; import os; os.system('touch ran')"
         (b"\xff\xfe{", Manifest, "utf-8"),
     ],
 )
-def test_what_is_of_another_shape_is_one_line(
-    text: str | bytes, kind: Any, reason: str, tmp_path: Path
-) -> None:
+def test_what_is_of_another_shape_is_one_line(text: str | bytes, kind: Any, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DitLoraError) as error:

@@ -77,9 +77,7 @@ def require_right(cache: TensorCache, number: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["folder", "shard"])
-def test_a_cache_that_is_away_for_a_moment(
-    cache: TensorCache, what: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_is_away_for_a_moment(cache: TensorCache, what: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = cache.root if what == "folder" else cache.find_shard_path(key(0))
     with away(path):
         require_right(cache, 0)
@@ -103,9 +101,7 @@ def test_what_was_looked_for_meanwhile_does_not_lose_the_others(cache: TensorCac
 @pytest.mark.usefixtures("no_patience")
 def test_a_shard_that_stays_away_is_no_fault_of_a_sample(cache: TensorCache) -> None:
     cache.find_shard_path(key(0)).unlink()
-    with pytest.raises(
-        UnreadableError, match=r"No such file or directory; waited 0\.03 s"
-    ) as error:
+    with pytest.raises(UnreadableError, match=r"No such file or directory; waited 0\.03 s") as error:
         cache.read(key(0), OF_ENTRY)
     assert f"the folder {cache.root}" in str(error.value)
     with pytest.raises(UnreadableError, match="No such file"):
@@ -183,24 +179,18 @@ def test_a_mask_that_stays_away_is_no_clip_error(tmp_path: Path) -> None:
         read_mask(MediaFile(tmp_path / "gone.png"), alpha=False, height=8, width=8)
 
 
-def test_a_damaged_clip_is_read_twice_and_named(
-    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_clip_is_read_twice_and_named(clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "damaged.mp4"
     damaged.write_bytes(clip.read_bytes()[:200])
     tries = []
     require = media_module.wait_until_readable
-    monkeypatch.setattr(
-        media_module, "wait_until_readable", lambda media: tries.append(1) or require(media)
-    )
+    monkeypatch.setattr(media_module, "wait_until_readable", lambda media: tries.append(1) or require(media))
     with pytest.raises(ClipError, match=r"damaged\.mp4: cannot be opened"):
         read_header(damaged)
     assert len(tries) == 2
 
 
-def test_a_file_that_is_back_before_it_is_looked_at(
-    clip: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_back_before_it_is_looked_at(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder failed, and the bytes are there by now: only a second failure counts."""
     source, tries = MediaFile.get_source, []
 

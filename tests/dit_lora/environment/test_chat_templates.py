@@ -26,9 +26,7 @@ def tokenizer() -> Any:
 
 
 def rendered(tokenizer: Any, template: str, **options: Any) -> Any:
-    return tokenizer.apply_chat_template(
-        MESSAGES, chat_template=template, tokenize=False, **options
-    )
+    return tokenizer.apply_chat_template(MESSAGES, chat_template=template, tokenize=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +74,7 @@ def test_a_template_that_is_always_slow_is_not_waited_for_with_every_sample(
     assert rendered(tokenizer, PLAIN) == "<user>A disc?"
 
 
-def test_the_process_that_renders_holds_no_lock_of_its_parents(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_the_process_that_renders_holds_no_lock_of_its_parents(tokenizer: Any, tmp_path: Path) -> None:
     rendered(tokenizer, PLAIN)
     tokenization_utils_base.render_jinja_template._stop()  # the next template begins a process
     path = tmp_path / "lock"
@@ -90,9 +86,7 @@ def test_the_process_that_renders_holds_no_lock_of_its_parents(
 
 
 def test_other_templates_are_rendered_as_without_bounds(tokenizer: Any) -> None:
-    assert rendered(tokenizer, PLAIN + "{% if add_generation_prompt %}<me>{% endif %}") == (
-        "<user>A disc?"
-    )
+    assert rendered(tokenizer, PLAIN + "{% if add_generation_prompt %}<me>{% endif %}") == ("<user>A disc?")
     tokens = tokenizer.apply_chat_template(MESSAGES, chat_template=PLAIN)["input_ids"]
     assert tokens == tokenizer("<user>A disc?", add_special_tokens=False)["input_ids"]
 

@@ -107,9 +107,7 @@ def test_code_of_a_checkpoint_is_not_run_by_any_verb(
 
 
 @pytest.mark.usefixtures("yes")
-def test_nor_by_a_pipeline_whose_index_names_it(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_nor_by_a_pipeline_whose_index_names_it(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     from diffusers import CogVideoXPipeline
 
     model = shutil.copytree(tiny_checkpoints["cogvideox-2b"], tmp_path / "model")
@@ -188,9 +186,7 @@ TEXT = {
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_flash_attention_of_a_config_is_not_fetched(
-    key: str, asked: list[str], tmp_path: Path
-) -> None:
+def test_flash_attention_of_a_config_is_not_fetched(key: str, asked: list[str], tmp_path: Path) -> None:
     from transformers import AutoConfig, Qwen2ForCausalLM
 
     from dit_lora.families.without_weights import build_text_encoders
@@ -205,18 +201,14 @@ def test_flash_attention_of_a_config_is_not_fetched(
     built = build_from_config(AutoModelForCausalLM, load_pretrained(AutoConfig, folder))
     built.save_pretrained(folder / "saved")
     saved_config = json.loads((folder / "saved" / "config.json").read_text())
-    (folder / "saved" / "config.json").write_text(
-        json.dumps({**saved_config, key: "flash_attention_2"})
-    )
+    (folder / "saved" / "config.json").write_text(json.dumps({**saved_config, key: "flash_attention_2"}))
     loaded_model = load_pretrained(Qwen2ForCausalLM, folder / "saved", use_safetensors=True)
     for model in (built, loaded_model, *build_text_encoders(tmp_path, torch.float32)):
         assert model.config._attn_implementation in ("sdpa", "eager")
     assert not asked
 
 
-def test_nor_is_a_kernel_that_an_architecture_loads_by_itself(
-    asked: list[str], tmp_path: Path
-) -> None:
+def test_nor_is_a_kernel_that_an_architecture_loads_by_itself(asked: list[str], tmp_path: Path) -> None:
     """A constructor of Transformers asks for it, whatever the config holds."""
     from transformers import AutoConfig
     from transformers.integrations.hub_kernels import get_kernel
@@ -254,9 +246,7 @@ def test_quantization_by_bitsandbytes_is_read(tmp_path: Path) -> None:
     assert load_pretrained(AutoConfig, tmp_path).quantization_config == {"load_in_4bit": True}
 
 
-def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(tmp_path)

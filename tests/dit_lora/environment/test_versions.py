@@ -65,9 +65,7 @@ def test_the_tested_set_gives_no_warning():
     """Optional packages may be absent, and what the run handles itself is listed without a warning."""
     assert find_problems(ON_CPU) == []
     assert get_package_status("triton", ON_CPU) == "absent"
-    assert [(p.id, p.severity) for p in find_problems(ON_GPU)] == [
-        ("cudnn-sdpa-backward", "handled")
-    ]
+    assert [(p.id, p.severity) for p in find_problems(ON_GPU)] == [("cudnn-sdpa-backward", "handled")]
     assert require_compatible(ON_GPU, allow_untested=False) == []
 
 
@@ -90,8 +88,7 @@ def test_floors_are_those_of_pyproject():
 
 JUDGED = {
     "tested": "torch=2.13.0+cu126 triton=3.9.0",
-    "in range": "torch=2.11.0+cu130 torch=2.13.1 torch=2.14.0.dev20260901 torch=2.15.1 diffusers=0.42.0 "
-    "av=17.1.0",
+    "in range": "torch=2.11.0+cu130 torch=2.13.1 torch=2.14.0.dev20260901 torch=2.15.1 diffusers=0.42.0 av=17.1.0",
     "untested": "torch=2.16.0 torch=2.16.0.dev20260901 diffusers=0.43.0 av=18.2.0 flash-attn=2.8.3",
     "refused": "torch=2.10.9 torch=3.0.0 torch=3.0.0.dev20260901 torch=nonsense diffusers=0.41.0 "
     "diffusers=1.0.0 av=19.0.0 bitsandbytes=0.44.1 flash-attn=3.0.0",
@@ -168,9 +165,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("bad_id", "bad", "changes", "good", "neighbour"), KNOWN)
-def test_a_known_bad_fires_on_its_combination_and_not_beside_it(
-    bad_id, bad, changes, good, neighbour
-):
+def test_a_known_bad_fires_on_its_combination_and_not_beside_it(bad_id, bad, changes, good, neighbour):
     """Each boundary is one version, one build or one device away from a combination that passes."""
     assert bad_id in ids(having(bad, changes))
     assert bad_id not in ids(having(good, neighbour))
@@ -196,9 +191,7 @@ def test_every_known_bad_has_a_case_a_source_and_a_remedy():
         ("ddp.json", '{"distributed_type": "MULTI_CPU", "num_processes": 5}', 5),
     ],
 )
-def test_processes_are_read_from_a_config_file(
-    tmp_path: Path, name: str, text: str, count: int | None
-):
+def test_processes_are_read_from_a_config_file(tmp_path: Path, name: str, text: str, count: int | None):
     (tmp_path / name).write_text(text, encoding="utf-8")
     assert get_num_launch_processes(read_launch_config(tmp_path / name)) == count
 
@@ -221,9 +214,7 @@ from accelerate.commands.config.config_args import default_config_file
 from dit_lora.environment.versions import get_default_launch_config
 print(json.dumps([default_config_file, str(get_default_launch_config())]))
 """
-    accelerate_path, default_path = json.loads(
-        run_python(script, {"HOME": "/home/somebody", **variables})
-    )
+    accelerate_path, default_path = json.loads(run_python(script, {"HOME": "/home/somebody", **variables}))
     assert default_path == accelerate_path
 
 
@@ -241,9 +232,7 @@ def run_python(script: str, environment: dict[str, str] | None = None) -> str:
 
 
 def test_processes_left_out_are_a_problem_with_two_ways_out():
-    problem = find_launch_problem(
-        is_multiple_requested=True, is_fsdp_requested=False, num_processes=4
-    )
+    problem = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=False, num_processes=4)
     assert problem is not None
     assert problem.startswith("4 processes were asked for and the run has 1")
     assert "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 4" in problem
@@ -252,19 +241,14 @@ def test_processes_left_out_are_a_problem_with_two_ways_out():
     assert unknown is not None
     assert unknown.startswith("several processes were asked for and the run has 1")
     assert "torchrun --nproc_per_node 2" in unknown
-    assert (
-        find_launch_problem(is_multiple_requested=False, is_fsdp_requested=False, num_processes=1)
-        is None
-    )
+    assert find_launch_problem(is_multiple_requested=False, is_fsdp_requested=False, num_processes=1) is None
 
 
 def test_fsdp_that_is_not_in_effect_is_a_problem():
     """One process has nobody to share weights with."""
     message = find_launch_problem(is_multiple_requested=True, is_fsdp_requested=True) or ""
     assert len(message.splitlines()) == 2
-    assert "FSDP was asked for" in (
-        find_launch_problem(is_multiple_requested=False, is_fsdp_requested=True) or ""
-    )
+    assert "FSDP was asked for" in (find_launch_problem(is_multiple_requested=False, is_fsdp_requested=True) or "")
 
 
 def test_decisions_follow_the_device():
@@ -272,9 +256,7 @@ def test_decisions_follow_the_device():
     choices_by_environment = {}
     for name, env in {"cpu": ON_CPU, "h100": ON_GPU, "t4": replace(ON_GPU, devices=(T4,))}.items():
         assert all(decision.why for decision in list_decisions(env))
-        choices_by_environment[name] = {
-            decision.what: decision.choice for decision in list_decisions(env)
-        }
+        choices_by_environment[name] = {decision.what: decision.choice for decision in list_decisions(env)}
     dtypes = {name: choice["dtype"] for name, choice in choices_by_environment.items()}
     assert dtypes == {"cpu": "fp32", "h100": "bf16", "t4": "fp32"}
     assert choices_by_environment["cpu"]["device"] == "cpu"
@@ -283,9 +265,7 @@ def test_decisions_follow_the_device():
     assert choices_by_environment["cpu"]["video"] == "PyAV 18.1.0"
     assert choices_by_environment["cpu"]["trackers"] == "none"
     environment = having(ON_CPU, "tensorboard=2.21.0 trackio=0.2.0")
-    assert {d.what: d.choice for d in list_decisions(environment)}[
-        "trackers"
-    ] == "tensorboard, trackio"
+    assert {d.what: d.choice for d in list_decisions(environment)}["trackers"] == "tensorboard, trackio"
 
 
 def test_the_probe_agrees_with_the_installed_distributions():

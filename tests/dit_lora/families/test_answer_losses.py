@@ -34,9 +34,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_losses_and_gradients_are_the_stock_models_of_each_sample_alone(name: str) -> None:
     model, samples = tiny.MODELS[name]().eval(), tiny.samples(name)
-    single_losses = torch.stack(
-        [model(**sample.inputs, labels=sample.labels).loss for sample in samples]
-    )
+    single_losses = torch.stack([model(**sample.inputs, labels=sample.labels).loss for sample in samples])
     (single_losses @ WEIGHTS).backward()
     expected = gradients(model)
     model.zero_grad()
@@ -91,9 +89,7 @@ def test_an_adapter_on_the_head_and_in_the_blocks_trains() -> None:
     targets = ["q_proj", "down_proj", "lm_head"]
     model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     samples = tiny.samples("mistral")
-    single_losses = torch.stack(
-        [model(**sample.inputs, labels=sample.labels).loss for sample in samples]
-    )
+    single_losses = torch.stack([model(**sample.inputs, labels=sample.labels).loss for sample in samples])
     (single_losses @ WEIGHTS).backward()
     expected = gradients(model)
     model.zero_grad()
@@ -132,9 +128,7 @@ def test_ddp_gives_the_same_gradients(tmp_path: Path) -> None:
     model(**batch).sum().backward()
     expected = gradients(model)
     model.zero_grad()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         nn.parallel.DistributedDataParallel(model)(**batch).sum().backward()
     finally:

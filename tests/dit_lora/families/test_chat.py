@@ -59,9 +59,7 @@ def stock_losses(model: Any, checkpoint: Any, samples: list[Any]) -> torch.Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_the_stock_models_of_each_sample_alone(
-    folder: Path, kind: Any, draws: torch.Generator
-) -> None:
+def test_losses_are_the_stock_models_of_each_sample_alone(folder: Path, kind: Any, draws: torch.Generator) -> None:
     """Neighbours, padding on the right and the missing mask change nothing."""
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
@@ -79,25 +77,19 @@ def test_losses_are_the_stock_models_of_each_sample_alone(
     torch.testing.assert_close(output.losses.double(), expected, rtol=2e-5, atol=2e-5)
 
 
-def test_a_picture_changes_its_own_samples_loss_and_no_others(
-    folder: Path, draws: torch.Generator
-) -> None:
+def test_a_picture_changes_its_own_samples_loss_and_no_others(folder: Path, draws: torch.Generator) -> None:
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
     batch = batched([rendered_sample(checkpoint, "video", generator=draws) for _ in range(2)])
     changed = {**batch, "pixels": batch["pixels"].clone()}
     changed["pixels"][1, -1] = 255 - changed["pixels"][1, -1]
     with torch.no_grad():
-        before, after = (
-            checkpoint.losses(model, tensors, STREAMS)[0] for tensors in (batch, changed)
-        )
+        before, after = (checkpoint.losses(model, tensors, STREAMS)[0] for tensors in (batch, changed))
     torch.testing.assert_close(before[0], after[0], rtol=1e-5, atol=1e-5)
     assert (before[1] - after[1]).abs() > 1e-3
 
 
-def test_gradients_reach_every_lora_matrix_of_the_language_model_alone(
-    folder: Path, draws: torch.Generator
-) -> None:
+def test_gradients_reach_every_lora_matrix_of_the_language_model_alone(folder: Path, draws: torch.Generator) -> None:
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
     attach_lora(
@@ -123,9 +115,7 @@ def test_gradients_reach_every_lora_matrix_of_the_language_model_alone(
             assert parameter.grad is None, name
 
 
-def test_connector_and_backbone_hold_all_of_the_vision_side(
-    folder: Path, draws: torch.Generator
-) -> None:
+def test_connector_and_backbone_hold_all_of_the_vision_side(folder: Path, draws: torch.Generator) -> None:
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
     groups = parameter_groups(model, connector=1e-4, backbone=1e-5, patterns=FAMILY.group_patterns)
@@ -146,17 +136,13 @@ def test_connector_and_backbone_hold_all_of_the_vision_side(
 
 
 @pytest.mark.parametrize("kind", ["video", "text"])
-def test_an_answer_is_the_most_likely_token_each_time(
-    folder: Path, kind: Any, draws: torch.Generator
-) -> None:
+def test_an_answer_is_the_most_likely_token_each_time(folder: Path, kind: Any, draws: torch.Generator) -> None:
     checkpoint = opened(folder)
     model: Any = checkpoint.load_model(torch.float32)
     # What the published files have beside it must not sample nor penalise.
     model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0)
     with torch.no_grad():  # a random model would say the tokens of pictures too
-        model.lm_head.weight[
-            checkpoint.tokenizer.convert_tokens_to_ids(list(TINY[folder.name].special_tokens))
-        ] = 0
+        model.lm_head.weight[checkpoint.tokenizer.convert_tokens_to_ids(list(TINY[folder.name].special_tokens))] = 0
     prompt, media = rendered_sample(checkpoint, kind, answered=False, generator=draws)
     answer = checkpoint.answer(model, prompt, media.get("pixels"), max_tokens=5)
     ids, ends = list(prompt.ids), checkpoint.tokenizer.eos_token_id
@@ -200,9 +186,7 @@ def test_qwen2_5_counts_positions_by_the_seconds_of_its_frames(
 ) -> None:
     checkpoint = opened(tiny_checkpoints["qwen2.5-vl"], frames=4)
     model: Any = checkpoint.load_model(torch.float32)
-    samples = [
-        rendered_sample(checkpoint, "video", apart=apart, generator=draws) for apart in (0.5, 2.0)
-    ]
+    samples = [rendered_sample(checkpoint, "video", apart=apart, generator=draws) for apart in (0.5, 2.0)]
     batch = batched(samples)
     model_inputs = checkpoint.inputs(batch)
     # Two tokens a second, two frames a patch.
@@ -228,18 +212,14 @@ def test_answers_use_the_seconds_that_were_rendered(
     monkeypatch.setattr(
         type(model.model),
         "get_rope_index",
-        lambda *args, **kwargs: (
-            intervals.append(kwargs["second_per_grid_ts"]) or index(*args, **kwargs)
-        ),
+        lambda *args, **kwargs: intervals.append(kwargs["second_per_grid_ts"]) or index(*args, **kwargs),
     )
     prompt, media = rendered_sample(checkpoint, "video", answered=False, apart=2.0, generator=draws)
     checkpoint.answer(model, copy.copy(prompt), media["pixels"], max_tokens=2)
     assert intervals[0].tolist() == [4.0]
 
 
-def test_a_wrong_number_of_placeholders_is_refused_by_the_model(
-    folder: Path, draws: torch.Generator
-) -> None:
+def test_a_wrong_number_of_placeholders_is_refused_by_the_model(folder: Path, draws: torch.Generator) -> None:
     """So that the tests of losses check the number of tokens."""
     checkpoint = opened(folder)
     model = checkpoint.load_model(torch.float32)
@@ -278,9 +258,7 @@ def test_a_recipe_says_how_much_is_shown(folder: Path, tmp_path: Path) -> None:
     assert checkpoint.shape("text", 0, 0) is None
 
 
-def test_all_options_that_do_not_apply_are_listed_at_once(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_all_options_that_do_not_apply_are_listed_at_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     recipe = recipe_of(
         tiny_checkpoints["internvl"],
         tmp_path,
@@ -336,9 +314,7 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
             continue
         with pytest.raises(DitLoraError, match=rf"{height}x{width}; for \w+ give"):
             checkpoint.with_vision_settings(VisionSettings(4, height, width))
-    untimed = VisionSettings(
-        4, checkpoint.vision_settings.height, checkpoint.vision_settings.width, timestamps=False
-    )
+    untimed = VisionSettings(4, checkpoint.vision_settings.height, checkpoint.vision_settings.width, timestamps=False)
     if folder.name in ("llava-next-video", "internvl"):
         assert checkpoint.with_vision_settings(untimed).vision_settings == untimed
         return
@@ -349,9 +325,7 @@ def test_sizes_and_timestamps_that_a_model_has_not_are_refused(folder: Path) -> 
         checkpoint.render(conversation("video", "What?", "It."), shape, [0.0])
 
 
-def test_other_checkpoints_are_refused_by_name(
-    tmp_path: Path, tiny_checkpoints: dict[str, Path]
-) -> None:
+def test_other_checkpoints_are_refused_by_name(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
     with pytest.raises(DitLoraError, match=r"no config\.json"):
         FAMILY.open(ModelConfig(family="chat", path=str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
@@ -364,9 +338,7 @@ def test_other_checkpoints_are_refused_by_name(
         FAMILY.open(ModelConfig(family="chat", path=str(copied)))
 
 
-def test_a_template_file_of_older_checkpoints_is_read(
-    tmp_path: Path, tiny_checkpoints: dict[str, Path]
-) -> None:
+def test_a_template_file_of_older_checkpoints_is_read(tmp_path: Path, tiny_checkpoints: dict[str, Path]) -> None:
     copied = Path(shutil.copytree(tiny_checkpoints["internvl"], tmp_path / "internvl"))
     template = (copied / "chat_template.jinja").read_text()
     (copied / "chat_template.jinja").unlink()

@@ -34,9 +34,7 @@ STREAMS = RandomStreams(0, (0, 1, 2))
 # No answer depends on what the Q-Former's last layer makes of text, nor on layers after the one that is read.
 LAST_OF_TEXT = tuple(f"qformer.encoder.layer.1.{part}." for part in ("intermediate", "output"))
 UNUSED = {
-    **dict.fromkeys(
-        (variant for variant in FAMILY_OF if variant.startswith("videochat2")), LAST_OF_TEXT
-    ),
+    **dict.fromkeys((variant for variant in FAMILY_OF if variant.startswith("videochat2")), LAST_OF_TEXT),
     "llava-next-video": ("vision_tower.encoder.layers.1.", "vision_tower.post_layernorm."),
 }
 
@@ -104,17 +102,13 @@ def test_a_gradient_reaches_all_that_trains_and_nothing_frozen(subject: ChatSubj
     assert all(any(part in n.split(".") for part in language) for n in names if ".lora_" in n)
     assert [n for n, p in model.named_parameters() if n not in trained and p.grad is not None] == []
     idle = [n for n, p in trained.items() if p.grad is None or not p.grad.any()]
-    unused = [
-        n for n in trained if any(pattern in n for pattern in UNUSED.get(subject.variant, ()))
-    ]
+    unused = [n for n in trained if any(pattern in n for pattern in UNUSED.get(subject.variant, ()))]
     assert idle == unused
     assert all(p.grad is None or p.grad.isfinite().all() for p in trained.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_prompt_of_training_is_what_answering_feeds_to_generate(
-    subject: ChatSubject, kind: Any
-) -> None:
+def test_the_prompt_of_training_is_what_answering_feeds_to_generate(subject: ChatSubject, kind: Any) -> None:
     """Tokens, pictures and the logits of the first word of the answer."""
     model, checkpoint = adapted(subject), subject.checkpoint
     answered = subject.samples(kind)
@@ -172,9 +166,7 @@ class Outputs:
         self.hook.remove()
 
 
-def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(
-    subject: ChatSubject, tmp_path: Path
-) -> None:
+def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(subject: ChatSubject, tmp_path: Path) -> None:
     """By `PeftModel.from_pretrained` and by `load_adapter`: the same logits, bit for bit."""
     trained = adapted(subject, base=False).eval()
     save_chat_adapter(trained, tmp_path, {})
@@ -191,9 +183,7 @@ def test_the_saved_adapter_in_the_stock_model_is_the_trained_model(
     assert (expected - untrained).abs().max() > 0.01
 
 
-def test_base_weights_that_trained_come_back_beside_the_adapter(
-    subject: ChatSubject, tmp_path: Path
-) -> None:
+def test_base_weights_that_trained_come_back_beside_the_adapter(subject: ChatSubject, tmp_path: Path) -> None:
     trained = adapted(subject).eval()
     save_chat_adapter(trained, tmp_path, {})
     loaded = subject.model()
@@ -230,9 +220,7 @@ def values(subject: ChatSubject, model: nn.Module, batch: dict[str, torch.Tensor
         loss = losses(subject, model, batch)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = torch.tensor([1.0, -0.7, 2.3])
-        gradients = torch.autograd.grad(
-            (loss * weights).sum(), [*trained.values()], allow_unused=True
-        )
+        gradients = torch.autograd.grad((loss * weights).sum(), [*trained.values()], allow_unused=True)
     pairs = zip(trained, gradients, strict=True)
     return {"losses": loss.detach()} | {n: grad for n, grad in pairs if grad is not None}
 
@@ -258,9 +246,7 @@ def test_fused_lora_layers_are_pefts(subject: ChatSubject, monkeypatch: pytest.M
         assert_equal(values(subject, model, batch), expected, 1e-4)
 
 
-def test_one_seed_gives_the_same_bytes_and_another_gives_others(
-    subject: ChatSubject, tmp_path: Path
-) -> None:
+def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: ChatSubject, tmp_path: Path) -> None:
     def contents(root: Path) -> dict[str, bytes]:
         files = (path for path in sorted(root.rglob("*")) if path.is_file())
         return {str(path.relative_to(root)): path.read_bytes() for path in files}
@@ -270,6 +256,4 @@ def test_one_seed_gives_the_same_bytes_and_another_gives_others(
     subject.family.build_tiny(subject.variant, tmp_path / "other", 1)
     expected, other_content = contents(subject.checkpoint.path), contents(tmp_path / "other")
     assert contents(tmp_path / "again") == expected
-    assert {name for name in expected if expected[name] != other_content[name]} == {
-        "model.safetensors"
-    }
+    assert {name for name in expected if expected[name] != other_content[name]} == {"model.safetensors"}

@@ -64,9 +64,7 @@ def stock_options(checkpoint: Any) -> dict[str, Any]:
     if kind == "internvl":
         return {"crop_to_patches": True, "max_patches": budget // layout.side**2}
     if kind.startswith("qwen"):
-        return {
-            "size": {"shortest_edge": layout.image_pixel_limits.min_pixels, "longest_edge": budget}
-        }
+        return {"size": {"shortest_edge": layout.image_pixel_limits.min_pixels, "longest_edge": budget}}
     return {}
 
 
@@ -120,9 +118,7 @@ def test_there_are_as_many_tokens_as_features(
             talk = conversation(kind, "What is it?", "A dog.")  # type: ignore[arg-type]
             batch = {
                 "input_ids": torch.tensor([checkpoint.render(talk, shape, times).ids]),
-                "pixels": picture(shape.height, shape.width, draws).expand(
-                    1, shape.frames, -1, -1, -1
-                ),
+                "pixels": picture(shape.height, shape.width, draws).expand(1, shape.frames, -1, -1, -1),
                 "seconds": torch.tensor([times]),
             }
             with torch.no_grad():
@@ -157,9 +153,7 @@ def test_qwen3_sizes_are_those_of_all_frames_together(
 def test_a_budget_below_the_checkpoints_least_pixels_is_kept(
     tiny_checkpoints: dict[str, Path],
 ) -> None:
-    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).with_vision_settings(
-        VisionSettings(4, 28, 28)
-    )
+    checkpoint = opened(tiny_checkpoints["qwen2.5-vl"]).with_vision_settings(VisionSettings(4, 28, 28))
     shape = checkpoint.shape("video", 480, 640)
     assert shape is not None
     assert (shape.height, shape.width) == (28, 28)
@@ -176,9 +170,7 @@ def test_a_picture_that_is_too_narrow_is_refused(tiny_checkpoints: dict[str, Pat
 def test_tiles_are_the_stock_processors_grids(tiny_checkpoints: dict[str, Path]) -> None:
     internvl, smolvlm = (opened(tiny_checkpoints[variant]) for variant in ("internvl", "smolvlm2"))
     wide = smolvlm.with_vision_settings(VisionSettings(4, 128, 128))
-    stock = SmolVLMImageProcessorPil(
-        size={"longest_edge": 128}, max_image_size={"longest_edge": 32}
-    )
+    stock = SmolVLMImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32})
     squares = [(side, side) for side in range(50, 130, 3)]  # one, or four tiles of the same ratio
     for size in random_sizes(200) + squares:
         columns, rows = get_optimal_tiled_canvas(size, (56, 56), 1, 4)
@@ -212,9 +204,7 @@ def test_patches_hold_neighbours_one_after_the_other(draws: torch.Generator) -> 
     frames = torch.rand(2, 3, 3, 8, 12, generator=draws)
     patched = split_patches(frames, side=2, merge=2, frames_per_patch=2)
     rows = [
-        frames[:, [min(2 * pair, 2), min(2 * pair + 1, 2)], :, y : y + 2, x : x + 2]
-        .transpose(1, 2)
-        .flatten(1)
+        frames[:, [min(2 * pair, 2), min(2 * pair + 1, 2)], :, y : y + 2, x : x + 2].transpose(1, 2).flatten(1)
         for pair in range(2)
         for top in range(0, 8, 4)
         for column in range(0, 12, 4)
@@ -235,13 +225,10 @@ def test_frames_are_normalised_and_nothing_else(
     size = (2, shape.frames, 3, shape.height, shape.width)
     pixels = torch.randint(0, 256, size, dtype=torch.uint8, generator=draws)
     mean, std = (
-        torch.tensor(values[name], dtype=torch.float64)[:, None, None]
-        for name in ("image_mean", "image_std")
+        torch.tensor(values[name], dtype=torch.float64)[:, None, None] for name in ("image_mean", "image_std")
     )
     expected = (pixels.double() / 255 - mean) / std
-    model_inputs = checkpoint.inputs(
-        {"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels}
-    )
+    model_inputs = checkpoint.inputs({"input_ids": torch.zeros(2, 1, dtype=torch.int64), "pixels": pixels})
     name = "pixel_values_videos" if variant == "llava-next-video" else "pixel_values"
     tensor = model_inputs[name].reshape(expected.shape)
     torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=2e-6)
@@ -284,9 +271,7 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
         tokenize=False,
         add_generation_prompt=True,
     )
-    facts = VideoMetadata(
-        total_num_frames=41 * frames, fps=25.0, duration=seconds[-1], frames_indices=list(indices)
-    )
+    facts = VideoMetadata(total_num_frames=41 * frames, fps=25.0, duration=seconds[-1], frames_indices=list(indices))
     processed = processor(
         text=text,
         videos=[pixels],
@@ -306,6 +291,4 @@ def test_video_tensors_and_tokens_are_the_stock_processors(
     masks = {"attention_mask", "pixel_attention_mask"}  # all ones
     assert set(ours) == set(processed) - masks
     for name, tensor in ours.items():
-        torch.testing.assert_close(
-            tensor.double(), torch.as_tensor(processed[name]).double(), rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(tensor.double(), torch.as_tensor(processed[name]).double(), rtol=0, atol=1e-6)

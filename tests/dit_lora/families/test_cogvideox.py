@@ -55,29 +55,20 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     batch = {"latent_mean": mean, "latent_logvar": logvar, "prompt_embeds": text}
     output = checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS))
 
-    scheduler = CogVideoXDPMScheduler.from_pretrained(
-        tiny_checkpoints[variant], subfolder="scheduler"
-    )
-    scale = AutoencoderKLCogVideoX.load_config(tiny_checkpoints[variant], subfolder="vae")[
-        "scaling_factor"
-    ]
+    scheduler = CogVideoXDPMScheduler.from_pretrained(tiny_checkpoints[variant], subfolder="scheduler")
+    scale = AutoencoderKLCogVideoX.load_config(tiny_checkpoints[variant], subfolder="vae")["scaling_factor"]
     std = (0.5 * logvar.double()).exp()
     sample = mean.double() + std * own_draws((4, 3, 4, 6), "posterior")
     clean = sample.transpose(1, 2) * scale
     noise = own_draws((4, 3, 4, 6), "noise").transpose(1, 2)
     timesteps = torch.cat(
-        [
-            torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
-            for p in POSITIONS
-        ]
+        [torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p)) for p in POSITIONS]
     )
     assert torch.equal(output.timesteps, timesteps)
     assert torch.equal(model.asked["timestep"], timesteps)
     assert torch.equal(model.asked["encoder_hidden_states"], text)
     expected = scheduler.add_noise(clean, noise, timesteps)
-    torch.testing.assert_close(
-        model.asked["hidden_states"].double(), expected, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(model.asked["hidden_states"].double(), expected, rtol=1e-5, atol=1e-5)
     target = scheduler.get_velocity(clean, noise, timesteps)
     losses = (model.answer.double() - target).square().flatten(1).mean(1)
     torch.testing.assert_close(output.losses.double(), losses, rtol=1e-5, atol=0)
@@ -91,9 +82,7 @@ def test_timesteps_are_uniform_over_the_whole_schedule(tiny_checkpoints: dict[st
         "latent_logvar": torch.zeros(count, 1, 1, 2, 2),
         "prompt_embeds": torch.zeros(count, 1, 1),
     }
-    output = checkpoint.losses(
-        Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count))
-    )
+    output = checkpoint.losses(Recorder(torch.zeros(1, 1, 1, 1, 1)), batch, RandomStreams(0, range(count)))
     assert output.timesteps.min() < 5
     assert output.timesteps.max() > 994
     assert abs(output.timesteps.float().mean() - 499.5) < 4 * 1000 / (12 * count) ** 0.5

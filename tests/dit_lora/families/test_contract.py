@@ -93,9 +93,7 @@ def test_a_samples_loss_is_its_own(subject: Subject) -> None:
     batch = encoded_batch(subject)
     losses = subject.checkpoint.losses(transformer, batch, RandomStreams(0, [4, 5, 6])).losses
     single_batch = {name: tensor[1:2] for name, tensor in batch.items()}
-    second_losses = subject.checkpoint.losses(
-        transformer, single_batch, RandomStreams(0, [5])
-    ).losses
+    second_losses = subject.checkpoint.losses(transformer, single_batch, RandomStreams(0, [5])).losses
     torch.testing.assert_close(losses[1:2], second_losses, rtol=1e-5, atol=0)
     assert len(set(losses.tolist())) == 3
 
@@ -121,9 +119,7 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
 
     now = losses(RandomStreams(0, [4, 5, 6]))
     assert torch.equal(losses(NothingToDraw(0, [4, 5, 6], ahead)), now)
-    assert all(
-        torch.equal(tensors[name], expected_tensor) for name, expected_tensor in before.items()
-    )
+    assert all(torch.equal(tensors[name], expected_tensor) for name, expected_tensor in before.items())
     for seed, draws in ((0, [4, 6, 5]), (1, [4, 5, 6])):
         other_losses = losses(RandomStreams(seed, draws))
         assert torch.equal(losses(RandomStreams(seed, draws, ahead)), other_losses)
@@ -145,9 +141,7 @@ def test_what_is_drawn_ahead_is_all_that_is_drawn_and_changes_no_bit(subject: Su
 def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -> None:
     transformer = adapted(subject)
     batch = encoded_batch(subject)
-    subject.checkpoint.losses(
-        transformer, batch, RandomStreams(0, [0, 1, 2])
-    ).losses.mean().backward()
+    subject.checkpoint.losses(transformer, batch, RandomStreams(0, [0, 1, 2])).losses.mean().backward()
     for name, parameter in transformer.named_parameters():
         if is_lora_a(name) or is_lora_b(name):
             assert parameter.grad is not None, name
@@ -156,9 +150,7 @@ def test_a_gradient_reaches_every_adapter_and_nothing_frozen(subject: Subject) -
             assert parameter.grad is None, name
 
 
-def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
-    subject: Subject, tmp_path: Path
-) -> None:
+def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(subject: Subject, tmp_path: Path) -> None:
     """Positions, text length, layout and first image agree: same inputs, bitwise the same output."""
     case, checkpoint = subject.case, subject.checkpoint
     transformer = checkpoint.load_transformer(case.call_dtype).eval()
@@ -173,17 +165,13 @@ def test_one_prediction_is_one_denoising_call_of_the_stock_pipeline(
         sampling = Sampling(shape, 3, guidance_of(case, checkpoint), seed=0, **image_kwargs)
         checkpoint.generate(pipeline, checkpoint.prompt_kwargs(case.captions[1]), sampling)
         caption, references = case.captions[1], sample.references
-        row = sample.encode(encode_video, shape) | encoded_text(
-            subject, encode_text, caption, references, shape
-        )
+        row = sample.encode(encode_video, shape) | encoded_text(subject, encode_text, caption, references, shape)
         batch = case.as_sampled({name: tensor[None] for name, tensor in row.items()}, sampling.seed)
         calls = [call for call in recorded if case.compared(call[0])]
         assert calls
         for call, expected in calls:
             with torch.no_grad():
-                prediction = checkpoint.predict(
-                    transformer, case.noisy(call), case.timesteps(call), batch
-                )
+                prediction = checkpoint.predict(transformer, case.noisy(call), case.timesteps(call), batch)
             # Behind the noisy tokens are those of references, of which nothing is asked.
             output = expected[:, : prediction.shape[1]] if case.references else expected
             assert torch.equal(prediction, case.predicted(output))
@@ -208,9 +196,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
         pipeline.set_progress_bar_config(disable=True)
         calls = record_calls(getattr(pipeline, case.part))
         sampling = Sampling(case.native, 3, guidance_of(case, checkpoint), seed=0, **images)
-        empty = (
-            encode(["", ""]) if sampling.guidance_scale > checkpoint.guidance_threshold else None
-        )
+        empty = encode(["", ""]) if sampling.guidance_scale > checkpoint.guidance_threshold else None
         checkpoint.generate(pipeline, checkpoint.prompt_kwargs(text, empty), sampling)
         row = checkpoint.load_video_encoder(torch.float32, CPU)(sample.video)
         both = {name: torch.stack([tensor, tensor]) for name, tensor in row.items()}
@@ -227,9 +213,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_stock_pipeline(
             assert torch.equal(prediction, case.predicted(expected))
 
 
-def pictures_of(
-    case: Case, shape: VideoShape, folder: Path
-) -> tuple[dict[str, Any], DecodedSample]:
+def pictures_of(case: Case, shape: VideoShape, folder: Path) -> tuple[dict[str, Any], DecodedSample]:
     """Write the images that a video starts from, or its references. Returns them by name, and the sample they belong
     to.
     """
@@ -260,9 +244,7 @@ def test_guidance_of_0_calls_the_model_on_one_sample(subject: Subject, tmp_path:
     text, empty = (
         {
             name: tensor[None]
-            for name, tensor in encoded_text(
-                subject, encode, caption, sample.references, case.native
-            ).items()
+            for name, tensor in encoded_text(subject, encode, caption, sample.references, case.native).items()
         }
         for caption in (case.captions[1], "")
     )
@@ -301,9 +283,7 @@ def test_latents_are_scaled_as_the_pipeline_unscales_them(subject: Subject) -> N
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    "alpha", [2, *(pytest.param(alpha, marks=pytest.mark.thorough) for alpha in (4, 16))]
-)
+@pytest.mark.parametrize("alpha", [2, *(pytest.param(alpha, marks=pytest.mark.thorough) for alpha in (4, 16))])
 def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
     subject: Subject, tmp_path: Path, alpha: int
 ) -> None:
@@ -318,9 +298,7 @@ def test_the_saved_adapter_in_the_stock_pipeline_is_the_trained_model(
 
     def losses(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
-            return subject.checkpoint.losses(
-                model.eval(), batch, RandomStreams(0, [4, 5, 6])
-            ).losses
+            return subject.checkpoint.losses(model.eval(), batch, RandomStreams(0, [4, 5, 6])).losses
 
     trained, loaded, untrained = map(losses, (transformer, getattr(pipeline, part), base))
     assert torch.equal(trained, loaded)
@@ -359,15 +337,11 @@ def test_a_shape_that_does_not_fit_is_refused_with_the_nearest(subject: Subject)
         subject.checkpoint.check_shape(shape)
 
 
-def test_one_seed_gives_the_same_bytes_and_another_gives_others(
-    subject: Subject, tmp_path: Path
-) -> None:
+def test_one_seed_gives_the_same_bytes_and_another_gives_others(subject: Subject, tmp_path: Path) -> None:
     variant = subject.path.name
 
     def contents(root: Path) -> dict[str, bytes]:
-        return {
-            str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
-        }
+        return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
     torch.manual_seed(5)
     subject.family.build_tiny(variant, tmp_path / "again", 0)

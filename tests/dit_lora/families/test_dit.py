@@ -75,10 +75,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation_by_diffusers_schedule
     sample = batch["latent_mean"].double() + std * own_draws((4, 4, 4), "posterior")
     clean, noise = sample * 0.18215, own_draws((4, 4, 4), "noise")
     timesteps = torch.cat(
-        [
-            torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
-            for p in POSITIONS
-        ]
+        [torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p)) for p in POSITIONS]
     )
     assert torch.equal(output.timesteps, timesteps)
     assert torch.equal(model.asked["timestep"], timesteps)
@@ -149,9 +146,7 @@ def test_sampling_passes_on_every_setting(tiny: Path) -> None:
     assert (image.min(), image.max()) == (0, 255)
 
 
-def test_an_adapter_is_loaded_weighted_unloaded_and_leaves_the_pipelines_name(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_is_loaded_weighted_unloaded_and_leaves_the_pipelines_name(tiny: Path, tmp_path: Path) -> None:
     """Diffusers' DiT has no LoRA loader of its own."""
     checkpoint = open_checkpoint(tiny)
     transformer = checkpoint.load_transformer(torch.float32)
@@ -220,9 +215,7 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
         open_checkpoint(path)
 
 
-def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(tiny: Path, tmp_path: Path) -> None:
     """facebook/DiT-XL-2-256 says Transformer2DModel, with keys that DiTTransformer2DModel has not."""
     path = Path(shutil.copytree(tiny, tmp_path / "model"))
     legacy = {"_class_name": "Transformer2DModel", "num_vector_embeds": None}
@@ -230,8 +223,7 @@ def test_the_class_name_of_the_published_files_is_read_and_kept_loadable(
     change_json(path / "model_index.json", transformer=["diffusers", "Transformer2DModel"])
     checkpoint = open_checkpoint(path)
     transformer, expected = (
-        opened_checkpoint.load_transformer(torch.float32)
-        for opened_checkpoint in (checkpoint, open_checkpoint(tiny))
+        opened_checkpoint.load_transformer(torch.float32) for opened_checkpoint in (checkpoint, open_checkpoint(tiny))
     )
     pairs = zip(transformer.parameters(), expected.parameters(), strict=True)
     assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in pairs)
@@ -254,9 +246,7 @@ def test_a_fresh_dit_starts_as_the_paper_says(tiny: Path) -> None:
         assert torch.equal(block(hidden, timestep=t, class_labels=labels), hidden)
         table = block.norm1.emb.class_embedder.embedding_table.weight
         assert abs(table.std() - 0.02) < 0.001
-        assert torch.equal(
-            table, transformer.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight
-        )
+        assert torch.equal(table, transformer.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight)
         weight = block.attn1.to_q.weight
         assert abs(weight.std() - (2 / sum(weight.shape)) ** 0.5) < 0.01
         assert not block.attn1.to_q.bias.any()
@@ -319,9 +309,7 @@ def test_the_bound_is_trained_unless_the_recipe_says_otherwise(values: Values) -
         ("data", {"path": "nowhere"}, "no folder nowhere"),
     ],
 )
-def test_a_recipe_that_cannot_train_is_refused(
-    values: Values, section: str, change: Values, words: str
-) -> None:
+def test_a_recipe_that_cannot_train_is_refused(values: Values, section: str, change: Values, words: str) -> None:
     values[section] = {**values.get(section, {}), **change}
     with pytest.raises(DitLoraError, match=words):
         trained_checkpoint(values).load_transformer(torch.float32)
@@ -330,9 +318,7 @@ def test_a_recipe_that_cannot_train_is_refused(
 def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> None:
     values["model"]["from_scratch"] = {"out_channels": 4}
     model = Recorder(torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(1)))
-    losses = (
-        trained_checkpoint(values).losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
-    )
+    losses = trained_checkpoint(values).losses(model, a_batch(), RandomStreams(SEED, POSITIONS)).losses
     noise = own_draws((4, 4, 4), "noise")
     squared = (model.answer.double() - noise).square().flatten(1).mean(1)
     torch.testing.assert_close(losses.double(), squared, rtol=1e-5, atol=0)
@@ -343,7 +329,5 @@ def test_the_bound_is_refused_where_no_variance_is_learned(values: Values) -> No
 
 def test_a_class_folder_without_images_is_refused(values: Values) -> None:
     (Path(values["data"]["path"]) / "mauve_disc").mkdir()
-    with pytest.raises(
-        DitLoraError, match="mauve_disc: this class folder holds no video and no image"
-    ):
+    with pytest.raises(DitLoraError, match="mauve_disc: this class folder holds no video and no image"):
         trained_checkpoint(values)

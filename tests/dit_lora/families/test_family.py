@@ -37,8 +37,6 @@ def test_a_tiny_variant_belongs_to_one_family() -> None:
         ("somebody/Sana_600M", None),
     ],
 )
-def test_a_licence_without_a_link_is_in_the_bases_own_repository(
-    base: str, link: str | None
-) -> None:
+def test_a_licence_without_a_link_is_in_the_bases_own_repository(base: str, link: str | None) -> None:
     license_name = get_families()["sana"].get_license(base)
     assert license_name == (License("other", "nscl-v2-custom", link) if link else None)

@@ -43,14 +43,12 @@ def stored(tiny: Path) -> SanaCheckpoint:
 
 def levels_of(checkpoint: SanaCheckpoint, rows: int = 2000) -> torch.Tensor:
     batch = {"latent_mean": torch.zeros(rows, 32, 2, 2)}
-    return RandomStreams(0, range(rows)).draw_tensors(
-        checkpoint.draw_functions(batch), torch.device("cpu")
-    )["timestep"]
+    return RandomStreams(0, range(rows)).draw_tensors(checkpoint.draw_functions(batch), torch.device("cpu"))[
+        "timestep"
+    ]
 
 
-def test_a_recipe_without_a_schedule_trains_by_the_familys(
-    tiny: Path, stored: SanaCheckpoint
-) -> None:
+def test_a_recipe_without_a_schedule_trains_by_the_familys(tiny: Path, stored: SanaCheckpoint) -> None:
     assert stored.apply_recipe(recipe_with(tiny)).objective == stored.objective
 
 
@@ -58,9 +56,7 @@ def test_density_shift_and_range_are_the_recipes(tiny: Path, stored: SanaCheckpo
     schedule = {"density": "uniform", "shift": 2.0, "t_min": 0.25, "t_max": 0.75}
     checkpoint = stored.apply_recipe(recipe_with(tiny, **schedule))
     assert checkpoint.objective.shift == 2.0
-    assert checkpoint.objective.distribution == NoiseLevelDistribution(
-        "uniform", t_min=0.25, t_max=0.75
-    )
+    assert checkpoint.objective.distribution == NoiseLevelDistribution("uniform", t_min=0.25, t_max=0.75)
     assert checkpoint.timestep_range == range(250, 750)
     levels = levels_of(checkpoint)
     assert levels.min() >= 0.25
@@ -92,23 +88,16 @@ def expert(stored: SanaCheckpoint) -> Expert:
     return Expert(**{**vars(stored), "objective": high})
 
 
-def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(
-    tiny: Path, expert: Expert
-) -> None:
+def test_a_shift_by_tokens_is_the_pipelines_mu_of_the_latents_size(tiny: Path, expert: Expert) -> None:
     checkpoint = expert.apply_recipe(recipe_with(tiny, shift="tokens"))
     assert checkpoint.compute_shift(torch.Size((32, 4, 10))) == pytest.approx(math.e)
-    plain = replace(
-        checkpoint, objective=replace(checkpoint.objective, distribution=NoiseLevelDistribution())
-    )
+    plain = replace(checkpoint, objective=replace(checkpoint.objective, distribution=NoiseLevelDistribution()))
     median = levels_of(plain).median().item()
     assert torch.logit(torch.tensor(median)).item() == pytest.approx(0.2, abs=0.08)
 
 
 def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: Expert) -> None:
-    assert (
-        expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min
-        == 0.875
-    )
+    assert expert.apply_recipe(recipe_with(tiny, density="uniform")).objective.distribution.t_min == 0.875
     narrow_range = expert.apply_recipe(recipe_with(tiny, t_min=0.9, t_max=0.95))
     levels = levels_of(narrow_range)
     assert levels.min() >= 0.9
@@ -119,9 +108,7 @@ def test_a_parts_own_range_holds_unless_a_recipe_narrows_it(tiny: Path, expert: 
 
 
 def test_schedules_that_mean_nothing_are_refused(tiny: Path, stored: SanaCheckpoint) -> None:
-    with pytest.raises(
-        ValidationError, match=r"nothing is from t_min=0\.5 on and below t_max=0\.5"
-    ):
+    with pytest.raises(ValidationError, match=r"nothing is from t_min=0\.5 on and below t_max=0\.5"):
         TimestepsConfig(t_min=0.5, t_max=0.5)
     with pytest.raises(ValidationError, match="mode_scale is of density mode; got uniform"):
         TimestepsConfig(density="uniform", mode_scale=1.0)

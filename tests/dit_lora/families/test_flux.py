@@ -79,9 +79,7 @@ def own_draws(shape: tuple[int, ...], stream: str) -> torch.Tensor:
 
 
 @every_variant
-def test_noising_target_and_loss_equal_an_fp64_computation(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_noising_target_and_loss_equal_an_fp64_computation(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """Posterior draw, scale, packing, noise level, timestep, velocity, mean: each from its own stream."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint)
@@ -92,9 +90,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
     if "latent_logvar" in batch:
         spread = (batch["latent_logvar"].double() / 2).exp()
         latents = (latents + spread * own_draws((4, 4, 6), "posterior") - 0.1159) * 0.3611
-    squares = [
-        latents[:, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] for r in (0, 1) for c in range(3)
-    ]
+    squares = [latents[:, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] for r in (0, 1) for c in range(3)]
     clean = torch.stack([square.flatten(1) for square in squares], dim=1)
     level = 1 / (1 + (-own_draws((), "timestep")).exp())
     # The line through (256, 0.5) and (4096, 1.15), at 6 tokens.
@@ -115,9 +111,7 @@ def test_noising_target_and_loss_equal_an_fp64_computation(
 
 
 @every_variant
-def test_the_timestep_is_rounded_before_it_is_divided(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_the_timestep_is_rounded_before_it_is_divided(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """In bf16 another order gives other bits: the pipelines' is t.to(bf16) / 1000."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     batch = some_batch(checkpoint, torch.bfloat16)
@@ -197,9 +191,7 @@ def test_a_guidance_value_is_refused_where_nothing_embeds_it(
     checkpoint = open_checkpoint(path)
     train = recipe_values["train"]
     with pytest.raises(DitLoraError, match=r"train.guidance_scale: .* has no guidance embedding"):
-        checkpoint.apply_recipe(
-            recipe_for(path, recipe_values, train={**train, "guidance_scale": 1.0})
-        )
+        checkpoint.apply_recipe(recipe_for(path, recipe_values, train={**train, "guidance_scale": 1.0}))
     recipe = recipe_for(path, recipe_values)
     model = Recorder(torch.zeros(3, 6, 16))
     plain = checkpoint.apply_recipe(recipe)
@@ -221,9 +213,7 @@ def test_a_distilled_klein_is_refused_by_name_and_still_samples(
         family.open(recipe.model, recipe)
     lora = {"rank": 4, "under": [{"path": "theirs.safetensors"}]}
     family.open(recipe.model, recipe_for(path, recipe_values, lora=lora))
-    training = recipe_for(
-        base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]}
-    )
+    training = recipe_for(base, recipe_values, validation={"model": str(path), "prompts": ["a cat"]})
     second: Any = open_sampling_checkpoint(training, family.open(training.model, training))
     assert second.is_distilled
     pipeline = second.pipeline(torch.float32)
@@ -258,9 +248,7 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
 
 
 @every_variant
-def test_pictures_are_encoded_in_fp32_whatever_the_policy(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_pictures_are_encoded_in_fp32_whatever_the_policy(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """FLUX.2's statistics would be rounded in bf16; the mode is kept, as the pipeline takes of its references."""
     path = tiny_checkpoints[variant]
     checkpoint = open_checkpoint(path)
@@ -285,9 +273,7 @@ def test_pictures_are_encoded_in_fp32_whatever_the_policy(
     torch.testing.assert_close(full["latent_mean"], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("resolution", "expected"), [(None, (1024, 1024)), (512, (512, 512)), (1100, (1088, 1088))]
-)
+@pytest.mark.parametrize(("resolution", "expected"), [(None, (1024, 1024)), (512, (512, 512)), (1100, (1088, 1088))])
 def test_reference_resolution_sets_flux2s_limit_in_training_and_in_samples(
     tiny_checkpoints: dict[str, Path], resolution: int | None, expected: tuple[int, int]
 ) -> None:
@@ -322,14 +308,10 @@ def test_flux2s_targets_follow_the_number_of_its_blocks(
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     double = {
-        f"transformer_blocks.{i}.attn.{name}"
-        for i in range(layers)
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
+        f"transformer_blocks.{i}.attn.{name}" for i in range(layers) for name in ("to_q", "to_k", "to_v", "to_out.0")
     }
     joined = {
-        f"single_transformer_blocks.{i}.attn.{name}"
-        for i in range(single)
-        for name in ("to_qkv_mlp_proj", "to_out")
+        f"single_transformer_blocks.{i}.attn.{name}" for i in range(single) for name in ("to_qkv_mlp_proj", "to_out")
     }
     assert adapted == double | joined
 
@@ -345,9 +327,7 @@ def test_flux1s_targets_leave_out_the_head(tiny_checkpoints: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("variant", ["flux-dev", "flux2-klein", "flux2-dev"])
-def test_guidance_from_cached_text_equals_guidance_from_words(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=4.5, seed=3)
@@ -362,9 +342,7 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     # klein calls it once more for "", and none makes a batch of two.
     assert calls == [1] * (4 if variant == "flux2-klein" else 2)
-    tensors = checkpoint.generate(
-        cached, checkpoint.prompt_kwargs(encode(["a cat"]), encode([""])), sampling
-    )
+    tensors = checkpoint.generate(cached, checkpoint.prompt_kwargs(encode(["a cat"]), encode([""])), sampling)
     assert video_of_text.shape == (1, 32, 64, 3)
     assert video_of_text.float().std() > 1
     assert torch.equal(video_of_text, tensors)

@@ -16,9 +16,7 @@ CAPTIONS = ("a red disc", "", "a longer caption, of a green square below a blue 
 SHAPE = VideoShape(1, 48, 80)
 
 
-def losses_by_diffusers(
-    path: Path, pixels: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor
-) -> torch.Tensor:
+def losses_by_diffusers(path: Path, pixels: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     """The loss for pixels (B, 3, H, W), noise (B, tokens, channels) and noise levels (B,).
 
     Klein has no guidance, dev a guidance of 1.
@@ -56,9 +54,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
     encode_picture = checkpoint.load_video_encoder(torch.float32, CPU)
     pictures = [pixels_of(SHAPE, generator) for _ in CAPTIONS]
     batch = {
-        "latent_mean": torch.stack(
-            [encode_picture(picture)["latent_mean"] for picture in pictures]
-        ),
+        "latent_mean": torch.stack([encode_picture(picture)["latent_mean"] for picture in pictures]),
         **encode_text(CAPTIONS),
     }
     noise = torch.randn(3, 15, 16, generator=generator)

@@ -47,9 +47,7 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -
     expected, emulated = run(subject, model, batch), has_fp16_saturation(model)
     names = list(model.state_dict())
     fuse_all(model)
-    assert set(get_fusion(model).get_active_ops()) >= subject.case.takes, get_fusion(
-        model
-    ).format_lines()
+    assert set(get_fusion(model).get_active_ops()) >= subject.case.takes, get_fusion(model).format_lines()
     assert_equal(run(subject, model, batch), expected, 1e-4)
     assert list(model.state_dict()) == names
     assert has_fp16_saturation(model) == emulated
@@ -59,12 +57,8 @@ def test_fused_it_is_the_same_model_and_undone_the_same_bits(subject: Subject) -
 
 
 # Blocks in bf16 are compared in fp32 too.
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16]
-)
-def test_every_kernel_holds_parity_on_the_familys_own_batch(
-    model_subject: Subject, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
+def test_every_kernel_holds_parity_on_the_familys_own_batch(model_subject: Subject, dtype: torch.dtype) -> None:
     """As preflight asks before a run: each op off alone, and all at once, against what is on."""
     model = fuse_all(adapted(model_subject)).train()
     # Two samples are enough to find a row that was taken from another sample.
@@ -114,9 +108,7 @@ def test_checkpointing_recomputes_the_same_bits(model_subject: Subject) -> None:
     assert_equal(run(model_subject, model, batch), expected, 0.0)
 
 
-def test_an_adapter_trained_fused_works_in_the_stock_pipeline(
-    model_subject: Subject, tmp_path: Path
-) -> None:
+def test_an_adapter_trained_fused_works_in_the_stock_pipeline(model_subject: Subject, tmp_path: Path) -> None:
     model, batch = fuse_all(adapted(model_subject)), encoded_batch(model_subject)
     part = model_subject.case.part
     save_adapter(model, model_subject.checkpoint.pipeline_class, tmp_path, {"part": part})

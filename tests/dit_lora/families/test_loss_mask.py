@@ -50,9 +50,7 @@ def masked_batch(subject: Subject) -> dict[str, torch.Tensor]:
     return {**batch, LOSS_MASK: chosen.float()}
 
 
-def where_masked(
-    checkpoint: Any, seen: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def where_masked(checkpoint: Any, seen: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Elements of the prediction that depend on latents inside the mask, however the family transforms them."""
     mean, mask = batch["latent_mean"], batch[LOSS_MASK]
     inside = mask.view(len(mask), *[1] * (mean.ndim - 3), *mask.shape[-2:]).expand_as(mean)

@@ -40,9 +40,7 @@ def batch_of(checkpoint: Any) -> dict[str, torch.Tensor]:
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)
     rows = []
     for caption in CAPTIONS:
-        sample = DecodedSample(
-            pixels_of(SHAPE, generator), references=(pixels_of(SHAPE, generator),)
-        )
+        sample = DecodedSample(pixels_of(SHAPE, generator), references=(pixels_of(SHAPE, generator),))
         text = {name: tensor[0] for name, tensor in encode_text([caption]).items()}
         rows.append(sample.encode(encode_video, SHAPE) | text)
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -70,9 +68,7 @@ def test_our_loss_is_that_of_diffusers_transformer_on_the_videos_tokens(
                 for column in range(sides[1]):
                     down, across = ((size * at, size * (at + 1)) for at in (row, column))
                     positions.append([[moment / FPS for moment in time], down, across])
-    token_timesteps = torch.cat(
-        [(1000 * sigma)[:, None].expand(-1, TOKENS), torch.zeros(reference.shape[:2])], 1
-    )
+    token_timesteps = torch.cat([(1000 * sigma)[:, None].expand(-1, TOKENS), torch.zeros(reference.shape[:2])], 1)
     with torch.no_grad():
         video, _ = transformer(
             torch.cat([noisy, reference], dim=1), torch.zeros(3, 1, 16), batch["prompt_embeds"],
@@ -97,9 +93,7 @@ def test_no_gradient_comes_from_the_references_tokens(tiny_checkpoints: dict[str
         return outputs[0], output[1]
 
     model.register_forward_hook(keep)
-    checkpoint.losses(
-        model, batch_of(checkpoint), RandomStreams(0, [0, 1, 2])
-    ).losses.sum().backward()
+    checkpoint.losses(model, batch_of(checkpoint), RandomStreams(0, [0, 1, 2])).losses.sum().backward()
     (gradient,) = (tensor.grad for tensor in outputs)
     assert gradient is not None
     assert gradient.shape[1] == TOKENS + HALVED
@@ -113,8 +107,7 @@ def test_the_reference_is_seen(tiny_checkpoints: dict[str, Path]) -> None:
     changed_batch = {**batch, "reference_0": batch["reference_0"].roll(1, 0)}
     with torch.no_grad():
         first_losses, second = (
-            checkpoint.losses(model, tensors, RandomStreams(0, [0, 1, 2])).losses
-            for tensors in (batch, changed_batch)
+            checkpoint.losses(model, tensors, RandomStreams(0, [0, 1, 2])).losses for tensors in (batch, changed_batch)
         )
     assert (first_losses != second).all()
 
@@ -149,9 +142,7 @@ def test_what_is_no_one_clip_is_refused_for_samples(
         (["a.png"], "of 'a': no clip: a.png"),
     ],
 )
-def test_a_recipes_prompts_have_a_clip_each(
-    tiny_checkpoints: dict[str, Path], files: list[Any], words: str
-) -> None:
+def test_a_recipes_prompts_have_a_clip_each(tiny_checkpoints: dict[str, Path], files: list[Any], words: str) -> None:
     validation = {"prompts": ["a"], "references": files}
     with pytest.raises(DitLoraError, match=words):
         for_recipe(tiny_checkpoints["ltx-2.3"], model=TASK, validation=validation)
@@ -165,12 +156,8 @@ def test_references_that_would_not_be_whole_tokens_are_refused(
         for_recipe(tiny_checkpoints["ltx-2.3"], model=TASK, data=data)
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), [("wan", "wan-2.2-ti2v-5b"), ("ltx_video", "ltx-video")]
-)
-def test_other_families_have_no_reference_clips(
-    tiny_checkpoints: dict[str, Path], family: str, variant: str
-) -> None:
+@pytest.mark.parametrize(("family", "variant"), [("wan", "wan-2.2-ti2v-5b"), ("ltx_video", "ltx-video")])
+def test_other_families_have_no_reference_clips(tiny_checkpoints: dict[str, Path], family: str, variant: str) -> None:
     path = tiny_checkpoints[variant]
     with pytest.raises(DitLoraError, match=f"ic_lora: family {family} makes nothing from ref"):
         for_recipe(path, model={"family": family, "path": str(path), **TASK})
@@ -181,13 +168,8 @@ def test_a_result_says_its_pipeline(tiny_checkpoints: dict[str, Path]) -> None:
     assert checkpoint.index_changes() == {"_class_name": "LTX2InContextPipeline"}
     assert checkpoint.training_metadata()["reference_resolution"] == 48
     assert checkpoint.training_metadata()["reference_downscale_factor"] == 2
-    assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {
-        "reference_downscale_factor": 1
-    }
-    assert (
-        "reference_downscale_factor"
-        not in opened(tiny_checkpoints["ltx-2.3"], **TASK).training_metadata()
-    )
+    assert in_context(tiny_checkpoints["ltx-2.3"], None).training_metadata() == {"reference_downscale_factor": 1}
+    assert "reference_downscale_factor" not in opened(tiny_checkpoints["ltx-2.3"], **TASK).training_metadata()
     assert checkpoint.shape_kwargs(SHAPE)["reference_downscale_factor"] == 2
 
 

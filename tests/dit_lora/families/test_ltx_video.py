@@ -173,9 +173,7 @@ def test_one_step_is_refused_of_which_its_scheduler_makes_nan(
 
 
 @every_variant
-def test_guidance_from_cached_text_equals_guidance_from_words(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = opened(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, SHAPE)
     assert batches == [checkpoint.guidance_batch_size] * 2
@@ -191,18 +189,12 @@ def test_clips_are_encoded_in_fp32_with_what_normalises_them(
     encoded = opened(path, "i2v").load_video_encoder(torch.bfloat16, CPU)(pixels)
     assert {tensor.dtype for tensor in encoded.values()} == {torch.float32}
     vae = AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae")
-    assert torch.equal(
-        encoded["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std])
-    )
+    assert torch.equal(encoded["latent_statistics"], torch.stack([vae.latents_mean, vae.latents_std]))
     with torch.no_grad():
         video = (pixels.float() / 127.5 - 1).transpose(0, 1)[None]
-        full_posterior, first_posterior = (
-            vae.encode(frames).latent_dist for frames in (video, video[:, :, :1])
-        )
+        full_posterior, first_posterior = (vae.encode(frames).latent_dist for frames in (video, video[:, :, :1]))
     assert torch.equal(encoded["latent_mean"], full_posterior.mean[0])
-    torch.testing.assert_close(
-        encoded["image_latent_mean"], first_posterior.mean[0], rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(encoded["image_latent_mean"], first_posterior.mean[0], rtol=1e-5, atol=1e-5)
     # The encoder is causal: a clip's first latent is its first frame's.
     torch.testing.assert_close(encoded["image_latent_mean"][:, 0], full_posterior.mean[0, :, 0])
 
@@ -241,9 +233,7 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     half = dropping(0.5)
-    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)[
-        "image_dropout"
-    ]
+    keep_mask = RandomStreams(6, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)["image_dropout"]
     assert keep_mask.any()
     assert not keep_mask.all()
     torch.testing.assert_close(losses(half), torch.where(keep_mask, never, text), rtol=1e-5, atol=0)
@@ -262,9 +252,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
         clean = checkpoint.clean_latents(batch, random_inputs)
-        noisy = checkpoint.objective.add_noise(
-            clean, random_inputs["noise"], random_inputs["timestep"]
-        )
+        noisy = checkpoint.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
         velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, tokens:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)
@@ -341,9 +329,7 @@ def test_stock_diffusers_reads_what_comfyui_does(
     targets = (*targets, "proj_in", "time_embed.linear") if outside else targets
     path = tiny_checkpoints["ltx-video"]
     adapter = trained("ltx_video", path, tmp_path / "run", alpha=7, targets=targets)
-    output_dir = export(
-        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(path))
-    )
+    output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(path)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     assert not any(name.endswith(".alpha") for name in tensors)

@@ -28,9 +28,7 @@ def losses_by_diffusers(
     options: Any = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     tokens = tokenizer(CAPTIONS, max_length=128, **options)
     text = T5EncoderModel.from_pretrained(path / "text_encoder")(tokens.input_ids)
-    mean, std = (
-        statistic[:, None, None, None] for statistic in (vae.latents_mean, vae.latents_std)
-    )
+    mean, std = (statistic[:, None, None, None] for statistic in (vae.latents_mean, vae.latents_std))
     video = 2 * (pixels.transpose(1, 2) / 255) - 1
     latent = vae.encode(video).latent_dist
     clean = (latent.mean + latent.std * given["posterior"] - mean) / std
@@ -39,9 +37,7 @@ def losses_by_diffusers(
     hidden, timestep = (1 - level) * clean + level * noise, 1000 * given["timestep"]
     if task == "i2v":
         first_posterior = vae.encode(video[:, :, :1]).latent_dist
-        hidden[:, :, :1] = (
-            first_posterior.mean + first_posterior.std * given["image_posterior"] - mean
-        ) / std
+        hidden[:, :, :1] = (first_posterior.mean + first_posterior.std * given["image_posterior"] - mean) / std
         timestep = timestep[:, None].repeat(1, f * h * w)
         timestep[:, : h * w] = 0
     velocity = transformer(
@@ -59,9 +55,7 @@ def losses_by_diffusers(
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_our_loss_is_that_of_diffusers_modules(
-    tiny_checkpoints: dict[str, Path], task: Any
-) -> None:
+def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path], task: Any) -> None:
     path, family = tiny_checkpoints["ltx-video"], get_family("ltx_video")
     opened = family.open(ModelConfig(family="ltx_video", path=str(path), task=task))
     checkpoint = opened.with_training_metadata({"video": {"fps": 12.5}})

@@ -35,9 +35,7 @@ def run_with(tmp_path: Path, first: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "kernels.py").write_text(source)
     program = [sys.executable, "-c", PROGRAM.format(first=first)]
     path = f"{tmp_path}:{ROOT}"
-    return subprocess.run(
-        program, cwd=tmp_path, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(program, cwd=tmp_path, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
 
 
 def test_nothing_is_asked_of_the_hub_and_nothing_is_said(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from dit_lora.families import CHAT_FAMILIES, get_family
 
 
 @pytest.mark.parametrize("name", CHAT_FAMILIES)
-def test_weights_in_a_repositorys_root_are_fetched(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_a_repositorys_root_are_fetched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Diffusers' lie in folders of components, and a root has other programs' beside them."""
     requests: list[str] = []
 

@@ -86,9 +86,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         transformer = CogVideoXTransformer3DModel.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
-        report = attach_lora(
-            transformer, LoraConfig(rank=128), get_family("cogvideox").lora_targets, seed=0
-        )
+        report = attach_lora(transformer, LoraConfig(rank=128), get_family("cogvideox").lora_targets, seed=0)
     layers = config["num_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     assert report.num_parameters == adapter == layers * 4 * 128 * 2 * width
@@ -126,13 +124,9 @@ def test_every_recipe_of_the_family_has_its_published_checkpoint() -> None:
 def test_shapes_that_published_checkpoints_have_no_positions_for(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "cogvideox" / "5b_i2v.yaml")
     learned = opened("CogVideoX-5b-I2V", tmp_path, recipe)
-    with pytest.raises(
-        DitLoraError, match="frames must be 49, which its learned positions are for"
-    ):
+    with pytest.raises(DitLoraError, match="frames must be 49, which its learned positions are for"):
         learned.check_shape(VideoShape(25, 480, 720))
-    with pytest.raises(
-        DitLoraError, match="width must be 720, which its learned positions are for"
-    ):
+    with pytest.raises(DitLoraError, match="width must be 720, which its learned positions are for"):
         learned.check_shape(VideoShape(49, 480, 704))
     sliced = opened("CogVideoX1.5-5B-I2V", tmp_path, recipe)
     sliced.check_shape(VideoShape(81, 1360, 768))

@@ -52,9 +52,7 @@ def test_the_size_is_the_published_one() -> None:
     with torch.device("meta"):
         transformer = DiTTransformer2DModel.from_config(config).requires_grad_(False)
         size = sum(p.numel() for p in transformer.parameters())
-        report = attach_lora(
-            transformer, LoraConfig(rank=16), get_family("dit").lora_targets, seed=0
-        )
+        report = attach_lora(transformer, LoraConfig(rank=16), get_family("dit").lora_targets, seed=0)
     assert size == num_parameters + repeated == 749_826_464
     assert (report.num_adapted, report.num_parameters) == (4 * 28, 28 * 4 * 16 * 2 * 1152)
 
@@ -76,22 +74,16 @@ def test_the_lora_recipe_takes_classes_of_ones_own_and_imagenets(tmp_path: Path)
         config = {**checkpoint.transformer_config}
         transformer = DiTTransformer2DModel.from_config(config).requires_grad_(False)
         attach_lora(transformer, recipe.lora, get_family("dit").lora_targets, seed=0)
-        groups = build_recipe_groups(
-            transformer, recipe.optim.groups, get_family("dit").group_patterns
-        )
+        groups = build_recipe_groups(transformer, recipe.optim.groups, get_family("dit").group_patterns)
     sizes = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
     assert sizes == {"adapter": 4_128_768, "connector": 28 * 1002 * 1152}
 
 
-def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cifar_recipe_builds_dit_s2_with_ten_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dataset's columns are the published ones: img, and label with its names."""
     images = [Image.new("RGB", (32, 32), (i, i, i)) for i in range(10)]
     features = {"img": datasets.Image(), "label": datasets.ClassLabel(names=CIFAR10)}
-    rows = datasets.Dataset.from_dict(
-        {"img": images, "label": list(range(10))}, features=datasets.Features(features)
-    )
+    rows = datasets.Dataset.from_dict({"img": images, "label": list(range(10))}, features=datasets.Features(features))
     monkeypatch.setattr(datasets, "load_dataset", {"uoft-cs/cifar10": {"train": rows}}.__getitem__)
     overrides = [f"run.dir={tmp_path / 'run'}"]
     recipe = load_recipe(ROOT / "recipes" / "dit" / "cifar10_scratch.yaml", overrides)

@@ -76,9 +76,7 @@ def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, tmp_path: P
 
 def test_every_recipe_of_the_families_has_its_published_checkpoint() -> None:
     recipe_names = {
-        f"{folder}/{path.stem}"
-        for folder in ("flux", "flux2")
-        for path in (ROOT / "recipes" / folder).glob("*.yaml")
+        f"{folder}/{path.stem}" for folder in ("flux", "flux2") for path in (ROOT / "recipes" / folder).glob("*.yaml")
     }
     assert recipe_names == {stem for stem, *_ in PUBLISHED.values()} | ANOTHER
 
@@ -98,7 +96,5 @@ def test_the_text_encoders_are_as_wide_as_the_transformers_take() -> None:
     for name in (stem for stem in PUBLISHED if stem.startswith("FLUX.2")):
         config = json.loads((CONFIGS / name / "text_encoder" / "config.json").read_text())
         width = config.get("text_config", config)["hidden_size"]
-        transformer_config = json.loads(
-            (CONFIGS / name / "transformer" / "config.json").read_text()
-        )
+        transformer_config = json.loads((CONFIGS / name / "transformer" / "config.json").read_text())
         assert transformer_config["joint_attention_dim"] == 3 * width

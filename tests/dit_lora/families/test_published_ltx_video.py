@@ -35,21 +35,12 @@ def counted(layers: int, width: int, channels: int, text: int) -> int:
     block = 2 * attention + feed_forward + 6 * width
     time = linear(256, width) + linear(width, width) + linear(width, 6 * width)
     caption = linear(text, width) + linear(width, width)
-    return (
-        layers * block
-        + time
-        + caption
-        + 2 * width
-        + linear(channels, width)
-        + linear(width, channels)
-    )
+    return layers * block + time + caption + 2 * width + linear(channels, width) + linear(width, channels)
 
 
 @pytest.mark.parametrize("name", ["LTX-Video", "LTX-Video-0.9.1-diffusers"])
 @pytest.mark.parametrize("stem", RECIPES)
-def test_sizes_are_the_published_ones_and_its_recipe_fits(
-    name: str, stem: str, tmp_path: Path
-) -> None:
+def test_sizes_are_the_published_ones_and_its_recipe_fits(name: str, stem: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "ltx_video" / f"{stem}.yaml")
     assert recipe.model.path == "Lightricks/LTX-Video"
     path = Path(shutil.copytree(CONFIGS / name, tmp_path / "unnamed"))

@@ -81,28 +81,21 @@ def test_the_default_targets_and_the_recipes_other_ones_are_as_large_as_computed
     assert checkpoint.lora_targets(family.lora_targets) == IMAGE_STREAM
     with torch.device("meta"):
         transformer = checkpoint.transformer_class.from_config(dict(checkpoint.transformer_config))
-        report = attach_lora(
-            transformer.requires_grad_(False), LoraConfig(rank=16), targets, seed=0
-        )
+        report = attach_lora(transformer.requires_grad_(False), LoraConfig(rank=16), targets, seed=0)
     assert (report.num_adapted, report.num_parameters) == ADAPTERS[targets]
     # The recipe names both.
     text = (ROOT / "recipes" / "qwen_image" / "base.yaml").read_text()
     assert all(target in text for target in BOTH_STREAMS)
 
 
-def test_a_captions_size_is_that_of_512_tokens_of_the_text_encoder(
-    checkpoint: Any, tmp_path: Path
-) -> None:
+def test_a_captions_size_is_that_of_512_tokens_of_the_text_encoder(checkpoint: Any, tmp_path: Path) -> None:
     """3.5 MiB: half of what the 1024 tokens take that the pipeline can be asked for; on disk next to nothing more."""
     width = json.loads((CONFIGS / "text_encoder" / "config.json").read_text())["hidden_size"]
     spec = checkpoint.text_spec(torch.bfloat16)
     assert spec["prompt_embeds"] == ((512, width), torch.bfloat16)
     tensors = {name: torch.ones(size, dtype=dtype) for name, (size, dtype) in spec.items()}
     cache = TensorCache(tmp_path / "texts")
-    entries = [
-        encode_entry(make_entry_key({"n": n}), tensors, sample=str(n), facts={"n": n})
-        for n in range(4)
-    ]
+    entries = [encode_entry(make_entry_key({"n": n}), tensors, sample=str(n), facts={"n": n}) for n in range(4)]
     cache.write_entries(entries)
     stored = sum(file.stat().st_size for file in (tmp_path / "texts").rglob("*"))
     # Of a thousand: 3.42 GiB, 3.67 GB.

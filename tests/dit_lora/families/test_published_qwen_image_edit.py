@@ -57,9 +57,7 @@ def test_it_is_qwen_image_with_other_inputs(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tokens"), [("Qwen-Image-Edit", 512 + 1428), ("Qwen-Image-Edit-2511", 512 + 3 * 222)]
 )
-def test_captions_are_as_long_as_docs_and_recipes_say(
-    name: str, tokens: int, tmp_path: Path
-) -> None:
+def test_captions_are_as_long_as_docs_and_recipes_say(name: str, tokens: int, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path)
     spec = checkpoint.text_spec(torch.bfloat16)
     assert spec == {

@@ -139,12 +139,8 @@ def test_its_recipe_fits_the_model(name: str, tmp_path: Path) -> None:
         frames,
         config.get("sample_height") or config["sample_size"],
     )
-    torch.testing.assert_close(
-        checkpoint.objective.alpha[0].double(), torch.tensor(0.9999).double().sqrt()
-    )
-    torch.testing.assert_close(
-        checkpoint.objective.log_beta[-1], torch.tensor(0.02).double().log().float()
-    )
+    torch.testing.assert_close(checkpoint.objective.alpha[0].double(), torch.tensor(0.9999).double().sqrt())
+    torch.testing.assert_close(checkpoint.objective.log_beta[-1], torch.tensor(0.02).double().log().float())
 
 
 def test_every_recipe_of_the_families_is_here() -> None:

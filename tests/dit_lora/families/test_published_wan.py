@@ -82,9 +82,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         transformer: Any = WanTransformer3DModel.from_config(config).requires_grad_(False)
         assert sum(p.numel() for p in transformer.parameters()) == num_parameters == counted(config)
-        report = attach_lora(
-            transformer, LoraConfig(rank=16), get_family("wan").lora_targets, seed=0
-        )
+        report = attach_lora(transformer, LoraConfig(rank=16), get_family("wan").lora_targets, seed=0)
     width = config["num_attention_heads"] * config["attention_head_dim"]
     assert report.num_adapted == 8 * config["num_layers"]
     assert report.num_parameters == adapter == report.num_adapted * 16 * 2 * width

@@ -67,9 +67,7 @@ class Recorder(nn.Module):
         return (torch.zeros_like(kwargs["hidden_states"]),)
 
 
-def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
-    checkpoint: Any, tiny: Path
-) -> None:
+def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(checkpoint: Any, tiny: Path) -> None:
     """Zeros behind them, and a mask of what is text; the bf16 that is asked for is that of the cache."""
     pipeline = DiffusionPipeline.from_pretrained(tiny)
     encoded = checkpoint.load_text_encoder(torch.float32, CPU)(CAPTIONS)
@@ -89,9 +87,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
     assert half["prompt_embeds"].dtype is torch.bfloat16
 
 
-def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
-    checkpoint: Any, tiny: Path
-) -> None:
+def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(checkpoint: Any, tiny: Path) -> None:
     """Encode by the language model alone: its last hidden state of the whole template, from the caption on."""
     pipeline = DiffusionPipeline.from_pretrained(tiny)
     template = (
@@ -113,9 +109,7 @@ def test_the_34_tokens_before_a_caption_are_dropped_and_those_behind_it_kept(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
-    checkpoint: Any, dtype: torch.dtype
-) -> None:
+def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(checkpoint: Any, dtype: torch.dtype) -> None:
     """Bit for bit, in bf16 too, where the timestep's rounding shows."""
     batch = batch_of(checkpoint, CAPTIONS, dtype)
     pipeline = checkpoint.pipeline(dtype, text=False)
@@ -147,12 +141,8 @@ def test_unequal_captions_in_a_batch_are_each_as_alone(checkpoint: Any) -> None:
         batched_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            single_prediction = checkpoint.predict(
-                transformer, noisy[row : row + 1], timesteps[[row]], single_batch
-            )
-            torch.testing.assert_close(
-                batched_prediction[row], single_prediction[0], rtol=1e-5, atol=1e-6
-            )
+            single_prediction = checkpoint.predict(transformer, noisy[row : row + 1], timesteps[[row]], single_batch)
+            torch.testing.assert_close(batched_prediction[row], single_prediction[0], rtol=1e-5, atol=1e-6)
         batch["prompt_embeds"][~batch["prompt_mask"]] = 5.0
         second_prediction = checkpoint.predict(transformer, noisy, timesteps, batch)
     torch.testing.assert_close(second_prediction, batched_prediction, rtol=1e-5, atol=1e-6)
@@ -221,9 +211,7 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
     checkpoint: Any, recipe_values: dict[str, Any], tiny: Path, tmp_path: Path
 ) -> None:
     """In a recipe and where one samples; a scheduler without `shift_terminal` samples in one."""
-    message = (
-        r"must be 2 or more, as shift_terminal=0.02 of the scheduler gives NaN in one step; got 1"
-    )
+    message = r"must be 2 or more, as shift_terminal=0.02 of the scheduler gives NaN in one step; got 1"
     sampling = Sampling(SHAPE, inference_steps=1, guidance_scale=1.0, seed=0)
     with pytest.raises(DitLoraError, match=f"qwen-image: inference steps {message}"):
         checkpoint.generate(None, {}, sampling)
@@ -237,14 +225,7 @@ def test_one_step_of_which_the_scheduler_makes_nan_is_refused(
     other_checkpoint = open_at(path).apply_recipe(recipe)
     pipeline = other_checkpoint.pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    assert (
-        len(
-            other_checkpoint.generate(
-                pipeline, other_checkpoint.prompt_kwargs("a cat"), sampling
-            ).unique()
-        )
-        > 1
-    )
+    assert len(other_checkpoint.generate(pipeline, other_checkpoint.prompt_kwargs("a cat"), sampling).unique()) > 1
 
 
 def test_a_checkpoint_that_modulates_by_token_trains_as_one_that_does_not(
@@ -332,14 +313,10 @@ def test_stock_diffusers_reads_what_comfyui_does(tiny: Path, tmp_path: Path) -> 
         *("linear_1", "linear_2", "norm_out.linear", "proj_out"),
     )
     adapter = trained("qwen_image", tiny, tmp_path / "run", alpha=7, targets=targets)
-    output_dir = export(
-        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
-    )
+    output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
-    linear = [
-        m for m in open_at(tiny).load_transformer(torch.float32).modules() if type(m) is nn.Linear
-    ]
+    linear = [m for m in open_at(tiny).load_transformer(torch.float32).modules() if type(m) is nn.Linear]
     assert len(tensors) == 3 * len(linear) == 3 * (2 * 14 + 6)
     assert all(name.startswith("diffusion_model.") for name in tensors)
     save_file(tensors, tmp_path / "bare.safetensors")  # no header that would say more

@@ -102,15 +102,11 @@ def test_guidance_is_away_from_the_empty_prompt_with_the_same_pictures(
         checkpoint.generate(textless_pipeline, checkpoint.prompt_kwargs(prompt, empty), sampling),
         video_of_text,
     )
-    other_video = checkpoint.generate(
-        textless_pipeline, checkpoint.prompt_kwargs(prompt, other_prompt), sampling
-    )
+    other_video = checkpoint.generate(textless_pipeline, checkpoint.prompt_kwargs(prompt, other_prompt), sampling)
     assert not torch.equal(other_video, video_of_text)
 
 
-@pytest.mark.parametrize(
-    "variant", [VARIANTS[0], pytest.param(VARIANTS[1], marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("variant", [VARIANTS[0], pytest.param(VARIANTS[1], marks=pytest.mark.thorough)])
 def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
     cached: Run, tiny_checkpoints: dict[str, Path], variant: str, tmp_path: Path
 ) -> None:
@@ -131,15 +127,11 @@ def test_a_dropped_caption_is_the_empty_one_with_the_samples_own_picture(
                 assert set(tensors) == set(expected)
                 assert all(torch.equal(tensors[n], expected[n][0]) for n in tensors)
     assert len({entry.empty_text_key for entry in cached_clips.entries}) == 2
-    assert [entry.empty_text_key for entry in live.entries] == [
-        entry.empty_text_key for entry in cached_clips.entries
-    ]
+    assert [entry.empty_text_key for entry in live.entries] == [entry.empty_text_key for entry in cached_clips.entries]
     assert all(entry.empty_text_key is None for entry in cached(variant).training_set.entries)
 
 
-def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
-    cached: Run, tmp_path: Path
-) -> None:
+def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(cached: Run, tmp_path: Path) -> None:
     """Before the first step, or as it comes without a cache: its place is kept, and what is wrong is said."""
     lines = (tmp_path / "pairs" / "metadata.jsonl").read_text().splitlines()
     row = {**json.loads(lines[1]), "text": "Q" * 600}
@@ -155,23 +147,15 @@ def test_a_caption_that_does_not_fit_is_told_by_its_samples_name(
     assert {n: t.shape for n, t in long[0].items()} == {n: t.shape for n, t in good[0].items()}
 
 
-def test_a_plan_counts_what_encoders_make(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_plan_counts_what_encoders_make(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """References at the pipeline's size and captions at their full length, without running an encoder."""
     path = ROOT / "recipes" / "smoke" / "qwen_image_edit.yaml"
     base = tiny_checkpoints[VARIANTS[1]]
-    subject = open_estimator(
-        load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), is_gpu=False
-    )
+    subject = open_estimator(load_recipe(path, [f"model.path={base}", "data.path=/nowhere"]), is_gpu=False)
     (shape,) = subject.shapes
     references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(0))]
     pictures: Any = open_at(base).load_video_encoder(torch.float32, CPU)
-    texts = (
-        open_at(base)
-        .load_text_encoder(torch.float32, CPU)
-        .encode_with_references("", references, shape)
-    )
+    texts = open_at(base).load_text_encoder(torch.float32, CPU).encode_with_references("", references, shape)
     encoding = {**pictures(references[0]), **pictures.encode_references(references, shape)}
     encoding |= {name: tensor[0] for name, tensor in texts.items()}
     assert subject.get_spec(shape) == {n: (t.shape, t.dtype) for n, t in encoding.items()}
@@ -190,9 +174,7 @@ def test_mirrored_samples_are_refused_in_one_line(
         with pytest.raises(DitLoraError) as refused:
             open_at(tiny_checkpoints[variant]).apply_recipe(recipe)
         _, line = str(refused.value).splitlines()
-        assert (
-            "data.flip: captions are encoded with the references, and a mirrored one would" in line
-        )
+        assert "data.flip: captions are encoded with the references, and a mirrored one would" in line
 
 
 def test_a_side_of_references_is_refused_since_the_pipeline_scales_them(
@@ -211,9 +193,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     """Beside as many pictures as there may be; one token more is refused, as the pipeline would encode it whole."""
     checkpoint = open_at(tiny_checkpoints[variant])
     number = checkpoint.max_references
-    references = [
-        pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)
-    ]
+    references = [pixels_of(VideoShape(1, 64, 64), torch.Generator().manual_seed(i)) for i in range(number)]
     encode, limit = checkpoint.load_text_encoder(torch.float32, CPU), checkpoint.load_text_limit()
     room, _ = checkpoint.text_spec(torch.float32)["prompt_embeds"]
     # The tiny processor scales pictures to 16 tokens at most, and to fewer what the text encoder of Plus is shown.
@@ -223,9 +203,7 @@ def test_captions_have_the_room_that_is_said_and_are_never_cut(
     fits = encode.encode_with_references("Q" * (limit.max_tokens + spare), references, SHAPE)
     assert fits["prompt_embeds"].shape[1:] == room
     assert fits["prompt_mask"].all()
-    count = (
-        rf"its caption has {room[0] + 1} tokens with its pictures, and there is room for {room[0]}"
-    )
+    count = rf"its caption has {room[0] + 1} tokens with its pictures, and there is room for {room[0]}"
     with pytest.raises(ClipError, match=count):
         encode.encode_with_references("Q" * (limit.max_tokens + spare + 1), references, SHAPE)
     with pytest.raises(DitLoraError, match="encodes a caption with its references"):
@@ -238,10 +216,7 @@ def test_references_are_refused_by_number_and_by_sides(tiny_checkpoints: dict[st
     assert three.count_error(0) == "it has 0 references, and this model takes 1 to 3"
     assert three.count_error(3) is None
     assert single.unsupported_reason(80, 640) is None
-    assert (
-        single.unsupported_reason(640, 79)
-        == "it is 79 x 640, and one side may be 8 times the other"
-    )
+    assert single.unsupported_reason(640, 79) == "it is 79 x 640, and one side may be 8 times the other"
 
 
 @pytest.mark.parametrize("area", [1024 * 1024, 384 * 384])

@@ -81,10 +81,7 @@ def test_the_loss_of_a_batch_is_that_of_diffusers_modules_alone(
         {
             **encode_picture(picture),
             **encode_picture.encode_references([reference], SHAPE),
-            **{
-                n: t[0]
-                for n, t in encode_text.encode_with_references(caption, [reference], SHAPE).items()
-            },
+            **{n: t[0] for n, t in encode_text.encode_with_references(caption, [reference], SHAPE).items()},
         }
         for caption, picture, reference in zip(CAPTIONS, pictures, references, strict=True)
     ]

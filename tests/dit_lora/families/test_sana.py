@@ -62,9 +62,7 @@ def changed(tiny: Path, out: Path, component: str, **values: Any) -> Path:
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
-def test_noising_target_and_loss_equal_an_fp64_computation(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_noising_target_and_loss_equal_an_fp64_computation(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """Posterior draw, latent scale, noise level, timestep, velocity, mean: each from its own stream."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     video = variant == "sana-video"
@@ -113,12 +111,8 @@ def test_noise_levels_are_logit_normal_and_shifted() -> None:
     objective = FlowMatching(shift=3.0, num_train_timesteps=1000)
     normal = NormalDist()
     points = torch.tensor([normal.inv_cdf(p) for p in (0.1, 0.5, 0.9)])
-    assert objective.compute_sigmas(points).tolist() == pytest.approx(
-        [0.4544, 0.7500, 0.9153], abs=1e-4
-    )
-    gaussian = torch.cat(
-        [torch.randn(1, generator=make_generator(0, "timestep", n)) for n in range(4000)]
-    )
+    assert objective.compute_sigmas(points).tolist() == pytest.approx([0.4544, 0.7500, 0.9153], abs=1e-4)
+    gaussian = torch.cat([torch.randn(1, generator=make_generator(0, "timestep", n)) for n in range(4000)])
     deciles = objective.compute_sigmas(gaussian).quantile(torch.tensor([0.1, 0.5, 0.9]))
     assert deciles.tolist() == pytest.approx([0.454, 0.750, 0.915], abs=0.02)
     assert objective.compute_sigmas(gaussian).mean().item() == pytest.approx(0.714, abs=0.01)
@@ -222,9 +216,7 @@ def test_captions_are_encoded_as_the_pipeline_does_with_its_instruction_and_none
 ) -> None:
     """`""` is the negative prompt of its guidance; all have 300 tokens, in a batch as alone."""
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
-    pipeline = checkpoint.pipeline_class.from_pretrained(
-        tiny_checkpoints[variant], transformer=None
-    )
+    pipeline = checkpoint.pipeline_class.from_pretrained(tiny_checkpoints[variant], transformer=None)
     calls: list[dict[str, Any]] = []
     original = pipeline.encode_prompt
 
@@ -268,9 +260,7 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
     assert before["tokens"] == 300
     assert before["instruction"][-1] == "User Prompt: "
 
-    def called(
-        self: Any, max_sequence_length: int = 7, complex_human_instruction: Any = ()
-    ) -> None:
+    def called(self: Any, max_sequence_length: int = 7, complex_human_instruction: Any = ()) -> None:
         """Stands in for the pipeline's call of another version."""
 
     monkeypatch.setattr(SanaPipeline, "__call__", called)
@@ -278,9 +268,7 @@ def test_the_instruction_is_part_of_a_captions_cache_key(
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
-def test_guidance_from_cached_text_equals_guidance_from_words(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     frames = 9 if variant == "sana-video" else 1
@@ -290,9 +278,7 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
     for pipeline in (full_pipeline, cached):
         pipeline.set_progress_bar_config(disable=True)
     sizes: list[torch.Size] = []
-    hook = full_pipeline.transformer.register_forward_pre_hook(
-        lambda _m, args: sizes.append(args[0].shape)
-    )
+    hook = full_pipeline.transformer.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape))
     video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
     hook.remove()
     # The shape that was asked for is denoised, not the pipeline's nearest one and then resized.
@@ -305,9 +291,7 @@ def test_guidance_from_cached_text_equals_guidance_from_words(
 
 
 @pytest.mark.parametrize("variant", ["sana-600m", "sana-video"])
-def test_the_autoencoder_stays_fp32_where_the_policy_is_bf16(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_the_autoencoder_stays_fp32_where_the_policy_is_bf16(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     pixels = torch.randint(0, 256, (9 if variant == "sana-video" else 1, 3, 32, 64)).to(torch.uint8)
     full = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)
@@ -320,12 +304,8 @@ def test_the_autoencoder_stays_fp32_where_the_policy_is_bf16(
     assert pipeline.text_encoder.dtype is pipeline.transformer.dtype is torch.bfloat16
 
 
-def test_the_timestep_is_scaled_as_the_config_says(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    path = changed(
-        tiny_checkpoints["sana-600m"], tmp_path / "m", "transformer", timestep_scale=0.001
-    )
+def test_the_timestep_is_scaled_as_the_config_says(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = changed(tiny_checkpoints["sana-600m"], tmp_path / "m", "transformer", timestep_scale=0.001)
     model = Recorder(torch.zeros(2, 4, 4, 6))
     batch = {"prompt_embeds": torch.zeros(2, 1, 32), "prompt_attention_mask": torch.ones(2, 1)}
     open_checkpoint(path).predict(model, torch.zeros(2, 4, 4, 6), torch.tensor([500.0, 7.0]), batch)

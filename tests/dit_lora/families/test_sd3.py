@@ -52,9 +52,7 @@ def test_captions_are_encoded_as_the_pipeline_does_whatever_their_neighbours(
     half = checkpoint.load_text_encoder(torch.bfloat16, CPU)(CAPTIONS)
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
     folders = {"text_encoder", "text_encoder_2", "text_encoder_3"}
-    assert folders | {"tokenizer", "tokenizer_2", "tokenizer_3", "tokens"} == set(
-        checkpoint.text_cache_key()
-    )
+    assert folders | {"tokenizer", "tokenizer_2", "tokenizer_3", "tokens"} == set(checkpoint.text_cache_key())
 
 
 @every_variant
@@ -90,9 +88,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline_in_bf16_too(
 
 
 @every_variant
-def test_every_layer_of_attention_that_is_read_has_an_adapter(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_every_layer_of_attention_that_is_read_has_an_adapter(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """All but the queries of the last block's text: an adapter on them has no gradient, ever."""
     subject = open_subject(EVERY[variant], tiny_checkpoints[variant])
     model = adapted(subject)
@@ -110,9 +106,7 @@ def test_every_layer_of_attention_that_is_read_has_an_adapter(
     assert targets < attention
     assert any("attn2" in name for name in targets) == (variant == "sd3.5-medium")
     weight = model.get_submodule(unread).weight.requires_grad_()
-    losses = subject.checkpoint.losses(
-        model, encoded_batch(subject), RandomStreams(0, [0, 1, 2])
-    ).losses
+    losses = subject.checkpoint.losses(model, encoded_batch(subject), RandomStreams(0, [0, 1, 2])).losses
     (gradient,) = torch.autograd.grad(losses.sum(), [weight])
     assert not gradient.any()
 
@@ -146,9 +140,7 @@ def test_a_scheduler_that_shifts_by_size_is_trained_with_the_pipelines_shift(
 
 
 @every_variant
-def test_guidance_from_cached_text_equals_guidance_from_words(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_guidance_from_cached_text_equals_guidance_from_words(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoints[variant])
     texts, tensors, batches = two_samples(checkpoint, VideoShape(1, 32, 64))
     assert batches == [checkpoint.guidance_batch_size] * 2

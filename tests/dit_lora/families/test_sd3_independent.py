@@ -18,9 +18,7 @@ CAPTIONS = ["a red disc", "", "a longer caption, of a green square below a blue 
 
 
 @torch.no_grad()
-def losses_by_diffusers(
-    path: Path, pixels: torch.Tensor, given: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def losses_by_diffusers(path: Path, pixels: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of uint8 pixels (B, 3, H, W) with these draws: posterior, noise and noise level."""
 
     def ids(folder: str, length: int) -> torch.Tensor:
@@ -54,9 +52,7 @@ def losses_by_diffusers(
 
 
 @pytest.mark.parametrize("variant", ["sd3.5-medium", "sd3.5-large"])
-def test_our_loss_is_that_of_diffusers_modules(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_our_loss_is_that_of_diffusers_modules(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     path, generator = tiny_checkpoints[variant], torch.Generator().manual_seed(6)
     checkpoint = get_family("sd3").open(ModelConfig(family="sd3", path=str(path)))
     encode_text = checkpoint.load_text_encoder(torch.float32, CPU)

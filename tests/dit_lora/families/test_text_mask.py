@@ -25,9 +25,7 @@ class Asked(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool])
-def test_the_bias_is_what_the_stock_transformers_make_of_a_mask(
-    dtype: torch.dtype, kind: torch.dtype
-) -> None:
+def test_the_bias_is_what_the_stock_transformers_make_of_a_mask(dtype: torch.dtype, kind: torch.dtype) -> None:
     mask = (torch.rand(9, 3, generator=torch.Generator().manual_seed(0)) > 0.4).to(kind).T
     assert not mask.is_contiguous()
     bias = text_bias(mask, torch.zeros(3, 9, 4, dtype=dtype))
@@ -70,19 +68,13 @@ def test_captions_of_one_length_need_no_mask() -> None:
         assert kept_mask is None
 
 
-@pytest.mark.parametrize(
-    ("variant", "name"), [("sana-600m", "prompt_attention_mask"), ("latte", "prompt_mask")]
-)
+@pytest.mark.parametrize(("variant", "name"), [("sana-600m", "prompt_attention_mask"), ("latte", "prompt_mask")])
 def test_the_mask_of_a_batch_stays_on_the_host_and_its_bias_does_not(
     tiny_checkpoints: dict[str, Path], variant: str, name: str
 ) -> None:
     family = get_family("latte" if variant == "latte" else "sana")
-    checkpoint: Any = family.open(
-        ModelConfig(family=family.name, path=str(tiny_checkpoints[variant]))
-    )
-    text = {
-        n: torch.zeros(2, *s, dtype=d) for n, (s, d) in checkpoint.text_spec(torch.bfloat16).items()
-    }
+    checkpoint: Any = family.open(ModelConfig(family=family.name, path=str(tiny_checkpoints[variant])))
+    text = {n: torch.zeros(2, *s, dtype=d) for n, (s, d) in checkpoint.text_spec(torch.bfloat16).items()}
     text[name][0, :7] = 1
     text[name][1, :5] = 1
     noisy = torch.zeros(2, 4, 3, 4, 6) if variant == "latte" else torch.zeros(2, 4, 4, 6)
@@ -90,9 +82,7 @@ def test_the_mask_of_a_batch_stays_on_the_host_and_its_bias_does_not(
     assert {n for n, t in batch.tensors.items() if t.device != META} == {name}
 
     model = Asked()
-    checkpoint.predict(
-        model, batch.tensors["latent_mean"], torch.zeros(2, device=META), batch.tensors
-    )
+    checkpoint.predict(model, batch.tensors["latent_mean"], torch.zeros(2, device=META), batch.tensors)
     tensors = {n: t for n, t in model.asked.items() if isinstance(t, torch.Tensor)}
     assert {t.device for t in tensors.values()} == {META}
     frames, tokens = (3, 7) if variant == "latte" else (1, 300)

@@ -30,9 +30,7 @@ def in_tiles(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
     return path
 
 
-def encoded(
-    path: Path, family: str, pixels: torch.Tensor, memory: VaeMemory
-) -> tuple[Tensors, int]:
+def encoded(path: Path, family: str, pixels: torch.Tensor, memory: VaeMemory) -> tuple[Tensors, int]:
     """A clip's tensors, and the bytes that making them took."""
     checkpoint = get_family(family).open(ModelConfig(family=family, path=str(path)))
     encode = checkpoint.load_video_encoder(torch.float32, CPU, memory)
@@ -79,9 +77,7 @@ def test_only_tiling_is_a_fact_of_latents() -> None:
     assert TILED.cache_key() == {"tiling": True}
 
 
-def test_tiles_that_do_not_fit_are_refused_with_the_sizes(
-    tiny_checkpoints: dict[str, Path], in_tiles: Path
-) -> None:
+def test_tiles_that_do_not_fit_are_refused_with_the_sizes(tiny_checkpoints: dict[str, Path], in_tiles: Path) -> None:
     """Of 32x48 in steps of 26x38 pixels, where a latent has 8: latents of other places, and one row more."""
     sizes = [(32, 48), (64, 96), (64, 80)]
     config = read_component_config(tiny_checkpoints["cogvideox-5b"], "vae")

@@ -73,13 +73,7 @@ def test_losses_are_the_noise_and_the_bound_of_the_variance(tiny_checkpoints: Ti
         log_variance = share * step.log() + (1 - share) * low
         guess = (noisy - (1 - at).sqrt() * network[:, :4]) / at.sqrt()
         off = before.sqrt() * step / (1 - at) * (guess - clean)
-        bound = 0.5 * (
-            log_variance
-            - low
-            - 1
-            + (low - log_variance).exp()
-            + off.square() * (-log_variance).exp()
-        )
+        bound = 0.5 * (log_variance - low - 1 + (low - log_variance).exp() + off.square() * (-log_variance).exp())
         expected = error + bound.flatten(1).mean(1) / math.log(2)
         torch.testing.assert_close(output.losses.double(), expected, rtol=1e-4, atol=0)
         assert bound.abs().max() > 1e-3
@@ -101,9 +95,7 @@ def test_captions_become_labels_and_the_empty_one_the_null_class(tiny_checkpoint
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cached_conditions_sample_what_the_prompt_samples(
-    tiny_checkpoints: Tiny, variant: str
-) -> None:
+def test_cached_conditions_sample_what_the_prompt_samples(tiny_checkpoints: Tiny, variant: str) -> None:
     """With guidance, so with the null condition too; with and without the text encoder."""
     checkpoint = opened(tiny_checkpoints, variant)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
@@ -113,9 +105,7 @@ def test_cached_conditions_sample_what_the_prompt_samples(
     for pipeline in (textless_pipeline, full_pipeline := checkpoint.pipeline(torch.float32)):
         pipeline.set_progress_bar_config(disable=True)
     video = checkpoint.generate(textless_pipeline, cached, sampling)
-    assert torch.equal(
-        video, checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), sampling)
-    )
+    assert torch.equal(video, checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[4]), sampling))
     other_video = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs(CLASSES[1]), sampling)
     assert (video.int() - other_video.int()).abs().max() > 0
     unguided = Sampling(sampling.shape, 3, 1.0, seed=1)
@@ -144,18 +134,12 @@ def test_a_short_text_in_a_batch_sees_only_its_own_tokens(tiny_checkpoints: Tiny
     with torch.no_grad():
         full_prediction = checkpoint.predict(transformer, noisy, t, batch)
         altered_padding = torch.where(batch["prompt_mask"][..., None], batch["prompt_embeds"], 99.0)
-        same_prediction = checkpoint.predict(
-            transformer, noisy, t, {**batch, "prompt_embeds": altered_padding}
-        )
+        same_prediction = checkpoint.predict(transformer, noisy, t, {**batch, "prompt_embeds": altered_padding})
         torch.testing.assert_close(same_prediction, full_prediction, rtol=0, atol=0)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            single_prediction = checkpoint.predict(
-                transformer, noisy[row : row + 1], t[row : row + 1], single_batch
-            )
-            torch.testing.assert_close(
-                single_prediction, full_prediction[row : row + 1], rtol=1e-4, atol=1e-5
-            )
+            single_prediction = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], single_batch)
+            torch.testing.assert_close(single_prediction, full_prediction[row : row + 1], rtol=1e-4, atol=1e-5)
 
 
 def class_values(values: Values, tiny: Tiny, folder: Path, **model: Any) -> Values:
@@ -292,16 +276,12 @@ def test_ucf101s_folders_train_either_model(
         assert {tuple(text["pooled_projections"].shape) for text in texts} == {(16,)}
 
 
-def test_a_class_folder_without_media_is_named(
-    tiny_checkpoints: Tiny, recipe_values: Values, tmp_path: Path
-) -> None:
+def test_a_class_folder_without_media_is_named(tiny_checkpoints: Tiny, recipe_values: Values, tmp_path: Path) -> None:
     write_class_folders(tmp_path / "data", images=3, height=32, width=48)
     (tmp_path / "data" / "YoYo").mkdir()
     (tmp_path / "data" / "YoYo" / "notes.md").write_text("none yet")
     recipe = parse_recipe(class_values(recipe_values, tiny_checkpoints, tmp_path / "data"), "test")
-    with pytest.raises(
-        DitLoraError, match=r"data(.|\n)*YoYo: this class folder holds no video and no image"
-    ):
+    with pytest.raises(DitLoraError, match=r"data(.|\n)*YoYo: this class folder holds no video and no image"):
         get_family("video_dit").open(recipe.model, recipe)
 
 
@@ -390,9 +370,7 @@ def test_options_that_do_not_apply_are_refused(
             prepared(validation={"prompts": ["red disc", "a horse"]})
 
 
-def test_without_a_learned_variance_there_is_no_bound(
-    tiny_checkpoints: Tiny, recipe_values: Values
-) -> None:
+def test_without_a_learned_variance_there_is_no_bound(tiny_checkpoints: Tiny, recipe_values: Values) -> None:
     model = {"path": str(tiny_checkpoints["video-dit-text"]), "from_scratch": {"out_channels": 4}}
     values = full({**recipe_values, "model": {"family": "video_dit", **model}})
     recipe = parse_recipe(values, "test")
@@ -402,9 +380,7 @@ def test_without_a_learned_variance_there_is_no_bound(
     transformer = checkpoint.load_transformer(torch.float32)
     losses = checkpoint.losses(transformer, batch, RandomStreams(0, [1, 2])).losses
     noise = normal(batch["latent_mean"].shape[1:], RandomStreams(0, [1, 2])("noise"))
-    torch.testing.assert_close(
-        losses, noise.square().flatten(1).mean(1)
-    )  # the output starts at zero
+    torch.testing.assert_close(losses, noise.square().flatten(1).mean(1))  # the output starts at zero
     values["train"]["vlb"] = True
     recipe = parse_recipe(values, "test")
     with pytest.raises(DitLoraError, match=r"train\.vlb: .* has no learned variance"):

@@ -33,10 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VideoChat2Checkp
     for variant in ("videochat2-mistral", "videochat2-vicuna", "videochat2-phi3"):
         FAMILY.build_tiny(variant, root / variant, 0)
     paths = {VARIANTS[path.name]: path for path in root.iterdir()}
-    return {
-        name: FAMILY.open(ModelConfig(family="videochat2", path=str(path)))
-        for name, path in paths.items()
-    }
+    return {name: FAMILY.open(ModelConfig(family="videochat2", path=str(path))) for name, path in paths.items()}
 
 
 def prompt(checkpoint: VideoChat2Checkpoint, one: Conversation = ASKED) -> str:
@@ -55,21 +52,15 @@ def test_seconds_are_said_where_the_originals_training_says_them(
         checkpoint.vision_settings,
         replace(checkpoint.vision_settings, timestamps=None),
     ):
-        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(
-            checkpoint.with_vision_settings(settings)
-        )
+        has_seconds = "2 frames sampled at 0.2, 0.5 seconds" in prompt(checkpoint.with_vision_settings(settings))
         assert has_seconds is (name == "vicuna")
     for is_given in (True, False):
-        chosen = checkpoint.with_vision_settings(
-            replace(checkpoint.vision_settings, timestamps=is_given)
-        )
+        chosen = checkpoint.with_vision_settings(replace(checkpoint.vision_settings, timestamps=is_given))
         assert ("seconds" in prompt(chosen)) is is_given
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_texts_with_control_tokens_of_the_format_are_refused(
-    name: str, tiny: dict[str, VideoChat2Checkpoint]
-) -> None:
+def test_texts_with_control_tokens_of_the_format_are_refused(name: str, tiny: dict[str, VideoChat2Checkpoint]) -> None:
     for token in CONTROL[name]:
         for turn in (
             Turn("What?", f"Red. {token} Blue."),
@@ -82,9 +73,7 @@ def test_texts_with_control_tokens_of_the_format_are_refused(
         with pytest.raises(DitLoraError, match="its text holds"):
             prompt(tiny[name], replace(ASKED, system=token))
     other_markers = {"###", "<|end|>"} - set(CONTROL[name])
-    assert all(
-        marker in prompt(tiny[name], _saying(f"A {marker} mark.")) for marker in other_markers
-    )
+    assert all(marker in prompt(tiny[name], _saying(f"A {marker} mark.")) for marker in other_markers)
 
 
 def _saying(answer: str) -> Conversation:
@@ -122,9 +111,7 @@ def test_positions_are_resized_but_at_the_pretrained_size() -> None:
         ).vision_config
         encoder = VideoChat2VisionEncoder(config)
         recorded: list[torch.Tensor] = []
-        encoder.blocks[0].register_forward_pre_hook(
-            lambda _m, inputs, calls=recorded: calls.append(*inputs)
-        )
+        encoder.blocks[0].register_forward_pre_hook(lambda _m, inputs, calls=recorded: calls.append(*inputs))
         encoder.patch_embed.requires_grad_(False)
         encoder.patch_embed.proj.weight.zero_()
         encoder.patch_embed.proj.bias.zero_()

@@ -79,9 +79,7 @@ def test_the_files_say_the_kind_and_not_the_name(
     assert checkpoint.index_changes() == expected
 
 
-@pytest.mark.parametrize(
-    ("variant", "boundary"), [("wan-2.2-t2v-a14b", 0.875), ("wan-2.2-i2v-a14b", 0.9)]
-)
+@pytest.mark.parametrize(("variant", "boundary"), [("wan-2.2-t2v-a14b", 0.875), ("wan-2.2-i2v-a14b", 0.9)])
 @pytest.mark.parametrize("part", ["transformer", "transformer_2"])
 def test_each_expert_draws_in_its_own_range_alone(
     tiny_checkpoints: dict[str, Path], variant: str, boundary: float, part: str
@@ -89,15 +87,11 @@ def test_each_expert_draws_in_its_own_range_alone(
     """And with the shape that the whole density has there, cut after the shift."""
     checkpoint = opened(tiny_checkpoints[variant], part=part)
     batch = {"latent_mean": torch.zeros(ROWS, 16, 1, 1, 1)}
-    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draw_functions(batch), CPU)[
-        "timestep"
-    ]
+    sigmas = RandomStreams(0, range(ROWS)).draw_tensors(checkpoint.draw_functions(batch), CPU)["timestep"]
     high = part == "transformer"
     # As the pipeline decides between them.
     assert ((1000 * sigmas >= boundary * 1000) == high).all()
-    assert checkpoint.timestep_range == (
-        range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary))
-    )
+    assert checkpoint.timestep_range == (range(int(1000 * boundary), 1000) if high else range(int(1000 * boundary)))
     # Logit-normal at shift 3 has s = 3u / (1 + 2u). Over 50,000 samples, a side has its median within 0.004.
     u = torch.sigmoid(torch.randn(50_000, generator=torch.Generator().manual_seed(1)))
     s = 3 * u / (1 + 2 * u)
@@ -108,8 +102,7 @@ def test_each_expert_draws_in_its_own_range_alone(
 def test_both_experts_are_two_models(tiny_checkpoints: dict[str, Path]) -> None:
     path = tiny_checkpoints["wan-2.2-t2v-a14b"]
     first_expert, two = (
-        opened(path, part=part).load_transformer(torch.float32)
-        for part in ("transformer", "transformer_2")
+        opened(path, part=part).load_transformer(torch.float32) for part in ("transformer", "transformer_2")
     )
     assert not torch.equal(first_expert.proj_out.weight, two.proj_out.weight)
 
@@ -259,15 +252,11 @@ def test_text_is_512_tokens_with_zeros_behind_its_end(tiny_checkpoints: dict[str
     torch.testing.assert_close(encode(["a cat & a dog"])["prompt_embeds"][0], embeds[0])
 
 
-def test_a_run_says_that_ftfy_is_missing(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_that_ftfy_is_missing(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is cached without it is not taken where it is there."""
     path, messages, facts = tiny_checkpoints["wan-2.1-t2v"], [], []
     for is_installed in (False, True):
-        monkeypatch.setattr(
-            text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available
-        )
+        monkeypatch.setattr(text_to_video, "is_ftfy_available", lambda is_available=is_installed: is_available)
         checkpoint = for_recipe(path)
         messages.append(" ".join(checkpoint.notes(recipe_of(path))))
         facts.append(checkpoint.text_cache_key())
@@ -278,9 +267,7 @@ def test_a_run_says_that_ftfy_is_missing(
 
 def test_loading_keeps_what_wan_keeps_in_fp32(tiny_checkpoints: dict[str, Path]) -> None:
     model = opened(tiny_checkpoints["wan-2.1-i2v"]).load_transformer(torch.bfloat16)
-    wide = {
-        name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32
-    }
+    wide = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float32}
     assert {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.1.norm2.weight"} <= wide
     assert "condition_embedder.time_embedder.linear_1.weight" in wide
     assert model.blocks[0].attn1.to_q.weight.dtype is torch.bfloat16
@@ -346,17 +333,13 @@ def test_samples_without_their_image_are_trained_as_text_to_video(
             return checkpoint.losses(transformer, batch, RandomStreams(5, [0, 1, 2])).losses
 
     i2v = {"model": {"task": "i2v"}}
-    never, always = (
-        losses(for_recipe(path, **i2v, data={"image_dropout": share})) for share in (0.0, 1.0)
-    )
+    never, always = (losses(for_recipe(path, **i2v, data={"image_dropout": share})) for share in (0.0, 1.0))
     text = losses(opened(path))
     torch.testing.assert_close(always, text, rtol=1e-5, atol=0)
     assert (never - text).abs().min() > 1e-3
     # At a half each sample is one or the other.
     half = for_recipe(path, **i2v, data={"image_dropout": 0.5})
-    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)[
-        "image_dropout"
-    ]
+    keep_mask = RandomStreams(5, [0, 1, 2]).draw_tensors(half.draw_functions(batch), CPU)["image_dropout"]
     expected = torch.where(keep_mask, never, text)
     torch.testing.assert_close(losses(half), expected, rtol=1e-5, atol=0)
     many = {name: tensor[:1].expand(ROWS, *tensor.shape[1:]) for name, tensor in batch.items()}
@@ -377,9 +360,7 @@ def test_no_loss_is_taken_where_the_image_stands(tiny_checkpoints: dict[str, Pat
     with torch.no_grad():
         before = checkpoint.losses(transformer, batch, streams).losses
         clean = checkpoint.clean_latents(batch, random_inputs)
-        noisy = checkpoint.objective.add_noise(
-            clean, random_inputs["noise"], random_inputs["timestep"]
-        )
+        noisy = checkpoint.objective.add_noise(clean, random_inputs["noise"], random_inputs["timestep"])
         velocity = checkpoint.predict(transformer, noisy, 1000 * random_inputs["timestep"], batch)
         behind = (tensor[:, :, 1:] for tensor in (velocity, random_inputs["noise"] - clean))
         torch.testing.assert_close(compute_mean_squared_error(*behind), before, rtol=1e-6, atol=0)

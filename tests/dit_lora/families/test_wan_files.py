@@ -20,12 +20,8 @@ def test_stock_diffusers_reads_what_comfyui_does(
 ) -> None:
     """With the factor of alpha in the blocks; of the layers around them, Diffusers takes no alpha."""
     targets = BLOCKS if alpha == 7 else (*BLOCKS, *OUTSIDE)
-    adapter = trained(
-        "wan", tiny_checkpoints["wan-2.1-i2v"], tmp_path / "run", alpha=alpha, targets=targets
-    )
-    output_dir = export(
-        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
-    )
+    adapter = trained("wan", tiny_checkpoints["wan-2.1-i2v"], tmp_path / "run", alpha=alpha, targets=targets)
+    output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     if alpha == 4:  # the rank

@@ -35,10 +35,7 @@ def losses_by_diffusers(
     tokens = tokenizer(CAPTIONS, padding="max_length", max_length=512, return_tensors="pt")
     mask = tokens.attention_mask
     prompt = text(tokens.input_ids, mask).last_hidden_state * mask[:, :, None]
-    mean, std = (
-        torch.tensor(v)[:, None, None, None]
-        for v in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    mean, std = (torch.tensor(v)[:, None, None, None] for v in (vae.config.latents_mean, vae.config.latents_std))
     video = 2 * (pixels.transpose(1, 2) / 255) - 1
     latent = vae.encode(video).latent_dist
     clean = (latent.mean + latent.std * posterior - mean) / std

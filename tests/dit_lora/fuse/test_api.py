@@ -109,9 +109,7 @@ def test_fusing_again_begins_anew(model: nn.Module) -> None:
         ({}, "flash", "flash cannot be used here"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    model: nn.Module, ops: dict[str, Any], attention: str, words: str
-) -> None:
+def test_what_cannot_be_is_refused(model: nn.Module, ops: dict[str, Any], attention: str, words: str) -> None:
     before = [set(vars(module)) for module in model.modules()]
     with pytest.raises(DitLoraError, match=words):
         fuse(model, ops, attention=attention)
@@ -121,9 +119,7 @@ def test_what_cannot_be_is_refused(
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_a_backend_reaches_every_attention(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_reaches_every_attention(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     requests = []
@@ -147,9 +143,7 @@ def test_a_backend_reaches_every_attention(
     assert len(requests) == 2
 
 
-def test_a_backend_that_diffusers_sets_later_is_heeded(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_diffusers_sets_later_is_heeded(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     requests = []
@@ -193,9 +187,7 @@ def test_the_first_forward_of_a_shape_finds_a_wrong_kernel_and_goes_on_without(
     assert not fusion.stock
 
 
-def test_of_one_sample_each_block_is_given_a_second_one(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_one_sample_each_block_is_given_a_second_one(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler may come later with a batch of two, for guidance."""
     fuse(model, ON)
     wrong_row(monkeypatch)
@@ -211,9 +203,7 @@ def set_optional(model: nn.Module) -> None:
         object.__setattr__(switch, "required", False)
 
 
-def test_a_wrong_kernel_that_was_asked_for_is_refused(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_that_was_asked_for_is_refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     fuse(model, ON)
     wrong_row(monkeypatch)
     with pytest.raises(DitLoraError, match=r"ada_norm differs.*asked for by name"):

@@ -131,9 +131,7 @@ def test_pytorchs_attention_is_called_past_the_dispatcher_and_no_other(
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
-    rate: float, everywhere: bool
-) -> None:
+def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(rate: float, everywhere: bool) -> None:
     attn = Attention(query_dim=24, heads=3, dim_head=8, dropout=rate)
     attended, recorded = torch.randn(2, 7, 24), []
 
@@ -145,11 +143,7 @@ def test_a_dropout_that_drops_nothing_is_called_for_whoever_looks(
     expected = stock(attn.to_out[0](attended))
     torch.manual_seed(0)
     assert torch.equal(project_output(attn, attended), expected)
-    hook = (
-        torch.nn.modules.module.register_module_forward_hook
-        if everywhere
-        else stock.register_forward_hook
-    )
+    hook = torch.nn.modules.module.register_module_forward_hook if everywhere else stock.register_forward_hook
     handle = hook(look)
     try:
         project_output(attn, attended)
@@ -176,9 +170,7 @@ def test_a_blocks_mask_is_kept_once_where_all_heads_share_it(per_head: bool, que
 def test_a_compiled_block_with_a_mask_on_cuda_has_no_graph_break() -> None:
     """Tensors that say that they are on a GPU, without values: what Dynamo traces is what it would there."""
     with FakeTensorMode():
-        query, key, value = (
-            torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-        )
+        query, key, value = (torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
         compiled = torch.compile(attend, backend="eager", fullgraph=True)
         assert compiled(query, key, value, mask, None).shape == query.shape
@@ -194,9 +186,7 @@ def test_what_the_guard_switches_off_is_off_in_a_compiled_block_with_a_mask() ->
         return graph.forward
 
     with FakeTensorMode():
-        query, key, value = (
-            torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3)
-        )
+        query, key, value = (torch.empty(2, 7, 3, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         mask = torch.empty(2, 1, 1, 7, device="cuda", dtype=torch.bfloat16)
         compiled = torch.compile(attend, backend=backend, fullgraph=True)
         for _ in range(2):
@@ -245,9 +235,7 @@ def test_diffusers_operator_of_flash_attention_3_still_has_no_backward() -> None
 
     assert isinstance(_wrapped_flash_attn_3, CustomOpDef)
     assert _wrapped_flash_attn_3._backward_fn is None
-    op_without_backward = custom_op(
-        "dit_lora_test::bare", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
+    op_without_backward = custom_op("dit_lora_test::bare", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         op_without_backward(torch.ones(2, requires_grad=True)).sum().backward()
 

@@ -53,9 +53,7 @@ def kept(model: nn.Module) -> int:
 
 def test_a_machine_without_it_is_named(tiny_checkpoints: dict[str, Path]) -> None:
     step = step_of(tiny_checkpoints)
-    with pytest.raises(
-        DitLoraError, match=r"kernels.fp8: .*8\.9 or more, and there is no GPU; set"
-    ):
+    with pytest.raises(DitLoraError, match=r"kernels.fp8: .*8\.9 or more, and there is no GPU; set"):
         fuse(step.transformer, WITH)
     report = fuse(step.transformer, {"fp8": "auto"}, check=False)
     assert "fp8: off: fp8 products need a GPU" in str(report)
@@ -193,9 +191,7 @@ def test_a_block_compiles_whole(tiny_checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("able")
-def test_a_quantised_base_is_refused_by_name(
-    tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any]
-) -> None:
+def test_a_quantised_base_is_refused_by_name(tiny_checkpoints: dict[str, Path], recipe_values: dict[str, Any]) -> None:
     step = step_of(tiny_checkpoints)
     for layer in [m for m in step.transformer.modules() if isinstance(m, LoraLayer)]:
         layer.base_layer = QuantizedLinear(layer.base_layer, "int8")
@@ -213,9 +209,7 @@ def test_a_quantised_base_is_refused_by_name(
         parse_recipe(recipe_values, "test")
 
 
-def test_what_does_not_fit_keeps_its_dtype(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_keeps_its_dtype(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "why_no_fp8", lambda: None)
     step = tiny_step(tiny_checkpoints, "cogvideox-5b")  # fp32
     with pytest.raises(DitLoraError, match=r"is torch.float32, \d+ x \d+; bfloat16 and multiples"):

@@ -74,9 +74,7 @@ def test_a_kernel_that_differs_is_refused_if_asked_for_and_left_if_not(
     trained: list[torch.nn.Parameter], monkeypatch: pytest.MonkeyPatch, kernel: object, words: str
 ) -> None:
     monkeypatch.setattr(norms, "finite_norms", kernel)
-    with pytest.raises(
-        DitLoraError, match=rf"kernels.finite_norm: .*{words}.*set it to auto or off"
-    ):
+    with pytest.raises(DitLoraError, match=rf"kernels.finite_norm: .*{words}.*set it to auto or off"):
         choose_norm_function("on", trained)
     gpu = type(triton_support())("gpu", "as if")
     monkeypatch.setattr(norms, "triton_support", lambda: gpu)

@@ -42,9 +42,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl
 
     if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip(
-            "Triton 3.6's interpreter cannot loop to a loaded number with NumPy 2.4 (its issue 9171)"
-        )
+        pytest.skip("Triton 3.6's interpreter cannot loop to a loaded number with NumPy 2.4 (its issue 9171)")
     from liger_kernel.ops import rms_norm
     from triton.runtime import interpreter
 
@@ -217,9 +215,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.names.add(func.name().partition(".")[0])
         return func(*args, **(kwargs or {}))
 
@@ -291,9 +287,7 @@ def test_another_model_of_the_class_keeps_its_own_code() -> None:
     fuse(model, ON, check=False)
     gradients(model)
     assert modeling_llama.apply_rotary_pos_emb is before
-    assert all(
-        torch.equal(tensor, expected_grads[n]) for n, tensor in gradients(other_model).items()
-    )
+    assert all(torch.equal(tensor, expected_grads[n]) for n, tensor in gradients(other_model).items())
     assert get_fusion(other_model) is None
 
 
@@ -346,9 +340,7 @@ def test_auto_needs_a_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> No
         assert "liger: off" in str(report)
         unfuse(model)
     monkeypatch.setattr(liger, "find_unavailable_reason", lambda: "liger-kernel is not installed")
-    assert (
-        fuse(model, OFF | {"liger": "auto"}).unavailable["liger"] == "liger-kernel is not installed"
-    )
+    assert fuse(model, OFF | {"liger": "auto"}).unavailable["liger"] == "liger-kernel is not installed"
     with pytest.raises(DitLoraError, match=r"kernels.liger: liger-kernel is not installed; pip"):
         fuse(model, ON)
 

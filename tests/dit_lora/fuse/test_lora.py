@@ -49,14 +49,9 @@ def test_bf16_is_no_worse_than_peft_under_autocast(autocast: bool) -> None:
         with torch.autocast("cpu", BF16, enabled=autocast):
             ours = step(model, inputs(BF16))
         trues = step(exact, inputs(BF16).detach().double().requires_grad_())
-        assert (
-            [t.dtype for t in ours] == [t.dtype for t in theirs] == [BF16] * 2 + [torch.float32] * 8
-        )
+        assert [t.dtype for t in ours] == [t.dtype for t in theirs] == [BF16] * 2 + [torch.float32] * 8
         errors.append(
-            [
-                [relative_error(t, true) for t in both]
-                for *both, true in zip(ours, theirs, trues, strict=True)
-            ]
+            [[relative_error(t, true) for t in both] for *both, true in zip(ours, theirs, trues, strict=True)]
         )
     mine, stock_errors = torch.tensor(errors).square().mean(0).sqrt().unbind(1)
     assert (mine <= 1.1 * stock_errors).all(), mine / stock_errors
@@ -68,9 +63,7 @@ def dora() -> Attention:
 
 def two_adapters() -> Attention:
     model = build()
-    other_config = peft.LoraConfig(
-        r=2, target_modules=["q", "k", "v", "out"], init_lora_weights=False
-    )
+    other_config = peft.LoraConfig(r=2, target_modules=["q", "k", "v", "out"], init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's: that there is one already
         peft.inject_adapter_in_model(other_config, model, "other")
@@ -149,17 +142,11 @@ REASONS: list[tuple[str, Callable[[], Attention]]] = [
     ),
     (
         "hooks on its base, A, B or dropout",
-        changed(
-            lambda m: m.q.base_layer.register_full_backward_hook(lambda _m, dx, _dy: (2 * dx[0],))
-        ),
+        changed(lambda m: m.q.base_layer.register_full_backward_hook(lambda _m, dx, _dy: (2 * dx[0],))),
     ),
     (
         "hooks on its base, A, B or dropout",
-        changed(
-            lambda m: m.q.lora_A["default"].register_full_backward_pre_hook(
-                lambda _m, dy: (2 * dy[0],)
-            )
-        ),
+        changed(lambda m: m.q.lora_A["default"].register_full_backward_pre_hook(lambda _m, dy: (2 * dy[0],))),
     ),
     ("hooks on its base, A, B or dropout", changed(lambda m: wrap_forward(m.q.base_layer))),
     ("its base is trained", changed(lambda m: m.q.base_layer.weight.requires_grad_())),

@@ -23,9 +23,7 @@ class Projections(nn.Module):
             layers = [bnb.nn.Linear8bitLt(width, n, has_fp16_weights=False) for n in (64, 128)]
             self.is_loaded_in_8bit = True
         else:
-            layers = [
-                bnb.nn.Linear4bit(width, n, compute_dtype=dtype, quant_type=kind) for n in (64, 128)
-            ]
+            layers = [bnb.nn.Linear4bit(width, n, compute_dtype=dtype, quant_type=kind) for n in (64, 128)]
             self.is_loaded_in_4bit = True
         for layer in layers:
             layer.load_state_dict(nn.Linear(width, layer.out_features).state_dict())
@@ -46,9 +44,7 @@ def fused(model: Projections) -> Fusion:
     fusion = Fusion({lora.OP: True})
     for name in ("k", "v"):
         layer = getattr(model, name)
-        (patch,) = [
-            p for p in FORWARDS if p.target_class == f"peft.tuners.lora.bnb.{type(layer).__name__}"
-        ]
+        (patch,) = [p for p in FORWARDS if p.target_class == f"peft.tuners.lora.bnb.{type(layer).__name__}"]
         patch_forward(name, layer, fusion, patch)
     return fusion
 

@@ -128,17 +128,12 @@ def test_fake_tensors_are_counted_as_fused() -> None:
     model, x = build(BF16), inputs(BF16)
     fused(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = {
-            name: torch.empty_like(p).requires_grad_(p.requires_grad)
-            for name, p in model.named_parameters()
-        }
+        fakes = {name: torch.empty_like(p).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
         fake_x = torch.empty_like(x).requires_grad_()
     layers = nn.ModuleList([model.q, model.k, model.v])
     shared = Shared(layers)
     fakes = {
-        f"layers.{i}.{n}": fakes[f"{k}.{n}"]
-        for i, k in enumerate("qkv")
-        for n, _ in layers[i].named_parameters()
+        f"layers.{i}.{n}": fakes[f"{k}.{n}"] for i, k in enumerate("qkv") for n, _ in layers[i].named_parameters()
     }
     ledger: list[torch.Size] = []
     with saved_tensors_hooks(lambda t: ledger.append(t.shape) or t, lambda t: t):

@@ -11,15 +11,11 @@ from lora_layers import BF16, Attention, assert_close, build, counted, fused, in
 from dit_lora.fuse import lora
 
 
-def with_under(
-    dtype: torch.dtype = torch.float32, *, trained: tuple[str, ...] = ("default",)
-) -> Attention:
+def with_under(dtype: torch.dtype = torch.float32, *, trained: tuple[str, ...] = ("default",)) -> Attention:
     """Frozen adapters of other ranks, scales and layers; one of them on a layer that the other has not."""
     model = build(dtype)
     for number, targets in enumerate((["q", "k", "out"], ["q", "v"])):
-        config = peft.LoraConfig(
-            r=2 + number, lora_alpha=5, target_modules=targets, init_lora_weights=False
-        )
+        config = peft.LoraConfig(r=2 + number, lora_alpha=5, target_modules=targets, init_lora_weights=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's: that there is one already
             peft.inject_adapter_in_model(config, model, f"under_{number}")
@@ -28,9 +24,7 @@ def with_under(
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-        parameter.requires_grad_(
-            "lora_" in name and any(f".{adapter_name}." in name for adapter_name in trained)
-        )
+        parameter.requires_grad_("lora_" in name and any(f".{adapter_name}." in name for adapter_name in trained))
     return model
 
 
@@ -42,9 +36,7 @@ def test_values_and_gradients_are_pefts(shared: bool, monkeypatch: pytest.Monkey
     fused(model)
     x = inputs().detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     assert not x.is_contiguous()
-    assert all(
-        lora.find_lora_problem(layer) is None for layer in (model.q, model.k, model.v, model.out)
-    )
+    assert all(lora.find_lora_problem(layer) is None for layer in (model.q, model.k, model.v, model.out))
     with counted(monkeypatch) as calls:
         ours = step(model, x)
     assert calls == ([3, 1] if shared else [1, 1, 1, 1])

@@ -162,9 +162,7 @@ def test_other_names_are_refused_with_those_there_are(name: str) -> None:
 
 
 def test_a_part_that_cannot_take_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        transformers_attention._AVAILABILITY_CHECKS, "flash_attention_2", lambda: True
-    )
+    monkeypatch.setitem(transformers_attention._AVAILABILITY_CHECKS, "flash_attention_2", lambda: True)
     model = tiny.mistral()
     with pytest.raises(DitLoraError, match="flash_attention_2"):
         fuse(model, OFF, attention="flash_attention_2")
@@ -210,9 +208,7 @@ def test_prompts_that_are_answered_together_are_padded_on_the_left(attention: st
     fuse(model, OFF, attention=attention, check=False)
     rows = [sample.inputs["input_ids"][0] for sample in tiny.samples("mistral")]
     generation_kwargs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
-    expected = torch.cat(
-        [model.generate(row[None], **generation_kwargs)[:, len(row) :] for row in rows]
-    )
+    expected = torch.cat([model.generate(row[None], **generation_kwargs)[:, len(row) :] for row in rows])
     generated = model.generate(**together(rows, "left"), **generation_kwargs)[:, -5:]
     assert torch.equal(generated, expected)
     right = model.generate(**together(rows, "right"), **generation_kwargs)[:, -5:]

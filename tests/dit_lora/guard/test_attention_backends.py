@@ -30,9 +30,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 def recorded(dtype: torch.dtype = torch.float32, **arguments: Any) -> AttentionCall:
     """One call of 3 samples, 4 heads, 46 queries, 37 keys, width 16, laid out as Diffusers does it."""
-    query, key, value = (
-        torch.randn(3, length, 4, 16, dtype=dtype).transpose(1, 2) for length in (46, 37, 37)
-    )
+    query, key, value = (torch.randn(3, length, 4, 16, dtype=dtype).transpose(1, 2) for length in (46, 37, 37))
     with record_attention_calls() as calls:
         F.scaled_dot_product_attention(query, key, value, **arguments)
     (call,) = calls
@@ -144,9 +142,7 @@ def test_the_seed_decides_the_draw() -> None:
 def test_one_key_has_no_gradient_to_compare_with_and_passes() -> None:
     layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     for dtype in TOLERANCE:
-        assert measure_backend_parity(
-            replace(recorded(dtype), key=layout, value=layout), "flash"
-        ).is_accurate
+        assert measure_backend_parity(replace(recorded(dtype), key=layout, value=layout), "flash").is_accurate
 
 
 def test_grouped_queries_and_a_wider_value_are_compared_too() -> None:
@@ -222,15 +218,11 @@ def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **argumen
 
 
 def test_a_backend_that_gives_nan_for_an_empty_row_is_found_and_only_where_there_is_one() -> None:
-    result = measure_backend_parity(
-        recorded(attn_mask=padding_mask(empty=True)), "math", attention=eager
-    )
+    result = measure_backend_parity(recorded(attn_mask=padding_mask(empty=True)), "math", attention=eager)
     assert result.is_supported
     assert not result.is_finite
     assert not result.is_accurate
-    assert measure_backend_parity(
-        recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager
-    ).is_accurate
+    assert measure_backend_parity(recorded(attn_mask=padding_mask(empty=False)), "math", attention=eager).is_accurate
     layout = TensorLayout((3, 4, 1, 16), (64, 16, 16, 1))
     mask = Mask(TensorLayout((46, 1), (1, 1)), torch.bool, min_value=0.0, has_empty_row=False)
     call = replace(recorded(), key=layout, value=layout, mask=mask)
@@ -270,14 +262,10 @@ def recomputing(
 def test_a_backward_pass_that_overflows_at_low_logits_is_found() -> None:
     """exp(-logsumexp) is Inf below -88.7: the cuDNN defect of pytorch#196678."""
     for call in (recorded(), recorded(scale=0.02)):
-        result = measure_backend_parity(
-            call, "math", attention=partial(recomputing, together=False)
-        )
+        result = measure_backend_parity(call, "math", attention=partial(recomputing, together=False))
         assert math.isfinite(result.errors["out"])
         assert not math.isfinite(result.errors["dq"])
-        assert measure_backend_parity(
-            call, "math", attention=partial(recomputing, together=True)
-        ).is_accurate
+        assert measure_backend_parity(call, "math", attention=partial(recomputing, together=True)).is_accurate
 
 
 def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarithm() -> None:
@@ -286,12 +274,7 @@ def test_a_row_of_the_lowest_number_shows_a_backward_pass_that_loses_its_logarit
     for empty, is_expected in ((False, True), (True, False)):
         low = torch.finfo(torch.float32).min
         mask = torch.zeros(3, 1, 1, 37).masked_fill(~padding_mask(empty=empty), low)
-        assert (
-            measure_backend_parity(
-                recorded(attn_mask=mask), "math", attention=attention
-            ).is_accurate
-            is is_expected
-        )
+        assert measure_backend_parity(recorded(attn_mask=mask), "math", attention=attention).is_accurate is is_expected
 
 
 def wrong_row(out: torch.Tensor) -> torch.Tensor:
@@ -339,12 +322,8 @@ def not_causal(*qkv: torch.Tensor, **arguments: Any) -> torch.Tensor:
         (not_causal, {"is_causal": True}),
     ],
 )
-def test_an_argument_that_is_not_heeded_is_found(
-    attention: Attention, arguments: dict[str, Any]
-) -> None:
-    assert not measure_backend_parity(
-        recorded(torch.bfloat16, **arguments), "math", attention=attention
-    ).is_accurate
+def test_an_argument_that_is_not_heeded_is_found(attention: Attention, arguments: dict[str, Any]) -> None:
+    assert not measure_backend_parity(recorded(torch.bfloat16, **arguments), "math", attention=attention).is_accurate
 
 
 def test_a_backend_that_raises_anything_else_is_available_and_wrong() -> None:

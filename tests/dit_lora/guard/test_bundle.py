@@ -56,16 +56,11 @@ def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torc
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
-        pair = [
-            value.detach().contiguous().reshape(-1).view(torch.uint8)
-            for value in (tensor, theirs[name])
-        ]
+        pair = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (tensor, theirs[name])]
         assert torch.equal(*pair), name
 
 
-def test_a_bundle_comes_back_bit_for_bit(
-    tmp_path: Path, samples: Tensors, weights: Tensors
-) -> None:
+def test_a_bundle_comes_back_bit_for_bit(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
     folder = tmp_path / "bundles" / "step-12"
     assert write_bundle(folder, FACTS, samples, weights, limit_mib=1) == []
     bundle = read_bundle(folder)
@@ -138,10 +133,7 @@ TORN: dict[str, Callable[[Path], object]] = {
         f"no {name}": lambda folder, name=name: (folder / name).unlink()
         for name in ("bundle.json", "samples.safetensors", "trained.safetensors")
     },
-    **{
-        f"torn {name}": cut(name)
-        for name in ("bundle.json", "samples.safetensors", "trained.safetensors")
-    },
+    **{f"torn {name}": cut(name) for name in ("bundle.json", "samples.safetensors", "trained.safetensors")},
     "empty samples": lambda folder: (folder / "samples.safetensors").write_bytes(b""),
     "no facts": facts(""),
     "no format": facts('{"left_out": []}'),
@@ -153,9 +145,7 @@ TORN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", TORN)
-def test_a_torn_bundle_is_one_line_of_error(
-    tmp_path: Path, samples: Tensors, weights: Tensors, how: str
-) -> None:
+def test_a_torn_bundle_is_one_line_of_error(tmp_path: Path, samples: Tensors, weights: Tensors, how: str) -> None:
     write_bundle(tmp_path, FACTS, samples, weights, limit_mib=1)
     TORN[how](tmp_path)
     with pytest.raises(DitLoraError) as error:
@@ -177,19 +167,13 @@ def test_another_format_is_refused_by_its_number(
 
 
 def test_a_folder_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
-    with pytest.raises(
-        DitLoraError, match=r"is not a whole bundle: no .*bundle\.json; give a folder"
-    ):
+    with pytest.raises(DitLoraError, match=r"is not a whole bundle: no .*bundle\.json; give a folder"):
         read_bundle(tmp_path / "none")
 
 
-def test_no_byte_of_the_folder_tells_of_the_machine(
-    tmp_path: Path, samples: Tensors, weights: Tensors
-) -> None:
+def test_no_byte_of_the_folder_tells_of_the_machine(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
     private = {**TOKENS, **PATHS}
-    messages_by_text = {
-        text: {"words": [text, f"cannot read {text}: 2 of 3"]} for text in private.values()
-    }
+    messages_by_text = {text: {"words": [text, f"cannot read {text}: 2 of 3"]} for text in private.values()}
     home = {"cwd": str(Path.cwd()), "home": str(Path.home() / ".cache" / "x"), "tmp": str(tmp_path)}
     folder = tmp_path / "bundle"
     write_bundle(folder, {**FACTS, **messages_by_text, **home}, samples, weights, limit_mib=1)
@@ -201,9 +185,7 @@ def test_no_byte_of_the_folder_tells_of_the_machine(
     assert [word for word in (b"/home", b"/mnt", *parents) if word in data] == []
 
 
-def test_a_pinned_revision_is_in_the_bundle(
-    tmp_path: Path, samples: Tensors, weights: Tensors
-) -> None:
+def test_a_pinned_revision_is_in_the_bundle(tmp_path: Path, samples: Tensors, weights: Tensors) -> None:
     pinned = {"recipe": {"model": {"path": "THUDM/CogVideoX-5b", "revision": REVISION}}}
     write_bundle(tmp_path / "bundle", {**FACTS, **pinned}, samples, weights, limit_mib=1)
     assert read_bundle(tmp_path / "bundle").facts["recipe"] == pinned["recipe"]

@@ -104,9 +104,7 @@ def test_quantised_weights_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_policy_that_nothing_leaves_passes(
-    transformer: nn.Module, forward: Run, dtype: torch.dtype | None
-) -> None:
+def test_a_policy_that_nothing_leaves_passes(transformer: nn.Module, forward: Run, dtype: torch.dtype | None) -> None:
     run = forward if dtype is None else under_bf16(forward)
     findings = checks.check_autocast(transformer, run, dtype)
     assert len(findings) == 2
@@ -277,9 +275,7 @@ def test_the_stored_dtype_is_that_of_most_values_over_all_files(tmp_path: Path) 
         first_path,
         metadata={"format": "pt"},
     )
-    save_file(
-        {f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, second_path
-    )
+    save_file({f"norm.{i}": torch.zeros(1) for i in range(9)} | {"c": torch.zeros(7).half()}, second_path)
     # 22 values against 11, in 2 tensors against 10.
     assert read_stored_dtype([first_path, second_path]) is torch.float16
     assert read_stored_dtype([second_path]) is torch.float32
@@ -371,10 +367,7 @@ def test_a_check_runs_once_for_the_same_facts(tmp_path: Path) -> None:
         {"shape": (1, 3)},
         {"new": 1},
     ):
-        assert (
-            checks.check_with_cache(path, FACTS | changed_facts, other_check)
-            == other_check.return_value
-        )
+        assert checks.check_with_cache(path, FACTS | changed_facts, other_check) == other_check.return_value
     assert other_check.call_count == 4
     assert checks.check_with_cache(path, FACTS, check) == GOOD
     assert check.call_count == 1
@@ -389,9 +382,7 @@ def test_a_fatal_result_is_never_kept(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_that_is_torn_or_of_another_version_is_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_torn_or_of_another_version_is_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, check = tmp_path / "preflight.json", Mock(return_value=GOOD)
     checks.check_with_cache(path, FACTS, check)
     original_text = path.read_text()

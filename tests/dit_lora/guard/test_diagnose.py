@@ -87,9 +87,7 @@ def test_a_bad_weight_with_good_moments_is_the_weights(model: Net, frozen: bool)
     verdict = diagnosed(batch(model), model, state=state.items, start_peak=0.4)
     assert (verdict.cause, verdict.sample_ids) == ("weights", ())
     assert verdict.module == ("base" if frozen else "up")
-    expected = (
-        "frozen weight base.weight has 1 NaN" if frozen else "trained weight up.weight has 1 Inf"
-    )
+    expected = "frozen weight base.weight has 1 NaN" if frozen else "trained weight up.weight has 1 Inf"
     assert verdict.words.startswith(f"the {expected} among ")
     assert ("frozen" in verdict.evidence) is frozen  # which no snapshot holds
 
@@ -105,9 +103,7 @@ BAD_MOMENTS = [
 def test_a_bad_moment_is_the_optimizer_even_where_it_spoiled_weights(
     model: Net, key: str, value: float, words: str
 ) -> None:
-    state = {
-        f"adapter/up.weight/{moment}": torch.rand(6, 2) for moment in ("exp_avg", "exp_avg_sq")
-    }
+    state = {f"adapter/up.weight/{moment}": torch.rand(6, 2) for moment in ("exp_avg", "exp_avg_sq")}
     state["adapter/up.weight/exp_avg"].neg_()  # as first moments may be
     assert diagnosed(batch(model), model, state=state.items).cause == "transient"
     state[f"adapter/up.weight/{key}"][2, 1] = value
@@ -170,9 +166,7 @@ def test_what_is_finite_when_it_is_run_again_is_transient(model: Net) -> None:
 def test_what_is_finite_without_a_switch_is_its_cause(model: Net, cause: str) -> None:
     model.block.fault = fails
     # The stock model may need more memory for a step than there is.
-    out_of_memory_switch = Fallback(
-        "norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), ""
-    )
+    out_of_memory_switch = Fallback("norm", "kernel", Mock(side_effect=torch.OutOfMemoryError), Mock(), "")
     idle = [out_of_memory_switch, *(switch(Block(), name, "kernel") for name in ("rope", "gate"))]
     verdict = diagnosed(batch(model), model, fallbacks=[*idle, switch(model.block, cause=cause)])
     assert "does not fit into memory" in str(verdict.evidence["norm"])
@@ -228,9 +222,7 @@ def test_ranks_in_step_try_fp32_only_where_it_surely_fits(
 
 
 @pytest.mark.parametrize("controlled", [False, True])
-def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(
-    model: Net, controlled: bool
-) -> None:
+def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(model: Net, controlled: bool) -> None:
     """Of a batch of one, only another sample at the same place can tell."""
     tensors, control = overflows_at_large_values(model), batch(model) if controlled else None
     for ids, cause in ((IDS, "data"), (("b.mp4",), "data" if controlled else "unknown")):
@@ -238,16 +230,12 @@ def test_a_sample_that_fails_where_others_are_healthy_is_at_fault(
         verdict = diagnosed(failing_batch, model, fallbacks=[switch(Block())], control=control)
         assert (verdict.cause, verdict.sample_ids) == (cause, ("b.mp4",))
         assert (verdict.timesteps, verdict.op) == ((17,), "aten.exp.default")
-        is_in_message = (
-            "it fails whatever is switched off; other samples are healthy" in verdict.words
-        )
+        is_in_message = "it fails whatever is switched off; other samples are healthy" in verdict.words
         assert is_in_message is (cause == "data")
 
 
 @pytest.mark.parametrize(("healthy", "cause"), [(0, "inputs"), (2, "inputs"), (3, "data")])
-def test_a_sample_that_is_healthy_with_another_draw_is_the_inputs(
-    model: Net, healthy: int, cause: str
-) -> None:
+def test_a_sample_that_is_healthy_with_another_draw_is_the_inputs(model: Net, healthy: int, cause: str) -> None:
     """Three draws are tried; the fourth, by its number, is not."""
     tensors = overflows_at_large_values(model)
 
@@ -341,9 +329,7 @@ def test_weights_that_ran_away_are_the_learning_rate(model: Net) -> None:
     with torch.no_grad():
         model.down.weight[0, 0] = torch.nan
         model.up.weight[:] = 500.0
-    verdict = diagnose_diverged_weights(
-        batch(model), DiagnosisContext(model, list, start_peak=0.25)
-    )
+    verdict = diagnose_diverged_weights(batch(model), DiagnosisContext(model, list, start_peak=0.25))
     assert (verdict.cause, verdict.step, verdict.rank) == ("learning_rate", 12, 2)
     assert "trained weights reach 500, from 0.25 at the start" in verdict.words
 

@@ -58,9 +58,7 @@ class Training:
             {"params": self.parameters[2:], "lr": 0.3},
         ]
         self.bare = make(groups)
-        self.optimizer: Inner = (
-            AcceleratedOptimizer(self.bare, device_placement=False) if wrapped else self.bare
-        )
+        self.optimizer: Inner = AcceleratedOptimizer(self.bare, device_placement=False) if wrapped else self.bare
 
     def backward(self, step: int, bad: float | None = None) -> None:
         draws = torch.Generator().manual_seed(step)
@@ -87,9 +85,7 @@ def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torc
     different = [
         name
         for name, tensor in ours.items()
-        if not torch.equal(
-            tensor.reshape(-1).view(torch.int32), theirs[name].view(-1).view(torch.int32)
-        )
+        if not torch.equal(tensor.reshape(-1).view(torch.int32), theirs[name].view(-1).view(torch.int32))
     ]
     assert not different
 
@@ -97,9 +93,7 @@ def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torc
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "accelerated"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_shut_gate_leaves_weights_moments_and_step_counts_bit_for_bit(
-    name: str, wrapped: bool, bad: float
-) -> None:
+def test_a_shut_gate_leaves_weights_moments_and_step_counts_bit_for_bit(name: str, wrapped: bool, bad: float) -> None:
     run = Training(OPTIMIZERS[name], wrapped=wrapped)
     for step in (1, 2):
         run.backward(step)
@@ -214,9 +208,7 @@ def test_finite_losses_and_gradients_agree_on_zero(gate: Gate) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("micro_step", [0, 1])
-def test_one_loss_that_is_not_finite_shuts_the_gate(
-    gate: Gate, value: float, micro_step: int
-) -> None:
+def test_one_loss_that_is_not_finite_shuts_the_gate(gate: Gate, value: float, micro_step: int) -> None:
     losses = torch.tensor([[1.0, 2.0, 0.3], [0.5, 1.5, 4.0]], requires_grad=True)
     with torch.no_grad():
         losses[micro_step, 1] = value
@@ -234,9 +226,7 @@ def test_bad_data_shuts_the_gate_though_its_loss_is_finite(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("values", [(torch.inf, 0.2), (3.0, torch.nan), (torch.inf, torch.nan)])
-def test_one_group_whose_gradient_is_not_finite_shuts_the_gate(
-    gate: Gate, values: tuple[float, ...]
-) -> None:
+def test_one_group_whose_gradient_is_not_finite_shuts_the_gate(gate: Gate, values: tuple[float, ...]) -> None:
     gate.record_losses(torch.tensor([1.0, 0.4]))
     assert gate.record_gradient_norms(norms(*values)).tolist() == [True, False]
     assert agreed(gate) == 1.0
@@ -259,9 +249,7 @@ def test_losses_are_noted_without_their_graph(gate: Gate) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_single_bad_weight_of_any_group_is_seen(
-    value: float, number: int, dtype: torch.dtype
-) -> None:
+def test_a_single_bad_weight_of_any_group_is_seen(value: float, number: int, dtype: torch.dtype) -> None:
     run = Training(OPTIMIZERS["SGD"])
     run.parameters[1].data = run.parameters[1].data.to(dtype)
     assert not has_nonfinite_weights(run.bare)

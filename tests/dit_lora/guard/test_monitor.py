@@ -53,9 +53,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def test_peaks_are_those_of_a_hook_of_ones_own(
-    transformer: nn.Module, forward: Callable[[], torch.Tensor]
-) -> None:
+def test_peaks_are_those_of_a_hook_of_ones_own(transformer: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
     recorded: dict[str, float] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple, torch.Tensor | tuple], None]:
@@ -81,9 +79,7 @@ def test_peaks_are_those_of_a_hook_of_ones_own(
     ("values", "peak"),
     [((2.0, -5.0), 5.0), ((-5.0, 2.0), 5.0), ((torch.nan, 2.0), torch.nan), ((0.0, 0.0), 0.0)],
 )
-def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(
-    values: tuple[float, float], peak: float
-) -> None:
+def test_the_largest_of_several_passes_counts_and_a_nan_is_larger(values: tuple[float, float], peak: float) -> None:
     model = nn.Sequential(nn.Identity())
     monitor = Monitor(model, interval_steps=1)
     with monitor.record_outputs():
@@ -129,9 +125,7 @@ def test_blocks_and_leaves_are_watched_and_a_lora_layer_is_one_of_them(
     with monitor.record_outputs():
         forward()
     statistics = monitor.collect()
-    assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(
-        statistics
-    )
+    assert {TO_Q, "transformer_blocks.0", "proj_out", "transformer_blocks.0.ff.net.0"} <= set(statistics)
     assert not any("lora_" in name or "base_layer" in name for name in statistics)
     assert not {"", "transformer_blocks.0.attn1", "transformer_blocks.0.norm1"} & set(statistics)
 
@@ -149,9 +143,7 @@ def test_watching_changes_no_bit_and_leaves_no_hook(
     assert not any(module._forward_hooks for module in transformer.modules())
 
 
-def test_gradient_checkpointing_changes_no_peak(
-    transformer: nn.Module, forward: Callable[[], torch.Tensor]
-) -> None:
+def test_gradient_checkpointing_changes_no_peak(transformer: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
     monitor, collected = Monitor(transformer, interval_steps=1), []
     for _ in range(2):
         with monitor.record_outputs():
@@ -181,9 +173,7 @@ def test_gradient_norms_join_a_and_b_and_are_those_of_a_loop(
         assert square > 0
 
 
-def test_the_update_ratio_is_that_of_saved_copies(
-    transformer: nn.Module, forward: Callable[[], torch.Tensor]
-) -> None:
+def test_the_update_ratio_is_that_of_saved_copies(transformer: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
     parts = [p for name, p in transformer.named_parameters() if name.startswith(f"{TO_Q}.lora_")]
     before = [p.detach().clone() for p in parts]
     optimizer = torch.optim.AdamW([p for p in transformer.parameters() if p.requires_grad], lr=0.1)
@@ -195,9 +185,7 @@ def test_the_update_ratio_is_that_of_saved_copies(
     change = torch.cat([(p - old).flatten() for p, old in zip(parts, before, strict=True)]).norm()
     weight = torch.cat([p.flatten() for p in parts]).norm()
     assert len(parts) == 2
-    assert monitor.collect()[TO_Q] == {
-        "update_ratio": pytest.approx((change / weight).item(), rel=1e-3)
-    }
+    assert monitor.collect()[TO_Q] == {"update_ratio": pytest.approx((change / weight).item(), rel=1e-3)}
 
 
 def test_weights_that_stay_zero_have_a_ratio_of_zero() -> None:
@@ -265,9 +253,7 @@ def test_every_nth_step_is_due_and_zero_is_never() -> None:
 
 def test_a_sharded_parameters_norms_are_of_the_whole(tmp_path: Path) -> None:
     """One all-reduce for each kind of norm."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         model = nn.Sequential(nn.Linear(3, 5, bias=False))

@@ -34,9 +34,7 @@ def policy(ladder: Sequence[str] = DEFAULT, **budgets: int) -> Policy:
     return Policy(LadderConfig(on_nonfinite=tuple(ladder), **budgets))
 
 
-def chosen(
-    causes: Sequence[Diagnosis], ladder: Sequence[str] = DEFAULT, skipped: Sequence[str] = ()
-) -> Action:
+def chosen(causes: Sequence[Diagnosis], ladder: Sequence[str] = DEFAULT, skipped: Sequence[str] = ()) -> Action:
     return policy(ladder).choose(7, causes, skipped)
 
 
@@ -81,9 +79,7 @@ def test_a_rung_before_the_one_that_fits_is_passed_and_one_after_stop_is_not_rea
     samples, action = BY_CAUSE[cause]
     action_name = {"retry": "skip"}.get(action.kind, action.kind)
     other_actions = [
-        candidate
-        for candidate in DEFAULT
-        if candidate not in (action_name, "stop", "skip", "quarantine")
+        candidate for candidate in DEFAULT if candidate not in (action_name, "stop", "skip", "quarantine")
     ]
     assert chosen([verdict(cause, *samples)], [*other_actions, action_name, "stop"]) == action
     assert chosen([verdict(cause, *samples)], ["stop", action_name]).kind == "stop"
@@ -106,9 +102,7 @@ MISSING: list[tuple[Cause, Ladder, str]] = [
 
 
 @pytest.mark.parametrize(("cause", "ladder", "kind"), MISSING)
-def test_where_the_best_rung_is_missing_the_next_that_fits_is_taken(
-    cause: Cause, ladder: Ladder, kind: str
-) -> None:
+def test_where_the_best_rung_is_missing_the_next_that_fits_is_taken(cause: Cause, ladder: Ladder, kind: str) -> None:
     action = chosen([verdict(cause, "a", "b")], ladder)
     assert action.kind == kind
     assert action.samples == (("a", "b") if kind in ("skip", "quarantine") else ())
@@ -216,9 +210,7 @@ def test_fallbacks_and_stops_count_for_nothing() -> None:
     assert run.state_dict() == {"skips": 0, "rollbacks": 0, "last_rollback_step": 0}
 
 
-@pytest.mark.parametrize(
-    ("cause", "budget"), [("data", "guard.max_skips=0"), ("weights", "guard.max_rollbacks=0")]
-)
+@pytest.mark.parametrize(("cause", "budget"), [("data", "guard.max_skips=0"), ("weights", "guard.max_rollbacks=0")])
 def test_the_default_ladder_says_which_budget_is_used_up(cause: Cause, budget: str) -> None:
     run = policy(max_skips=0, max_rollbacks=0)
     action = run.choose(3, [verdict(cause, "a")], [])
@@ -227,9 +219,7 @@ def test_the_default_ladder_says_which_budget_is_used_up(cause: Cause, budget: s
 
 def test_a_second_rollback_from_the_same_step_lowers_the_learning_rate() -> None:
     run = policy(max_rollbacks=5)
-    lowered_flags = [
-        run.choose(step, [verdict("weights")], []).should_lower_lr for step in (41, 41, 60, 41, 41)
-    ]
+    lowered_flags = [run.choose(step, [verdict("weights")], []).should_lower_lr for step in (41, 41, 60, 41, 41)]
     assert lowered_flags == [False, True, False, False, True]
 
 

@@ -98,17 +98,13 @@ def test_a_backward_that_fails_alone_is_named_with_the_module_of_its_forward() -
 
 @pytest.mark.parametrize(("top", "kind"), [(1.0, "inf"), (0.0, "nan")])
 def test_a_division_by_zero_in_the_loss_is_outside_the_model(top: float, kind: str) -> None:
-    trace = traced(
-        chain(nn.GELU()), rows(3, 5), loss=lambda output: top * output.square().mean() / 0
-    )
+    trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda output: top * output.square().mean() / 0)
     assert trace.origin == BadOp("aten.div.Tensor", "", "forward", "float32", kind)
     assert trace.trail[-1].name == "aten.mul.Tensor"
 
 
 def test_a_backward_of_the_loss_is_outside_the_model() -> None:
-    trace = traced(
-        chain(nn.GELU()), rows(3, 5), loss=lambda output: BadBackward.apply(output).mean()
-    )
+    trace = traced(chain(nn.GELU()), rows(3, 5), loss=lambda output: BadBackward.apply(output).mean())
     assert_backward(trace, "")
 
 
@@ -126,9 +122,7 @@ def test_what_one_module_hides_does_not_hide_what_another_spoils() -> None:
     spoil = Calls(lambda values: (values - 9).log())
     spoil_and_hide = Calls(lambda values: spoil(values) + hide(values), spoil=spoil, hide=hide)
     trace = traced(chain(spoil_and_hide), rows(3, 5))
-    assert trace.hidden_origins == [
-        BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")
-    ]
+    assert trace.hidden_origins == [BadOp("aten.mul.Tensor", "middle.hide", "forward", "float32", "inf")]
     assert (trace.origins[0].op, trace.origins[0].module) == ("aten.log.default", "middle.spoil")
 
 
@@ -136,11 +130,7 @@ def mask_of(kind: str) -> torch.Tensor:
     """(3, 1, 5, 5): every query sees a key, and not every key."""
     causal_mask = torch.ones(3, 1, 5, 5, dtype=torch.bool).tril()
     causal_mask[1, ..., 3:] = False
-    return (
-        causal_mask
-        if kind == "bool"
-        else torch.zeros(3, 1, 5, 5).masked_fill(~causal_mask, -torch.inf)
-    )
+    return causal_mask if kind == "bool" else torch.zeros(3, 1, 5, 5).masked_fill(~causal_mask, -torch.inf)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -204,9 +194,7 @@ def test_what_a_checkpointed_module_hides_stays_hidden_in_its_recomputation() ->
 
 def test_a_module_that_is_used_twice_is_named_where_it_fails() -> None:
     reused_module = Calls(lambda values: values * 1e25)
-    model = Calls(
-        lambda values: reused_module(second_linear(reused_module(values))), twice=reused_module
-    )
+    model = Calls(lambda values: reused_module(second_linear(reused_module(values))), twice=reused_module)
     second_linear = nn.Linear(5, 5)
     model.other = second_linear
     trace = traced(model, rows(3, 5))
@@ -237,9 +225,7 @@ def test_the_innermost_of_nested_modules_is_named() -> None:
     block = Calls(lambda values: inner[1](inner[0](values)) + 0.3, attn=inner)
     trace = traced(chain(nn.Sequential(nn.Identity(), block)), rows(3, 5))
     assert trace.origins[0].module == "middle.1.attn.1"
-    assert traced(chain(nn.Sequential(Calls(BadBackward.apply))), rows(3, 5)).origins[0].module == (
-        "middle.0"
-    )
+    assert traced(chain(nn.Sequential(Calls(BadBackward.apply))), rows(3, 5)).origins[0].module == ("middle.0")
 
 
 def test_an_op_between_inner_modules_belongs_to_the_module_around_them() -> None:
@@ -258,9 +244,7 @@ class Named(nn.Module):
         super().__init__()
         self.linear = nn.Linear(5, 5)
 
-    def forward(
-        self, values: torch.Tensor, *, scale: torch.Tensor, skips: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, values: torch.Tensor, *, scale: torch.Tensor, skips: list[torch.Tensor]) -> torch.Tensor:
         return self.linear(values) * scale + sum(skips)
 
 
@@ -268,9 +252,7 @@ class Named(nn.Module):
     ("given", "value"),
     [("argument 0", torch.nan), ("scale", torch.inf), ("skips", -torch.inf), (None, 0.5)],
 )
-def test_bad_inputs_of_the_model_are_named_and_no_op_is_blamed(
-    given: str | None, value: float
-) -> None:
+def test_bad_inputs_of_the_model_are_named_and_no_op_is_blamed(given: str | None, value: float) -> None:
     values, scale, skip = rows(3, 5), rows(3, 1, seed=9), rows(3, 5, seed=10)
     {"argument 0": values, "scale": scale, "skips": skip}.get(given or "", values)[1, 0] = value
     model = Named()
@@ -333,9 +315,7 @@ def test_the_trail_is_in_order_and_says_how_much_room_was_left() -> None:
     values = torch.tensor([[3.0, -7.0], [0.5, 2.0], [1.0, -0.25]], dtype=torch.float16)
     grow = Calls(lambda inputs: inputs * 100 * 80, inner=nn.Identity())
     shift = Calls(lambda inputs: -inputs + 2)
-    model = nn.Sequential(
-        OrderedDict(grow=grow, shift=shift, end=Calls(lambda inputs: inputs * 3.0))
-    )
+    model = nn.Sequential(OrderedDict(grow=grow, shift=shift, end=Calls(lambda inputs: inputs * 3.0)))
     with Probe(model).observe() as trace:
         model(values)
     assert trace.origins == [BadOp("aten.mul.Tensor", "end", "forward", "float16", "inf")]
@@ -402,9 +382,7 @@ def test_a_probed_run_computes_the_same_bits() -> None:
 
 def test_a_healthy_run_with_integers_and_empty_tensors_has_no_origin() -> None:
     table = nn.Embedding(11, 5)
-    model = Calls(
-        lambda ids: table(ids) + torch.cat([table(ids)[:, :0], table(ids)], 1), table=table
-    )
+    model = Calls(lambda ids: table(ids) + torch.cat([table(ids)[:, :0], table(ids)], 1), table=table)
     trace = traced(model, torch.tensor([[1, 10, 4], [7, 0, 0]]))
     assert (trace.origins, trace.hidden_origins, trace.bad_inputs) == ([], [], {})
 

@@ -69,9 +69,7 @@ def give_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("replay", [replay_micro_batch, probe_micro_batch])
-def test_a_replay_leaves_gradients_and_random_state_as_they_were(
-    model: nn.Module, replay: Replay
-) -> None:
+def test_a_replay_leaves_gradients_and_random_state_as_they_were(model: nn.Module, replay: Replay) -> None:
     grads = give_gradients(model)
     values = {n: g.clone() for n, g in grads.items() if g is not None}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -86,9 +84,7 @@ def test_a_replay_leaves_gradients_and_random_state_as_they_were(
 
 
 @pytest.mark.parametrize("replay", [replay_micro_batch, probe_micro_batch])
-def test_a_replay_that_raises_leaves_gradients_and_random_state_too(
-    model: nn.Module, replay: Replay
-) -> None:
+def test_a_replay_that_raises_leaves_gradients_and_random_state_too(model: nn.Module, replay: Replay) -> None:
     def fail(losses: torch.Tensor) -> torch.Tensor:
         losses.sum().backward()
         raise RuntimeError("out of memory")
@@ -211,9 +207,7 @@ def test_a_probed_replay_shows_the_op_that_failed_in_it(model: nn.Module) -> Non
 
 
 def test_a_verdicts_record_leaves_out_what_is_not_known_and_holds_lists() -> None:
-    verdict = Diagnosis(
-        "data", "a has 1 NaN", 4, 1, sample_ids=("a", "b"), evidence={"losses": [0.2]}
-    )
+    verdict = Diagnosis("data", "a has 1 NaN", 4, 1, sample_ids=("a", "b"), evidence={"losses": [0.2]})
     assert verdict.to_record() == {
         "cause": "data",
         "words": "a has 1 NaN",

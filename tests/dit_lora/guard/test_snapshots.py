@@ -74,9 +74,7 @@ def buffers_of(snapshots: Snapshots, step: int) -> dict[str, int]:
     return {name: buffer.data_ptr() for name, buffer in snapshots._snapshots[step].items()}
 
 
-def test_parameters_moments_and_step_counts_come_back_bit_for_bit(
-    run: Run, snapshots: Snapshots
-) -> None:
+def test_parameters_moments_and_step_counts_come_back_bit_for_bit(run: Run, snapshots: Snapshots) -> None:
     run.train(1, 2)
     with torch.no_grad():
         run.parameters["A"][0, 0] = -0.0
@@ -115,9 +113,7 @@ def test_training_after_going_back_equals_the_first_time(run: Run, snapshots: Sn
     assert_same_bits(run.values(), initial_values)
 
 
-def test_tensors_born_after_a_snapshot_are_named_for_the_caller_to_drop(
-    run: Run, snapshots: Snapshots
-) -> None:
+def test_tensors_born_after_a_snapshot_are_named_for_the_caller_to_drop(run: Run, snapshots: Snapshots) -> None:
     snapshots.take(0)
     run.train(1, 3)
     initial_values = run.values()
@@ -142,9 +138,7 @@ def test_names_that_grow_are_held_from_the_next_snapshot_on(run: Run, snapshots:
     assert_same_bits(run.values(), after)
 
 
-def test_what_training_does_after_a_snapshot_does_not_reach_it(
-    run: Run, snapshots: Snapshots
-) -> None:
+def test_what_training_does_after_a_snapshot_does_not_reach_it(run: Run, snapshots: Snapshots) -> None:
     run.train(1, 1)
     before = run.values()
     snapshots.take(1)
@@ -213,9 +207,7 @@ def test_a_buffer_of_another_shape_or_dtype_is_not_used_again() -> None:
         assert torch.equal(tensor, expected)
 
 
-def test_a_step_that_is_not_held_is_refused_naming_those_held(
-    run: Run, snapshots: Snapshots
-) -> None:
+def test_a_step_that_is_not_held_is_refused_naming_those_held(run: Run, snapshots: Snapshots) -> None:
     for action in (snapshots.restore, snapshots.find_nonfinite, snapshots.drop):
         with pytest.raises(DitLoraError, match="no snapshot of step 7 is held; held: none"):
             action(7)
@@ -248,9 +240,7 @@ def test_a_snapshot_that_no_longer_fits_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_poisoned_snapshot_names_its_tensors(
-    run: Run, snapshots: Snapshots, value: float
-) -> None:
+def test_a_poisoned_snapshot_names_its_tensors(run: Run, snapshots: Snapshots, value: float) -> None:
     run.train(1, 1)
     snapshots.take(1)
     run.state()["B/exp_avg_sq"][32] = value

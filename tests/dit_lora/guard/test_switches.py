@@ -75,9 +75,7 @@ def test_cudnn_attends_on_a_gpu_for_models_without_masks(
         ((False, False, False), []),
     ],
 )
-def test_backends_that_are_on_are_switches_alone_and_then_together(
-    on: tuple[bool, ...], names: list[str]
-) -> None:
+def test_backends_that_are_on_are_switches_alone_and_then_together(on: tuple[bool, ...], names: list[str]) -> None:
     enable(on)
     switches = list_attention_fallbacks()
     assert [switch.name for switch in switches] == names
@@ -95,9 +93,7 @@ def test_backends_that_are_on_are_switches_alone_and_then_together(
         (ALL, (False, False, False)),
     ],
 )
-def test_a_backend_is_off_within_and_on_again_afterwards(
-    name: str, within: tuple[bool, ...]
-) -> None:
+def test_a_backend_is_off_within_and_on_again_afterwards(name: str, within: tuple[bool, ...]) -> None:
     switch = find_fallback(list_attention_fallbacks(), name)
     with switch.disable_temporarily():
         assert enabled() == within
@@ -144,9 +140,7 @@ class Attends(nn.Module):
         return functional.scaled_dot_product_attention(values, values, values)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 def test_a_backend_that_is_switched_off_is_off_in_code_that_is_compiled_already(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,9 +247,7 @@ class Net(nn.Module):
         self.register_buffer("order", torch.tensor([6, 5, 4, 3, 2, 1, 0]))
         self.seen: list[torch.dtype] = []
 
-    def forward(
-        self, values: torch.Tensor, ids: torch.Tensor, *, skip: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, values: torch.Tensor, ids: torch.Tensor, *, skip: torch.Tensor | None = None) -> torch.Tensor:
         hidden = self.linear(values)
         self.seen.append(hidden.dtype)
         assert ids.dtype is torch.int64
@@ -277,10 +269,7 @@ def tensors_of(model: nn.Module) -> list[tuple[int, torch.dtype, int, torch.Tens
 def assert_same_tensors(model: nn.Module, before: list) -> None:
     current_tensors = tensors_of(model)
     assert [entry[:3] for entry in current_tensors] == [entry[:3] for entry in before]
-    assert all(
-        torch.equal(current[3], earlier[3])
-        for current, earlier in zip(current_tensors, before, strict=True)
-    )
+    assert all(torch.equal(current[3], earlier[3]) for current, earlier in zip(current_tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("raising", [False, True], ids=["returns", "raises"])
@@ -358,9 +347,7 @@ class OfLists(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
 
-    def forward(
-        self, samples: list[torch.Tensor], *, texts: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def forward(self, samples: list[torch.Tensor], *, texts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self.linear(sample) + text for sample, text in zip(samples, texts, strict=True)]
 
 
@@ -368,9 +355,7 @@ def test_lists_of_samples_are_widened_too() -> None:
     model, (sample, text) = OfLists(), torch.randn(2, 4).bfloat16()
     with convert_to_fp32(model):
         (output,) = model([sample], texts=[text])
-    expected = nn.functional.linear(
-        sample.float(), model.linear.weight.float(), model.linear.bias.float()
-    )
+    expected = nn.functional.linear(sample.float(), model.linear.weight.float(), model.linear.bias.float())
     assert output.dtype is torch.float32
     torch.testing.assert_close(output, expected + text.float())
     assert model([sample], texts=[text])[0].dtype is torch.bfloat16

@@ -56,9 +56,7 @@ def test_chance_convicts_nothing_however_often_it_strikes(model: Net) -> None:
     for rate in (0.3, 0.6, 0.9):
         draw = random.Random(rate)
 
-        def chance(
-            losses: torch.Tensor, draw: random.Random = draw, rate: float = rate
-        ) -> torch.Tensor:
+        def chance(losses: torch.Tensor, draw: random.Random = draw, rate: float = rate) -> torch.Tensor:
             return losses / 0 if draw.random() < rate else losses
 
         for _ in range(20):
@@ -102,15 +100,11 @@ def test_samples_that_fail_in_company_alone_are_not_to_blame(model: Net) -> None
 
 
 @pytest.mark.parametrize(("draw_is_bad", "said"), [(True, "fails"), (False, "healthy")])
-def test_a_draw_that_fails_is_tried_with_another_sample(
-    model: Net, draw_is_bad: bool, said: str
-) -> None:
+def test_a_draw_that_fails_is_tried_with_another_sample(model: Net, draw_is_bad: bool, said: str) -> None:
     control = batch(
         model,
         ids=("c.mp4",),
-        move_to=lambda _, draws: (
-            batch(model, ids=("c.mp4",), loss=fails) if draws and draw_is_bad else control
-        ),
+        move_to=lambda _, draws: batch(model, ids=("c.mp4",), loss=fails) if draws and draw_is_bad else control,
     )
     healthy = batch(model, ids=("b.mp4",))
     failing_batch = batch(model, ids=("b.mp4",), loss=fails, redraw=lambda _number: healthy)
@@ -130,9 +124,7 @@ def test_a_control_whose_own_draw_fails_is_tried_with_others(model: Net) -> None
     """A range of timesteps fails, and the control has one of them; one step earlier it did not fail yet."""
     healthy = batch(model, ids=("c.mp4",))
     control = batch(model, ids=("c.mp4",), loss=fails, redraw=lambda _number: healthy)
-    failing_batch = batch(
-        model, ids=("b.mp4",), loss=fails, redraw=lambda _number: batch(model, ids=("b.mp4",))
-    )
+    failing_batch = batch(model, ids=("b.mp4",), loss=fails, redraw=lambda _number: batch(model, ids=("b.mp4",)))
     assert diagnosed(failing_batch, model, control=control).cause == "inputs"
 
 
@@ -206,10 +198,7 @@ def test_weight_decay_that_overshoots_is_told_from_the_learning_rate(model: Net)
         model.up.weight[:] = 500.0
     verdict = diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 2.5)
     assert (verdict.cause, verdict.evidence["weight_decay"]) == ("optimizer", 2.5)
-    assert (
-        diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 1.5).cause
-        == "learning_rate"
-    )
+    assert diagnosed(batch(model), model, start_peak=0.25, compute_decay_share=lambda: 1.5).cause == "learning_rate"
 
 
 def test_weights_that_are_lost_are_told_before_a_kernel_that_cannot_take_them(model: Net) -> None:
@@ -251,9 +240,7 @@ def test_a_sample_whose_new_draws_all_fail_is_tried_with_the_controls(model: Net
         bad = batch(model, ids=("b.mp4",), loss=fails)
         return batch(model, ids=("b.mp4",), loss=fails, move_to=at, redraw=lambda _number: bad)
 
-    control = batch(
-        model, ids=("c.mp4",), move_to=lambda _position, draws: failing if draws else control
-    )
+    control = batch(model, ids=("c.mp4",), move_to=lambda _position, draws: failing if draws else control)
     failing = batch(model, ids=("c.mp4",), loss=fails)
     diagnosis = diagnosed(given(lambda losses: losses), model, control=control)
     assert (diagnosis.cause, diagnosis.evidence["control_with_the_same_draws"]) == (
@@ -278,9 +265,7 @@ def test_what_is_off_is_not_tried_again(model: Net) -> None:
     def tried(*off: str) -> list[str]:
         return [
             candidate.name
-            for candidate in DiagnosisContext(
-                model, list, switches, disabled_names=off
-            ).list_enabled_fallbacks()
+            for candidate in DiagnosisContext(model, list, switches, disabled_names=off).list_enabled_fallbacks()
         ]
 
     assert tried() == [*names]

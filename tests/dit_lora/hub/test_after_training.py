@@ -158,10 +158,7 @@ def test_a_run_that_pushes_has_a_card_whose_code_runs_as_pasted(
     if name == EDITED_CLIPS:
         assert "--reference reference_1.mp4" in card
         assert "    reference_downscale_factor=1,\n" in card
-        assert (
-            "`reference_1.mp4` is what the sample is made from: a clip of 9 frames or more at 8 frames"
-            in card
-        )
+        assert "`reference_1.mp4` is what the sample is made from: a clip of 9 frames or more at 8 frames" in card
         adapter = tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors"
         with safe_open(adapter, framework="pt") as adapter_file:
             assert adapter_file.metadata()["reference_downscale_factor"] == "1"
@@ -227,9 +224,7 @@ def test_a_run_that_could_not_be_pushed_does_not_start(
 ) -> None:
     args = arguments("cogvideox", hub, tiny_checkpoints, tmp_path)
     hub.accounts = {"hf_canarycanarycanary": Account("me", "read")}
-    with pytest.raises(
-        DitLoraError, match=r"hub.push: the token of me may only read.*hf auth login"
-    ):
+    with pytest.raises(DitLoraError, match=r"hub.push: the token of me may only read.*hf auth login"):
         lora_main(args)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(DitLoraError, match=r"hub.push: no Hugging Face token"):

@@ -99,9 +99,7 @@ def test_a_known_base_is_named_with_its_licence(contents: Contents) -> None:
         ("cogvideox", None, None, None),
     ],
 )
-def test_licences_are_the_bases_own(
-    family: str, base: str | None, license: str | None, name: str | None
-) -> None:
+def test_licences_are_the_bases_own(family: str, base: str | None, license: str | None, name: str | None) -> None:
     licence = get_family(family).get_license(base)
     assert (licence.id if licence else None, licence.name if licence else None) == (license, name)
     if licence and licence.id == "other":
@@ -130,13 +128,9 @@ def test_the_gallery_shows_before_and_after(contents: Contents) -> None:
 
 
 @pytest.mark.parametrize("caption", ODD)
-def test_odd_captions_are_shown_as_they_are_and_are_no_markup(
-    contents: Contents, caption: str
-) -> None:
+def test_odd_captions_are_shown_as_they_are_and_are_no_markup(contents: Contents, caption: str) -> None:
     samples = (CardSample(caption, "samples/before_00.png", "samples/after_00.png"),)
-    odd_contents = replace(
-        changed(contents, data={"caption_prefix": caption}), card_samples=samples
-    )
+    odd_contents = replace(changed(contents, data={"caption_prefix": caption}), card_samples=samples)
     card = write_card(odd_contents, REPO)
     assert card_problems(card) == []
     card_metadata = metadata(card)
@@ -282,12 +276,8 @@ def _keys(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from _keys(inner, (*above, key))
 
 
-@pytest.mark.parametrize(
-    "name", ["facts.json", "verification.json", "environment.json", "config.yaml"]
-)
-def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(
-    run_dir: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["facts.json", "verification.json", "environment.json", "config.yaml"])
+def test_a_card_without_any_of_its_facts_is_written_or_refused_in_one_line(run_dir: Path, name: str) -> None:
     file = run_dir / name
     original = yaml.safe_load(file.read_text())
     refusals = []

@@ -89,9 +89,7 @@ def test_nothing_of_the_machine_is_published(hub: FakeHub, run_dir: Path) -> Non
     assert "hub" not in config
 
 
-def test_a_second_push_has_nothing_to_do_and_a_third_sends_what_changed(
-    hub: FakeHub, run_dir: Path
-) -> None:
+def test_a_second_push_has_nothing_to_do_and_a_third_sends_what_changed(hub: FakeHub, run_dir: Path) -> None:
     pushed(run_dir)
     hub.requests.clear()
     line, _ = pushed(run_dir)
@@ -112,9 +110,7 @@ def test_what_others_put_there_stays(hub: FakeHub, run_dir: Path) -> None:
     assert set(hub.repos[REPO].files) == FILES | {"notes.txt"}
 
 
-def test_a_cut_connection_is_gone_on_with_where_it_broke(
-    hub: FakeHub, run_dir: Path, waits: list[float]
-) -> None:
+def test_a_cut_connection_is_gone_on_with_where_it_broke(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     """The first push loses its connection during an upload and fails; the second sends only the missing blobs."""
     hub.faults = [Fault(rf"PUT /lfs/{digest(run_dir)}", cut="before", times=1000)]
     with pytest.raises(DitLoraError) as error:
@@ -135,33 +131,23 @@ def digest(run_dir: Path) -> str:
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_commit_that_fails_once_is_tried_again(
-    hub: FakeHub, run_dir: Path, waits: list[float], status: int
-) -> None:
+def test_a_commit_that_fails_once_is_tried_again(hub: FakeHub, run_dir: Path, waits: list[float], status: int) -> None:
     hub.faults = [Fault("POST .*/commit/", status, headers={"Retry-After": "7"})]
     line, messages = pushed(run_dir)
     assert line.startswith("pushed")
     assert waits == [7.0]
-    assert told(messages)[1].startswith(
-        f"hub: the Hub answered {status}: injected; trying again in 7 s"
-    )
+    assert told(messages)[1].startswith(f"hub: the Hub answered {status}: injected; trying again in 7 s")
     assert commits(hub) == 1
 
 
-def test_a_hub_that_stays_down_is_given_up_on_after_a_bound(
-    hub: FakeHub, run_dir: Path, waits: list[float]
-) -> None:
+def test_a_hub_that_stays_down_is_given_up_on_after_a_bound(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     hub.faults = [Fault("POST .*/commit/", 500, times=1000)]
-    with pytest.raises(
-        DitLoraError, match=r"answered 500: injected\. Nothing is lost; go on with: "
-    ):
+    with pytest.raises(DitLoraError, match=r"answered 500: injected\. Nothing is lost; go on with: "):
         pushed(run_dir)
     assert waits == [2.0, 4.0, 8.0]
 
 
-def test_a_wait_of_an_hour_is_left_to_the_user(
-    hub: FakeHub, run_dir: Path, waits: list[float]
-) -> None:
+def test_a_wait_of_an_hour_is_left_to_the_user(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     hub.faults = [Fault("POST .*/commit/", 429, headers={"Retry-After": "3600"})]
     with pytest.raises(DitLoraError, match="it asks to wait 3600 s"):
         pushed(run_dir)
@@ -169,9 +155,7 @@ def test_a_wait_of_an_hour_is_left_to_the_user(
 
 
 @pytest.mark.parametrize("cut", ["before", "after"])
-def test_a_commit_whose_answer_is_lost_is_made_once(
-    hub: FakeHub, run_dir: Path, waits: list[float], cut: str
-) -> None:
+def test_a_commit_whose_answer_is_lost_is_made_once(hub: FakeHub, run_dir: Path, waits: list[float], cut: str) -> None:
     hub.faults = [Fault("POST .*/commit/", cut=cut)]  # type: ignore[arg-type]
     pushed(run_dir)
     assert commits(hub) == 1
@@ -194,9 +178,7 @@ def test_somebody_elses_commit_in_between_is_not_overwritten(
     assert set(hub.repos[REPO].files) == FILES | {"notes.txt"}
 
 
-def test_an_error_page_in_place_of_json_is_tried_again(
-    hub: FakeHub, run_dir: Path, waits: list[float]
-) -> None:
+def test_an_error_page_in_place_of_json_is_tried_again(hub: FakeHub, run_dir: Path, waits: list[float]) -> None:
     hub.faults = [Fault("POST /api/validate-yaml", 503, page=True)]
     assert pushed(run_dir)[0].startswith("pushed")
 
@@ -252,9 +234,7 @@ def test_private_means_private(hub: FakeHub, run_dir: Path) -> None:
 
 def test_every_file_is_listed_before_it_is_sent(hub: FakeHub, run_dir: Path) -> None:
     _, messages = pushed(run_dir)
-    listed_files = messages[
-        : next(n for n, line in enumerate(messages) if line.startswith("hub: "))
-    ]
+    listed_files = messages[: next(n for n, line in enumerate(messages) if line.startswith("hub: "))]
     assert {line.split()[-1] for line in listed_files} == FILES
 
 

@@ -133,9 +133,7 @@ def test_the_adapters_header_and_a_pinned_revision_are_whole(seeded: Path, tmp_p
     assert (metadata["base_model"], metadata["steps"]) == ("base-[token]", 2)
 
 
-def test_of_a_whole_pipeline_its_own_files_are_pushed(
-    run_dir: Path, tiny_checkpoints: dict[str, Path]
-) -> None:
+def test_of_a_whole_pipeline_its_own_files_are_pushed(run_dir: Path, tiny_checkpoints: dict[str, Path]) -> None:
     """And what a link leads to is not, be it a file, a folder or a sample."""
     model = shutil.copytree(tiny_checkpoints["cogvideox-2b"], run_dir / "model")
     metadata = {"family": "cogvideox", "version": "0", "dtype": "torch.float32", "mode": "full"}

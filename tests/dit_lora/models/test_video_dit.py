@@ -100,9 +100,7 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
     tokens = tokens.flatten(3).permute(0, 2, 3, 1)  # (B, f, s, D)
     tokens = tokens + state["pos_embed_spatial"][0][None, None]
     tokens = (tokens + state["pos_embed_temporal"][0][None, :, None]).flatten(1, 2)
-    angles = t.double()[:, None] * torch.exp(
-        -torch.arange(128).double() * (9.210340371976184 / 128)
-    )
+    angles = t.double()[:, None] * torch.exp(-torch.arange(128).double() * (9.210340371976184 / 128))
     c = torch.cat([angles.cos(), angles.sin()], dim=1)
     c = linear(state, "t_embedder.mlp.2", functional.silu(linear(state, "t_embedder.mlp.0", c)))
     table = state.get("y_embedder.embedding_table.weight")
@@ -110,9 +108,7 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
     for n in range(LAYERS):
         name = f"blocks.{n}"
         mod = linear(state, f"{name}.adaLN_modulation.1", functional.silu(c))[:, None].chunk(6, -1)
-        q, k, v = linear(state, f"{name}.attn.qkv", normed(tokens) * (1 + mod[1]) + mod[0]).chunk(
-            3, -1
-        )
+        q, k, v = linear(state, f"{name}.attn.qkv", normed(tokens) * (1 + mod[1]) + mod[0]).chunk(3, -1)
         heads = [part.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for part in (q, k, v)]
         weights = (heads[0] @ heads[1].transpose(2, 3) / HEAD_DIM**0.5).softmax(-1)
         mixed = (weights @ heads[2]).transpose(1, 2).flatten(2)
@@ -121,9 +117,7 @@ def reference(state: State, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -
         hidden = functional.gelu(hidden, approximate="tanh")
         tokens = tokens + mod[5] * linear(state, f"{name}.mlp.fc2", hidden)
     shift, scale = linear(state, "final_layer.adaLN_modulation.1", functional.silu(c)).chunk(2, -1)
-    output = linear(
-        state, "final_layer.linear", normed(tokens) * (1 + scale[:, None]) + shift[:, None]
-    )
+    output = linear(state, "final_layer.linear", normed(tokens) * (1 + scale[:, None]) + shift[:, None])
     output = output.reshape(len(x), *grid, *patch, 8)
     return torch.einsum("nthwrpqc->nctrhpwq", output).reshape(len(x), 8, *x.shape[2:])
 
@@ -182,9 +176,7 @@ def test_conversion_keeps_every_tensor_and_says_where_it_went() -> None:
     result = convert_opendit(state, config(text=True))
     assert result.position_tables == ("pos_embed_spatial", "pos_embed_temporal")
     assert list(result.text_encoder) == ["text_model.final_layer_norm.weight"]
-    num_elements = sum(
-        t.numel() for t in [*result.transformer.values(), *result.text_encoder.values()]
-    )
+    num_elements = sum(t.numel() for t in [*result.transformer.values(), *result.text_encoder.values()])
     assert num_elements == sum(t.numel() for name, t in state.items() if "pos_embed" not in name)
 
 
@@ -219,9 +211,7 @@ def test_positions_are_the_tables_of_any_shape_and_no_cast_rounds_them() -> None
     assert not list(model.buffers())
     for frames, height, columns in ((1, 3, 5), (5, 1, 7), (3, 3, 5)):
         state = tables(frames, height, columns)
-        expected = (state["pos_embed_temporal"][0][:, None] + state["pos_embed_spatial"]).flatten(
-            0, 1
-        )
+        expected = (state["pos_embed_temporal"][0][:, None] + state["pos_embed_spatial"]).flatten(0, 1)
         table = sincos_positions(WIDTH, frames, height, columns, torch.device("cpu"))
         assert table.dtype is torch.float32
         torch.testing.assert_close(table.double(), expected, rtol=0, atol=1e-7)
@@ -230,9 +220,7 @@ def test_positions_are_the_tables_of_any_shape_and_no_cast_rounds_them() -> None
 def test_a_new_model_is_initialised_as_dit() -> None:
     """adaLN-zero: no output, and blocks that add nothing; queries as rows of one fused matrix."""
     torch.manual_seed(0)
-    model: Any = VideoDiTTransformer3DModel.from_config(
-        config(num_attention_heads=8, num_classes=101)
-    )
+    model: Any = VideoDiTTransformer3DModel.from_config(config(num_attention_heads=8, num_classes=101))
     x, t, y = inputs()
     assert not model(x.float(), t, class_labels=y).sample.any()
     for module in model.modules():

@@ -37,9 +37,7 @@ def opened(path: Path, **model: Any) -> Any:
     return get_family("video_dit").open(ModelConfig(family="video_dit", path=str(path), **model))
 
 
-def test_a_base_without_weights_opens_from_scratch_alone(
-    parts: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_base_without_weights_opens_from_scratch_alone(parts: dict[str, str], tmp_path: Path) -> None:
     path = write_base(tmp_path / "base", config=CONFIG, **parts)
     with pytest.raises(DitLoraError, match=r"transformer: no \.safetensors file"):
         opened(path)
@@ -57,9 +55,7 @@ def test_a_base_without_weights_opens_from_scratch_alone(
         write_base(path, **parts)
 
 
-def test_a_base_of_classes_takes_as_many_as_the_data_has(
-    parts: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_base_of_classes_takes_as_many_as_the_data_has(parts: dict[str, str], tmp_path: Path) -> None:
     path = write_base(tmp_path / "base", config=CONFIG, **{**parts, "text_encoder": None})
     assert not (path / "text_encoder").exists()
     assert opened(path, from_scratch={"num_classes": 7}).trained_classes.count == 7
@@ -84,9 +80,7 @@ def opendit_state() -> dict[str, torch.Tensor]:
     state = {"x_embedder.proj.weight": (width, 4, 1, 2, 2), "x_embedder.proj.bias": (width,)}
     for name, shape in linear.items():
         state |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    return {
-        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in state.items()
-    }
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in state.items()}
 
 
 def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path: Path) -> None:
@@ -106,9 +100,7 @@ def test_opendits_weights_make_a_whole_pipeline(parts: dict[str, str], tmp_path:
         opendit_tensors["blocks.0.attn.qkv.weight"][16:32],
     )
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert sum(t.numel() for t in tensors.values()) == sum(
-        t.numel() for t in opendit_tensors.values()
-    )
+    assert sum(t.numel() for t in tensors.values()) == sum(t.numel() for t in opendit_tensors.values())
     pipeline = opened(path).pipeline(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a horse", num_frames=2, height=16, width=32, num_inference_steps=2).frames
@@ -121,17 +113,13 @@ def test_weights_that_are_not_finite_are_refused(parts: dict[str, str], tmp_path
     state["final_layer.linear.weight"][0, :2] = torch.inf
     with pytest.raises(DitLoraError) as refused:
         write_base(tmp_path / "base", config=CONFIG, state_dict=state, **parts)
-    assert "transformer_blocks.0.attn.to_k.bias: 1 of 16 values are not finite" in str(
-        refused.value
-    )
+    assert "transformer_blocks.0.attn.to_k.bias: 1 of 16 values are not finite" in str(refused.value)
     assert "proj_out.weight: 2 of 512 values are not finite" in str(refused.value)
     assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.parametrize("form", ["ema.pt", "shards", "weights.safetensors"])
-def test_an_opendit_checkpoint_becomes_a_pipeline(
-    form: str, parts: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_opendit_checkpoint_becomes_a_pipeline(form: str, parts: dict[str, str], tmp_path: Path) -> None:
     """Sizes come from the tensors; the CLI has no more to say than the heads of a width that OpenDiT has not."""
     state = opendit_state() | {
         "pos_embed_spatial": spatial_sines(16, 3, 3)[None],
@@ -143,12 +131,8 @@ def test_an_opendit_checkpoint_becomes_a_pipeline(
     elif form == "shards":
         weights_path.mkdir()
         names = list(state)
-        torch.save(
-            {name: state[name] for name in names[:9]}, weights_path / "pytorch_model-00001.bin"
-        )
-        torch.save(
-            {name: state[name] for name in names[9:]}, weights_path / "pytorch_model-00002.bin"
-        )
+        torch.save({name: state[name] for name in names[:9]}, weights_path / "pytorch_model-00001.bin")
+        torch.save({name: state[name] for name in names[9:]}, weights_path / "pytorch_model-00002.bin")
     else:
         save_file(state, weights_path)
     command = ["convert", "opendit", str(tmp_path / "base"), "--weights", str(weights_path)]
@@ -160,9 +144,7 @@ def test_an_opendit_checkpoint_becomes_a_pipeline(
     assert f"{len(state)} tensors of {weights_path}" in result.stdout
     (file,) = (tmp_path / "base" / "transformer").glob("*.safetensors")
     tensors = load_file(file)
-    assert torch.equal(
-        tensors["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"]
-    )
+    assert torch.equal(tensors["transformer_blocks.0.ff.net.2.weight"], state["blocks.0.mlp.fc2.weight"])
     config = opened(tmp_path / "base").load_transformer(torch.float32).config
     assert (config.sample_frames, config.sample_height, config.sample_width) == (2, 6, 6)
     assert (config.num_layers, config.mlp_ratio, config.text_dim) == (1, 4.0, 16)
@@ -181,9 +163,7 @@ def test_what_is_no_video_model_of_opendit_is_refused(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "base", tmp_path / "no.pt")
 
 
-def test_a_tokenizer_without_a_limit_pads_to_clips_positions(
-    parts: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_tokenizer_without_a_limit_pads_to_clips_positions(parts: dict[str, str], tmp_path: Path) -> None:
     about = Path(parts["text_encoder"]) / "tokenizer_config.json"
     settings = json.loads(about.read_text())
     del settings["model_max_length"]

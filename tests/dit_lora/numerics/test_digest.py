@@ -17,9 +17,7 @@ def values(dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1 << 23, 32])
-def test_any_bit_changes_it(
-    dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_bit_changes_it(dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first and last element of each tensor, lowest and highest bit, together and apart."""
     monkeypatch.setattr(module, "_BATCH_BYTES", batch)
     before = compute_digest(values(dtype))
@@ -34,9 +32,7 @@ def test_any_bit_changes_it(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [(256, 64), (1, 298, 64), (1 << 21,), (7, 3)])
-def test_signs_and_factors_of_whole_tensors_change_it(
-    dtype: torch.dtype, size: tuple[int, ...]
-) -> None:
+def test_signs_and_factors_of_whole_tensors_change_it(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """Equal changes of very many words, which must not cancel out."""
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = compute_digest([tensor])
@@ -49,9 +45,7 @@ def test_signs_and_factors_of_whole_tensors_change_it(
         -tensor.flip(-1),
     ):
         assert torch.equal(changed_tensor, tensor) is (compute_digest([changed_tensor]) == before)
-    assert compute_digest([torch.full(size, -0.0, dtype=dtype)]) != compute_digest(
-        [torch.zeros(size, dtype=dtype)]
-    )
+    assert compute_digest([torch.full(size, -0.0, dtype=dtype)]) != compute_digest([torch.zeros(size, dtype=dtype)])
 
 
 def test_order_and_layout() -> None:
@@ -61,7 +55,5 @@ def test_order_and_layout() -> None:
     assert compute_digest([entry.T.contiguous().T]) == compute_digest([entry])
     mixed = [entry, torch.arange(3), entry.bfloat16()]
     assert compute_digest(mixed) == compute_digest([t.clone() for t in mixed])
-    assert compute_digest([torch.zeros(3), torch.tensor(-0.0)]) != compute_digest(
-        [torch.zeros(3), torch.zeros(())]
-    )
+    assert compute_digest([torch.zeros(3), torch.tensor(-0.0)]) != compute_digest([torch.zeros(3), torch.zeros(())])
     assert compute_digest([]) == compute_digest([torch.zeros(0)])

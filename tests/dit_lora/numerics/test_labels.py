@@ -33,9 +33,7 @@ def test_one_label_that_is_kept_is_enough(kept: int) -> None:
 
 @pytest.mark.parametrize(("label", "classes"), [(11, 11), (5000, 11), (-1, 11), (-101, 11), (1, 1)])
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
-def test_a_label_that_no_table_has_is_named(
-    label: int, classes: int, shape: tuple[int, ...]
-) -> None:
+def test_a_label_that_no_table_has_is_named(label: int, classes: int, shape: tuple[int, ...]) -> None:
     labels = torch.tensor([0, IGNORE_INDEX, 0, label, 0, 0]).view(shape)
     expected = f"label {label} is outside 0..{classes - 1}"
     assert find_label_problem(labels, num_classes=classes) == expected
@@ -48,6 +46,6 @@ def test_the_first_and_the_last_class_are_inside() -> None:
 
 def test_an_index_that_is_ignored_is_not_outside_even_where_it_is_no_class() -> None:
     assert find_label_problem(torch.tensor([2, 255, 4]), ignore_index=255, num_classes=11) is None
-    assert find_label_problem(
-        torch.tensor([2, IGNORE_INDEX, 4]), ignore_index=255, num_classes=11
-    ) == ("label -100 is outside 0..10")
+    assert find_label_problem(torch.tensor([2, IGNORE_INDEX, 4]), ignore_index=255, num_classes=11) == (
+        "label -100 is outside 0..10"
+    )

@@ -31,9 +31,7 @@ def in_fp64(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Linear) -> list
     """Per-sample losses, and the gradients of their weighted sum, from the same numbers in fp64."""
     states = hidden.detach().double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (head.weight, head.bias))
-    losses = torch.stack(
-        [F.cross_entropy(F.linear(x, weight, bias), y) for x, y in zip(states, labels, strict=True)]
-    )
+    losses = torch.stack([F.cross_entropy(F.linear(x, weight, bias), y) for x, y in zip(states, labels, strict=True)])
     return [losses, *torch.autograd.grad(losses @ WEIGHTS.double(), (states, weight, bias))]
 
 
@@ -72,9 +70,7 @@ def test_a_sample_without_labels_is_nan_and_leaves_its_neighbours_alone(chunk: i
     torch.testing.assert_close(losses[::2], expected)
     for total_loss, weights in ((losses.sum(), torch.ones(2)), (losses @ WEIGHTS, WEIGHTS[::2])):
         grads = torch.autograd.grad(total_loss, (hidden, head.weight), retain_graph=True)
-        expected_grads = torch.autograd.grad(
-            expected @ weights, (hidden, head.weight), retain_graph=True
-        )
+        expected_grads = torch.autograd.grad(expected @ weights, (hidden, head.weight), retain_graph=True)
         torch.testing.assert_close(grads, expected_grads)
 
 
@@ -90,11 +86,7 @@ class _Logits(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             # Weights and their gradients are vocabulary x width; logits are rows x vocabulary.
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.ndim == 2
-                and leaf.shape[1:] == (VOCABULARY,)
-            ):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.shape[1:] == (VOCABULARY,):
                 self.most_rows = max(self.most_rows, len(leaf))
                 self.made.append(weakref.ref(leaf))
         return output
@@ -116,9 +108,7 @@ def test_no_more_logits_than_a_chunk_are_made_and_none_are_kept() -> None:
     # The gradient of the weight comes transposed: width rows.
     assert logits.most_rows <= max(chunk, WIDTH)
     with _Logits() as logits:
-        full_loss = F.cross_entropy(
-            head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE_INDEX
-        )
+        full_loss = F.cross_entropy(head(hidden.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE_INDEX)
         assert logits.alive
         assert logits.most_rows == BATCH * ANSWERS
     del full_loss
@@ -139,10 +129,7 @@ def test_dropout_of_an_adapter_on_the_head_is_the_same_in_backward() -> None:
     torch.manual_seed(1)
     logits = torch.cat([head(rows) for rows in hidden.flatten(0, 1).split(chunk)])
     expected = torch.stack(
-        [
-            F.cross_entropy(sample, label)
-            for sample, label in zip(logits.view(BATCH, ANSWERS, -1), labels, strict=True)
-        ]
+        [F.cross_entropy(sample, label) for sample, label in zip(logits.view(BATCH, ANSWERS, -1), labels, strict=True)]
     )
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(grads, torch.autograd.grad(expected @ WEIGHTS, trained))

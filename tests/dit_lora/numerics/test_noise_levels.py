@@ -29,9 +29,7 @@ def logit_normal(mean: float, std: float, shift: float) -> Share:
 
     t = (np.arange(1_000_000) + 0.5) / 1_000_000
     logit = np.log(t / (1 - t))
-    density = np.exp(-((logit - mean) ** 2) / (2 * std**2)) / (
-        std * math.sqrt(2 * math.pi) * t * (1 - t)
-    )
+    density = np.exp(-((logit - mean) ** 2) / (2 * std**2)) / (std * math.sqrt(2 * math.pi) * t * (1 - t))
     cumulative = np.concatenate([[0], np.cumsum(density)]) / len(t)
     grid = np.linspace(0, 1, len(cumulative))
     return lambda levels: np.interp(unshifted(levels, shift), grid, cumulative)
@@ -150,9 +148,7 @@ class EveryValueIsFinite(TorchDispatchMode):
 
 @pytest.mark.parametrize("density", get_args(Density))
 @pytest.mark.parametrize(("t_min", "t_max"), [(0.875, 1.0), (0.0, 0.875), (0.0, 1.0)])
-def test_nothing_on_the_way_to_a_draw_is_infinite(
-    density: Density, t_min: float, t_max: float
-) -> None:
+def test_nothing_on_the_way_to_a_draw_is_infinite(density: Density, t_min: float, t_max: float) -> None:
     levels = NoiseLevelDistribution(density, t_min=t_min, t_max=t_max)
     gaussian = torch.randn(1000, generator=torch.Generator().manual_seed(4))
     with EveryValueIsFinite():

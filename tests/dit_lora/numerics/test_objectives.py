@@ -94,9 +94,7 @@ def wide_bound(
     normal = torch.distributions.Normal(mean, variance.sqrt())
     upper = normal.cdf(clean.double() + 1 / 255)
     lower = normal.cdf(clean.double() - 1 / 255)
-    bin_probability = torch.where(
-        clean > 0.999, 1 - lower, torch.where(clean < -0.999, upper, upper - lower)
-    )
+    bin_probability = torch.where(clean > 0.999, 1 - lower, torch.where(clean < -0.999, upper, upper - lower))
     return -bin_probability.clamp(min=1e-12).log().mean() / math.log(2)
 
 

@@ -38,9 +38,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
-    kind: Quantization, dtype: torch.dtype
-) -> None:
+def test_the_product_and_its_gradient_are_those_of_the_widened_weight(kind: Quantization, dtype: torch.dtype) -> None:
     layer = QuantizedLinear(wide(dtype), kind)
     assert layer.bias is not None
     layer_input, reference_input = (inputs(dtype).requires_grad_() for _ in range(2))
@@ -56,9 +54,7 @@ def test_the_product_and_its_gradient_are_those_of_the_widened_weight(
 
 # nf4's worst row: one of the largest shares its block with one 1.4 times smaller.
 @pytest.mark.parametrize(("kind", "least", "most"), [("nf4", 0.05, 0.15), ("int8", 3e-3, 0.011)])
-def test_every_row_is_kept_as_well_as_its_scale_allows(
-    kind: Quantization, least: float, most: float
-) -> None:
+def test_every_row_is_kept_as_well_as_its_scale_allows(kind: Quantization, least: float, most: float) -> None:
     layer = wide()
     difference = QuantizedLinear(layer, kind).dequantize(torch.float32) - layer.weight
     errors = difference.norm(dim=1) / layer.weight.norm(dim=1)
@@ -81,16 +77,12 @@ def test_fp8_rounds_each_weight_to_three_bits_of_mantissa() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_wide_is_saved_for_the_backward_pass(kind: Quantization) -> None:
     layer, saved_tensors = QuantizedLinear(wide(), kind), list[Tensor]()
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved_tensors.append(t) or t, lambda t: t
-    )
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved_tensors.append(t) or t, lambda t: t)
     with hooks:
         layer(inputs().requires_grad_())
     assert saved_tensors
     assert {t.data_ptr() for t in saved_tensors} <= {p.data_ptr() for p in layer.parameters()}
-    assert sum(t.nbytes for t in saved_tensors) == count_quantized_weight_bytes(
-        torch.Size([OUT, IN]), kind
-    )
+    assert sum(t.nbytes for t in saved_tensors) == count_quantized_weight_bytes(torch.Size([OUT, IN]), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,9 +104,7 @@ def test_autocast_decides_the_dtype(kind: Quantization, monkeypatch: pytest.Monk
 
 def test_nf4_is_that_of_bitsandbytes() -> None:
     layer = wide()
-    bnb_layer = bnb.nn.Linear4bit(
-        IN, OUT, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
-    )
+    bnb_layer = bnb.nn.Linear4bit(IN, OUT, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4")
     bnb_layer.load_state_dict(layer.state_dict())
     bnb_layer.to("cpu")
     quantized_layer = QuantizedLinear(layer, "nf4")
@@ -138,18 +128,14 @@ def bitsandbytes_layer(kind: str) -> Any:
     if kind == "int8":
         layer = bnb.nn.Linear8bitLt(IN, OUT, has_fp16_weights=False)
     else:
-        layer = bnb.nn.Linear4bit(
-            IN, OUT, compute_dtype=torch.bfloat16, compress_statistics=kind == "double"
-        )
+        layer = bnb.nn.Linear4bit(IN, OUT, compute_dtype=torch.bfloat16, compress_statistics=kind == "double")
     layer.load_state_dict(wide().state_dict())
     return layer.to("cpu")
 
 
 def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
     """bitsandbytes keeps scales next to the parameters; int8 scales move at the first call."""
-    nf4_layer, double_quantized, int8_layer = (
-        bitsandbytes_layer(kind) for kind in ("single", "double", "int8")
-    )
+    nf4_layer, double_quantized, int8_layer = (bitsandbytes_layer(kind) for kind in ("single", "double", "int8"))
     nf4_layer.weight.quant_state.absmax[2] = torch.nan
     double_quantized.weight.quant_state.state2.absmax[0] = torch.inf
     int8_layer(inputs())
@@ -157,10 +143,7 @@ def test_the_scales_of_bitsandbytes_layers_are_found_too() -> None:
     second_int8_layer = bitsandbytes_layer("int8")
     second_int8_layer.weight.SCB[1] = torch.nan
     model = nn.ModuleList([nf4_layer, double_quantized, int8_layer, second_int8_layer])
-    names = [
-        message.partition(" has ")[0]
-        for message in describe_nonfinite_tensors(iterate_weight_values(model))
-    ]
+    names = [message.partition(" has ")[0] for message in describe_nonfinite_tensors(iterate_weight_values(model))]
     assert names == ["0.absmax", "1.absmax_absmax", "2.SCB", "3.SCB"]
 
 

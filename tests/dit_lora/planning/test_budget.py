@@ -41,14 +41,10 @@ def smoke(name: str, model: Path, *overrides: str) -> Recipe:
     path = ROOT / "recipes" / "smoke" / f"{name}.yaml"
     has_tiles = name in ("cogvideox", "sana", "sana_video")
     size_overrides = ("data.width=128", "data.height=128") if has_tiles else ()
-    return load_recipe(
-        path, [f"model.path={model}", "data.path=/nowhere", *size_overrides, *overrides]
-    )
+    return load_recipe(path, [f"model.path={model}", "data.path=/nowhere", *size_overrides, *overrides])
 
 
-def budget_of(
-    recipe: Recipe, *, gpu: bool = False, mode: CheckpointingMode | None = None
-) -> MemoryBudget:
+def budget_of(recipe: Recipe, *, gpu: bool = False, mode: CheckpointingMode | None = None) -> MemoryBudget:
     return compute_budget(recipe, open_estimator(recipe, is_gpu=gpu), Launch(), None, mode)
 
 
@@ -118,9 +114,7 @@ def test_a_real_steps_peak_is_what_was_counted(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_a_gpus_peak_is_what_was_counted(
-    tiny_checkpoints: dict[str, Path], mode: CheckpointingMode
-) -> None:
+def test_a_gpus_peak_is_what_was_counted(tiny_checkpoints: dict[str, Path], mode: CheckpointingMode) -> None:
     recipe = smoke("cogvideox", tiny_checkpoints["cogvideox-5b"], "data.frames=49")
     subject = open_estimator(recipe, is_gpu=False)
     computed_bytes = compute_budget(recipe, subject, Launch(), None, mode).training.total_bytes
@@ -133,22 +127,16 @@ def test_a_gpus_peak_is_what_was_counted(
     peak, resident_bytes = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated()
     # cuBLAS keeps 32 MiB for each thread that has called it, which plans count as CUDA's own: more than a tiny model.
     torch._C._cuda_clearCublasWorkspaces()
-    assert peak - (resident_bytes - torch.cuda.memory_allocated()) == pytest.approx(
-        computed_bytes, rel=0.1
-    )
+    assert peak - (resident_bytes - torch.cuda.memory_allocated()) == pytest.approx(computed_bytes, rel=0.1)
 
 
 @contextmanager
-def layers_of_5b(
-    folder: Path, layers: int, *overrides: str
-) -> Iterator[tuple[Recipe, MemoryEstimator]]:
+def layers_of_5b(folder: Path, layers: int, *overrides: str) -> Iterator[tuple[Recipe, MemoryEstimator]]:
     """The published CogVideoX-5B with fewer layers, and its recipe."""
     path = Path(shutil.copytree(CONFIGS / "CogVideoX-5b", folder / str(layers)))
     config = path / "transformer" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": layers}))
-    recipe = load_recipe(
-        ROOT / "recipes" / "cogvideox" / "5b_t2v.yaml", [f"model.path={path}", *overrides]
-    )
+    recipe = load_recipe(ROOT / "recipes" / "cogvideox" / "5b_t2v.yaml", [f"model.path={path}", *overrides])
     with config_only_recipe(recipe) as local:
         yield local, open_estimator(local, is_gpu=True)
 
@@ -170,9 +158,7 @@ def test_a_gpus_block_saves_what_was_counted_by_another_way(
         with layers_of_5b(tmp_path, layers, *overrides) as (recipe, subject):
             needs_by_layers[layers] = subject.measure_activations(recipe, subject.shapes[0])
     tensor = (226 + 17550) * 3072 * 2
-    a_block = {
-        mode: needs_by_layers[3][mode] - needs_by_layers[2][mode] for mode in needs_by_layers[2]
-    }
+    a_block = {mode: needs_by_layers[3][mode] - needs_by_layers[2][mode] for mode in needs_by_layers[2]}
     assert a_block["none"] / tensor == pytest.approx(expected, abs=0.15)
     assert a_block["selective"] / tensor == pytest.approx(2.03, abs=0.05)
     assert a_block["full"] / tensor == pytest.approx(1.0, abs=0.02)
@@ -207,9 +193,7 @@ ENCODED = {
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_samples_are_what_encoders_make_of_them(
-    tiny_checkpoints: dict[str, Path], name: str
-) -> None:
+def test_samples_are_what_encoders_make_of_them(tiny_checkpoints: dict[str, Path], name: str) -> None:
     recipe = smoke(name, tiny_checkpoints[ENCODED[name]])
     subject = open_estimator(recipe, is_gpu=False)
     (shape,) = subject.shapes
@@ -250,9 +234,7 @@ def test_ranks_share_what_a_launch_shares_out(bare: Path) -> None:
     assert (zero2.optimizer, zero2.weights) == (single.optimizer // 4, single.weights)
     assert (fsdp2.optimizer, fsdp2.weights) == (single.optimizer // 4, single.weights // 4)
     assert fsdp2.gathered > 0 == zero2.gathered
-    assert {footprint.activations for footprint in (single, ddp, zero2, fsdp2)} == {
-        single.activations
-    }
+    assert {footprint.activations for footprint in (single, ddp, zero2, fsdp2)} == {single.activations}
 
 
 def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[str, Path]) -> None:
@@ -261,9 +243,7 @@ def test_a_quantised_base_takes_what_the_real_one_takes(tiny_checkpoints: dict[s
     real = RealRun(recipe, subject, "none", CPU).model
     frozen = sum(p.nbytes for p in real.parameters() if not p.requires_grad)
     assert subject.count_weights(recipe).frozen_bytes == frozen
-    offloaded = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"offload": "group"})}
-    )
+    offloaded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"offload": "group"})})
     weights = subject.count_weights(offloaded)
     assert 0 < weights.frozen_bytes - weights.block_bytes < weights.frozen_bytes / 2
 
@@ -354,9 +334,7 @@ def made_up_count(recipe: Recipe, subject: MemoryEstimator, launch: Launch, gpu:
     need_per_sample = {"none": 10, "selective": 6, "full": 5}[recipe.train.checkpointing]
     needs = recipe.train.batch_size * need_per_sample - saving
     fits = gpu is None or needs <= gpu
-    planned = SimpleNamespace(
-        recipe=recipe, launch=launch, gpu_bytes=gpu, needed_bytes=needs, fits=fits
-    )
+    planned = SimpleNamespace(recipe=recipe, launch=launch, gpu_bytes=gpu, needed_bytes=needs, fits=fits)
     planned.checkpointing_mode, planned.phase_bytes = "none", {"training": needs}
     return planned
 
@@ -394,11 +372,7 @@ def test_text_encoders_that_are_loaded_together_are_counted_together(
     path = tiny_checkpoints[variant]
     encoder = open_estimator(smoke(recipe, path), is_gpu=False).caption_encoder
     stored_bytes = {
-        name: sum(
-            t.nbytes
-            for file in (path / name).glob("*.safetensors")
-            for t in load_file(file).values()
-        )
+        name: sum(t.nbytes for file in (path / name).glob("*.safetensors") for t in load_file(file).values())
         for name in components
     }
     assert encoder is not None

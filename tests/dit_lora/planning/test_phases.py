@@ -34,9 +34,7 @@ def test_a_second_checkpoint_for_samples_is_counted_where_it_is_held(
         baseline.recipe, subject.family, subject.checkpoint, torch.float32
     )
     model_bytes = sum(p.nbytes for p in model.parameters())
-    assert (
-        second_model.phase_bytes["validation"] - baseline.phase_bytes["validation"] == model_bytes
-    )
+    assert second_model.phase_bytes["validation"] - baseline.phase_bytes["validation"] == model_bytes
     assert second_model.phase_bytes["training"] == baseline.phase_bytes["training"]
     assert second_model.host_bytes["a second transformer"] == baseline.training.weights
 
@@ -46,9 +44,7 @@ def test_the_rank_is_the_files_and_a_frozen_adapter_counts_as_frozen(
 ) -> None:
     base = tiny_checkpoints["cogvideox-5b"]
     start = trained("cogvideox", base, tmp_path / "start", rank=3).folder
-    frozen_adapter = trained(
-        "cogvideox", base, tmp_path / "under", rank=5, targets=("to_q",)
-    ).folder
+    frozen_adapter = trained("cogvideox", base, tmp_path / "under", rank=5, targets=("to_q",)).folder
     common = [f"model.path={base}", "data.path=/nowhere", "data.width=128", "data.height=128"]
 
     def weights(lora: str) -> tuple[int, int]:

@@ -28,13 +28,9 @@ def test_a_forward_of_the_instances_own_is_there_again_after_autocast() -> None:
 def test_what_is_computed_in_fp32_is_what_pytorch_lists_for_cuda() -> None:
     """The list is in a header; Python calls some of its ops by other names."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-    lists = re.findall(
-        r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL
-    )
+    lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header.read_text(), re.DOTALL)
     assert len(lists) == 2
-    autocast_ops = {
-        name for pattern_list in lists for name in re.findall(r"_\((\w+)", pattern_list)
-    }
+    autocast_ops = {name for pattern_list in lists for name in re.findall(r"_\((\w+)", pattern_list)}
     newer_ops = {"rms_norm"}  # listed by torch 2.13 and not by 2.11
     assert FP32_OPS - {"__pow__", "__rpow__", "cross_entropy", "norm"} - newer_ops <= autocast_ops
     missing_ops = autocast_ops - FP32_OPS

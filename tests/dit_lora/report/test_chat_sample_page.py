@@ -46,9 +46,7 @@ def write(folder: Path, one: RenderedConversation, **more: Any) -> Page:
 
 
 def classes(page: Page) -> list[str]:
-    return [
-        a["class"] or "" for a in page.all("div") if (a.get("class") or "").startswith("piece ")
-    ]
+    return [a["class"] or "" for a in page.all("div") if (a.get("class") or "").startswith("piece ")]
 
 
 def test_the_page_shows_every_token_with_what_becomes_of_it(tmp_path: Path) -> None:

@@ -48,9 +48,7 @@ START = {
     "switched_off": ["attention:flash"],
     "ended": True,
     "optimizers": ["AdamW"],
-    "models": [
-        {"name": "UNet", "class": "UNet", "parameters": 9000, "trained": 40, "dtypes": ["float32"]}
-    ],
+    "models": [{"name": "UNet", "class": "UNet", "parameters": 9000, "trained": 40, "dtypes": ["float32"]}],
 }
 
 

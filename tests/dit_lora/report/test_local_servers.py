@@ -74,9 +74,7 @@ def get(server: LocalServer, path: str, **headers: str) -> tuple[int, bytes, str
         (["100"], 408),
     ],
 )
-def test_a_length_that_is_none_is_answered(
-    served: tuple[LocalServer, str], lengths: list[str], status: int
-) -> None:
+def test_a_length_that_is_none_is_answered(served: tuple[LocalServer, str], lengths: list[str], status: int) -> None:
     server, path = served
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nOrigin: {server.origin}\r\n"
     headers = "".join(f"Content-Length: {length}\r\n" for length in lengths)

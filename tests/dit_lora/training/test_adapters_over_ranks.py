@@ -51,18 +51,14 @@ def test_every_engine_trains_shows_and_verifies_the_same(
     cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in ENGINES_HERE]
     results_by_rank = on_ranks(2, run_all, cases)
     for number, engine in enumerate(ENGINES_HERE):
-        assert [
-            (results[number].exit_code, results[number].error) for results in results_by_rank
-        ] == [(0, "")] * 2
+        assert [(results[number].exit_code, results[number].error) for results in results_by_rank] == [(0, "")] * 2
         run = tmp_path / engine
         single_rank, parts = (lines(folder, "held_out.jsonl") for folder in (tmp_path / "one", run))
         assert [row["held_out_loss"] for row in parts] == pytest.approx(
             [row["held_out_loss"] for row in single_rank], rel=1e-5
         )
         torch.testing.assert_close(adapter(run), adapter(tmp_path / "one"), rtol=0, atol=2e-5)
-        sample_paths = [
-            folder / "samples/step_000000/prompt_00.mp4" for folder in (run, tmp_path / "one")
-        ]
+        sample_paths = [folder / "samples/step_000000/prompt_00.mp4" for folder in (run, tmp_path / "one")]
         assert sample_paths[0].read_bytes() == sample_paths[1].read_bytes()
         assert (run / "samples" / "step_000002" / "prompt_00.mp4").is_file()
         assert json.loads((run / "verification.json").read_text())["passed"]

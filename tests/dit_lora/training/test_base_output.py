@@ -176,9 +176,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch, times: float) -> Callable[[Any], None
         output, *other_outputs = right(*args)
         return (times * output, *other_outputs)
 
-    monkeypatch.setattr(
-        ada_norm, "launches", lambda _tensor: False
-    )  # as without a GPU and its interpreter
+    monkeypatch.setattr(ada_norm, "launches", lambda _tensor: False)  # as without a GPU and its interpreter
     return lambda _run: monkeypatch.setattr(ada_norm, "ada_norm_reference", reference)
 
 

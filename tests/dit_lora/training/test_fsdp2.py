@@ -74,9 +74,7 @@ class Recorder:
         self.trips: list[StepFailure] = []
         self.found: list[Tensors] = []
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         self.trips.append(trip)
         self.found.append(self.state())
         return trip.step - 1
@@ -212,9 +210,7 @@ def test_sharded_weights_compute_in_fp32_for_a_while_forward_and_backward() -> N
         before, wide, after = rank_result["sharded"]
         assert len(before) == 1 + 4  # the weights and biases that train
         assert equal(before, after)
-        for sharded_pass, plain in zip(
-            rank_result["sharded"], rank_result["replicated"], strict=True
-        ):
+        for sharded_pass, plain in zip(rank_result["sharded"], rank_result["replicated"], strict=True):
             assert sharded_pass.keys() == plain.keys()
             for name, value in plain.items():
                 torch.testing.assert_close(sharded_pass[name], value, rtol=1e-6, atol=1e-7)

@@ -42,9 +42,7 @@ def result(step: int, **values: Any) -> StepResult:
 
 def line_of(step: int, **values: Any) -> dict[str, Any]:
     step_result = result(step, **values)
-    return build_metrics_line(
-        step_result, {"loss_by_timestep": average_by_timestep(step_result, range(1000))}
-    )
+    return build_metrics_line(step_result, {"loss_by_timestep": average_by_timestep(step_result, range(1000))})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -181,9 +179,7 @@ def test_torn_lines_are_passed_over_with_a_word_and_those_after_them_are_read(
     first_journal.write_step(line_of(2))
     messages: list[str] = []
     reopened = Journal(tmp_path, start_step=2, say=messages.append)
-    assert messages == [
-        "warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"
-    ]
+    assert messages == ["warning: metrics.jsonl: passed over 1 torn line(s), of a process that was killed"]
     assert [line["step"] for line in reopened.read_history()] == [1, 2]
 
 
@@ -192,11 +188,7 @@ def test_a_group_without_a_gradient_for_some_steps_is_told_once(tmp_path: Path) 
     line = line_of(1)
     dead = {**line, "grad_norm_groups": dict.fromkeys(line["grad_norm_groups"], 0.0)}
     steps = (
-        [dead] * (MAX_IDLE_STEPS - 1)
-        + [line]
-        + [dead] * (2 * MAX_IDLE_STEPS)
-        + [line]
-        + [dead] * (2 * MAX_IDLE_STEPS)
+        [dead] * (MAX_IDLE_STEPS - 1) + [line] + [dead] * (2 * MAX_IDLE_STEPS) + [line] + [dead] * (2 * MAX_IDLE_STEPS)
     )
     idle_groups = [journal.find_idle_groups(step) for step in steps]
     assert idle_groups.pop(2 * MAX_IDLE_STEPS - 1) == list(line["grad_norm_groups"])

@@ -51,16 +51,12 @@ def test_every_engine_trains_and_verifies_the_same(
 
     lora_main([*args("one", "train.batch_size=4")])
     # EVA runs the whole model, which no rank of FSDP2 has.
-    engines = [
-        engine_name for engine_name in ENGINES_HERE if (kind, engine_name) != ("eva", "fsdp2")
-    ]
+    engines = [engine_name for engine_name in ENGINES_HERE if (kind, engine_name) != ("eva", "fsdp2")]
     cases = [Case(engine, args(engine, "train.batch_size=2")) for engine in engines]
     results_by_rank = on_ranks(2, run_all, cases)
     expected = adapter(tmp_path / "one")
     for number, engine in enumerate(engines):
-        assert [
-            (results[number].exit_code, results[number].error) for results in results_by_rank
-        ] == [(0, "")] * 2
+        assert [(results[number].exit_code, results[number].error) for results in results_by_rank] == [(0, "")] * 2
         torch.testing.assert_close(adapter(tmp_path / engine), expected, rtol=0, atol=2e-5)
         record = json.loads((tmp_path / engine / "verification.json").read_text())
         assert record["passed"], record

@@ -113,9 +113,7 @@ def test_an_error_of_one_of_several_ranks_comes_after_the_step_that_was_taken_is
 
 
 def test_a_tripped_step_is_not_noted_where_several_ranks_end() -> None:
-    error, followed, noted = on_ranks(
-        2, failing_on, 0, {"2-0": torch.nan, "5-0": RuntimeError("no memory")}
-    )[0]
+    error, followed, noted = on_ranks(2, failing_on, 0, {"2-0": torch.nan, "5-0": RuntimeError("no memory")})[0]
     assert (error, followed, noted) == ("no memory", [1], [])
 
 
@@ -187,9 +185,7 @@ def test_micro_batches_that_are_held_at_once_are_as_many_as_a_plan_counts(accumu
         return loop.loss_function(*args)
 
     counted = replace(loop, loss_function=counting)
-    train(
-        counted, fresh, start_step=0, steps=5, get_stop_code=lambda: 0, on_step=lambda result: None
-    )
+    train(counted, fresh, start_step=0, steps=5, get_stop_code=lambda: 0, on_step=lambda result: None)
     assert max_alive[0] == 1
     assert max(max_alive) == max_resident_micro_batches(accumulate)
 

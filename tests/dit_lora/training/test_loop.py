@@ -180,9 +180,7 @@ class _Backward(torch.autograd.Function):
         (0.0, "zero_gradient"),
     ],
 )
-def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(
-    factor: float, kind: str
-) -> None:
+def test_a_bad_gradient_under_a_finite_loss_trips_and_moves_nothing(factor: float, kind: str) -> None:
     """Of zero gradients too: AdamW would still decay moments and weights."""
 
     def losses(model: nn.Module, batch: Batch, streams: RandomStreams) -> LossOutput:
@@ -250,9 +248,7 @@ def test_the_watcher_bounds_a_groups_gradients_before_the_recipes_clip(
     step, recorded = inner.step, []
 
     def spy(*arguments: Any) -> None:
-        recorded.append(
-            torch.nn.utils.get_total_norm([p.grad for p in loop.engine.model.parameters()]).item()
-        )
+        recorded.append(torch.nn.utils.get_total_norm([p.grad for p in loop.engine.model.parameters()]).item())
         step(*arguments)
 
     monkeypatch.setattr(inner, "step", spy)

@@ -59,9 +59,7 @@ class Kept:
     gradients: Gradients = field(default_factory=dict)
     micro_batches: Sequence[MicroBatch] = ()
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         assert trip.kind == "bad_data"
         self.micro_batches = micro_batches
         raise StepEndedError
@@ -77,15 +75,11 @@ class Watching(StepWatcher):
         self.kept.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
-def tripped(
-    path: Path, *, dtype: str, dropout: float, checkpointing: bool, accumulate: int
-) -> Kept:
+def tripped(path: Path, *, dtype: str, dropout: float, checkpointing: bool, accumulate: int) -> Kept:
     """The third step on a tiny CogVideoX, all of whose data claims to be bad: it runs, and nothing moves."""
     AcceleratorState._reset_state(reset_partial_state=True)
     mixed = {"fp32": "no", "bf16": "bf16"}[dtype]
-    accelerator = Accelerator(
-        cpu=True, mixed_precision=mixed, gradient_accumulation_steps=accumulate
-    )
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=accumulate)
     family = get_family("cogvideox")
     checkpoint = family.open(ModelConfig(family="cogvideox", path=str(path)))
     transformer = checkpoint.load_transformer({"no": torch.float32, "bf16": torch.bfloat16}[mixed])
@@ -159,9 +153,7 @@ def test_a_replay_gives_the_steps_losses_and_gradients_bit_for_bit(
     tiny_checkpoints: dict[str, Path], dtype: str, checkpointing: bool, dropout: float
 ) -> None:
     path = tiny_checkpoints["cogvideox-5b"]
-    failed_step = tripped(
-        path, dtype=dtype, dropout=dropout, checkpointing=checkpointing, accumulate=1
-    )
+    failed_step = tripped(path, dtype=dtype, dropout=dropout, checkpointing=checkpointing, accumulate=1)
     for _ in range(2):  # and every time
         torch.manual_seed(99)
         outcome, gradients = replayed(failed_step, 0)
@@ -180,9 +172,7 @@ def test_each_micro_batch_replays_alone_with_dropout_of_its_own(
     path = tiny_checkpoints["cogvideox-2b"]
     failed_step = tripped(path, dtype="fp32", dropout=0.4, checkpointing=True, accumulate=2)
     (second, right), (first_replay, left_grads) = replayed(failed_step, 1), replayed(failed_step, 0)
-    assert [first_replay.losses, second.losses] == [
-        tuple(losses.tolist()) for losses in failed_step.losses[:2]
-    ]
+    assert [first_replay.losses, second.losses] == [tuple(losses.tolist()) for losses in failed_step.losses[:2]]
     for name, gradient in failed_step.gradients.items():
         assert torch.equal(left_grads[name] / 2 + right[name] / 2, gradient), name
     assert [micro_batch.ids for micro_batch in failed_step.micro_batches] == [
@@ -215,10 +205,7 @@ def test_other_draws_and_other_samples_give_other_losses(
     failed_step = tripped(path, dtype="fp32", dropout=0.0, checkpointing=False, accumulate=1)
     (micro_batch,) = failed_step.micro_batches
     assert micro_batch.redraw is not None
-    redraws = [
-        numerics_replay.replay_micro_batch(micro_batch.redraw(number), failed_step.model)
-        for number in (0, 1)
-    ]
+    redraws = [numerics_replay.replay_micro_batch(micro_batch.redraw(number), failed_step.model) for number in (0, 1)]
     replay, _ = replayed(failed_step, 0)
     assert len({replay.timesteps, *(redraw.timesteps for redraw in redraws)}) == 3
     separate = micro_batch.select_sample(1)

@@ -39,18 +39,14 @@ class Plain:
     def draw_functions(self, batch: Mapping[str, torch.Tensor]) -> DrawFunctions:
         raise NotImplementedError
 
-    def losses(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams
-    ) -> LossOutput:
+    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor], streams: RandomStreams) -> LossOutput:
         noise = self.noise(streams).to(batch["latent"].dtype)
         predicted = model(batch["latent"] + noise, batch["text"])[0]
         return LossOutput((predicted - noise).square().mean(1), torch.zeros(len(noise)))
 
     @staticmethod
     def noise(streams: RandomStreams) -> torch.Tensor:
-        return torch.stack(
-            [torch.randn(WIDTH, generator=generator) for generator in streams("noise")]
-        )
+        return torch.stack([torch.randn(WIDTH, generator=generator) for generator in streams("noise")])
 
 
 def adapted(*names: str) -> Any:
@@ -95,10 +91,7 @@ def test_loss_and_gradient_are_those_of_plain_code() -> None:
     model, tensors, streams = adapted(ADAPTER_NAME), batch(), RandomStreams(5, [4, 9, 2])
     output = compute_training_losses(Plain(), model, tensors, streams)
     output.losses.sum().backward()
-    weights = {
-        name: p.detach().clone().requires_grad_(p.requires_grad)
-        for name, p in model.named_parameters()
-    }
+    weights = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     noise = Plain.noise(streams).double()
     noisy, (text, preserved_text) = (
         tensors["latent"] + noise,

@@ -93,9 +93,7 @@ class Reads(TorchDispatchMode):
     def add(self, name: str) -> None:
         stack = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
         where = f"{name}: {''.join(traceback.format_list(stack[-4:]))}"
-        caller = next(
-            frame.filename for frame in reversed(stack) if "/torch/" not in frame.filename
-        )
+        caller = next(frame.filename for frame in reversed(stack) if "/torch/" not in frame.filename)
         if "/transformers/" in caller:
             self.elsewhere.append(where)
         else:
@@ -105,9 +103,7 @@ class Reads(TorchDispatchMode):
     def _has(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._there
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs or {}))
         if func in OPS:
             self.note(OPS[func], *leaves)
@@ -151,9 +147,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Reads]:
     def moved(batch: Batch, device: torch.device) -> Batch:
         on_device = to(batch, device)
         reads.put(tensor for name, tensor in on_device.tensors.items() if name not in HOST_TENSORS)
-        reads.put(
-            on_device.random_inputs.tensors.values() if on_device.random_inputs is not None else ()
-        )
+        reads.put(on_device.random_inputs.tensors.values() if on_device.random_inputs is not None else ())
         return on_device
 
     with patch.context() as during:
@@ -187,9 +181,7 @@ class Sends(TorchFunctionMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is torch.tensor and options.get("device") is not None:
             self.reads.add("torch.tensor")
@@ -247,14 +239,10 @@ CHATS = {
     "smolvlm2": "smolvlm2",
 }
 # Transformers 5.17 writes this model's image features by a mask as an index, which reads the mask; 5.23 does not.
-OLD = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="Transformers' own code reads"
-)
+OLD = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="Transformers' own code reads")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[OLD] if name == "smolvlm2" else []) for name in CHATS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[OLD] if name == "smolvlm2" else []) for name in CHATS])
 def test_a_healthy_step_of_a_chat_model_is_read_once(
     lora_main: Main,
     tiny_checkpoints: dict[str, Path],

@@ -77,9 +77,7 @@ def test_a_run_starts_from_its_data_once(
     assert "lora.init: eva: 8 layers start from 5 samples" in capsys.readouterr().err
     lora_main([*command, "train.steps=2", f"run.dir={tmp_path / 'run'}", "train.resume=auto"])
     assert "start from" not in capsys.readouterr().err
-    first_tensors = load_file(
-        tmp_path / "run" / "checkpoints" / "step_000001" / "trainable.safetensors"
-    )
+    first_tensors = load_file(tmp_path / "run" / "checkpoints" / "step_000001" / "trainable.safetensors")
     a = next(tensor for name, tensor in first_tensors.items() if "lora_A" in name)
     # A step has hardly moved what were orthonormal rows; a random start's are not.
     torch.testing.assert_close(a @ a.T, torch.eye(4), rtol=0, atol=0.1)

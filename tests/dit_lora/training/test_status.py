@@ -33,9 +33,7 @@ def status(folder: Path) -> Any:
         (ZeroDivisionError(), "failed"),
     ],
 )
-def test_the_last_word_is_how_the_run_ended(
-    tmp_path: Path, error: BaseException | None, state: str
-) -> None:
+def test_the_last_word_is_how_the_run_ended(tmp_path: Path, error: BaseException | None, state: str) -> None:
     def body() -> None:
         with status_noted(session(tmp_path), "/home/me/secret/kitten.yaml"):
             assert status(tmp_path) == {"state": "running", "recipe": "kitten.yaml"}
@@ -66,9 +64,7 @@ def test_only_the_main_process_writes_and_a_full_disk_ends_no_run(
 def test_the_data_record_lists_at_most_500_rejects_and_counts_all(tmp_path: Path) -> None:
     rejected = {f"{i}.mp4": "too short" for i in range(900)}
     dropped = [{"id": str(i)} for i in range(900)]
-    report: Any = SimpleNamespace(
-        as_dict=lambda: {"buckets": [], "dropped": list(dropped), "advice": []}
-    )
+    report: Any = SimpleNamespace(as_dict=lambda: {"buckets": [], "dropped": list(dropped), "advice": []})
     clips: Any = SimpleNamespace(entries=[1, 2, 3])
     write_data_record(session(tmp_path), TrainingData(clips, "", "", rejected, report))
     record = json.loads((tmp_path / "data.json").read_text())
@@ -76,9 +72,7 @@ def test_the_data_record_lists_at_most_500_rejects_and_counts_all(tmp_path: Path
     assert len(record["rejected"]) == len(record["buckets"]["dropped"]) == 500
 
 
-def test_the_last_word_is_true_though_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_word_is_true_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the room of the first, whichever is longer."""
 
     def full(path: Path, text: str) -> None:

@@ -42,9 +42,7 @@ def test_a_stop_saves_the_last_good_step_and_says_what_helps(tmp_path: Path, cau
         (1, "transient", "the weights are those of step 0"),
     ],
 )
-def test_a_stop_saves_nothing_where_nothing_is_good(
-    tmp_path: Path, step: int, cause: str, words: str
-) -> None:
+def test_a_stop_saves_nothing_where_nothing_is_good(tmp_path: Path, step: int, cause: str, words: str) -> None:
     guarded = Guarded(tmp_path, on_nonfinite=["stop"])
     with pytest.raises(NonFiniteError) as error:
         guarded.fail_step(step, verdict(cause))

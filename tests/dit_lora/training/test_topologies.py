@@ -47,9 +47,7 @@ class Table:
     def cache(self) -> Path:
         return self.folder / "cache"
 
-    def args(
-        self, name: str, ranks: int, accumulate: int, *more: str, samples: int = SAMPLES
-    ) -> tuple[str, ...]:
+    def args(self, name: str, ranks: int, accumulate: int, *more: str, samples: int = SAMPLES) -> tuple[str, ...]:
         share = samples // ranks // accumulate
         overrides = (f"train.batch_size={share}", f"train.accumulate={accumulate}")
         return (
@@ -126,9 +124,7 @@ def table(
     return table
 
 
-def healthy(
-    table: Table, engine: Engine, ranks: int, accumulates: Sequence[int]
-) -> dict[str, Case]:
+def healthy(table: Table, engine: Engine, ranks: int, accumulates: Sequence[int]) -> dict[str, Case]:
     names = {f"{engine}_{ranks}_{count}": count for count in accumulates}
     return {name: Case(engine, table.args(name, ranks, count)) for name, count in names.items()}
 
@@ -151,9 +147,7 @@ def faulty(table: Table, engine: Engine, ranks: int) -> dict[str, Case]:
     }
 
 
-def resumed(
-    table: Table, engine: Engine, ranks: int, accumulate: int, start: str
-) -> dict[str, Case]:
+def resumed(table: Table, engine: Engine, ranks: int, accumulate: int, start: str) -> dict[str, Case]:
     """The second half of a run, from where another was."""
     name = f"{engine}_{ranks}_from_{start}"
     more = (f"train.resume={table.checkpoint(start, STEPS // 2)}",)
@@ -183,9 +177,7 @@ def require_faults_named(table: Table, tag: str, ranks: int, block: int = 0) -> 
 
     (event,) = lines(table.run(f"{tag}_nan_frozen"), "events.jsonl")
     assert (event["rank"], event["action"]) == (last_rank, "stop")
-    assert event["verdict"]["words"].startswith(
-        "the frozen weight patch_embed.proj.weight has 1 NaN"
-    )
+    assert event["verdict"]["words"].startswith("the frozen weight patch_embed.proj.weight has 1 NaN")
     assert [result.exit_code for result in table.seen[f"{tag}_nan_frozen"]] == [3] * ranks
 
     (event,) = lines(table.run(f"{tag}_nan_moment"), "events.jsonl")
@@ -227,9 +219,7 @@ def test_two_ranks_with_sharded_weights_train_recover_and_resume_as_one_process(
     require_faults_named(table, "fsdp2_2", 2)
     require_same_state(table, "fsdp2_2_from_fsdp2_2_1", "fsdp2_2_1")
     first_result, second = table.seen["fsdp2_2_1"]
-    assert any(
-        not torch.equal(first_result.own[name], second.own[name]) for name in first_result.own
-    )
+    assert any(not torch.equal(first_result.own[name], second.own[name]) for name in first_result.own)
 
 
 @pytest.mark.thorough  # four ranks, above; two, in test_zero.py
@@ -277,9 +267,7 @@ def sharing(table: Table, ranks: int) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(
-    table: Table, ranks: int
-) -> None:
+def test_ranks_that_share_each_samples_tokens_train_and_recover_as_one_process(table: Table, ranks: int) -> None:
     """Context parallelism, with and without data parallelism."""
     table.launch(ranks, sharing(table, ranks))
     tag = f"context_{ranks}"
@@ -343,13 +331,9 @@ def test_what_runs_beside_the_loop_is_the_same_with_sharded_weights(table: Table
         assert [result.error for result in table.seen[name]] == ["", ""]
     ddp_run, fsdp2_run = table.run("ddp_beside"), table.run("fsdp2_beside")
     table.require_alike("fsdp2_beside", "ddp_beside")
-    losses = [
-        [h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (fsdp2_run, ddp_run)
-    ]
+    losses = [[h["held_out_loss"] for h in lines(run, "held_out.jsonl")] for run in (fsdp2_run, ddp_run)]
     assert losses[0] == pytest.approx(losses[1], rel=LOSS)
-    for metrics, theirs in zip(
-        lines(fsdp2_run, "metrics.jsonl"), lines(ddp_run, "metrics.jsonl"), strict=True
-    ):
+    for metrics, theirs in zip(lines(fsdp2_run, "metrics.jsonl"), lines(ddp_run, "metrics.jsonl"), strict=True):
         assert metrics["modules"].keys() == theirs["modules"].keys()
         for module, values in metrics["modules"].items():
             assert values == pytest.approx(theirs["modules"][module], rel=2e-3), module

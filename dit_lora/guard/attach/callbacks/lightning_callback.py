@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 else:
     # Use the package that the script has imported: both may be installed, and each takes seconds to import.
     _installed = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)]
-    _package = next(
-        (name for name in _installed if name in sys.modules), _installed[0] if _installed else None
-    )
+    _package = next((name for name in _installed if name in sys.modules), _installed[0] if _installed else None)
     if _package is None:
         raise DitLoraError(
             "LightningGuard is a callback of Lightning's Trainer, and neither lightning nor pytorch_lightning is "
@@ -46,11 +44,7 @@ class LightningGuard(Callback):
     """
 
     def __init__(
-        self,
-        config: LadderConfig | None = None,
-        *,
-        folder: str | Path | None = None,
-        checks: Collection[str] = CHECKS,
+        self, config: LadderConfig | None = None, *, folder: str | Path | None = None, checks: Collection[str] = CHECKS
     ) -> None:
         super().__init__()
         self.config = config
@@ -68,9 +62,7 @@ class LightningGuard(Callback):
         EVENTS.acquire()
         self._is_following = True
         # The model gets the copy that this method returns.
-        self._interceptions.intercept_method(
-            trainer.strategy, "batch_to_device", self._intercept_move
-        )
+        self._interceptions.intercept_method(trainer.strategy, "batch_to_device", self._intercept_move)
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         # Read on every rank: Lightning broadcasts the log folder.
@@ -91,9 +83,7 @@ class LightningGuard(Callback):
     ) -> None:
         try_or_warn(lambda: EVENTS.batches.announce_batch(batch), "following a batch")
 
-    def on_before_optimizer_step(
-        self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: "Trainer", pl_module: "LightningModule", optimizer: Any) -> None:
         if self.guard is not None:  # the trainer clips right after this
             self.guard.before_clipping()
 
@@ -111,9 +101,7 @@ class LightningGuard(Callback):
             self.guard.check_state()
         return original(*args, **kwargs)
 
-    def _intercept_move(
-        self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_move(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         copy = original(batch, *args, **kwargs)
         try_or_warn(lambda: EVENTS.batches.record_copy(batch, copy), "following a batch")
         return copy

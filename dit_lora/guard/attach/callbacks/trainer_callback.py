@@ -27,11 +27,7 @@ class GuardCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: "Trainer",
-        config: LadderConfig | None = None,
-        *,
-        checks: Collection[str] = CHECKS,
+        self, trainer: "Trainer", config: LadderConfig | None = None, *, checks: Collection[str] = CHECKS
     ) -> None:
         self.trainer = trainer
         self.config = config
@@ -40,11 +36,7 @@ class GuardCallback(TrainerCallback):
         """The guard; None before training starts."""
 
     def on_train_begin(
-        self,
-        args: "TrainingArguments",
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: "TrainingArguments", state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.guard = Guard.attach(
             self.trainer.accelerator,
@@ -58,11 +50,7 @@ class GuardCallback(TrainerCallback):
         )
 
     def on_step_end(
-        self,
-        args: "TrainingArguments",
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: "TrainingArguments", state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the state before a checkpoint: the trainer saves after its callbacks if `should_save` is still set."""
         if self.guard is not None and control.should_save:
@@ -71,21 +59,13 @@ class GuardCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_evaluate(
-        self,
-        args: "TrainingArguments",
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: "TrainingArguments", state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.guard is not None:  # save_strategy="best" decides to save right after this
             self.guard.check_state()
 
     def on_train_end(
-        self,
-        args: "TrainingArguments",
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: "TrainingArguments", state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.guard is not None:
             self.guard.check_state()

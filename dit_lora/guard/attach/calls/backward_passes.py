@@ -21,9 +21,7 @@ class BackwardPasses:
         keeps_gradients: False if an engine such as DeepSpeed holds the gradients, so that `grad` is None.
     """
 
-    def __init__(
-        self, parameters: Callable[[], Iterable[nn.Parameter]], *, keeps_gradients: bool
-    ) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], *, keeps_gradients: bool) -> None:
         self.losses: list[torch.Tensor] = []
         self.has_stepped = False
         """True once a step was taken or skipped: the next backward starts a new list of losses."""

@@ -77,8 +77,7 @@ class CallLog:
             self.calls[:] = [
                 call
                 for call in self.calls
-                if call.generation == live_generation
-                or (call.generation < 0 and call.can_get_gradient)
+                if call.generation == live_generation or (call.generation < 0 and call.can_get_gradient)
             ]
 
     def get_current(self) -> list[CapturedCall]:

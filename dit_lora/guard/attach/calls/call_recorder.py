@@ -34,12 +34,7 @@ class Recorder:
     def handle(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for the model's `__call__`."""
         # Replays and calls inside a call of this model are not the loop's own.
-        if (
-            self.is_paused
-            or self.is_open
-            or not is_training_call()
-            or has_redirected_forward(self.model)
-        ):
+        if self.is_paused or self.is_open or not is_training_call() or has_redirected_forward(self.model):
             return original(*args, **kwargs)
         call = self._begin(args, kwargs)
         self.is_open = True
@@ -72,12 +67,8 @@ class Recorder:
             versions.append((detached, detached._version))
             return detached
 
-        detached_args = tuple(
-            [detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args]
-        )
-        detached_kwargs = (
-            {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
-        )
+        detached_args = tuple([detach(a) if type(a) is torch.Tensor else map_tensors(detach, a) for a in args])
+        detached_kwargs = {name: map_tensors(detach, value) for name, value in kwargs.items()} if kwargs else {}
         has_cuda = any(tensor.is_cuda for tensor, _ in versions)
         call = CapturedCall(
             detached_args,
@@ -136,14 +127,10 @@ class Recorder:
         call = self.log.calls[-1]
         # Table sizes by the embedding's name.
         tables = {
-            name: table.num_embeddings
-            for name, table in self.model.named_modules()
-            if isinstance(table, nn.Embedding)
+            name: table.num_embeddings for name, table in self.model.named_modules() if isinstance(table, nn.Embedding)
         }
         # Any integer argument may hold token ids; the tables do not say which.
-        integers = {
-            n: t for n, t in call.collect_row_tensors().items() if not t.is_floating_point()
-        }
+        integers = {n: t for n, t in call.collect_row_tensors().items() if not t.is_floating_point()}
         return [
             f"{call.ids[row]}: {name} has {int(values.max())}, {table} has 0..{size - 1}"
             for name, tensor in integers.items()
@@ -156,11 +143,7 @@ class Recorder:
         count = call.num_samples
         if len(call.sample_names) != count:
             self._has_warned = True
-            _LOG.warning(
-                "guard.microbatch: %d ids for %d rows; rows are numbered",
-                len(call.sample_names),
-                count,
-            )
+            _LOG.warning("guard.microbatch: %d ids for %d rows; rows are numbered", len(call.sample_names), count)
 
     def _find_micro_step(self) -> int:
         calls = self.log.calls
@@ -218,6 +201,4 @@ def has_redirected_forward(module: nn.Module) -> bool:
     The training step contains the logging and the loss; the models are called inside it.
     """
     forward = vars(module).get("forward")
-    return forward is not None and getattr(forward, "__qualname__", "").startswith(
-        "_ForwardRedirection."
-    )
+    return forward is not None and getattr(forward, "__qualname__", "").startswith("_ForwardRedirection.")

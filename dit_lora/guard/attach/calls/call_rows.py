@@ -23,9 +23,7 @@ def collect_named_tensors(arguments: Arguments) -> dict[str, torch.Tensor]:
     """Every tensor argument of a model call, by name: `argument 0`, `argument 1['mask']`, `hidden_states`."""
     args, kwargs = arguments
     named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
-    return {
-        path: tensor for name, value in named.items() for path, tensor in iter_tensors(value, name)
-    }
+    return {path: tensor for name, value in named.items() for path, tensor in iter_tensors(value, name)}
 
 
 def count_samples(arguments: Arguments) -> int:
@@ -137,10 +135,7 @@ class RowCutter:
             changed[row] = tensor[source]
             return changed
 
-        return (
-            tuple(exchange(value) for value in args),
-            {name: exchange(value) for name, value in kwargs.items()},
-        )
+        return (tuple(exchange(value) for value in args), {name: exchange(value) for name, value in kwargs.items()})
 
     def cut_outputs(self, outputs: Sequence[Any], row: int) -> tuple[Any, ...]:
         """One sample's part of a model's outputs, or of the gradients of these outputs."""

@@ -84,10 +84,7 @@ class CallReader:
     """Converts JSON nodes back to values, with tensors on a device."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        generator: torch.Generator | None,
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device, generator: torch.Generator | None
     ) -> None:
         self._tensors = tensors
         self._device = device

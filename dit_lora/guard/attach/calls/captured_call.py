@@ -87,9 +87,7 @@ class CapturedCall:
     def collect_row_tensors(self) -> dict[str, torch.Tensor]:
         """Tensor arguments that have a row for each sample, by name."""
         count = self.num_samples
-        return {
-            n: t for n, t in collect_named_tensors(self.arguments).items() if has_rows(t, count)
-        }
+        return {n: t for n, t in collect_named_tensors(self.arguments).items() if has_rows(t, count)}
 
     @property
     def has_finite_output(self) -> bool:
@@ -113,11 +111,7 @@ class CapturedCall:
         if len(gradients) > 1:
             bad = [g is not None and bool(find_bad_rows(g.reshape(1, -1))) for g in gradients]
             return [row for row, is_bad in enumerate(bad) if is_bad]
-        return (
-            find_bad_rows(gradients[0])
-            if gradients and gradients[0] is not None and gradients[0].ndim
-            else []
-        )
+        return find_bad_rows(gradients[0]) if gradients and gradients[0] is not None and gradients[0].ndim else []
 
     @property
     def gradient_peak(self) -> float:
@@ -179,11 +173,7 @@ class CapturedCall:
         else:
             output_sum = weighted[0]
             # (B, ...) -> (B,). A scalar output counts as one sample.
-            losses = (
-                output_sum.reshape(len(output_sum), -1).sum(1)
-                if output_sum.ndim
-                else output_sum[None]
-            )
+            losses = output_sum.reshape(len(output_sum), -1).sum(1) if output_sum.ndim else output_sum[None]
         # A model that returns a single loss, as Transformers' do, may still have several samples.
         return LossOutput(losses, self._get_timesteps(max(len(losses), self.num_samples)))
 
@@ -202,13 +192,7 @@ class CapturedCall:
             generator.set_state(current_state)
 
     def to_micro_batch(
-        self,
-        model: nn.Module,
-        *,
-        step: int,
-        micro_step: int,
-        rank: int,
-        position: "CapturedCall | None" = None,
+        self, model: nn.Module, *, step: int, micro_step: int, rank: int, position: "CapturedCall | None" = None
     ) -> MicroBatch:
         """The call as a micro-batch that can be run again; `position` is the call that failed in a step.
 
@@ -217,9 +201,7 @@ class CapturedCall:
         """
 
         def make_micro_batch(call: CapturedCall) -> MicroBatch:
-            return call.to_micro_batch(
-                model, step=step, micro_step=micro_step, rank=rank, position=position
-            )
+            return call.to_micro_batch(model, step=step, micro_step=micro_step, rank=rank, position=position)
 
         def move_to(target: MicroBatch, _draws: bool) -> MicroBatch:
             # At its own position the call keeps its own random state.
@@ -244,9 +226,7 @@ class CapturedCall:
             tensors={"labels": labels} if labels is not None and cutter is not None else {},
             forward=lambda: self.replay(model),
             select_sample=lambda row: (
-                make_micro_batch(self.select_row(row, cutter))
-                if cutter is not None
-                else make_micro_batch(self)
+                make_micro_batch(self.select_row(row, cutter)) if cutter is not None else make_micro_batch(self)
             ),
             loss_is_sum=True,
             uses_autocast=bool(self.autocasts),

@@ -17,11 +17,7 @@ class ModelDiscovery:
     It may start before the guard exists.
     """
 
-    def __init__(
-        self,
-        log: CallLog,
-        get_recorders: Callable[[], dict[int, Recorder]],
-    ) -> None:
+    def __init__(self, log: CallLog, get_recorders: Callable[[], dict[int, Recorder]]) -> None:
         self.log = log
         self.get_recorders = get_recorders
         """Returns the recorders of the models that are watched already, by the model's id."""

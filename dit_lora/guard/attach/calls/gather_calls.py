@@ -43,10 +43,7 @@ def gather_rank_calls(
     healthy_calls = [controls[id(call.owner)] for call in selected if id(call.owner) in controls]
     try:
         packed = pickle.dumps(
-            [
-                [_pack_call(call, model_numbers) for call in part]
-                for part in (selected, healthy_calls)
-            ]
+            [[_pack_call(call, model_numbers) for call in part] for part in (selected, healthy_calls)]
         )
     except (AttributeError, TypeError, pickle.PicklingError):
         # This rank has to take part in the gather all the same.
@@ -61,9 +58,7 @@ def gather_rank_calls(
         # Unpickling is safe here: the ranks of this run have written it.
         rank_selected, packed_controls = pickle.loads(content)
         rank_calls = [_unpack_call(call, number, models, device) for call, number in rank_selected]
-        rank_controls = [
-            _unpack_call(call, number, models, device) for call, number in packed_controls
-        ]
+        rank_controls = [_unpack_call(call, number, models, device) for call, number in packed_controls]
         if rank_calls:
             controls_by_model = {id(call.owner): call for call in rank_controls}
             all_rank_calls.append(RankCalls(rank, rank_calls, controls_by_model))
@@ -82,20 +77,15 @@ def _find_bad_micro_batches(calls: Sequence[CapturedCall]) -> set[int]:
 def _pack_call(call: CapturedCall, numbers: Mapping[int, int]) -> tuple[CapturedCall, int]:
     """Move a call to the host, without the model, which every rank has, and without the loop's generators."""
     cpu_call = _move_to_device(call, torch.device("cpu"))
-    return replace(
-        cpu_call, owner=None, generator=None, tensor_versions=(), graph_ref=None
-    ), numbers[id(call.owner)]
+    return replace(cpu_call, owner=None, generator=None, tensor_versions=(), graph_ref=None), numbers[id(call.owner)]
 
 
-def _unpack_call(
-    call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device
-) -> CapturedCall:
+def _unpack_call(call: CapturedCall, number: int, models: Sequence[nn.Module], device: torch.device) -> CapturedCall:
     return replace(_move_to_device(call, device), owner=models[number])
 
 
 def _move_to_device(call: CapturedCall, device: torch.device) -> CapturedCall:
     args, kwargs, outputs, gradients = map_tensors(
-        lambda tensor: tensor.to(device),
-        (call.args, call.kwargs, call.outputs, call.output_gradients),
+        lambda tensor: tensor.to(device), (call.args, call.kwargs, call.outputs, call.output_gradients)
     )
     return replace(call, args=args, kwargs=kwargs, outputs=outputs, output_gradients=gradients)

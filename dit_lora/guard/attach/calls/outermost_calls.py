@@ -57,11 +57,7 @@ def _list_listeners() -> list[Listener]:
 
 def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Look inside wrappers such as DDP: a replay calls the module that they hold.
-    if (
-        not is_training_call()
-        or unwrap_model(module) is not module
-        or has_redirected_forward(module)
-    ):
+    if not is_training_call() or unwrap_model(module) is not module or has_redirected_forward(module):
         return _ORIGINAL_CALL(module, *args, **kwargs)
     # Restore torch's method for the modules inside: their calls are not outermost, and torch.compile must see it.
     _set_call(_ORIGINAL_CALL)
@@ -71,9 +67,7 @@ def _call_with_listeners(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         with ExitStack() as listener_contexts:
             # A listener may register another one, which is notified of this call too.
-            while new_listeners := [
-                listener for listener in _list_listeners() if listener not in notified
-            ]:
+            while new_listeners := [listener for listener in _list_listeners() if listener not in notified]:
                 for listener in new_listeners:
                     notified.append(listener)
                     listener_contexts.enter_context(listener(call))

@@ -55,11 +55,7 @@ class TaggingCollate:
         # A collate function may sort or empty its argument, so copy the list first.
         original_items = list(items) if isinstance(items, list) else items
         batch = self.collate_fn(items)
-        is_ready = (
-            isinstance(original_items, list)
-            and len(original_items) == 1
-            and batch is original_items[0]
-        )
+        is_ready = isinstance(original_items, list) and len(original_items) == 1 and batch is original_items[0]
         return TaggedBatch(batch, try_call(lambda: self._match(original_items, batch)), is_ready)
 
     def _match(self, items: Any, batch: Any) -> tuple[Rows | None, ...] | None:
@@ -76,9 +72,7 @@ class TaggingCollate:
         if self.collate_fn is default_collate:
             # default_collate stacks item i into row i.
             order = tuple(range(len(items)))
-            return tuple(
-                order if tensor.ndim and len(tensor) == len(items) else None for tensor in tensors
-            )
+            return tuple(order if tensor.ndim and len(tensor) == len(items) else None for tensor in tensors)
         return match_rows(items, tensors)
 
 
@@ -91,9 +85,7 @@ def match_rows(items: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[R
     # A collate function may pass on an item's tensor itself.
     owners = {id(t): n for n, item in enumerate(items) for _, t in iter_tensors(item)}
     return tuple(
-        (owners[id(tensor)],) * len(tensor)
-        if id(tensor) in owners and tensor.ndim
-        else _match_tensor(tensor, vectors)
+        (owners[id(tensor)],) * len(tensor) if id(tensor) in owners and tensor.ndim else _match_tensor(tensor, vectors)
         for tensor in tensors
     )
 
@@ -104,17 +96,13 @@ def _match_tensor(tensor: torch.Tensor, vectors: Sequence[Sequence[torch.Tensor]
     rows = tensor.detach().cpu()
     for number in range(max(map(len, vectors), default=0)):
         # The vector with this number of each item, as they may have been concatenated.
-        joined = [
-            item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
-        ]
+        joined = [item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors]
         matched = _match_joined(rows, joined)
         if matched is not None:
             return matched
     for number in range(max(map(len, vectors), default=0)):
         # The same vectors, as they may have been padded and stacked.
-        candidates = [
-            item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors
-        ]
+        candidates = [item_vectors[number] if number < len(item_vectors) else None for item_vectors in vectors]
         matched = _match_vectors(rows, candidates)
         if matched is not None:
             return matched
@@ -128,9 +116,7 @@ def _match_joined(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) ->
         if vector is None or vector.ndim != rows.ndim or vector.shape[1:] != rows.shape[1:]:
             return None
         part = rows[len(matched) : len(matched) + len(vector)]
-        if len(part) != len(vector) or _compute_digest(part) != _compute_digest(
-            vector.to(rows.dtype)
-        ):
+        if len(part) != len(vector) or _compute_digest(part) != _compute_digest(vector.to(rows.dtype)):
             return None
         matched += [position] * len(vector)
     return tuple(matched) if len(matched) == len(rows) else None
@@ -147,17 +133,13 @@ def _match_vectors(rows: torch.Tensor, vectors: Sequence[torch.Tensor | None]) -
             key = (vector.shape, _compute_digest(vector.to(rows.dtype)))
             by_digest.setdefault(key, []).append(position)
     # Try the longest first: a short item may be a prefix of a longer one.
-    shapes = sorted(
-        {shape for shape, _ in by_digest}, key=lambda shape: shape.numel(), reverse=True
-    )
+    shapes = sorted({shape for shape, _ in by_digest}, key=lambda shape: shape.numel(), reverse=True)
     matched = [_match_row(row, shapes, by_digest) for row in rows]
     return tuple(matched) if any(position is not None for position in matched) else None
 
 
 def _match_row(
-    row: torch.Tensor,
-    shapes: Sequence[torch.Size],
-    by_digest: Mapping[tuple[torch.Size, bytes], list[int]],
+    row: torch.Tensor, shapes: Sequence[torch.Size], by_digest: Mapping[tuple[torch.Size, bytes], list[int]]
 ) -> int | None:
     for shape in shapes:
         # The row without its padding, which may be at the end or at the start of each dimension.

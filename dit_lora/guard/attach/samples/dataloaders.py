@@ -93,9 +93,7 @@ class DataLoaderFollower:
         self._follows_accelerate = False
         interceptions.intercept_class_method(_BaseDataLoaderIter, "__init__", self._intercept_init)
         interceptions.intercept_class_method(_BaseDataLoaderIter, "_reset", self._intercept_reset)
-        interceptions.intercept_class_method(
-            _BaseDataLoaderIter, "_next_index", self._intercept_next_index
-        )
+        interceptions.intercept_class_method(_BaseDataLoaderIter, "_next_index", self._intercept_next_index)
         _install_unwrapping()
         # This also applies to worker processes that are forked later.
         interceptions.intercept_class_method(_MapDatasetFetcher, "fetch", self._intercept_fetch)
@@ -106,14 +104,10 @@ class DataLoaderFollower:
         module = sys.modules.get("accelerate.data_loader")
         if module is not None and not self._follows_accelerate:
             self._follows_accelerate = True
-            interceptions.intercept_class_method(
-                module.DataLoaderShard, "__iter__", self._iterate_wrapper
-            )
+            interceptions.intercept_class_method(module.DataLoaderShard, "__iter__", self._iterate_wrapper)
             interceptions.intercept_function(module, "send_to_device", self._intercept_copy)
 
-    def _iterate_wrapper(
-        self, original: Callable[..., Iterator[Any]], loader: Any
-    ) -> Iterator[Any]:
+    def _iterate_wrapper(self, original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
         batches = original(loader)
         while True:
             self._wrapper_depth += 1
@@ -123,14 +117,10 @@ class DataLoaderFollower:
                 return
             finally:
                 self._wrapper_depth -= 1
-            try_or_warn(
-                partial(self.batches.mark_passed_on, batch), "following an Accelerate loader"
-            )
+            try_or_warn(partial(self.batches.mark_passed_on, batch), "following an Accelerate loader")
             yield batch
 
-    def _intercept_copy(
-        self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _intercept_copy(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         copy = original(batch, *args, **kwargs)
         try_or_warn(partial(self.batches.record_copy, batch, copy), "following a batch to a device")
         return copy
@@ -141,9 +131,7 @@ class DataLoaderFollower:
         original(iterator, loader, *args, **kwargs)
         self._pending_indices[iterator] = deque()
         # Replace only the iterator's reference: the loader keeps its original function.
-        iterator._collate_fn = TaggingCollate(
-            iterator._collate_fn, is_batched=iterator._auto_collation
-        )
+        iterator._collate_fn = TaggingCollate(iterator._collate_fn, is_batched=iterator._auto_collation)
 
     def _intercept_fetch(self, original: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         """Record which files the dataset opens for each item."""
@@ -161,9 +149,7 @@ class DataLoaderFollower:
             tagged.files = tuple(observed.files)
         return tagged
 
-    def _intercept_reset(
-        self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def _intercept_reset(self, original: Callable[..., None], iterator: Any, *args: Any, **kwargs: Any) -> None:
         """Handle a new epoch of persistent workers: the indices of the last epoch no longer apply."""
         if iterator in self._pending_indices:
             self._pending_indices[iterator].clear()
@@ -203,9 +189,7 @@ class DataLoaderFollower:
             tensors = [tensor for _, tensor in iter_tensors(tagged.batch)]
             rows = tuple((0,) * len(tensor) if tensor.ndim else None for tensor in tensors)
         is_ready = tagged.is_prebatched or rows is not tagged.rows
-        loaded = self.batches.add(
-            tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready
-        )
+        loaded = self.batches.add(tagged.batch, iterator._dataset, indices, rows, tagged.files, is_ready)
         # An Accelerate wrapper passes the batch on later, and it is counted then.
         if not self._wrapper_depth:
             self.batches.mark_taken(loaded)

@@ -221,9 +221,7 @@ class LoadedBatches:
         if loaded.objects:
             loaded.objects.append(copy)
         known_ids = {id(tensor.tensor()) for tensor in loaded.tensors}
-        if len(named_tensors) == len(loaded.tensors) and any(
-            id(t) not in known_ids for _, t in named_tensors
-        ):
+        if len(named_tensors) == len(loaded.tensors) and any(id(t) not in known_ids for _, t in named_tensors):
             rows = tuple(tensor.rows for tensor in loaded.tensors)
             loaded.tensors += _record_tensors(named_tensors, rows)
 
@@ -246,9 +244,7 @@ class LoadedBatches:
         """The batch that one of these tensors belongs to; None if there is none."""
         tensor_ids = {id(tensor) for _, tensor in iter_tensors(batch)}
         for loaded in reversed(self._batches):
-            if any(
-                id(ref.tensor()) in tensor_ids for ref in loaded.tensors if ref.tensor() is not None
-            ):
+            if any(id(ref.tensor()) in tensor_ids for ref in loaded.tensors if ref.tensor() is not None):
                 return loaded
         return None
 
@@ -300,9 +296,7 @@ class LoadedBatches:
         names = {batch.find_row_name(loaded, row) for row in rows}
         return names.pop() if len(names) == 1 else None
 
-    def _locate_values(
-        self, values: torch.Tensor
-    ) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
+    def _locate_values(self, values: torch.Tensor) -> tuple[LoadedBatch, _LoadedTensor, range] | None:
         """The batch, tensor and rows that these values are a view of, if the tensor is unchanged; else None."""
         if values.numel() == 0 or values.layout is not torch.strided:
             return None
@@ -350,11 +344,7 @@ class LoadedBatches:
 def _record_tensors(
     named_tensors: Sequence[tuple[str, torch.Tensor]], rows: tuple[Rows | None, ...] | None
 ) -> list[_LoadedTensor]:
-    tensor_rows = (
-        rows
-        if rows is not None and len(rows) == len(named_tensors)
-        else (None,) * len(named_tensors)
-    )
+    tensor_rows = rows if rows is not None and len(rows) == len(named_tensors) else (None,) * len(named_tensors)
     return [
         _LoadedTensor(path, weakref.ref(tensor), tensor._version, row_map)
         for (path, tensor), row_map in zip(named_tensors, tensor_rows, strict=True)

@@ -21,18 +21,7 @@ from dit_lora.guard.attach.finite_values import has_nonfinite_values
 
 _MAX_FILES = 64
 _MAX_BYTES = 2**28
-_TEXT_SUFFIXES = (
-    ".txt",
-    ".caption",
-    ".json",
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".py",
-)
+_TEXT_SUFFIXES = (".txt", ".caption", ".json", ".jsonl", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".py")
 _local = threading.local()
 _lock = threading.Lock()
 _originals: list[Any] = []

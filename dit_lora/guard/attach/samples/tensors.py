@@ -27,9 +27,7 @@ def iter_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
         yield item
 
 
-def _walk(
-    value: Any, name: str, depth: int, visited: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk(value: Any, name: str, depth: int, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
         return

@@ -71,41 +71,26 @@ class Answerer:
                 seconds = sample_frame_times(header.seconds, header.fps, shape.frames)
             except ClipError as error:
                 raise ClipError(f"{media.name}: {error}") from error
-        pixels = read_frames_at(
-            media, seconds, height=shape.height, width=shape.width, fit=self.checkpoint.fit
-        )
+        pixels = read_frames_at(media, seconds, height=shape.height, width=shape.width, fit=self.checkpoint.fit)
         return SampledFrames(kind, shape, pixels, seconds if kind == "video" else ())
 
-    def generate_answer(
-        self, frames: SampledFrames, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS
-    ) -> str:
+    def generate_answer(self, frames: SampledFrames, turns: Sequence[Turn], *, max_tokens: int = MAX_TOKENS) -> str:
         """Generate the greedy answer to the last turn."""
         # The checkpoint reads only the kind of media; the frames are in `frames`.
         conversation = Conversation("question", frames.kind, None, tuple(turns), system=self.system)
-        rendered = self.checkpoint.render(
-            conversation, frames.shape, frames.seconds, include_answer=False
-        )
+        rendered = self.checkpoint.render(conversation, frames.shape, frames.seconds, include_answer=False)
         # The same autocast as in training: adapters are fp32.
-        mixed = torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16
-        )
+        mixed = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16)
         # Not inference_mode: weights that a sharded model gathers in it could not train afterwards. Eager: each token
         # is another shape, for which train.compile would compile a graph.
         with torch.no_grad(), mixed, disable_compile(self.model):
             return self.checkpoint.answer(self.model, rendered, frames.pixels, max_tokens)
 
     def ask(
-        self,
-        media: Media | None,
-        question: str,
-        *,
-        history: Sequence[Turn] = (),
-        max_tokens: int = MAX_TOKENS,
+        self, media: Media | None, question: str, *, history: Sequence[Turn] = (), max_tokens: int = MAX_TOKENS
     ) -> str:
         """Answer one question about an image, a video or nothing, after the turns of `history`."""
-        return self.generate_answer(
-            self.read_media(media), (*history, Turn(question, "")), max_tokens=max_tokens
-        )
+        return self.generate_answer(self.read_media(media), (*history, Turn(question, "")), max_tokens=max_tokens)
 
 
 def converse(
@@ -210,9 +195,7 @@ def find_origin(target: Path, model: str | None) -> ModelOrigin:
 
 def _require_chat(target: Path, family: str) -> None:
     if family not in CHAT_FAMILIES:
-        raise DitLoraError(
-            f"{target} is of the family {family}, which answers no questions; see dit-lora sample"
-        )
+        raise DitLoraError(f"{target} is of the family {family}, which answers no questions; see dit-lora sample")
 
 
 def _read_run_origin(run: Path, adapter: Path | None, model: str | None) -> ModelOrigin:
@@ -223,17 +206,13 @@ def _read_run_origin(run: Path, adapter: Path | None, model: str | None) -> Mode
         if not whole_model.is_dir():
             raise DitLoraError(f"{run} holds no result yet: neither adapter nor model")
         if model:
-            raise DitLoraError(
-                f"--model does not apply: {whole_model} is a whole model, not an adapter"
-            )
+            raise DitLoraError(f"--model does not apply: {whole_model} is a whole model, not an adapter")
         # A fully trained model is in the run's folder, and replaces the checkpoint.
         changes = {"path": str(whole_model), "revision": None, "from_scratch": None}
     elif model:
         changes = {"path": model, "revision": None}
     system = recipe.chat.system if recipe.chat else ""
-    return ModelOrigin(
-        recipe.model.model_copy(update=changes), adapter, VisionSettings.from_recipe(recipe), system
-    )
+    return ModelOrigin(recipe.model.model_copy(update=changes), adapter, VisionSettings.from_recipe(recipe), system)
 
 
 def _detect_model_config(path: str) -> ModelConfig:
@@ -249,8 +228,5 @@ def _detect_model_config(path: str) -> ModelConfig:
             continue
         return config
     raise DitLoraError(
-        format_list(
-            f"{path} is neither a run's folder, nor an adapter's, nor a chat model's checkpoint",
-            reasons,
-        )
+        format_list(f"{path} is neither a run's folder, nor an adapter's, nor a chat model's checkpoint", reasons)
     )

@@ -38,16 +38,10 @@ def audit_conversations(
     # A file's findings hold for every sample that uses it.
     of_file = {result.file: result for result in files_audited}
     samples_audited = [
-        replace(of_file[by_media[samples.media[name]]], file=name)
-        if name in samples.media
-        else AuditedSample(name)
+        replace(of_file[by_media[samples.media[name]]], file=name) if name in samples.media else AuditedSample(name)
         for name in samples.names
     ]
-    return (
-        samples_audited,
-        _find_text_problems(samples, samples_audited),
-        _summarize_lengths(samples),
-    )
+    return (samples_audited, _find_text_problems(samples, samples_audited), _summarize_lengths(samples))
 
 
 def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSample]) -> Findings:
@@ -67,9 +61,7 @@ def _find_text_problems(samples: ChatSamples, audited_samples: list[AuditedSampl
 
 
 def _count_dropped_tokens(samples: ChatSamples) -> Mapping[str, int]:
-    return {
-        entry.id: entry.num_dropped_tokens for entry in samples.entries if entry.num_dropped_tokens
-    }
+    return {entry.id: entry.num_dropped_tokens for entry in samples.entries if entry.num_dropped_tokens}
 
 
 def _summarize_lengths(samples: ChatSamples) -> list[str]:

@@ -18,11 +18,7 @@ from dit_lora.data.media.video_header import VideoHeader
 from dit_lora.errors import DitLoraError
 from dit_lora.families.chat_base import ChatCheckpoint
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet, ChatShape
-from dit_lora.training.tasks.diffusion.samples import (
-    describe_read_error,
-    make_progress_bar,
-    read_headers,
-)
+from dit_lora.training.tasks.diffusion.samples import describe_read_error, make_progress_bar, read_headers
 
 
 @dataclass(frozen=True)
@@ -38,37 +34,25 @@ class ChatSamples:
     """Names of all samples, in file order."""
 
 
-def find_conversations(
-    recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool
-) -> ChatSamples:
+def find_conversations(recipe: Recipe, checkpoint: ChatCheckpoint, data: DataConfig, *, quiet: bool) -> ChatSamples:
     """Read annotations and headers, and render every conversation; decodes no media."""
     conversations, chat = read_conversations(data), recipe.chat or ChatConfig()
     rejected = {problem.file: problem.message for problem in conversations.problems}
-    with_media = [
-        conversation for conversation in conversations.usable if conversation.media is not None
-    ]
+    with_media = [conversation for conversation in conversations.usable if conversation.media is not None]
     # Only headers: sizes give the bucket, durations the time stamps.
     headers = read_headers(
-        [conversation.media for conversation in with_media if conversation.media],
-        recipe,
-        quiet=quiet,
+        [conversation.media for conversation in with_media if conversation.media], recipe, quiet=quiet
     )
-    by_id = {
-        conversation.id: header for conversation, header in zip(with_media, headers, strict=True)
-    }
+    by_id = {conversation.id: header for conversation, header in zip(with_media, headers, strict=True)}
     entries = []
-    for conversation in make_progress_bar("rendering conversations", "sample", quiet)(
-        conversations.usable
-    ):
+    for conversation in make_progress_bar("rendering conversations", "sample", quiet)(conversations.usable):
         # A conversation's own system prompt wins over the recipe's.
         conversation = replace(conversation, system=conversation.system or chat.system)
         try:
             entries.append(_build_entry(conversation, by_id.get(conversation.id), checkpoint, chat))
         except DitLoraError as error:
             rejected[conversation.id] = str(error)
-    media = {
-        conversation.id: conversation.media for conversation in with_media if conversation.media
-    }
+    media = {conversation.id: conversation.media for conversation in with_media if conversation.media}
     # In file order without repetitions; samples that could not be parsed come last.
     names = dict.fromkeys([*(conversation.id for conversation in conversations.usable), *rejected])
     return ChatSamples(tuple(entries), rejected, media, tuple(names))
@@ -79,19 +63,12 @@ def compute_digest(entries: Sequence[ChatEntry]) -> str:
     return make_entry_key({"conversations": [_describe_entry(entry) for entry in entries]})
 
 
-def build_training_set(
-    entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe
-) -> ChatSet:
-    return ChatSet.from_entries(
-        entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id
-    )
+def build_training_set(entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, recipe: Recipe) -> ChatSet:
+    return ChatSet.from_entries(entries, checkpoint, recipe.chat or ChatConfig(), checkpoint.pad_token_id)
 
 
 def _build_entry(
-    conversation: Conversation,
-    header: VideoHeader | ClipError | None,
-    checkpoint: ChatCheckpoint,
-    chat: ChatConfig,
+    conversation: Conversation, header: VideoHeader | ClipError | None, checkpoint: ChatCheckpoint, chat: ChatConfig
 ) -> ChatEntry:
     """Render a conversation and choose its bucket. Raises `DitLoraError` with the reason if nothing can be learned
     from it.
@@ -107,18 +84,12 @@ def _build_entry(
             seconds = _compute_latest_times(conversation, header, pixels.frames)
     # With the longest time stamps: no random choice of frames gives more tokens.
     begun = _vary_first_turn(conversation, chat)
-    renderings = [
-        fit_to_length(checkpoint.render(rendered, pixels, seconds), chat.max_tokens)
-        for rendered in begun
-    ]
+    renderings = [fit_to_length(checkpoint.render(rendered, pixels, seconds), chat.max_tokens) for rendered in begun]
     longest, instruction = max(renderings, key=len), len(renderings[0].instruction)
     if instruction and _is_shuffled(conversation, chat):
         # Any turn may come first: padding needs the longest instruction of all.
         single_turns = [replace(conversation, turns=(turn,)) for turn in conversation.turns]
-        instruction = max(
-            len(checkpoint.render(rendered, pixels, seconds).instruction)
-            for rendered in single_turns
-        )
+        instruction = max(len(checkpoint.render(rendered, pixels, seconds).instruction) for rendered in single_turns)
     # Rounded up, so that few shapes occur.
     length = round_up_length(len(longest), chat.length_step)
     size = (pixels.frames, pixels.height, pixels.width) if pixels else (0, 0, 0)
@@ -150,37 +121,21 @@ def _vary_first_turn(conversation: Conversation, chat: ChatConfig) -> list[Conve
     return [replace(conversation, turns=(*turns[at:], *turns[:at])) for at in firsts.values()]
 
 
-def _compute_latest_times(
-    conversation: Conversation, header: VideoHeader, frames: int
-) -> tuple[float, ...]:
+def _compute_latest_times(conversation: Conversation, header: VideoHeader, frames: int) -> tuple[float, ...]:
     if header.seconds is None or header.fps is None:
         raise ClipError(f"{conversation.id}: it does not say how long it is; encode it anew")
-    return compute_latest_times(
-        header.seconds, header.fps, frames, start=conversation.start, end=conversation.end
-    )
+    return compute_latest_times(header.seconds, header.fps, frames, start=conversation.start, end=conversation.end)
 
 
 def _describe_entry(entry: ChatEntry) -> list[str]:
-    return [
-        *_list_texts(entry.conversation),
-        repr(entry.header),
-        str(entry.shape),
-        str(entry.answers),
-    ]
+    return [*_list_texts(entry.conversation), repr(entry.header), str(entry.shape), str(entry.answers)]
 
 
 def _list_texts(conversation: Conversation) -> Iterator[str]:
     yield from (
         conversation.id,
         conversation.system,
-        repr(
-            (
-                conversation.start,
-                conversation.end,
-                conversation.times_per_epoch,
-                conversation.loss_weight,
-            )
-        ),
+        repr((conversation.start, conversation.end, conversation.times_per_epoch, conversation.loss_weight)),
     )
     for turn in conversation.turns:
         yield from (turn.instruction, turn.question, turn.answer)

@@ -24,11 +24,7 @@ from dit_lora.results.verify.chat_model import ChatReferenceModel
 from dit_lora.training.session.session import Session
 from dit_lora.training.step import StepResult
 from dit_lora.training.task import Setup
-from dit_lora.training.tasks.chat.samples import (
-    build_training_set,
-    compute_digest,
-    find_conversations,
-)
+from dit_lora.training.tasks.chat.samples import build_training_set, compute_digest, find_conversations
 from dit_lora.training.tasks.chat.training_set import ChatEntry, ChatSet
 from dit_lora.training.tasks.chat.validation import write_answers
 from dit_lora.training.tasks.diffusion.cache_plan import find_rejected_files
@@ -71,23 +67,14 @@ class ChatTask:
         conversations = build_training_set(entries, checkpoint, recipe)
         session.say(_describe_conversations(conversations))
         if recipe.validation.conversations is not None:
-            data = recipe.data.model_copy(
-                update={"path": recipe.validation.conversations, "sources": ()}
-            )
+            data = recipe.data.model_copy(update={"path": recipe.validation.conversations, "sources": ()})
             # The data of another file, read with the same settings.
             validation_samples = find_conversations(recipe, checkpoint, data, quiet=quiet)
-            rejects.add(
-                validation_samples.rejected,
-                "these samples of validation.conversations cannot be used",
-            )
+            rejects.add(validation_samples.rejected, "these samples of validation.conversations cannot be used")
             held_out = build_training_set(
-                rejects.filter_samples(validation_samples.entries, lambda entry: entry.id),
-                checkpoint,
-                recipe,
+                rejects.filter_samples(validation_samples.entries, lambda entry: entry.id), checkpoint, recipe
             )
-        return ChatTrainingData(
-            conversations, compute_digest(entries), model, rejects.reasons, held_out=held_out
-        )
+        return ChatTrainingData(conversations, compute_digest(entries), model, rejects.reasons, held_out=held_out)
 
     def load_trainable(
         self, recipe: Recipe, family: ChatFamily, checkpoint: ChatCheckpoint, dtype: torch.dtype
@@ -135,9 +122,7 @@ class ChatTask:
         if held_out is None:
             return None
         entries = held_out.entries[: setup.recipe.validation.held_out_clips]
-        return compute_mean_loss(
-            setup, held_out, [EvalSample(entry, 0, entry.answers) for entry in entries]
-        )
+        return compute_mean_loss(setup, held_out, [EvalSample(entry, 0, entry.answers) for entry in entries])
 
     def write_samples(self, setup: ChatSetup, step: int) -> None:
         write_answers(setup, step)
@@ -145,12 +130,8 @@ class ChatTask:
     def build_reference_model(self, checkpoint: ChatCheckpoint) -> ChatReferenceModel:
         return ChatReferenceModel(checkpoint)
 
-    def save(
-        self, setup: ChatSetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
-    ) -> Path:
-        return save_chat_adapter(
-            setup.transformer, setup.session.dir / "adapter", metadata, weights
-        )
+    def save(self, setup: ChatSetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Path:
+        return save_chat_adapter(setup.transformer, setup.session.dir / "adapter", metadata, weights)
 
 
 def select_default_targets(family: ChatFamily, model: nn.Module) -> tuple[str, ...]:

@@ -97,11 +97,7 @@ class ChatSet:
 
     @classmethod
     def from_entries(
-        cls,
-        entries: Sequence[ChatEntry],
-        checkpoint: ChatCheckpoint,
-        chat: ChatConfig,
-        pad_token_id: int,
+        cls, entries: Sequence[ChatEntry], checkpoint: ChatCheckpoint, chat: ChatConfig, pad_token_id: int
     ) -> "ChatSet":
         rooms: dict[ChatShape, PaddedLengths] = {}
         for entry in entries:
@@ -184,18 +180,14 @@ class ChatSet:
     def make_loader(self, reading: Reading) -> Iterable[Batch]:
         return build_loader(ChatDataset(self, reading), reading)
 
-    def render(
-        self, entry: ChatEntry, rng: torch.Generator | None
-    ) -> tuple[RenderedConversation, list[float]]:
+    def render(self, entry: ChatEntry, rng: torch.Generator | None) -> tuple[RenderedConversation, list[float]]:
         """The sample's tokens, cut to `chat.max_tokens`, and the times of its frames in seconds."""
         conversation, shape = _shuffle_turns(entry.conversation, self.chat, rng), entry.shape.pixels
         seconds = _sample_frame_times(entry, rng if self.chat.frames == "random" else None)
         rendered = self.checkpoint.render(conversation, shape, seconds)
         return fit_to_length(rendered, self.chat.max_tokens), seconds
 
-    def _read_sample(
-        self, entry: ChatEntry, sample_seed: int, rng: torch.Generator | None
-    ) -> Batch:
+    def _read_sample(self, entry: ChatEntry, sample_seed: int, rng: torch.Generator | None) -> Batch:
         pixels, fault = None, None
         rendered, seconds = self.render(entry, rng)
         try:
@@ -222,20 +214,11 @@ class ChatSet:
             box = sample_random_box(rng, self.chat.crop, header.width / header.height)
         # A picture has no time stamps: its only frame is at 0.
         return read_frames_at(
-            media,
-            seconds or (0.0,),
-            height=shape.height,
-            width=shape.width,
-            fit=self.checkpoint.fit,
-            box=box,
+            media, seconds or (0.0,), height=shape.height, width=shape.width, fit=self.checkpoint.fit, box=box
         )
 
     def _build_tensors(
-        self,
-        shape: ChatShape,
-        rendered: RenderedConversation,
-        pixels: torch.Tensor | None,
-        seconds: Sequence[float],
+        self, shape: ChatShape, rendered: RenderedConversation, pixels: torch.Tensor | None, seconds: Sequence[float]
     ) -> dict[str, torch.Tensor]:
         lengths = self.padded_lengths[shape]
         tensors = to_tensors(
@@ -268,9 +251,7 @@ class ChatDataset(OrderedDataset):
         self.clips = clips
         self.seed = reading.seed
         self.group = reading.sampler.samples_per_step
-        self.order = clips.build_order(
-            seed=reading.seed, quarantine=reading.quarantine, samples_per_step=self.group
-        )
+        self.order = clips.build_order(seed=reading.seed, quarantine=reading.quarantine, samples_per_step=self.group)
         # (step, answer tokens of its samples) of the last step; -1 is no step.
         self._cached_token_sum = (-1, 0)
 
@@ -289,10 +270,7 @@ class ChatDataset(OrderedDataset):
         if self._cached_token_sum[0] != step:
             positions = range(step * self.group, (step + 1) * self.group)
             indices = (self.order.get_occurrence(position).sample_index for position in positions)
-            self._cached_token_sum = (
-                step,
-                sum(self.clips.entries[index].answers for index in indices),
-            )
+            self._cached_token_sum = (step, sum(self.clips.entries[index].answers for index in indices))
         return self._cached_token_sum[1]
 
 
@@ -301,26 +279,17 @@ def make_sample_generator(run_seed: int, sample_seed: int) -> torch.Generator:
     return make_generator(run_seed, "chat", sample_seed)
 
 
-def _shuffle_turns(
-    conversation: Conversation, chat: ChatConfig, rng: torch.Generator | None
-) -> Conversation:
+def _shuffle_turns(conversation: Conversation, chat: ChatConfig, rng: torch.Generator | None) -> Conversation:
     if rng is None or not (chat.shuffle_turns and conversation.is_independent):
         return conversation
     # Independent turns may come in any order.
     order = torch.randperm(len(conversation.turns), generator=rng).tolist()
-    return dataclasses.replace(
-        conversation, turns=tuple(conversation.turns[index] for index in order)
-    )
+    return dataclasses.replace(conversation, turns=tuple(conversation.turns[index] for index in order))
 
 
 def _sample_frame_times(entry: ChatEntry, rng: torch.Generator | None) -> list[float]:
     header, conversation = entry.header, entry.conversation
-    if (
-        conversation.kind != "video"
-        or header is None
-        or header.seconds is None
-        or header.fps is None
-    ):
+    if conversation.kind != "video" or header is None or header.seconds is None or header.fps is None:
         return []
     return list(
         sample_frame_times(

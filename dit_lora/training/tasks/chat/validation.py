@@ -30,9 +30,7 @@ def write_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None
 
 def _generate_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> None:
     settings, accelerator = setup.recipe.validation, setup.session.accelerator
-    answerer = Answerer(
-        setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype
-    )
+    answerer = Answerer(setup.checkpoint, setup.transformer, accelerator.device, setup.session.precision.dtype)
     answers = []
     bar = tqdm(
         settings.prompts,
@@ -46,9 +44,7 @@ def _generate_answers(setup: Setup[TrainingData, ChatCheckpoint], step: int) -> 
             file = settings.media[index] if settings.media else None
             try:
                 answer = answerer.ask(
-                    MediaFile(Path(file)) if file else None,
-                    prompt,
-                    max_tokens=settings.max_answer_tokens,
+                    MediaFile(Path(file)) if file else None, prompt, max_tokens=settings.max_answer_tokens
                 )
             except ClipError as problem:
                 raise DitLoraError(f"validation.media: {problem}") from problem

@@ -85,9 +85,7 @@ class Encoding:
     """Format of the sound encoded with each clip; None if sound is not trained."""
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests
-    ) -> "Encoding":
+    def from_recipe(cls, recipe: Recipe, checkpoint: Encoders, dtype: torch.dtype, digests: Digests) -> "Encoding":
         def resolve_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             """Replace folders by digests of their contents, and add the dtype of encoding: it is a fact too."""
             # A folder is replaced by the digest of its content: a moved checkpoint keeps its cache.
@@ -98,10 +96,7 @@ class Encoding:
             # The same files encode to other bits in another dtype.
             return components | {"dtype": str(dtype)}
 
-        video_facts = {
-            **checkpoint.latent_cache_key(),
-            **VaeMemory.from_config(recipe.data).cache_key(),
-        }
+        video_facts = {**checkpoint.latent_cache_key(), **VaeMemory.from_config(recipe.data).cache_key()}
         return cls(
             recipe,
             digests,
@@ -115,14 +110,9 @@ class Encoding:
     @property
     def has_references_in_text(self) -> bool:
         """True if captions are encoded together with their samples' references."""
-        return (
-            self.supported_references is not None
-            and self.supported_references.is_encoded_with_caption
-        )
+        return self.supported_references is not None and self.supported_references.is_encoded_with_caption
 
-    def make_text_job(
-        self, caption: str, caption_references: CaptionReferences | None = None
-    ) -> Job:
+    def make_text_job(self, caption: str, caption_references: CaptionReferences | None = None) -> Job:
         """The job that encodes a caption, with the references `caption_references` if the text encoder reads them.
 
         Raises `OSError` if a reference cannot be read.
@@ -130,9 +120,7 @@ class Encoding:
         facts = {**self.text_cache_key, "caption": caption}
         if caption_references is not None and self.has_references_in_text:
             # By content, so that renamed or moved references keep their entry.
-            facts["references"] = [
-                self.digests.hash_pixels(reference) for reference in caption_references.media
-            ]
+            facts["references"] = [self.digests.hash_pixels(reference) for reference in caption_references.media]
             facts["start"], facts["shape"] = caption_references.start, str(caption_references.shape)
             return Job(
                 f"caption {caption!r}",
@@ -163,8 +151,7 @@ class Encoding:
         clip = caption_references.shape if self.supported_references.is_clip else None
         fps = self.recipe.data.fps
         return tuple(
-            read_reference(reference, clip, fps, caption_references.start)
-            for reference in caption_references.media
+            read_reference(reference, clip, fps, caption_references.start) for reference in caption_references.media
         )
 
     def make_video_job(self, sample: BucketedSample, *, mirrored: bool = False) -> Job:
@@ -183,9 +170,7 @@ class Encoding:
         if sample.clip.image:
             facts["image"] = self.digests.hash_pixels(sample.clip.image)
         if sample.clip.references:
-            facts["reference_files"] = [
-                self.digests.hash_pixels(reference) for reference in sample.clip.references
-            ]
+            facts["reference_files"] = [self.digests.hash_pixels(reference) for reference in sample.clip.references]
         else:
             del facts["references"]
         if self.has_masks:
@@ -205,11 +190,7 @@ class Encoding:
         """Decode the sample's frames, image, references, mask and sound. Raises `ClipError` if it is unusable."""
         size = {"height": sample.shape.height, "width": sample.shape.width}
         video = read_frames(
-            sample.clip.media,
-            frames=sample.shape.frames,
-            fps=self.recipe.data.fps,
-            start=sample.start,
-            **size,
+            sample.clip.media, frames=sample.shape.frames, fps=self.recipe.data.fps, start=sample.start, **size
         )
         # Check decoded frames before encoding: a black clip would be cached as good.
         for finding in collect_frame_findings(video):
@@ -218,17 +199,10 @@ class Encoding:
         image_file = sample.clip.image
         # (1, 3, H, W) to (3, H, W).
         image = read_frames(image_file, frames=1, fps=None, **size)[0] if image_file else None
-        references = (
-            self._read_references(CaptionReferences.from_sample(sample))
-            if sample.clip.references
-            else ()
-        )
+        references = self._read_references(CaptionReferences.from_sample(sample)) if sample.clip.references else ()
         mask = self._read_mask(sample)
         if mirrored:
-            video, references = (
-                video.flip(-1),
-                tuple(reference.flip(-1) for reference in references),
-            )
+            video, references = (video.flip(-1), tuple(reference.flip(-1) for reference in references))
             mask = None if mask is None else mask.flip(-1)
         return DecodedSample(video, image, references, mask, self._read_sound(sample))
 
@@ -238,9 +212,7 @@ class Encoding:
         frames, fps = sample.shape.frames, self.recipe.data.fps
         # Recipes with data.sound have data.fps.
         assert fps is not None
-        waveform = read_sound(
-            sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start
-        )
+        waveform = read_sound(sample.clip.media, self.sound, frames=frames, fps=fps, start=sample.start)
         return Sound(waveform, self.sound.rate)
 
     def make_silence(self, shape: VideoShape) -> Sound | None:

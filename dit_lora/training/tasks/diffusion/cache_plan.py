@@ -128,11 +128,7 @@ def make_plan(
     encoding = Encoding.from_recipe(recipe, checkpoint, dtype, digests)
     transformer = compute_transformer_digest(checkpoint, recipe, digests)
     samples = find_samples(recipe, checkpoint, samples_per_step=samples_per_step, quiet=quiet)
-    of_samples = (
-        Encoding.from_recipe(recipe, sampling_checkpoint, dtype, digests)
-        if sampling_checkpoint
-        else encoding
-    )
+    of_samples = Encoding.from_recipe(recipe, sampling_checkpoint, dtype, digests) if sampling_checkpoint else encoding
     # Prompts are encoded for the checkpoint that generates the samples, captions for the trained one.
     prompts = tuple(_plan_prompts(recipe, of_samples))
     rejected = dict(samples.rejected)
@@ -186,19 +182,14 @@ def _plan_preserved(encoding: Encoding, sample: BucketedSample) -> tuple[tuple[J
         return (encoding.make_text_job(caption, CaptionReferences.from_sample(sample)),), 0.0
     references = CaptionReferences.from_sample(sample)
     jobs = tuple(
-        encoding.make_text_job(other_caption, references)
-        for other_caption in preserve.replace_trigger(caption)
+        encoding.make_text_job(other_caption, references) for other_caption in preserve.replace_trigger(caption)
     )
     return jobs, preserve.weight
 
 
 def _require_triggers(recipe: Recipe, planned_samples: Sequence[PlannedSample]) -> None:
     preserve = recipe.train.preserve
-    if (
-        preserve is not None
-        and planned_samples
-        and not any(planned.preserve_weight for planned in planned_samples)
-    ):
+    if preserve is not None and planned_samples and not any(planned.preserve_weight for planned in planned_samples):
         raise DitLoraError(
             f"train.preserve: none of {len(planned_samples)} captions has the trigger "
             f"{preserve.trigger!r} in it, as in "
@@ -215,13 +206,9 @@ def _plan_prompts(recipe: Recipe, encoding: Encoding) -> Iterator[ValidationProm
             media = tuple(MediaFile(Path(file)) for file in files)
             references = CaptionReferences(media, VideoShape.from_data(recipe.data))
         try:
-            yield ValidationPrompt(
-                encoding.make_text_job(prompt, references), encoding.make_text_job("", references)
-            )
+            yield ValidationPrompt(encoding.make_text_job(prompt, references), encoding.make_text_job("", references))
         except OSError as error:
-            raise DitLoraError(
-                f"validation.references: {error.filename} cannot be read: {error.strerror}"
-            ) from error
+            raise DitLoraError(f"validation.references: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def compute_transformer_digest(checkpoint: CheckpointInfo, recipe: Recipe, digests: Digests) -> str:

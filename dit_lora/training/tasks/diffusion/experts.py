@@ -29,9 +29,7 @@ def find_other_adapter(recipe: Recipe, checkpoint: Checkpoint) -> Path | None:
     if location is None:
         return None
     (other_part,) = (part for part in checkpoint.expert_names if part != checkpoint.part)
-    files = find_adapter_files(
-        resolve_result_folder(location, (ADAPTER_FILE, *EXPERT_FILE_PATTERNS))
-    )
+    files = find_adapter_files(resolve_result_folder(location, (ADAPTER_FILE, *EXPERT_FILE_PATTERNS)))
     # Each adapter file's metadata name the expert it was trained on.
     parts = {read_run_metadata(file).get("part"): file for file in files}
     if other_part not in parts:
@@ -61,9 +59,7 @@ def use_both_experts(
         load_adapter(pipeline, adapter)
     # Diffusers leaves a loaded adapter in training mode, where its dropout would be active.
     other_expert = getattr(pipeline, names[0]).eval()
-    devices = {
-        tensor.device for tensor in (*trained_expert.parameters(), *trained_expert.buffers())
-    }
+    devices = {tensor.device for tensor in (*trained_expert.parameters(), *trained_expert.buffers())}
     with ExitStack() as stack:
         if len(devices) > 1 or is_sharded(trained_expert):
             other_expert.to(pipeline.vae.device)

@@ -35,30 +35,18 @@ ReadResult = tuple[Tensors, str | None]
 
 
 def build_live_clips(
-    session: Session,
-    checkpoint: Encoders,
-    plan: Plan,
-    planned_samples: Sequence[PlannedSample],
+    session: Session, checkpoint: Encoders, plan: Plan, planned_samples: Sequence[PlannedSample]
 ) -> "LiveClips":
     """Build the training set with its encoders loaded. Entries have the same keys as in a cache."""
     samples = {planned.video.key: (planned.sample, False) for planned in planned_samples}
-    samples |= {
-        planned.mirror.key: (planned.sample, True) for planned in planned_samples if planned.mirror
-    }
+    samples |= {planned.mirror.key: (planned.sample, True) for planned in planned_samples if planned.mirror}
     dtype_and_device = session.precision.dtype, session.accelerator.device
     memory = VaeMemory.from_config(session.recipe.data)
-    texts = (
-        plan.empty,
-        *plan.prompt_jobs,
-        *(job for planned in planned_samples for job in planned.texts),
-    )
+    texts = (plan.empty, *plan.prompt_jobs, *(job for planned in planned_samples for job in planned.texts))
     return LiveClips(
         tuple(planned.entry for planned in planned_samples),
         plan.empty.key,
-        LiveVideos(
-            Decoder(plan.encoding, samples),
-            checkpoint.load_video_encoder(*dtype_and_device, memory),
-        ),
+        LiveVideos(Decoder(plan.encoding, samples), checkpoint.load_video_encoder(*dtype_and_device, memory)),
         LiveTexts({job.key: job for job in texts}, checkpoint.load_text_encoder(*dtype_and_device)),
     )
 

@@ -10,10 +10,7 @@ from dit_lora.families.base import Encoders
 from dit_lora.training.session.session import Session
 
 # How the warnings of Transformers' tokenizers and Diffusers' pipelines begin.
-_LIBRARY_WARNINGS = (
-    "Token indices sequence length is longer",
-    "The following part of your input was",
-)
+_LIBRARY_WARNINGS = ("Token indices sequence length is longer", "The following part of your input was")
 
 
 def report_cut_captions(session: Session, checkpoint: Encoders, clips: Sequence[Clip]) -> None:

@@ -28,9 +28,7 @@ def quantize_if_requested(recipe: Recipe, model: nn.Module, patterns: GroupPatte
     kind = recipe.model.quantize
     if kind is None:
         return ""
-    return (
-        f"{quantize_base(model, kind, find_base_members(model, recipe.optim.groups, patterns))}\n"
-    )
+    return f"{quantize_base(model, kind, find_base_members(model, recipe.optim.groups, patterns))}\n"
 
 
 def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
@@ -49,7 +47,5 @@ def patch_kernels(recipe: Recipe, transformer: nn.Module) -> str:
         attention = "native"
     report = str(fuse(transformer, ops, attention=attention, check=False))
     if not recipe.guard.preflight:
-        report += (
-            f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"
-        )
+        report += f"\nkernels: {', '.join(unchecked)}: off: guard.preflight, which compares them, is off"
     return report

@@ -30,10 +30,7 @@ from dit_lora.families.vae_memory import VaeMemory
 from dit_lora.training.session.session import Session, raise_on_all_ranks, wait_for_all_ranks
 from dit_lora.training.tasks.diffusion.cache_plan import Plan, PlannedSample, make_plan
 from dit_lora.training.tasks.diffusion.live_encoding import build_live_clips
-from dit_lora.training.tasks.diffusion.long_captions import (
-    report_cut_captions,
-    suppress_length_warnings,
-)
+from dit_lora.training.tasks.diffusion.long_captions import report_cut_captions, suppress_length_warnings
 from dit_lora.training.tasks.diffusion.prior import generate_prior
 from dit_lora.training.tasks.diffusion.samples import find_header_problems
 from dit_lora.training.tasks.rejects import Rejects
@@ -67,22 +64,12 @@ def precompute(
     with accelerator.local_main_process_first():
         dtype, group = session.precision.dtype, session.samples_per_step
         plan = make_plan(
-            recipe,
-            checkpoint,
-            dtype,
-            samples_per_step=group,
-            quiet=quiet,
-            sampling_checkpoint=sampling_checkpoint,
+            recipe, checkpoint, dtype, samples_per_step=group, quiet=quiet, sampling_checkpoint=sampling_checkpoint
         )
-    sizes = {
-        (planned.sample.shape.height, planned.sample.shape.width)
-        for planned in plan.planned_samples
-    }
+    sizes = {(planned.sample.shape.height, planned.sample.shape.width) for planned in plan.planned_samples}
     # Tiling may not suit these sizes: refuse it before hours of encoding.
     vae_config = read_component_config(checkpoint.path, "vae")
-    VaeMemory.from_config(recipe.data).require_supported(
-        checkpoint.path.name, vae_config, sorted(sizes)
-    )
+    VaeMemory.from_config(recipe.data).require_supported(checkpoint.path.name, vae_config, sorted(sizes))
     report = plan.samples.report
     preserved = _note_missing_triggers(recipe, plan)
     for line in (*plan.samples.notes, *preserved, *(report.format_lines() if report else ())):
@@ -91,9 +78,7 @@ def precompute(
     videos = TensorCache(recipe.cache_dir / "videos")
     uncached = [
         planned.sample
-        for planned in (
-            _find_missing(videos, plan) if recipe.data.precompute else plan.planned_samples
-        )
+        for planned in (_find_missing(videos, plan) if recipe.data.precompute else plan.planned_samples)
         if planned.sample.id not in plan.rejected
     ]
     # All at once: a user wants one list of the files to repair, not one file per start.
@@ -102,23 +87,16 @@ def precompute(
         clips = _fill_caches(session, checkpoint, plan, rejects, videos, sampling_checkpoint)
     else:
         _require_same_text_encoder(plan)
-        report_cut_captions(
-            session, checkpoint, [planned.sample.clip for planned in plan.planned_samples]
-        )
+        report_cut_captions(session, checkpoint, [planned.sample.clip for planned in plan.planned_samples])
         clips = build_live_clips(
-            session,
-            checkpoint,
-            plan,
-            rejects.filter_samples(plan.planned_samples, _get_sample_id),
+            session, checkpoint, plan, rejects.filter_samples(plan.planned_samples, _get_sample_id)
         )
     # Caption dropout uses the empty caption with every sample: no sample is at fault.
     fault = clips.empty_text[1]
     raise_on_all_ranks(accelerator, DitLoraError(f"the empty caption: {fault}") if fault else None)
     return DiffusionTrainingData(
         training_set=clips,
-        prompt_keys=tuple(
-            (planned.text.key, planned.negative.key) for planned in plan.validation_prompts
-        ),
+        prompt_keys=tuple((planned.text.key, planned.negative.key) for planned in plan.validation_prompts),
         sampling_checkpoint=sampling_checkpoint,
         data_digest=make_entry_key({"entries": [_list_keys(entry) for entry in clips.entries]}),
         transformer_digest=plan.transformer_digest,
@@ -190,11 +168,7 @@ def _fill_caches(
     _mark_bad_shared(session, texts, shared)
     planned_samples = rejects.filter_samples(plan.planned_samples, _get_sample_id)
     is_own = plan.shares_text_encoder
-    jobs = [
-        empty,
-        *(prompt_jobs if is_own else ()),
-        *(job for planned in planned_samples for job in planned.texts),
-    ]
+    jobs = [empty, *(prompt_jobs if is_own else ()), *(job for planned in planned_samples for job in planned.texts)]
     # Captions that are cached already were reported at an earlier start.
     uncached = set(texts.find_missing([planned.text.key for planned in planned_samples]))
     clips = [planned.sample.clip for planned in planned_samples if planned.text.key in uncached]
@@ -202,18 +176,11 @@ def _fill_caches(
         report_cut_captions(session, checkpoint, clips)
         bad = _fill_cache(session, texts, jobs, checkpoint.load_text_encoder, "caption")
         if not is_own and sampling_checkpoint is not None:
-            bad |= _fill_cache(
-                session, texts, prompt_jobs, sampling_checkpoint.load_text_encoder, "prompt"
-            )
+            bad |= _fill_cache(session, texts, prompt_jobs, sampling_checkpoint.load_text_encoder, "prompt")
     reasons = [bad[job.key] for job in shared if job.key in bad]
     raise_on_all_ranks(session.accelerator, DitLoraError("; ".join(reasons)) if reasons else None)
     rejects.add(
-        {
-            planned.sample.id: bad[job.key]
-            for planned in planned_samples
-            for job in planned.texts
-            if job.key in bad
-        }
+        {planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.texts if job.key in bad}
     )
     planned_samples = rejects.filter_samples(planned_samples, _get_sample_id)
 
@@ -223,15 +190,10 @@ def _fill_caches(
     bad = _fill_cache(session, videos, jobs, load, "clip")
     close_sound()
     failed = {
-        planned.sample.id: bad[job.key]
-        for planned in planned_samples
-        for job in planned.videos
-        if job.key in bad
+        planned.sample.id: bad[job.key] for planned in planned_samples for job in planned.videos if job.key in bad
     }
     rejects.add(failed, "these clips cannot be used; the others are cached")
-    entries = tuple(
-        planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id)
-    )
+    entries = tuple(planned.entry for planned in rejects.filter_samples(planned_samples, _get_sample_id))
     return CachedClips(entries, empty.key, videos, texts)
 
 
@@ -275,9 +237,7 @@ def _fill_cache(
     def show_progress(num_done: int, num_total: int) -> None:
         if num_done < num_total and not progress:
             quiet = not session.is_main
-            bar = tqdm(
-                desc=f"encoding {item_name}s", unit=item_name, disable=quiet, dynamic_ncols=True
-            )
+            bar = tqdm(desc=f"encoding {item_name}s", unit=item_name, disable=quiet, dynamic_ncols=True)
             # Entries that existed before count as done, but not into the rate.
             bar.total, bar.initial, bar.n = num_total, num_done, num_done
             progress.append(bar)

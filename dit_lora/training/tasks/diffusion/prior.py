@@ -39,9 +39,7 @@ def generate_prior(session: Session, checkpoint: Sampler) -> None:
             f"data.sources: generate: {checkpoint.path.name} makes pictures from references, which a generated source "
             "has none of; remove it"
         )
-    (missing_samples,) = broadcast_object_list(
-        [_run_on_main(session, partial(_find_missing_samples, session))]
-    )
+    (missing_samples,) = broadcast_object_list([_run_on_main(session, partial(_find_missing_samples, session))])
     sampler = _PriorSampler(session, checkpoint)
     bar = tqdm(
         missing_samples,
@@ -136,9 +134,7 @@ class _PriorSampler:
         sound_problem = find_sound_fault(sound)
         if sound_problem:
             raise DitLoraError(f"the model's own sample of {source.caption!r}: {sound_problem}")
-        write_sample(
-            _get_folder(source) / _format_stem(sample_index), video, recipe.data.fps, sound
-        )
+        write_sample(_get_folder(source) / _format_stem(sample_index), video, recipe.data.fps, sound)
 
 
 def _get_folder(source: SourceConfig) -> Path:

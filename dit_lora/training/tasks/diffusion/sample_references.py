@@ -55,15 +55,11 @@ def add_reference_shapes(
     if supported is None:
         return tuple(samples), {}
     # Each file once: several samples may share a reference.
-    files = {
-        reference.location: reference for sample in samples for reference in sample.clip.references
-    }
+    files = {reference.location: reference for sample in samples for reference in sample.clip.references}
     headers = dict(zip(files, read_headers(list(files.values())), strict=True))
     fitting, unfit = [], {}
     for sample in samples:
-        own_headers = [
-            (reference.name, headers[reference.location]) for reference in sample.clip.references
-        ]
+        own_headers = [(reference.name, headers[reference.location]) for reference in sample.clip.references]
         # The number is checked first; only then each file.
         problem = supported.count_error(len(own_headers)) or "; ".join(
             message

@@ -11,13 +11,7 @@ from dit_lora.config.data import DataConfig, VideoShape
 from dit_lora.config.recipe import Recipe
 from dit_lora.data.audit.judge import collect_findings
 from dit_lora.data.audit.probe import probe_file
-from dit_lora.data.buckets.buckets import (
-    DroppedClip,
-    Placement,
-    choose_bucket,
-    list_buckets,
-    make_window_id,
-)
+from dit_lora.data.buckets.buckets import DroppedClip, Placement, choose_bucket, list_buckets, make_window_id
 from dit_lora.data.buckets.report import BucketReport, advise_on_references
 from dit_lora.data.media.clip_sound import find_sound_problem
 from dit_lora.data.media.headers import Headers
@@ -51,9 +45,7 @@ class Samples:
     """Messages about files left out, buckets that the model does not support, and shapes of references."""
 
 
-def find_samples(
-    recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step: int, quiet: bool
-) -> Samples:
+def find_samples(recipe: Recipe, checkpoint: CheckpointInfo, *, samples_per_step: int, quiet: bool) -> Samples:
     """Read the sources, and headers if shapes depend on them; decodes nothing.
 
     `samples_per_step` is the number of samples per step. With a single shape, headers are left to
@@ -75,17 +67,13 @@ def find_samples(
     if data.buckets is None and data.windows == 1:
         shape = VideoShape.from_data(data)
         plain_samples = [BucketedSample(clip.id, clip, shape) for clip in clips]
-        fitting, unfit = add_reference_shapes(
-            plain_samples, checkpoint, _make_header_reader(recipe, quiet)
-        )
+        fitting, unfit = add_reference_shapes(plain_samples, checkpoint, _make_header_reader(recipe, quiet))
         advice = advise_on_references([problem.shape for problem in fitting], samples_per_step)
         clips_found = tuple(sources.clips)
         lines = (*sources.notes, *advice)
         return Samples(fitting, rejected | unfit, (shape,), clips_found, notes=lines)
     notes = list(sources.notes)
-    shapes = list_buckets(
-        data, checkpoint.size_multiple, checkpoint.unsupported_reason, notes.append
-    )
+    shapes = list_buckets(data, checkpoint.size_multiple, checkpoint.unsupported_reason, notes.append)
     # Size and length, which choose the bucket, are in the header; decoding would take hours.
     read = read_headers([clip.media for clip in clips], recipe, quiet=quiet)
     placed: list[tuple[str, Placement | DroppedClip]] = []
@@ -101,28 +89,21 @@ def find_samples(
             continue
         # One sample per window; a clip without windows has a single start.
         all_samples += [
-            BucketedSample(make_window_id(clip.id, start), clip, placement.shape, start)
-            for start in placement.starts
+            BucketedSample(make_window_id(clip.id, start), clip, placement.shape, start) for start in placement.starts
         ]
     # Also on what found no bucket.
     report = BucketReport.from_clips(placed, shapes, data, samples_per_step)
-    fitting, unfit = add_reference_shapes(
-        all_samples, checkpoint, _make_header_reader(recipe, quiet)
-    )
+    fitting, unfit = add_reference_shapes(all_samples, checkpoint, _make_header_reader(recipe, quiet))
     notes += advise_on_references([problem.shape for problem in fitting], samples_per_step)
     clips_found = tuple(sources.clips)
     return Samples(fitting, rejected | unfit, shapes, clips_found, report, tuple(notes))
 
 
-def _make_header_reader(
-    recipe: Recipe, quiet: bool
-) -> Callable[[Sequence[Media]], list[VideoHeader | ClipError]]:
+def _make_header_reader(recipe: Recipe, quiet: bool) -> Callable[[Sequence[Media]], list[VideoHeader | ClipError]]:
     return lambda media: read_headers(media, recipe, quiet=quiet)
 
 
-def find_header_problems(
-    samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool
-) -> dict[str, str]:
+def find_header_problems(samples: Sequence[BucketedSample], recipe: Recipe, *, quiet: bool) -> dict[str, str]:
     """Find samples that are unusable according to their files' headers; returns reasons by id."""
     data, unusable = recipe.data, dict[str, str]()
     masked: dict[str, tuple[Media, VideoHeader]] = {}
@@ -149,16 +130,12 @@ def find_header_problems(
     for (sample_id, (media, clip_header)), header in zip(masked.items(), read, strict=True):
         if isinstance(header, ClipError):
             unusable[sample_id] = f"its mask: {describe_read_error(media, header)}"
-        elif problem := find_mask_mismatch(
-            (header.height, header.width), (clip_header.height, clip_header.width)
-        ):
+        elif problem := find_mask_mismatch((header.height, header.width), (clip_header.height, clip_header.width)):
             unusable[sample_id] = problem
     return unusable
 
 
-def _find_sound_problem(
-    sample: BucketedSample, header: VideoHeader, data: DataConfig
-) -> str | None:
+def _find_sound_problem(sample: BucketedSample, header: VideoHeader, data: DataConfig) -> str | None:
     # Recipes with data.sound have data.fps.
     assert data.fps is not None
     return find_sound_problem(header, frames=sample.shape.frames, fps=data.fps, start=sample.start)
@@ -166,19 +143,13 @@ def _find_sound_problem(
 
 def describe_read_error(media: Media, error: ClipError) -> str:
     """Reason why a file cannot be opened; in the words of the audit, which knows more than FFmpeg's error."""
-    rejects = [
-        finding
-        for finding in collect_findings(media, probe_file(media), None)
-        if finding.verdict == "reject"
-    ]
+    rejects = [finding for finding in collect_findings(media, probe_file(media), None) if finding.verdict == "reject"]
     if not rejects:
         return str(error)
     return f"{media.name}: " + "; ".join(f"{finding.code}: {finding.words}" for finding in rejects)
 
 
-def read_headers(
-    media: Sequence[Media], recipe: Recipe, *, quiet: bool
-) -> list[VideoHeader | ClipError]:
+def read_headers(media: Sequence[Media], recipe: Recipe, *, quiet: bool) -> list[VideoHeader | ClipError]:
     """Each file's header or error; cached in the cache folder unless `quiet`."""
     headers = Headers(recipe.cache_dir / "headers.json")
     results = headers.read(media, make_progress_bar("reading headers", "clip", quiet))
@@ -187,8 +158,6 @@ def read_headers(
     return results
 
 
-def make_progress_bar(
-    description: str, unit: str, quiet: bool
-) -> Callable[[Iterable[Any]], Iterable[Any]]:
+def make_progress_bar(description: str, unit: str, quiet: bool) -> Callable[[Iterable[Any]], Iterable[Any]]:
     """A function that wraps an iterable in a progress bar with rate and time left."""
     return partial(tqdm, desc=description, unit=unit, disable=quiet, delay=1, dynamic_ncols=True)

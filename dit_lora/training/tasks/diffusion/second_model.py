@@ -20,11 +20,7 @@ from dit_lora.families.base import Checkpoint
 from dit_lora.training.execution.offload import offload_base
 from dit_lora.training.task import AnySetup
 from dit_lora.training.tasks.diffusion.model import quantize_if_requested
-from dit_lora.training.tasks.diffusion.stored_loras import (
-    list_sample_adapters,
-    name_under_adapters,
-    read_stored_loras,
-)
+from dit_lora.training.tasks.diffusion.stored_loras import list_sample_adapters, name_under_adapters, read_stored_loras
 
 
 def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoint | None:
@@ -36,9 +32,7 @@ def open_sampling_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> Checkpoi
     try:
         # Without the recipe: a checkpoint that refuses to train, such as a distilled one, may be used for samples.
         sampling_checkpoint: Checkpoint = get_family(recipe.model.family).open(model)
-        sampling_checkpoint = sampling_checkpoint.with_training_metadata(
-            checkpoint.training_metadata()
-        )
+        sampling_checkpoint = sampling_checkpoint.with_training_metadata(checkpoint.training_metadata())
         sampling_checkpoint.check_shape(VideoShape.from_data(recipe.data))
     except DitLoraError as error:
         reason = str(error).removeprefix("model.path: ")
@@ -90,13 +84,9 @@ def load_sampling_transformer(
         for name, tensor in weights.items():
             # Keeps the dtype of the trained weights, and copies: the run's own weights go on training.
             parameters[name].data = tensor.detach().to("cpu", copy=True)
-    frozen_adapters, sample_adapters = (
-        name_under_adapters(recipe, configs, stored),
-        list_sample_adapters(recipe),
-    )
+    frozen_adapters, sample_adapters = (name_under_adapters(recipe, configs, stored), list_sample_adapters(recipe))
     attach_frozen_adapters(
-        model,
-        {name: adapter for name, adapter in frozen_adapters.items() if name in sample_adapters},
+        model, {name: adapter for name, adapter in frozen_adapters.items() if name in sample_adapters}
     )
     model.requires_grad_(False).eval()
     offload_base(recipe, model, setup.session.accelerator)
@@ -118,8 +108,7 @@ def _list_differences(checkpoint: Checkpoint, sampling_checkpoint: Checkpoint) -
     messages = [f"{pipelines[0]}, not {pipelines[1]}"] if pipelines[0] != pipelines[1] else []
     # Compared by key, so that a missing setting counts as a difference.
     sampling_config, trained_config = (
-        _select_architecture(opened.transformer_config)
-        for opened in (sampling_checkpoint, checkpoint)
+        _select_architecture(opened.transformer_config) for opened in (sampling_checkpoint, checkpoint)
     )
     messages += [
         f"{key} {sampling_config.get(key)}, not {trained_config.get(key)}"

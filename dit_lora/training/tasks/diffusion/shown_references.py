@@ -20,9 +20,7 @@ REFERENCES_FOLDER = "references"
 _MAX_EDGE_PIXELS = 512
 
 
-def copy_references(
-    samples: Path, supported: ReferenceSpec | None, samplings: Iterable[Sampling]
-) -> None:
+def copy_references(samples: Path, supported: ReferenceSpec | None, samplings: Iterable[Sampling]) -> None:
     """Write samples/references/prompt_NN_K.jpg (.mp4 for clips), replacing earlier ones."""
     shutil.rmtree(samples / REFERENCES_FOLDER, ignore_errors=True)
     if supported is None:
@@ -32,9 +30,7 @@ def copy_references(
             path = samples / REFERENCES_FOLDER / f"prompt_{index:02d}_{number}"
             if supported.is_clip and sampling.shape.frames > 1:
                 # (F, 3, H, W) to (F, H, W, 3), as `write_video` takes them.
-                frames = read_reference(MediaFile(file), sampling.shape, sampling.fps).permute(
-                    0, 2, 3, 1
-                )
+                frames = read_reference(MediaFile(file), sampling.shape, sampling.fps).permute(0, 2, 3, 1)
                 write_video(path.with_suffix(".mp4"), frames, sampling.fps or 8.0)
             else:
                 write_atomically(path.with_suffix(".jpg"), _make_thumbnail(file))

@@ -14,11 +14,7 @@ from dit_lora.adapters.diffusers_format import ADAPTER_FILE, read_run_metadata
 from dit_lora.adapters.find_lora import find_lora, get_public_name
 from dit_lora.adapters.lora_file import LoraFile, StoredLayer, read_lora
 from dit_lora.adapters.start import attach_initialized_lora
-from dit_lora.adapters.under import (
-    attach_frozen_adapters,
-    build_frozen_configs,
-    get_frozen_adapter_name,
-)
+from dit_lora.adapters.under import attach_frozen_adapters, build_frozen_configs, get_frozen_adapter_name
 from dit_lora.config.recipe import Recipe
 from dit_lora.config.remedies import get_hub_name
 from dit_lora.environment.hub_files import resolve_result_folder
@@ -74,27 +70,18 @@ def check_lora_files(recipe: Recipe, checkpoint: Checkpoint) -> Mapping[str, Any
         metadata["continued"] = {"name": get_public_name(lora.init), **stored.initial_file.digests}
     if stored.under_files:
         metadata["under"] = [
-            {
-                "name": get_public_name(entry.path),
-                **file.digests,
-                "scale": entry.scale,
-                "in_samples": entry.in_samples,
-            }
+            {"name": get_public_name(entry.path), **file.digests, "scale": entry.scale, "in_samples": entry.in_samples}
             for entry, file in zip(lora.under, stored.under_files, strict=True)
         ]
     return metadata
 
 
-def find_base_mismatches(
-    recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str
-) -> list[str]:
+def find_base_mismatches(recipe: Recipe, checkpoint: Checkpoint, transformer_digest: str) -> list[str]:
     """Warnings about files that were trained on other weights than this checkpoint's: they fit, but may not work as
     well.
     """
     options_and_paths = [(_INIT_OPTION, recipe.lora.init)] if recipe.lora.has_file_init else []
-    options_and_paths += [
-        (f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)
-    ]
+    options_and_paths += [(f"lora.under[{n}]", entry.path) for n, entry in enumerate(recipe.lora.under)]
     lines = []
     for option, path in options_and_paths:
         metadata = read_run_metadata(_find_lora_file(checkpoint, path, option))
@@ -108,9 +95,7 @@ def find_base_mismatches(
     return lines
 
 
-def attach_stored_loras(
-    recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]
-) -> str:
+def attach_stored_loras(recipe: Recipe, model: nn.Module, stored: StoredLoras, targets: Sequence[str]) -> str:
     """Attach the trained adapter (from the file, or new) and frozen ones below it; returns lines that describe them.
 
     `targets` are used if the recipe names none.
@@ -147,9 +132,7 @@ def name_under_adapters(
 
 def list_sample_adapters(recipe: Recipe) -> list[str]:
     """Names of the frozen adapters that are active in samples."""
-    return [
-        get_frozen_adapter_name(n) for n, entry in enumerate(recipe.lora.under) if entry.in_samples
-    ]
+    return [get_frozen_adapter_name(n) for n, entry in enumerate(recipe.lora.under) if entry.in_samples]
 
 
 def require_changed_adapter(
@@ -177,18 +160,14 @@ def require_changed_adapter(
     )
 
 
-def _read_lora_file(
-    recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, location: str, option: str
-) -> LoraFile:
+def _read_lora_file(recipe: Recipe, checkpoint: Checkpoint, model: nn.Module, location: str, option: str) -> LoraFile:
     file = _find_lora_file(checkpoint, location, option)
     metadata = read_run_metadata(file)
     # First: a file of another model has no name that fits, and the list of names says less.
     for field, expected in (("family", recipe.model.family), ("part", checkpoint.part)):
         stored_value = metadata.get(field)
         if stored_value is not None and stored_value != expected:
-            raise DitLoraError(
-                f"{option}: {location} is an adapter of {field} {stored_value}, not of {expected}"
-            )
+            raise DitLoraError(f"{option}: {location} is an adapter of {field} {stored_value}, not of {expected}")
     names = get_family(recipe.model.family).comfyui
     return read_lora(file, model, names, checkpoint.pipeline_class)
 

@@ -31,10 +31,7 @@ from dit_lora.training.tasks.diffusion.cache_plan import compute_transformer_dig
 from dit_lora.training.tasks.diffusion.experts import find_other_adapter
 from dit_lora.training.tasks.diffusion.model import patch_kernels, quantize_if_requested
 from dit_lora.training.tasks.diffusion.precompute import DiffusionTrainingData, precompute
-from dit_lora.training.tasks.diffusion.second_model import (
-    open_sampling_checkpoint,
-    require_only_adapter_trains,
-)
+from dit_lora.training.tasks.diffusion.second_model import open_sampling_checkpoint, require_only_adapter_trains
 from dit_lora.training.tasks.diffusion.stored_loras import (
     attach_stored_loras,
     check_lora_files,
@@ -98,9 +95,7 @@ class DiffusionTask:
                 f"\nsaturation: attention is clamped at +-{FP16_MAX:g} as in fp16, in which this "
                 "checkpoint was trained"
             )
-        groups = build_recipe_groups(
-            transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode
-        )
+        groups = build_recipe_groups(transformer, recipe.optim.groups, family.group_patterns, recipe.train.mode)
         require_only_adapter_trains(recipe, transformer)
         return transformer, groups, f"{report}\n{patch_kernels(recipe, transformer)}"
 
@@ -172,12 +167,7 @@ class DiffusionTask:
     def build_reference_model(self, checkpoint: Checkpoint) -> DiffusionReferenceModel:
         return DiffusionReferenceModel(checkpoint)
 
-    def save(
-        self,
-        setup: DiffusionSetup,
-        metadata: Mapping[str, Any],
-        weights: Mapping[str, torch.Tensor],
-    ) -> Path:
+    def save(self, setup: DiffusionSetup, metadata: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Path:
         """Write `adapter/` in mode `lora` or `model/` in mode `full`; returns the path that `verify` takes."""
         folder, checkpoint = setup.session.dir, setup.checkpoint
         if setup.recipe.train.mode == "full":
@@ -185,20 +175,12 @@ class DiffusionTask:
             # Only sharded weights have to be passed on: otherwise the model has all of them.
             gathered = weights if setup.engine.collective_forward else None
             return save_pipeline(
-                setup.transformer,
-                checkpoint.path,
-                folder / "model",
-                metadata,
-                index,
-                gathered,
-                checkpoint.part,
+                setup.transformer, checkpoint.path, folder / "model", metadata, index, gathered, checkpoint.part
             )
         require_changed_adapter(setup.recipe, checkpoint, setup.transformer, weights)
         if setup.recipe.lora.kind in PEFT_ONLY_KINDS:
             return save_chat_adapter(setup.transformer, folder / "adapter", metadata, weights)
-        return save_adapter(
-            setup.transformer, checkpoint.pipeline_class, folder / "adapter", metadata, weights
-        )
+        return save_adapter(setup.transformer, checkpoint.pipeline_class, folder / "adapter", metadata, weights)
 
 
 def _describe_sample_model(recipe: Recipe) -> dict[str, str]:
@@ -209,9 +191,7 @@ def _describe_sample_model(recipe: Recipe) -> dict[str, str]:
 def average_by_timestep(result: StepResult, timesteps: range) -> dict[str, float]:
     """Mean losses of each quarter of the timesteps; quarters without a sample are omitted."""
     members: dict[str, list[float]] = {}
-    for name, loss in _split_by_timestep(
-        result.timesteps, result.losses, timesteps, _NUM_LOSS_RANGES
-    ):
+    for name, loss in _split_by_timestep(result.timesteps, result.losses, timesteps, _NUM_LOSS_RANGES):
         members.setdefault(name, []).append(loss)
     return {name: sum(losses) / len(losses) for name, losses in _sort_by_timestep(members)}
 

@@ -50,9 +50,7 @@ def sample_videos(setup: Setup[DiffusionTrainingData, Checkpoint], step: int) ->
             release_memory(session.accelerator.device)
 
 
-def _build_inputs(
-    setup: Setup[DiffusionTrainingData, Checkpoint],
-) -> list[tuple[Tensors, Sampling]]:
+def _build_inputs(setup: Setup[DiffusionTrainingData, Checkpoint]) -> list[tuple[Tensors, Sampling]]:
     settings, device = setup.recipe.validation, setup.session.accelerator.device
     encoded, checkpoint = setup.data, setup.data.sampling_checkpoint or setup.checkpoint
     return [
@@ -67,9 +65,7 @@ def _build_inputs(
                 seed,
                 image=Path(settings.images[index]) if settings.images else None,
                 last_image=Path(settings.last_images[index]) if settings.last_images else None,
-                references=tuple(map(Path, settings.references[index]))
-                if settings.references
-                else (),
+                references=tuple(map(Path, settings.references[index])) if settings.references else (),
                 fps=setup.recipe.data.fps,
             ),
         )
@@ -87,19 +83,12 @@ def _generate_samples(
     sampling_checkpoint = setup.data.sampling_checkpoint
     if sampling_checkpoint is None:
         sample_adapters = list_sample_adapters(setup.recipe)
-        with (
-            use_eval_mode(setup.model),
-            disable_frozen_adapters(setup.transformer, keep_active=sample_adapters),
-        ):
+        with use_eval_mode(setup.model), disable_frozen_adapters(setup.transformer, keep_active=sample_adapters):
             _write_samples(setup, inputs, step, setup.checkpoint, setup.transformer)
         return
     with torch.no_grad():
         _write_samples(
-            setup,
-            inputs,
-            step,
-            sampling_checkpoint,
-            load_sampling_transformer(setup, sampling_checkpoint, weights),
+            setup, inputs, step, sampling_checkpoint, load_sampling_transformer(setup, sampling_checkpoint, weights)
         )
 
 
@@ -141,9 +130,7 @@ def _write_samples(
             sound_problem = find_sound_fault(sound)
             # A broken sound costs the sound, not the picture.
             if sound_problem:
-                session.say(
-                    f"sample {index} of step {step} is written without sound: {sound_problem}"
-                )
+                session.say(f"sample {index} of step {step} is written without sound: {sound_problem}")
                 sound = None
             path = session.dir / "samples" / f"step_{step:06d}" / f"prompt_{index:02d}"
             write_on_main(write_sample, path, video, session.recipe.data.fps, sound)
@@ -152,14 +139,10 @@ def _write_samples(
         raise error
 
 
-def _read_embeddings(
-    training_data: DiffusionTrainingData, key: str, device: torch.device
-) -> Tensors:
+def _read_embeddings(training_data: DiffusionTrainingData, key: str, device: torch.device) -> Tensors:
     texts = training_data.training_set.texts
     tensors, fault = texts.read(key, texts.get_first_spec([key]))
     if fault:
-        raise DitLoraError(
-            f"a validation prompt cannot be used: {fault}; start again: it is encoded anew"
-        )
+        raise DitLoraError(f"a validation prompt cannot be used: {fault}; start again: it is encoded anew")
     # Moved here, because the pipeline does not move given embeddings.
     return {name: tensor[None].to(device) for name, tensor in tensors.items()}

@@ -42,11 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def is_one_file(kind: Kind, folder: Path) -> bool:
-    return (
-        not kind.whole
-        and (folder / kind.file).is_file()
-        and not (folder / "metadata.jsonl").exists()
-    )
+    return not kind.whole and (folder / kind.file).is_file() and not (folder / "metadata.jsonl").exists()
 
 
 @every_kind
@@ -81,9 +77,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     """A token a word, with T5's special tokens."""
     vocabulary = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +111,7 @@ def audited(corpus: dict[str, Path]) -> dict[str, Findings]:
             name, _, file = sample.file.partition("\0")
             # Kinds share pictures: a sample is like those of other folders, which says nothing of it.
             twins = TWINS if BY_NAME[name].code not in TWINS else set()
-            findings_by_file[name][file] += [
-                item for item in sample.findings if item.code not in twins
-            ]
+            findings_by_file[name][file] += [item for item in sample.findings if item.code not in twins]
     return findings_by_file
 
 
@@ -154,9 +146,7 @@ def test_no_real_clip_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
-def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(
-    tmp_path: Path, damage: Damage
-) -> None:
+def test_a_damaged_cache_is_found_out_and_costs_no_other_shard(tmp_path: Path, damage: Damage) -> None:
     generator = torch.Generator().manual_seed(0)
     for shard in ("ab", "cd"):
         entries = [

@@ -78,9 +78,7 @@ def test_a_caption_is_long_from_the_first_token_that_is_not_read(tokenizer: Any)
 
 
 def test_lengths_that_the_caller_has_are_not_counted_again() -> None:
-    (finding,) = check_captions([clip("a cat")], build_t5_tokenizer(), 226, lengths={"a cat": 227})[
-        "a.mp4"
-    ]
+    (finding,) = check_captions([clip("a cat")], build_t5_tokenizer(), 226, lengths={"a cat": 227})["a.mp4"]
     assert "227 tokens" in finding.words
 
 
@@ -116,9 +114,7 @@ def test_added_tokens_are_reserved_too_unless_they_are_punctuation() -> None:
     tokenizer.add_special_tokens({"pad_token": "!"})
     tokenizer.add_tokens(["<kitten-42>", "\n\n"])
     assert judge("what a cat!\n\nit sits", tokenizer, 77) == []
-    assert codes(judge("what <kitten-42> is", tokenizer, 77)) == [
-        ("caption_reserved_token", "warn")
-    ]
+    assert codes(judge("what <kitten-42> is", tokenizer, 77)) == [("caption_reserved_token", "warn")]
 
 
 def test_the_same_caption_on_several_clips_is_one_warning_for_each() -> None:

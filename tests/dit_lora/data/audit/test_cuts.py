@@ -14,9 +14,7 @@ def texture(seed: int, deviation: float = 50.0, mean: float = 128.0) -> np.ndarr
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(200)[:, None], np.fft.rfftfreq(3000)[None])
     frequency[0, 0] = 1.0
-    waves = np.fft.irfft2(
-        np.exp(2j * np.pi * random.random(frequency.shape)) / frequency**1.5, (200, 3000)
-    )
+    waves = np.fft.irfft2(np.exp(2j * np.pi * random.random(frequency.shape)) / frequency**1.5, (200, 3000))
     return mean + deviation * (waves - waves.mean()) / waves.std()
 
 
@@ -56,9 +54,7 @@ NONE = {
     "a jerk": pan(SCENES[1], at(20, 25)),
     "a flash of one frame": np.where(MOMENTS == 20, 255.0, SLOW),
     "a flash of three frames": np.where((MOMENTS > 19) & (MOMENTS < 23), SLOW / 5 + 200, SLOW),
-    "a flash that flickers": np.where(
-        (MOMENTS > 19) & (MOMENTS < 23), 225.0 + MOMENTS % 2 * 20, SLOW
-    ),
+    "a flash that flickers": np.where((MOMENTS > 19) & (MOMENTS < 23), 225.0 + MOMENTS % 2 * 20, SLOW),
     "light that goes out by half": np.where(MOMENTS < 20, SLOW, SLOW / 2),
     "light that goes on": np.where(MOMENTS < 20, SLOW, SLOW + 60),
     "a strobe": np.where(MOMENTS % 6 < 3, SLOW, SLOW * 0.3),

@@ -25,9 +25,7 @@ def normal(count: int, *, channels: int = 8, seed: int = 0) -> list[Sample]:
     for number in range(count):
         size = (2 + number % 3, 4, 5 + number % 2)
         scale = torch.exp(0.3 * draw(channels, 1, 1, 1))
-        latent = torch.linspace(-2, 2, channels)[:, None, None, None] + 0.5 * draw(
-            channels, 1, 1, 1
-        )
+        latent = torch.linspace(-2, 2, channels)[:, None, None, None] + 0.5 * draw(channels, 1, 1, 1)
         samples.append(
             (
                 f"{number}.mp4",
@@ -101,10 +99,7 @@ def test_too_few_samples_are_not_compared() -> None:
 
 def test_outliers_do_not_depend_on_the_scale_of_the_latents() -> None:
     for scale in (0.01, 100):
-        samples = [
-            (file, {"latent": scale * tensors["latent_mean"].float()})
-            for file, tensors in normal(20)
-        ]
+        samples = [(file, {"latent": scale * tensors["latent_mean"].float()}) for file, tensors in normal(20)]
         assert found_in(samples) == {}
         samples[3][1]["latent"][0] += 6 * scale  # from -2 to 4 of at most 7
         assert set(found_in(samples)) == {"3.mp4"}
@@ -165,9 +160,7 @@ def test_what_cannot_be_trained_on_is_rejected_and_left_out_of_the_statistics(
         ("prompt_embeds", lambda x: x + 3, "prompt_embeds"),
     ],
 )
-def test_a_sample_unlike_the_others_is_named_alone(
-    count: int, name: str, change: Any, words: str
-) -> None:
+def test_a_sample_unlike_the_others_is_named_alone(count: int, name: str, change: Any, words: str) -> None:
     samples = normal(count, seed=4)
     file, tensors = samples[2]
     samples[2] = (file, {**tensors, name: change(tensors[name])})

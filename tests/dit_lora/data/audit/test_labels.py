@@ -68,9 +68,7 @@ def test_classes_without_a_sample_are_a_note_on_the_set() -> None:
     findings, notes = check_labels(clips({"class 3": 2}), table)
     assert findings == {}
     (note,) = notes
-    assert note.startswith(
-        "29 of 30 classes of the table have no sample: class 0, class 1, class 2"
-    )
+    assert note.startswith("29 of 30 classes of the table have no sample: class 0, class 1, class 2")
     assert "class 3," not in note
     assert note.endswith("and 9 more.")
 

@@ -174,9 +174,7 @@ def test_a_crash_or_a_hang_costs_one_file(whole: dict[str, bytes], tmp_path: Pat
     good = MediaFile(tmp_path / "a.mp4")
     media = [good, Trap("abort", os.abort), good, Trap("sleep", time.sleep, 3600), good, good]
     probes = dict(workers.probe_all(iter(enumerate(media)), 1, stall_timeout_s=1.5))
-    messages = {
-        number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults
-    }
+    messages = {number: probed.faults[0].words for number, probed in sorted(probes.items()) if probed.faults}
     assert messages == {
         1: "the decoder crashed (SIGABRT)",
         3: "the decoder did not get on for 1.5 s",
@@ -202,9 +200,7 @@ def test_processes_that_cannot_start_reject_nothing(monkeypatch: pytest.MonkeyPa
         list(workers.probe_all(iter([(0, MediaFile(Path("a.mp4")))]), 1))
 
 
-def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(
-    whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_the_workers_and_keeps_what_is_done(whole: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(whole["a.mp4"])
     script = tmp_path / "run.py"
     script.write_text(
@@ -220,9 +216,7 @@ if __name__ == "__main__":
     audit_media(clips, None, workers=1, memo=AuditMemo(folder / "memo.jsonl"), show_progress=True)
 """
     )
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stderr=subprocess.PIPE, start_new_session=True
-    )
+    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, start_new_session=True)
     assert process.stderr is not None
     stderr = b""
     while b"1/2" not in stderr:
@@ -231,9 +225,7 @@ if __name__ == "__main__":
     os.killpg(process.pid, signal.SIGINT)
     stderr += process.stderr.read()  # to the end: no process holds it any more
     assert process.wait(200) == -signal.SIGINT
-    assert (
-        stderr.count(b"Traceback") == 1
-    )  # the main one's, which the command line turns into a word
+    assert stderr.count(b"Traceback") == 1  # the main one's, which the command line turns into a word
     assert len((tmp_path / "memo.jsonl").read_text().splitlines()) == 1
 
 
@@ -270,10 +262,7 @@ def test_a_second_audit_decodes_only_what_is_new(
         stream.write('{"key": "1/video/00')  # torn
     assert audit_media(folder, DATA, memo=AuditMemo(path), digests=digests) == first_samples
     folder[2].media.path.write_bytes(b"changed")  # type: ignore[attr-defined]
-    assert [
-        sample.file
-        for sample in audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests)
-    ] == [
+    assert [sample.file for sample in audit_from_memo(folder, DATA, memo=AuditMemo(path), digests=digests)] == [
         "d.mp4",
         "cut.mp4",
         "c.mp4",
@@ -286,17 +275,11 @@ def test_what_broke_the_decoder_is_tried_again_and_remembered(tmp_path: Path) ->
     media = MediaFile(tmp_path / "a.mp4")
     encode(media.path, moving("a"))
     digests, memo = Digests(tmp_path / "digests.json"), AuditMemo(tmp_path / "memo.jsonl")
-    failed_probe = ProbedFile(
-        (collect_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True
-    )
+    failed_probe = ProbedFile((collect_findings(media, probe_file(MediaFile(tmp_path / "no")), None)[0],), broke=True)
     memo.store(media, digests.hash_media(media), failed_probe)
     clips = [Clip("a.mp4", media, "")]
-    assert [
-        sample.verdict for sample in audit_from_memo(clips, None, memo=memo, digests=digests)
-    ] == ["reject"]
-    assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == [
-        "ok"
-    ]
+    assert [sample.verdict for sample in audit_from_memo(clips, None, memo=memo, digests=digests)] == ["reject"]
+    assert [sample.verdict for sample in audit_media(clips, None, memo=memo, digests=digests)] == ["ok"]
 
 
 def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path: Path) -> None:
@@ -322,9 +305,7 @@ def test_copies_and_first_images_are_named_and_what_is_not_ok_is_shown(tmp_path:
     assert thumbnail.format == "JPEG"
     assert thumbnail.size == (320, 53)
     first_frame = moving("a")[0].astype(float)
-    corner = np.asarray(
-        thumbnail.crop((0, 0, 80, 53)).resize((48, 32), Image.Resampling.BOX), float
-    )
+    corner = np.asarray(thumbnail.crop((0, 0, 80, 53)).resize((48, 32), Image.Resampling.BOX), float)
     assert np.abs(corner - first_frame).mean() < 12
 
 
@@ -352,16 +333,10 @@ def test_decoded_frames_are_judged_as_files_are(tmp_path: Path, code: str) -> No
     media = MediaFile(tmp_path / "a.mp4")
     of_file = [finding.code for finding in collect_findings(media, probe_file(media), None)]
     frames = torch.from_numpy(video).permute(0, 3, 1, 2)
-    assert (
-        [finding.code for finding in collect_frame_findings(frames)]
-        == of_file
-        == [code] * bool(code)
-    )
+    assert [finding.code for finding in collect_frame_findings(frames)] == of_file == [code] * bool(code)
 
 
 def test_one_decoded_image_is_judged() -> None:
-    black, image = (
-        torch.from_numpy(video[:1]).permute(0, 3, 1, 2) for video in (flat(3), moving("a"))
-    )
+    black, image = (torch.from_numpy(video[:1]).permute(0, 3, 1, 2) for video in (flat(3), moving("a")))
     assert [finding.code for finding in collect_frame_findings(black)] == ["black"]
     assert collect_frame_findings(image) == []

@@ -93,11 +93,7 @@ def test_an_edit_of_a_picture_is_like_it_and_another_picture_is_not(edit: str) -
     for name in NAMES:
         after = outline(EDITS[edit](scene(name)))
         own_scores.append(compare_outlines(after, before[name]))
-        other_scores += [
-            compare_outlines(after, before[other_name])
-            for other_name in NAMES
-            if other_name != name
-        ]
+        other_scores += [compare_outlines(after, before[other_name]) for other_name in NAMES if other_name != name]
     assert min(score or 0 for score in own_scores) > ALIKE
     known_scores = np.array([score for score in other_scores if score is not None])
     assert len(known_scores) > 100
@@ -119,10 +115,7 @@ def test_clips_are_compared_frame_by_frame(tmp_path: Path) -> None:
     for name in ("a", "b"):
         encode(tmp_path / f"{name}.mp4", moving(name))
     encode(tmp_path / "dark.mp4", moving("a") // 2)
-    facts = {
-        name: probe_file(MediaFile(tmp_path / f"{name}.mp4")).facts["outlines"]
-        for name in ("a", "b", "dark")
-    }
+    facts = {name: probe_file(MediaFile(tmp_path / f"{name}.mp4")).facts["outlines"] for name in ("a", "b", "dark")}
     assert len(facts["a"]) == 4
     assert (compare_outlines(facts["a"], facts["dark"]) or 0) > 0.8
     assert (compare_outlines(facts["a"], facts["b"]) or 0) < ALIKE
@@ -155,9 +148,7 @@ def test_in_a_set_of_edits_a_pair_of_strangers_stands_out(tmp_path: Path) -> Non
 def test_sets_of_subjects_have_a_note_and_no_warnings(tmp_path: Path) -> None:
     """The second reference of each is a subject that is seen elsewhere; the first is the scene."""
     clips = edited(tmp_path, "object")
-    other_clips = [
-        replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)
-    ]
+    other_clips = [replace(clip, references=clips[k - 5].references) for k, clip in enumerate(clips)]
     samples = audit_media(other_clips, None)
     assert not any(sample.findings for sample in samples)
     (note,) = summarise_pairs(samples)
@@ -186,16 +177,13 @@ def test_a_copy_as_reference_is_named_whatever_it_is_stored_as(tmp_path: Path) -
     }
     clips = [a_clip(name, image_file, other_file) for name, other_file in other_files.items()]
     codes_by_file = {sample.file: codes(sample) for sample in audit_media(clips, None)}
-    assert {
-        name for name, sample_codes in codes_by_file.items() if "reference_same" in sample_codes
-    } == {
+    assert {name for name, sample_codes in codes_by_file.items() if "reference_same" in sample_codes} == {
         "bytes",
         "jpeg",
         "twice",
     }
     a, b = (
-        probe_file(file).thumbnail
-        for file in (image_file, saved(tmp_path, "t.png", image.rotate(90, expand=True)))
+        probe_file(file).thumbnail for file in (image_file, saved(tmp_path, "t.png", image.rotate(90, expand=True)))
     )
     assert a is not None
     assert b is not None
@@ -221,27 +209,20 @@ def test_what_is_wrong_with_a_reference_is_said_of_its_sample(tmp_path: Path) ->
         ),
     }
     clips = [a_clip(name, image_file, reference) for name, (reference, _, _) in cases.items()]
-    sample_by_file = {
-        judged_sample.file: judged_sample for judged_sample in audit_media(clips, None)
-    }
+    sample_by_file = {judged_sample.file: judged_sample for judged_sample in audit_media(clips, None)}
     for name, (media, verdict, code) in cases.items():
         assert (sample_by_file[name].verdict, code in codes(sample_by_file[name])) == (
             verdict,
             True,
         ), name
-        message = next(
-            finding.words for finding in sample_by_file[name].findings if finding.code == code
-        )
+        message = next(finding.words for finding in sample_by_file[name].findings if finding.code == code)
         assert message.startswith("its reference ")
         assert media.name in message or code == "reference_small"
-    assert sample_by_file["small"].findings[0].words == (
-        "its reference has 34 x 22 pixels, and the sample 144 x 96"
-    )
+    assert sample_by_file["small"].findings[0].words == ("its reference has 34 x 22 pixels, and the sample 144 x 96")
     bad_clip = a_clip("both", image_file, image_file, MediaFile(tmp_path / "gone.png"))
     (sample,) = audit_media([bad_clip], None)
     assert (
-        sample.findings[0].words
-        == "its reference 1 is the same picture: from it the model learns to change nothing"
+        sample.findings[0].words == "its reference 1 is the same picture: from it the model learns to change nothing"
     )
     assert sample.findings[1].words.startswith(f"its reference 2 {tmp_path}/gone.png: ")
 
@@ -260,9 +241,7 @@ def test_a_reference_that_the_model_enlarges_is_named(tmp_path: Path) -> None:
 
         (audited,) = audit_media([clip], data, reference_shape=encoded_in)
         assert calls == [(96, 144, VideoShape(1, 96, 144))]
-        return [
-            finding.words for finding in audited.findings if finding.code == "reference_upscaled"
-        ]
+        return [finding.words for finding in audited.findings if finding.code == "reference_upscaled"]
 
     assert judged(100, 150) == judged(48, 64) == []
     assert judged(192, 288) == [
@@ -301,30 +280,18 @@ def test_masks_are_judged_beside_their_pictures(tmp_path: Path) -> None:
     twins = ("duplicate_clip", "near_duplicate_clip")
     sample_by_file = {sample.file: sample for sample in audit_media(clips, None)}
     codes_by_file = {
-        name: [code for code in codes(item) if code not in twins]
-        for name, item in sample_by_file.items()
+        name: [code for code in codes(item) if code not in twins] for name, item in sample_by_file.items()
     }
-    expected: dict[str, list[str]] = {
-        name: [code] if code else [] for name, (_, code) in masks.items()
-    }
+    expected: dict[str, list[str]] = {name: [code] if code else [] for name, (_, code) in masks.items()}
     assert codes_by_file == {**expected, "clear": ["constant", "mask_black"], "part": []}
-    assert all(
-        sample.verdict == "reject" for name, sample in sample_by_file.items() if codes_by_file[name]
-    )
+    assert all(sample.verdict == "reject" for name, sample in sample_by_file.items() if codes_by_file[name])
     assert (
         sample_by_file["fits"].facts["learned"]
         == sample_by_file["part"].facts["learned"]
         == pytest.approx(0.5, abs=0.01)
     )
-    assert (
-        sample_by_file["clear"].findings[1].words
-        == "it is wholly transparent: nothing of it is learned"
-    )
-    assert (
-        sample_by_file["square"]
-        .findings[0]
-        .words.startswith("its mask is 256 x 256 and the picture 144 x 96")
-    )
+    assert sample_by_file["clear"].findings[1].words == "it is wholly transparent: nothing of it is learned"
+    assert sample_by_file["square"].findings[0].words.startswith("its mask is 256 x 256 and the picture 144 x 96")
     assert sample_by_file["fits"].mask is not None
 
 
@@ -346,9 +313,7 @@ def no_decoding(jobs: Any, workers: int) -> Any:
     yield from ()
 
 
-def test_verdicts_on_pairs_are_remembered_by_all_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdicts_on_pairs_are_remembered_by_all_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clips = edited(tmp_path, "negative", "abcd")
     mask = saved(tmp_path, "mask.png", scene("z").convert("RGBA"))
     clips = [replace(clip, mask=LossMask(mask)) for clip in clips]

@@ -46,9 +46,7 @@ def test_totals_count_samples_by_verdict_and_code() -> None:
         "codes": {"caption_long": 3, "black": 1, "hard_cut": 1},
     }
     samples = [AuditedSample("a", (LONG, Finding("caption_long", "again", "warn")))]
-    assert compute_totals(samples)["codes"] == {"caption_long": 1}, (
-        "samples are counted, not findings"
-    )
+    assert compute_totals(samples)["codes"] == {"caption_long": 1}, "samples are counted, not findings"
     assert compute_totals([]) == {"samples": 0, "ok": 0, "warn": 0, "reject": 0, "codes": {}}
 
 
@@ -126,9 +124,7 @@ def test_the_fix_list_has_one_line_a_sample_that_is_not_ok_rejects_first(tmp_pat
 def test_names_and_captions_cannot_break_the_fix_list_or_a_terminal(tmp_path: Path) -> None:
     name = "a\tb\nc\\d\x1b[2J\u202egpj\u2028.mp4"
     path = tmp_path / "fix.tsv"
-    write_fix_list(
-        path, [AuditedSample(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))]
-    )
+    write_fix_list(path, [AuditedSample(name, (Finding("black", "x\r\ny \u732b \udcff", "reject"),))])
     text = path.read_text(encoding="utf-8")
     _, line, _ = text.split("\n")
     assert line.split("\t") == [

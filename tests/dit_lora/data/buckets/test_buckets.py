@@ -31,9 +31,7 @@ def shapes(given: DataConfig, step: int = 16) -> tuple[VideoShape, ...]:
     return list_buckets(given, step, lambda _: None)
 
 
-def clip(
-    height: int, width: int, seconds: float | None = 4.0, fps: float | None = 24
-) -> VideoHeader:
+def clip(height: int, width: int, seconds: float | None = 4.0, fps: float | None = 24) -> VideoHeader:
     return VideoHeader(fps=fps, seconds=seconds, frames=None, height=height, width=width)
 
 
@@ -65,9 +63,7 @@ def test_the_default_buckets_of_a_recipe() -> None:
 
 @pytest.mark.parametrize("step", [8, 16, 32, 64])
 @pytest.mark.parametrize("sides", [(256, 256), (480, 720), (768, 1360), (1024, 1024)])
-def test_sides_are_multiples_and_no_other_near_ones_are_better(
-    step: int, sides: tuple[int, int]
-) -> None:
+def test_sides_are_multiples_and_no_other_near_ones_are_better(step: int, sides: tuple[int, int]) -> None:
     """Against all pairs of multiples there are."""
     height, width = sides
     budget = height * width
@@ -147,9 +143,7 @@ MANY_FRAMES = {"frames": [1, 9, 17, 33], "aspect_ratios": ["3:2"]}
     ("seconds", "frames"),
     [(10.0, 33), (4.03, 33), (4.01, 17), (2.13, 17), (2.0, 9), (0.9, 1), (0.04, 1), (None, 33)],
 )
-def test_a_clip_goes_to_the_most_frames_that_it_surely_has(
-    seconds: float | None, frames: int
-) -> None:
+def test_a_clip_goes_to_the_most_frames_that_it_surely_has(seconds: float | None, frames: int) -> None:
     config = data(frames=33, buckets=MANY_FRAMES)
     assert placed(clip(480, 720, seconds), config).shape == VideoShape(frames, 480, 720)
 
@@ -188,9 +182,7 @@ def test_a_file_may_leave_its_last_frame_out_of_its_length() -> None:
         ((600, 800), (512, 672)),
     ],
 )
-def test_a_clip_goes_to_the_shape_that_crops_least(
-    sides: tuple[int, int], expected: tuple[int, int]
-) -> None:
+def test_a_clip_goes_to_the_shape_that_crops_least(sides: tuple[int, int], expected: tuple[int, int]) -> None:
     placement = placed(clip(*sides), data())
     assert (placement.shape.height, placement.shape.width) == expected
 
@@ -198,9 +190,7 @@ def test_a_clip_goes_to_the_shape_that_crops_least(
 @pytest.mark.parametrize(
     ("side", "expected"), [(2000, 512), (512, 512), (505, 512), (490, 256), (256, 256), (90, 128)]
 )
-def test_a_clip_goes_to_the_highest_resolution_that_does_not_enlarge_it(
-    side: int, expected: int
-) -> None:
+def test_a_clip_goes_to_the_highest_resolution_that_does_not_enlarge_it(side: int, expected: int) -> None:
     buckets = {"resolutions": [128, 256, 512]}
     placement = placed(clip(side, side), data(height=512, width=512, buckets=buckets))
     assert (placement.shape.height, placement.shape.width) == (expected, expected)
@@ -258,9 +248,7 @@ def test_a_limit_turns_a_clip_to_a_shape_that_it_allows() -> None:
         (9, 1.0, [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_windows_are_whole_and_one_after_the_other(
-    windows: Any, stride: float | None, expected: list[float]
-) -> None:
+def test_windows_are_whole_and_one_after_the_other(windows: Any, stride: float | None, expected: list[float]) -> None:
     """Of 9.2 s, windows of 17 frames at 8 fps."""
     config = data(windows=windows, window_stride=stride)
     assert placed(clip(480, 720, seconds=9.2), config).starts == tuple(expected)

@@ -23,10 +23,7 @@ def clip(height: int, width: int, seconds: float = 4.0) -> VideoHeader:
 
 def report(sources: list[VideoHeader], given: DataConfig, group: int = 2) -> BucketReport:
     buckets = list_buckets(given, 16, lambda _: None)
-    clips = [
-        (f"{number}.mp4", choose_bucket(source, buckets, given))
-        for number, source in enumerate(sources)
-    ]
+    clips = [(f"{number}.mp4", choose_bucket(source, buckets, given)) for number, source in enumerate(sources)]
     return BucketReport.from_clips(clips, buckets, given, group)
 
 

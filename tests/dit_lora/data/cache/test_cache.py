@@ -48,17 +48,13 @@ def test_an_entry_reads_back_bit_for_bit(cache: TensorCache) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "change", [{"media": "abd"}, {"frames": 13}, {"dtype": "torch.float32"}, {"new": 0}]
-)
+@pytest.mark.parametrize("change", [{"media": "abd"}, {"frames": 13}, {"dtype": "torch.float32"}, {"new": 0}])
 def test_any_other_fact_is_another_entry(change: dict) -> None:
     assert make_entry_key({**FACTS, **change}) != make_entry_key(FACTS)
     assert make_entry_key(dict(reversed(FACTS.items()))) == make_entry_key(FACTS)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"), [(torch.nan, "1 NaN"), (torch.inf, "1 Inf"), (-1e5, "beyond 10000")]
-)
+@pytest.mark.parametrize(("value", "words"), [(torch.nan, "1 NaN"), (torch.inf, "1 Inf"), (-1e5, "beyond 10000")])
 def test_a_bad_value_is_never_written(cache: TensorCache, value: float, words: str) -> None:
     bad = tensors()
     bad["mean"][1, 1, 1] = value
@@ -122,9 +118,7 @@ def test_a_bad_entry_is_set_aside_and_made_anew(cache: TensorCache) -> None:
     assert other_cache.is_complete(key)
 
 
-def test_a_full_disk_names_sample_and_leaves_nothing_torn(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_sample_and_leaves_nothing_torn(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -185,8 +179,7 @@ def several(cache: TensorCache, count: int, per_shard: int = 3) -> list[str]:
     """Entries of one number each, in shards."""
     keys = [make_entry_key({"number": number}) for number in range(count)]
     records = [
-        encode_entry(key, {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={})
-        for k, key in enumerate(keys)
+        encode_entry(key, {"x": torch.full((4,), float(k))}, sample=f"{k}", facts={}) for k, key in enumerate(keys)
     ]
     for begin in range(0, count, per_shard):
         cache.write_entries(records[begin : begin + per_shard])
@@ -266,9 +259,7 @@ def test_tensors_outlive_the_cache_and_write_to_no_file(cache: TensorCache) -> N
     assert numbers(TensorCache(root), keys) == list(range(90))
 
 
-def test_a_pickled_index_needs_no_header(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickled_index_needs_no_header(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = several(cache, 9)
     assert numbers(cache, keys) == list(range(9))
     pickled_cache = pickle.dumps(cache)

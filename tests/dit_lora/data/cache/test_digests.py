@@ -22,9 +22,7 @@ def test_files_and_members_have_the_digest_of_their_bytes(tmp_path: Path) -> Non
     assert digests.hash_media(TarMember(tmp_path / "a", "x", 5, 3)) == sha(b"567")
 
 
-def test_a_file_is_read_again_only_when_it_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_again_only_when_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read_paths = tmp_path / "a", []
     path.write_bytes(b"one")
     source = MediaFile.get_source

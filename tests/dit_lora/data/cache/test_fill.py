@@ -77,9 +77,7 @@ def is_right(cache: TensorCache, jobs: Sequence[Job] = JOBS) -> bool:
     reopened = TensorCache(cache.root)
     results = [reopened.read(cache_job.key, {}) for cache_job in jobs]
     assert not [fault for _, fault in results if fault]
-    assert [tensors["x"][0] for tensors, _ in results] == [
-        cache_job.facts["number"] for cache_job in jobs
-    ]
+    assert [tensors["x"][0] for tensors, _ in results] == [cache_job.facts["number"] for cache_job in jobs]
     files = [path for path in cache.root.rglob("*") if path.is_file()]
     assert {path.name for path in files if path.suffix != ".safetensors"} <= {"gate.lock"}
     return True
@@ -159,9 +157,7 @@ def test_progress_counts_what_is_there_what_failed_and_what_others_made(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupt_keeps_what_was_finished(
-    cache: TensorCache, error: type[BaseException]
-) -> None:
+def test_an_interrupt_keeps_what_was_finished(cache: TensorCache, error: type[BaseException]) -> None:
     def stop(number: int) -> torch.Tensor:
         if number == MAX_JOBS_PER_UNIT + 5:
             raise error
@@ -187,9 +183,7 @@ def test_a_full_disk_stops_with_one_line_and_keeps_what_was_written(
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        DitLoraError, match=r"^cannot write the cache entry of 32\.mp4 and 15 more .*No space left"
-    ):
+    with pytest.raises(DitLoraError, match=r"^cannot write the cache entry of 32\.mp4 and 15 more .*No space left"):
         run(cache)
     monkeypatch.setattr(os, "fsync", sync)
     assert cache.find_missing(KEYS) == KEYS[2 * MAX_JOBS_PER_UNIT :]
@@ -237,9 +231,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_two_launches_at_once_share_the_work_and_make_the_same_cache(
-    cache: TensorCache, tmp_path: Path
-) -> None:
+def test_two_launches_at_once_share_the_work_and_make_the_same_cache(cache: TensorCache, tmp_path: Path) -> None:
     marker_dir = tmp_path / "marks"
     processes = [start(cache, marker_dir, 0.004) for _ in range(3)]
     for process in processes:
@@ -254,9 +246,7 @@ def test_two_launches_at_once_share_the_work_and_make_the_same_cache(
     assert names[0] == names[1]
 
 
-def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
-    cache: TensorCache, tmp_path: Path
-) -> None:
+def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(cache: TensorCache, tmp_path: Path) -> None:
     marker_dir = tmp_path / "marks"
     process = start(cache, marker_dir, 0.05)
     wait_for(lambda: marker_dir.is_dir() and len(made(marker_dir)) > MAX_JOBS_PER_UNIT + 5)
@@ -272,9 +262,7 @@ def test_a_killed_process_loses_its_unit_only_and_another_takes_it_over(
     assert is_right(cache)
 
 
-def test_after_a_kill_of_the_only_process_the_next_start_goes_on(
-    cache: TensorCache, tmp_path: Path
-) -> None:
+def test_after_a_kill_of_the_only_process_the_next_start_goes_on(cache: TensorCache, tmp_path: Path) -> None:
     process = start(cache, tmp_path / "marks", 0.01)
     wait_for(lambda: len(made(tmp_path / "marks")) > 2 * MAX_JOBS_PER_UNIT + 3)
     os.kill(process.pid or 0, signal.SIGKILL)
@@ -287,9 +275,7 @@ def test_after_a_kill_of_the_only_process_the_next_start_goes_on(
     assert list((cache.root / LOCKS).iterdir()) == [cache.root / LOCKS / "gate.lock"]
 
 
-def test_of_a_small_set_every_process_gets_some(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_small_set_every_process_gets_some(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "_MIN_UNITS", 64)
     run(cache, jobs=JOBS[:5])
     assert len(list(list_shards(cache.root))) == 5

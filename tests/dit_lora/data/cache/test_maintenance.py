@@ -28,8 +28,7 @@ def cache(tmp_path: Path) -> TensorCache:
 
 def write(cache: TensorCache, numbers: range | list[int]) -> Path:
     records = [
-        encode_entry(KEYS[k], {"x": torch.full((4,), float(k))}, sample=f"{k}.mp4", facts={"k": k})
-        for k in numbers
+        encode_entry(KEYS[k], {"x": torch.full((4,), float(k))}, sample=f"{k}.mp4", facts={"k": k}) for k in numbers
     ]
     cache.write_entries(records)
     return cache.find_shard_path(KEYS[numbers[-1]])
@@ -67,9 +66,7 @@ def test_a_good_cache_has_no_problems(cache: TensorCache) -> None:
 
 
 @pytest.mark.parametrize("set_aside", [False, True])
-def test_every_kind_of_damage_is_named_and_only_bad_entries_are_set_aside(
-    cache: TensorCache, set_aside: bool
-) -> None:
+def test_every_kind_of_damage_is_named_and_only_bad_entries_are_set_aside(cache: TensorCache, set_aside: bool) -> None:
     put(stored(cache, 1), torch.nan)
     put(stored(cache, 2), 1e6)
     put(stored(cache, 5), 5.5)
@@ -94,14 +91,10 @@ def test_every_kind_of_damage_is_named_and_only_bad_entries_are_set_aside(
     assert len(verify_cache(cache).problems) == (2 if set_aside else 5)
 
 
-def test_values_that_a_digest_fits_are_checked_too(
-    cache: TensorCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_a_digest_fits_are_checked_too(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an encoder's of another version may have been, or of another program."""
     monkeypatch.setattr("dit_lora.data.cache.cache.is_in_range", lambda tensor, limit: True)
-    cache.write_entries(
-        [encode_entry("b" * 64, {"x": torch.tensor([torch.inf])}, sample="b", facts={})]
-    )
+    cache.write_entries([encode_entry("b" * 64, {"x": torch.tensor([torch.inf])}, sample="b", facts={})])
     monkeypatch.undo()
     (problem,) = verify_cache(cache).problems
     assert (problem.kind, problem.key) == ("non_finite", "b" * 64)
@@ -246,9 +239,4 @@ def test_a_pruning_killed_at_any_point_loses_nothing_and_ends_when_run_again(
     assert 5 not in remaining  # what was set aside stays so
     prune_cache(cache, {KEYS[k] for k in kept_indices})
     assert same(numbers(cache), kept_indices)
-    assert (
-        compute_stats(cache).duplicates
-        == compute_stats(cache).dead
-        == compute_stats(cache).leftovers
-        == 0
-    )
+    assert compute_stats(cache).duplicates == compute_stats(cache).dead == compute_stats(cache).leftovers == 0

@@ -66,9 +66,7 @@ def test_entries_read_back_bit_for_bit_by_us_and_by_safetensors(tmp_path: Path, 
 def test_a_header_tells_samples_and_facts_and_holds_what_is_common_once(tmp_path: Path) -> None:
     path = write(tmp_path, {f"k{number}": drawn(number) for number in range(3)})
     entries = read_header(path).entries
-    assert [(entry.key, entry.sample) for entry in entries] == [
-        (f"k{k}", f"k{k}.mp4") for k in range(3)
-    ]
+    assert [(entry.key, entry.sample) for entry in entries] == [(f"k{k}", f"k{k}.mp4") for k in range(3)]
     assert entries[1].facts == {"dtype": "torch.bfloat16", "size": [32, 48], "media": "k1"}
     with safe_open(path, framework="pt") as file:
         assert json.dumps(file.metadata()).count("bfloat16") == 1
@@ -81,9 +79,7 @@ def test_equal_entries_are_an_equal_file(tmp_path: Path) -> None:
     assert first_path.read_bytes() == second_path.read_bytes()
     assert write(tmp_path / "one", {"a": drawn(1), "b": drawn(3)}).name != first_path.name
     assert read_header(first_path).has_valid_name
-    assert not read_header(
-        first_path.rename(first_path.with_name("renamed.safetensors"))
-    ).has_valid_name
+    assert not read_header(first_path.rename(first_path.with_name("renamed.safetensors"))).has_valid_name
 
 
 def test_of_a_file_cut_anywhere_the_whole_entries_stay(tmp_path: Path) -> None:
@@ -150,13 +146,9 @@ def test_no_flipped_bit_of_a_header_or_of_values_gives_a_wrong_value(tmp_path: P
         b'"k/x": {"dtype": "F32", "shape": ["a"], "data_offsets": [0, 4]}}',
     ],
 )
-def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(
-    tmp_path: Path, header: bytes
-) -> None:
+def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(tmp_path: Path, header: bytes) -> None:
     write(tmp_path, {"good": drawn(0)})
-    (tmp_path / "bad.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + b"\0" * 8
-    )
+    (tmp_path / "bad.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     cache = TensorCache(tmp_path)
     assert len(cache) == 1
     assert cache.read("good", {})[1] is None
@@ -167,9 +159,7 @@ def test_a_nonsense_header_is_no_exception_and_hides_no_other_shard(
         assert "bad.safetensors" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         assert is_in_range(torch.tensor([2**40]), 1e4)
@@ -177,9 +167,7 @@ def test_the_range_is_that_of_the_values_to_the_last_bit(dtype: torch.dtype) -> 
     for limit in (1e4, 9999.99, 0.1, 1e38):
         bits = torch.tensor(np.arange(2**16, dtype=np.uint16)).view(torch.float16).float()
         edge = torch.tensor(limit).to(dtype)
-        edge_neighbours = torch.stack(
-            [edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)]
-        )
+        edge_neighbours = torch.stack([edge.nextafter(edge * 0), edge, edge.nextafter(edge * torch.inf)])
         for value in [*bits[::257].to(dtype), *edge_neighbours, *-edge_neighbours]:
             expected = bool(value.double().abs() <= limit)
             assert is_in_range(value, limit) == expected, (value, limit)

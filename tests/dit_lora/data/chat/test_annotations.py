@@ -290,13 +290,9 @@ def test_a_bad_record_is_a_problem_with_its_code(root: Path, what: str) -> None:
 @pytest.mark.parametrize("place", ["i", "q", "a"])
 def test_tokens_of_prompts_in_a_text_are_reserved(root: Path, token: str, place: str) -> None:
     turn = {"i": "x", "q": "y", "a": "z", place: f"a {token} b"}
-    assert codes(root, {"video": "a.mp4", "QA": [*QA, turn]}) == [
-        ("a.mp4", "caption_reserved_token")
-    ]
+    assert codes(root, {"video": "a.mp4", "QA": [*QA, turn]}) == [("a.mp4", "caption_reserved_token")]
     answer = {**ANSWER, "content": f"so {token}"}
-    assert codes(root, {"messages": [user("x"), answer]}) == [
-        ("train.json#1", "caption_reserved_token")
-    ]
+    assert codes(root, {"messages": [user("x"), answer]}) == [("train.json#1", "caption_reserved_token")]
 
 
 def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
@@ -328,17 +324,13 @@ def test_every_problem_is_collected_and_says_where_it_is(root: Path) -> None:
         "images": ["p.png", "sub/q.JPG"],
         "messages": [user("<image><image>"), ANSWER],
     }
-    assert words(root, two_image_record) == (
-        "it names 2 media, p.png, sub/q.JPG; a sample has at most one (record 1)"
-    )
+    assert words(root, two_image_record) == ("it names 2 media, p.png, sub/q.JPG; a sample has at most one (record 1)")
 
 
 def test_a_double_is_found_and_a_second_question_is_none(root: Path) -> None:
     clip_record = {"video": "a.mp4", "QA": QA, "start": 1, "end": 2}
     same_record = {"video": "sub/../a.mp4", "QA": QA}
-    path = write(
-        root, [{"video": "a.mp4", "QA": QA}, clip_record, same_record, {"QA": QA}, {"QA": QA}]
-    )
+    path = write(root, [{"video": "a.mp4", "QA": QA}, clip_record, same_record, {"QA": QA}, {"QA": QA}])
     read_result = read_conversations(config(path=str(path)))
     assert [sample.id for sample in read_result.usable] == ["a.mp4", "a.mp4#2", "train.json#4"]
     assert [(finding.file, finding.code, finding.message) for finding in read_result.problems] == [
@@ -351,9 +343,7 @@ def test_a_bad_line_is_a_problem_of_its_own(root: Path) -> None:
     path = write(root, '{"QA": [{"q": "x", "a": "y"}]}\n{"QA"\n', "lines.jsonl")
     read_result = read_conversations(config(path=str(path)))
     assert [sample.id for sample in read_result.usable] == ["lines.jsonl#1"]
-    assert [(finding.file, finding.code) for finding in read_result.problems] == [
-        ("lines.jsonl#2", "unreadable")
-    ]
+    assert [(finding.file, finding.code) for finding in read_result.problems] == [("lines.jsonl#2", "unreadable")]
 
 
 def test_media_may_be_elsewhere_and_a_link_is_followed(root: Path, tmp_path: Path) -> None:
@@ -382,14 +372,10 @@ def test_sources_have_names_weights_and_repeats_as_clips_have(root: Path) -> Non
         "train.json/p.png#4",
         "train.json-2/a.mp4",
     ]
-    assert [(sample.times_per_epoch, sample.loss_weight) for sample in read_result.usable] == [
-        (1, 0.5)
-    ] * 4 + [(8, 1)]
+    assert [(sample.times_per_epoch, sample.loss_weight) for sample in read_result.usable] == [(1, 0.5)] * 4 + [(8, 1)]
     assert [problem.file for problem in read_result.problems] == ["train.json-2/gone.mp4"]
     sources = [{"path": str(first_file), "repeats": 3}, {"path": str(second), "media": str(root)}]
-    assert [
-        sample.times_per_epoch for sample in read_conversations(config(sources=sources)).usable
-    ] == [3] * 4 + [1]
+    assert [sample.times_per_epoch for sample in read_conversations(config(sources=sources)).usable] == [3] * 4 + [1]
     sources = [{"path": str(root / "x.json")}, {"path": str(root / "y.json")}]
     with pytest.raises(DitLoraError, match=r"(?s)sources\[0\]: .*x\.json.*sources\[1\]: .*y\.json"):
         read_conversations(config(sources=sources))

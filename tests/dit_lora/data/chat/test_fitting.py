@@ -45,17 +45,14 @@ def test_what_fits_is_left_alone() -> None:
         ([40, 3], 32, [8, 3]),
     ],
 )
-def test_the_longest_questions_are_cut_to_one_level(
-    lengths: list[int], drop: int, left: list[int]
-) -> None:
+def test_the_longest_questions_are_cut_to_one_level(lengths: list[int], drop: int, left: list[int]) -> None:
     sample = rendered(lengths, [3] * len(lengths))
     fitted = fit_to_length(sample, len(sample) - drop)
     assert sorted(questions(fitted)) == sorted(left)
     assert len(fitted) == len(sample) - drop
     dropped_counts = [piece.num_dropped for piece in fitted.pieces if piece.part == "question"]
     assert [
-        num_kept + num_dropped
-        for num_kept, num_dropped in zip(questions(fitted), dropped_counts, strict=True)
+        num_kept + num_dropped for num_kept, num_dropped in zip(questions(fitted), dropped_counts, strict=True)
     ] == lengths
 
 
@@ -63,9 +60,7 @@ def test_media_fixed_and_answers_stay_and_questions_keep_both_ends() -> None:
     rng = random.Random(1)
     for _ in range(300):
         turns = rng.randint(1, 5)
-        sample = rendered(
-            [rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)]
-        )
+        sample = rendered([rng.randint(0, 60) for _ in range(turns)], [rng.randint(1, 20) for _ in range(turns)])
         min_tokens = sum(min(length, MIN_QUESTION_TOKENS) for length in questions(sample))
         max_tokens = len(sample) - sum(questions(sample)) + min_tokens + rng.randint(0, 40)
         fitted = fit_to_length(sample, max_tokens)
@@ -99,8 +94,6 @@ def test_what_no_question_can_make_short_enough_is_refused_with_the_numbers() ->
 
 
 def test_a_sample_without_a_label_is_refused_however_short() -> None:
-    sample = RenderedConversation(
-        (Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer"))
-    )
+    sample = RenderedConversation((Piece((1, 2), "fixed"), Piece((3,), "question"), Piece((), "answer")))
     with pytest.raises(NothingToLearnError, match="none of its 3 tokens"):
         fit_to_length(sample, 100)

@@ -101,17 +101,13 @@ def test_the_frames_are_those_of_the_times(tmp_path: Path, kind: str) -> None:
 def test_times_of_a_clip_of_uneven_frames_that_starts_late(tmp_path: Path) -> None:
     steps = np.random.default_rng(0).choice([10, 40, 70, 300], 60)
     times_ms = np.cumsum(steps).tolist()
-    path = write(
-        tmp_path / "a.mkv", [700 + time for time in times_ms], **{"x264-params": "keyint=9"}
-    )
+    path = write(tmp_path / "a.mkv", [700 + time for time in times_ms], **{"x264-params": "keyint=9"})
     seconds = (np.array(times_ms) - times_ms[0]) / 1000
     times = sorted(np.random.default_rng(1).uniform(0, seconds[-1], 20).tolist())
     assert seen(path, times) == [int(np.abs(seconds - time).argmin()) for time in times]
 
 
-def test_only_groups_with_wanted_frames_are_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_groups_with_wanted_frames_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"x264-params": "keyint=10:scenecut=0:bframes=0"}
     path = write(tmp_path / "a.mkv", [time + 2000 for time in even()], **options)
     decoded_indices: list[int] = []
@@ -251,9 +247,7 @@ def test_a_box_is_of_the_picture_as_shown(tmp_path: Path) -> None:
     rotated_file = tmp_path / "b.png"
     Image.open(corners(tmp_path / "a.png")).save(rotated_file, exif=exif)
     box = Box(0, 0, 0.4, 0.4)
-    first_frame = read_frames_at(
-        MediaFile(rotated_file), (), height=8, width=8, fit="stretch", box=box
-    )
+    first_frame = read_frames_at(MediaFile(rotated_file), (), height=8, width=8, fit="stretch", box=box)
     assert first_frame.min() == 255  # white, stored at the lower right
 
 
@@ -286,18 +280,14 @@ def test_a_random_box_keeps_the_published_rule(least: float, aspect: float) -> N
     fits = (share * ratios / aspect <= 1) & (share * aspect / ratios <= 1)
     for actual, published_values in ((area, share[fits]), (np.log(ratio), np.log(ratios[fits]))):
         for part in (0.1, 0.25, 0.5, 0.75, 0.9):
-            assert np.quantile(actual, part) == pytest.approx(
-                np.quantile(published_values, part), abs=0.02
-            )
+            assert np.quantile(actual, part) == pytest.approx(np.quantile(published_values, part), abs=0.02)
     for offset, max_offset in ((top, 1 - height), (x, 1 - width)):
         assert np.mean(offset / max_offset) == pytest.approx(0.5, abs=0.02)
         assert np.std(offset / max_offset) == pytest.approx(math.sqrt(1 / 12), abs=0.02)
 
 
 @pytest.mark.parametrize(("aspect", "height", "width"), [(3, 1, 4 / 9), (1 / 3, 4 / 9, 1)])
-def test_where_no_box_fits_it_is_the_largest_in_the_middle(
-    aspect: float, height: float, width: float
-) -> None:
+def test_where_no_box_fits_it_is_the_largest_in_the_middle(aspect: float, height: float, width: float) -> None:
     expected = Box((1 - height) / 2, (1 - width) / 2, height, width)
     assert sample_random_box(seed(0), 1.0, aspect) == pytest.approx(expected)
     assert sample_random_box(seed(0), 1.0) == Box(0, 0, 1, 1)

@@ -26,9 +26,7 @@ def read(folder: Path, text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 20])
-def test_a_list_may_be_cut_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_a_list_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(json_records, "_CHUNK_CHARS", chunk)
     for json_options in (
         {"indent": 1},

@@ -78,36 +78,18 @@ def upstream_text(name: str, one: Conversation, said: str) -> tuple[str, str]:
     first_instruction = one.turns[0].instruction
     system = one.system + " " if one.system else ""
     if name == "mistral":
-        text = (
-            system
-            + (first_instruction + " " if first_instruction else "")
-            + "[INST] "
-            + media
-            + said
-            + " [/INST]"
-        )
+        text = system + (first_instruction + " " if first_instruction else "") + "[INST] " + media + said + " [/INST]"
         for turn in one.turns:
             text += f" [INST] {turn.question} [/INST]" if turn.question else ""
             text += f" {turn.answer} </s>"
     elif name == "vicuna":
-        text = (
-            system
-            + (first_instruction + " " if first_instruction else "")
-            + "###Human: "
-            + media
-            + said
-            + " "
-        )
+        text = system + (first_instruction + " " if first_instruction else "") + "###Human: " + media + said + " "
         for turn in one.turns:
             text += f"###Human: {turn.question} " if turn.question else ""
             text += f"###Assistant: {turn.answer} "
         text += "###"
     else:
-        text = (
-            f"<|system|>\n{system}{first_instruction}<|end|>\n"
-            if system + first_instruction
-            else ""
-        )
+        text = f"<|system|>\n{system}{first_instruction}<|end|>\n" if system + first_instruction else ""
         for index, turn in enumerate(one.turns):
             lead = media + said + "\n" if index == 0 else ""
             text += f"<|user|>\n{lead}{turn.question.strip()}<|end|>\n<|assistant|>\n"
@@ -122,11 +104,7 @@ def upstream_labels(name: str, after: str, tokenizer: PreTrainedTokenizerFast) -
     def length(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False).input_ids)
 
-    ask, reply = (
-        ("[INST] ", " [/INST] ")
-        if name == "mistral"
-        else ("<|user|>\n", "<|end|>\n<|assistant|>\n")
-    )
+    ask, reply = ("[INST] ", " [/INST] ") if name == "mistral" else ("<|user|>\n", "<|end|>\n<|assistant|>\n")
     trim = str.rstrip if name == "mistral" else str
     parts = after.split(reply)
     parts = [part + reply for part in parts[:-1]] + parts[-1:]
@@ -135,9 +113,7 @@ def upstream_labels(name: str, after: str, tokenizer: PreTrainedTokenizerFast) -
     labels[:num_characters] = [IGNORE_INDEX] * num_characters
     for part in parts[1:-1]:
         full_length, answer = length(trim(part)), length(trim(part.split(ask)[0]))
-        labels[num_characters + answer : num_characters + full_length] = [IGNORE_INDEX] * (
-            full_length - answer
-        )
+        labels[num_characters + answer : num_characters + full_length] = [IGNORE_INDEX] * (full_length - answer)
         num_characters += full_length
     assert num_characters + length(trim(parts[-1])) == len(labels)
     return labels
@@ -150,9 +126,7 @@ def said_of(one: Conversation, seconds: list[float], timestamps: bool) -> str:
     return f" The video contains {len(seconds)} frames sampled at {stamps} seconds."
 
 
-def decoded(
-    rendered: RenderedConversation, part: str, tokenizer: PreTrainedTokenizerFast
-) -> list[str]:
+def decoded(rendered: RenderedConversation, part: str, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     return [tokenizer.decode(piece.ids).strip() for piece in rendered.pieces if piece.part == part]
 
 
@@ -181,21 +155,16 @@ def test_labels_are_those_of_the_original(name: FormatName) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokenizer", [LLAMA, BYTES, byte_tokenizer(trim_offsets=False)])
-def test_answers_and_their_ends_alone_are_learned(
-    name: FormatName, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_answers_and_their_ends_alone_are_learned(name: FormatName, tokenizer: PreTrainedTokenizerFast) -> None:
     end = PROMPT_FORMATS[name].answer[1].strip()
     for seed in range(40):
         sample, seconds = conversation(seed, "image video text")
         rendered = render_prompt(name, sample, tokenizer, MEDIA, 2, seconds)
         answers = [
-            tokenizer.decode(tokenizer(turn.answer).input_ids, skip_special_tokens=True)
-            for turn in sample.turns
+            tokenizer.decode(tokenizer(turn.answer).input_ids, skip_special_tokens=True) for turn in sample.turns
         ]
         answer_texts = decoded(rendered, "answer", tokenizer)
-        assert [text.removesuffix(end).strip() for text in answer_texts] == [
-            a.strip() for a in answers
-        ]
+        assert [text.removesuffix(end).strip() for text in answer_texts] == [a.strip() for a in answers]
         assert all(text.endswith(end) for text in answer_texts)
         questions = [turn.question for turn in sample.turns if turn.question]
         assert decoded(rendered, "question", tokenizer) == questions
@@ -226,9 +195,7 @@ def test_a_caption_follows_the_media_without_a_question() -> None:
 @pytest.mark.parametrize("instruction", ["", "look well"])
 def test_text_has_no_media_turn(instruction: str) -> None:
     """As videochat2_it_hd_mistral.py: the stripped text alone, after BOS."""
-    sample = Conversation(
-        "a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c"))
-    )
+    sample = Conversation("a", "text", None, (Turn("the cat", "a dog", instruction), Turn("b", "c")))
     text = f"{instruction}  [INST] the cat [/INST] a dog </s> [INST] b [/INST] c </s>".strip()
     rendered = render_prompt("mistral", sample, LLAMA, MEDIA, 9, [0.5])
     assert rendered.ids == [LLAMA.bos_token_id, *LLAMA(text, add_special_tokens=False).input_ids]
@@ -237,9 +204,7 @@ def test_text_has_no_media_turn(instruction: str) -> None:
 def test_phi3_strips_questions_and_answers() -> None:
     captioned = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
     spaced = Conversation("a", "video", None, (Turn(" the cat\n", "\n a dog "), Turn(" b", "c ")))
-    assert render_prompt("phi3", spaced, LLAMA, MEDIA, 2) == render_prompt(
-        "phi3", captioned, LLAMA, MEDIA, 2
-    )
+    assert render_prompt("phi3", spaced, LLAMA, MEDIA, 2) == render_prompt("phi3", captioned, LLAMA, MEDIA, 2)
 
 
 def test_a_video_marker_inside_a_question_is_text() -> None:

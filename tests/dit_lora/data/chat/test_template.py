@@ -139,9 +139,7 @@ class Case(NamedTuple):
 
 CASES = {
     "llava-next-video": Case(LLAVA_NEXT_VIDEO, LLAMA, MediaText("<video>", "<video>" * 6), ""),
-    "llava-mistral": Case(
-        LLAVA_MISTRAL, LLAMA, MediaText("<image>", "<image>" * 4), "</s>", "image", False
-    ),
+    "llava-mistral": Case(LLAVA_MISTRAL, LLAMA, MediaText("<image>", "<image>" * 4), "</s>", "image", False),
     "qwen2.5-vl": Case(
         QWEN2_5_VL,
         BYTES,
@@ -171,9 +169,7 @@ class Template:
         self.tokenizer, self.template = tokenizer, template
 
     def apply_chat_template(self, conversation: Any, **named: Any) -> Any:
-        return self.tokenizer.apply_chat_template(
-            conversation, chat_template=self.template, **named
-        )
+        return self.tokenizer.apply_chat_template(conversation, chat_template=self.template, **named)
 
 
 def words(rng: random.Random) -> str:
@@ -228,14 +224,10 @@ def test_answers_are_learned_with_their_end_of_turn(name: str) -> None:
             part: [case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == part]
             for part in ("answer", "question", "media")
         }
-        ends = [case.end or ""] * (len(conversation.turns) - 1) + [
-            case.end or case.tokenizer.eos_token
-        ]
+        ends = [case.end or ""] * (len(conversation.turns) - 1) + [case.end or case.tokenizer.eos_token]
         expected = [turn.answer + end for turn, end in zip(conversation.turns, ends, strict=True)]
         assert [text.strip() for text in pieces["answer"]] == expected
-        assert [text.strip() for text in pieces["question"]] == [
-            t.question for t in conversation.turns
-        ]
+        assert [text.strip() for text in pieces["question"]] == [t.question for t in conversation.turns]
         assert "".join(pieces["media"]).split() == case.media.expansion.split()
 
 
@@ -264,9 +256,7 @@ def test_one_beginning_of_text_whether_or_not_the_template_writes_it() -> None:
 
 
 def test_the_first_special_token_ends_an_answer() -> None:
-    template = QWEN2_5_VL.replace(
-        "<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|><|end|>{% endif %}{% endfor %}"
-    )
+    template = QWEN2_5_VL.replace("<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|><|end|>{% endif %}{% endfor %}")
     case = CASES["qwen2.5-vl"]._replace(template=template)
     conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("b", "c")))
     answers = [BYTES.decode(p.ids) for p in render(case, conversation).pieces if p.part == "answer"]
@@ -274,9 +264,7 @@ def test_the_first_special_token_ends_an_answer() -> None:
 
 
 def test_a_question_that_the_system_text_quotes_is_found_where_it_is_asked() -> None:
-    conversation = Conversation(
-        "a", "video", None, (Turn("the cat", "a dog"),), system="not the cat"
-    )
+    conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"),), system="not the cat")
     parts = [p.part for p in render(CASES["qwen3-vl"], conversation).pieces]
     assert parts.index("media") < parts.index("question")
 
@@ -296,9 +284,7 @@ def test_white_space_around_questions_and_answers_is_removed() -> None:
             "rewrite answers",
         ),
         (
-            QWEN2_5_VL.replace(
-                "<|im_start|>{{ message['role'] }}", "{{ messages | length }} {{ message['role'] }}"
-            ),
+            QWEN2_5_VL.replace("<|im_start|>{{ message['role'] }}", "{{ messages | length }} {{ message['role'] }}"),
             "changes .* prompt of an answer",
         ),
         (QWEN2_5_VL.replace(_QWEN_PAD, ""), "0 times"),
@@ -313,9 +299,7 @@ def test_white_space_around_questions_and_answers_is_removed() -> None:
 )
 def test_a_template_that_rewrites_is_refused(template: str, said: str) -> None:
     case = CASES["qwen2.5-vl"]._replace(template=template)
-    conversation = Conversation(
-        "a", "video", None, (Turn("the cat", "a dog"), Turn("and", "it runs"))
-    )
+    conversation = Conversation("a", "video", None, (Turn("the cat", "a dog"), Turn("and", "it runs")))
     with pytest.raises(DitLoraError, match=said):
         render(case, conversation)
 
@@ -353,9 +337,7 @@ def test_the_indent_of_an_answer_is_learned(name: str) -> None:
     case, code = CASES[name], "    return 5\nend."
     turns = (Turn("the cat", f"\n \n{code}\n"), Turn("it's;", " the cat"))
     rendered = render(case, Conversation("a", case.kind, None, turns))
-    first_answer, last_answer = [
-        case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == "answer"
-    ]
+    first_answer, last_answer = [case.tokenizer.decode(p.ids) for p in rendered.pieces if p.part == "answer"]
     assert code in first_answer
     assert "\n \n" not in first_answer
     assert "  the cat" not in last_answer

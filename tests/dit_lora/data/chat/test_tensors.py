@@ -44,9 +44,7 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
     generator = torch.Generator().manual_seed(4)
     rng = random.Random(4)
     for _ in range(20):
-        parts = (
-            ["fixed"] + [rng.choice(["question", "answer", "fixed"]) for _ in range(6)] + ["answer"]
-        )
+        parts = ["fixed"] + [rng.choice(["question", "answer", "fixed"]) for _ in range(6)] + ["answer"]
         pieces = [
             Piece(tuple(rng.randrange(50) for _ in range(rng.randint(1, 6))), part)  # type: ignore[arg-type]
             for part in parts
@@ -63,9 +61,7 @@ def test_gathered_losses_are_those_of_shifted_labels() -> None:
         labels = torch.tensor(sample.labels)
         expected = torch.nn.functional.cross_entropy(logits[: len(sample) - 1], labels[1:])
         answer_logits = logits[tensors["answer_positions"]]
-        torch.testing.assert_close(
-            torch.nn.functional.cross_entropy(answer_logits, tensors["labels"]), expected
-        )
+        torch.testing.assert_close(torch.nn.functional.cross_entropy(answer_logits, tensors["labels"]), expected)
 
 
 @pytest.mark.parametrize(

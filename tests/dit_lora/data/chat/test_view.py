@@ -15,9 +15,7 @@ from dit_lora.data.chat.rendered import Piece, RenderedConversation
 from dit_lora.data.chat.view import build_piece_views, build_terminal_view, count_parts
 
 LLAMA, BYTES = llama_tokenizer(), byte_tokenizer()
-QUESTION = (
-    "What does the cat do 猫 in the picture, and which 🎸 does the man play? (A) none (B) two"
-)
+QUESTION = "What does the cat do 猫 in the picture, and which 🎸 does the man play? (A) none (B) two"
 TURNS = (Turn(QUESTION, "two 🎻🎻\nnaïve cats"), Turn("And then?", "It sleeps."))
 SAMPLE = Conversation("clips/cat.mp4", "video", None, TURNS, system="Größe counts.")
 MEDIA = 10**6
@@ -30,9 +28,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, less: int = 0) -> RenderedConve
 
 def shown(sample: RenderedConversation, width: int = 200, **more: str) -> str:
     stream = io.StringIO()
-    view = build_terminal_view(
-        "clips/cat.mp4", sample, LLAMA, kind="video", seconds=[0.5, 1.25], **more
-    )
+    view = build_terminal_view("clips/cat.mp4", sample, LLAMA, kind="video", seconds=[0.5, 1.25], **more)
     Console(file=stream, width=width).print(view)
     return stream.getvalue()
 
@@ -46,12 +42,8 @@ def test_the_texts_of_tokens_joined_are_the_text(tokenizer: PreTrainedTokenizerF
     start = 1 if tokenizer.bos_token else 0
     assert "".join(texts[start:media]).strip() == "Größe counts. [INST] <Video>"
     after = "".join(texts[media:]).strip().replace("</s>  ", "</s> ")  # `▁` after special tokens
-    assert after.startswith(
-        "</Video> The video contains 2 frames sampled at 0.5, 1.2 seconds. [/INST]"
-    )
-    assert after.endswith(
-        f"[INST] {QUESTION} [/INST] {TURNS[0].answer} </s> [INST] And then? [/INST] It sleeps. </s>"
-    )
+    assert after.startswith("</Video> The video contains 2 frames sampled at 0.5, 1.2 seconds. [/INST]")
+    assert after.endswith(f"[INST] {QUESTION} [/INST] {TURNS[0].answer} </s> [INST] And then? [/INST] It sleeps. </s>")
 
 
 @pytest.mark.parametrize("tokenizer", [LLAMA, BYTES])
@@ -119,14 +111,10 @@ def test_colours_tell_learned_from_given() -> None:
 
 
 def test_escape_sequences_of_the_data_do_not_reach_the_terminal() -> None:
-    conversation = Conversation(
-        "a\x1b]0;x", "text", None, (Turn("\x1b[31mred [bold]x[/bold]", "y\x9b2J"),)
-    )
+    conversation = Conversation("a\x1b]0;x", "text", None, (Turn("\x1b[31mred [bold]x[/bold]", "y\x9b2J"),))
     stream = io.StringIO()
     sample = render_prompt("mistral", conversation, LLAMA, MEDIA, 0)
-    Console(file=stream, width=200).print(
-        build_terminal_view(conversation.id, sample, LLAMA, kind="text")
-    )
+    Console(file=stream, width=200).print(build_terminal_view(conversation.id, sample, LLAMA, kind="text"))
     assert "\x1b" not in stream.getvalue()
     assert "\x9b" not in stream.getvalue()
     assert "red [bold]x[/bold]" in stream.getvalue()

@@ -32,9 +32,7 @@ class Samples(OrderedDataset):
 
 
 def batches(*, steps: int, size: int, **given: Any) -> list[Batch]:
-    sampler = PositionSampler(
-        start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, num_ranks=2
-    )
+    sampler = PositionSampler(start_step=0, steps=steps, batch_size=size, accumulate=2, rank=1, num_ranks=2)
     defaults: dict[str, Any] = {"workers": 0, "get_draw_functions": noise_and_times}
     reading = Reading(
         sampler,
@@ -71,9 +69,7 @@ def test_whoever_reads_a_batch_draws_what_its_step_would(workers: int) -> None:
             assert single_draws.sample_seeds == batch.sample_seeds[1:]
     plain = batches(steps=3, size=2, workers=workers, get_draw_functions=None)
     assert [batch.random_inputs for batch in plain] == [None] * 6
-    assert [batch.sample_seeds for batch in plain] == [
-        batch.sample_seeds for batch in loaded_batches
-    ]
+    assert [batch.sample_seeds for batch in plain] == [batch.sample_seeds for batch in loaded_batches]
 
 
 def test_what_was_drawn_ahead_goes_to_the_device_with_its_batch() -> None:

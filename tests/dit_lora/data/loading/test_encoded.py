@@ -24,24 +24,14 @@ from dit_lora.data.loading.sampler import PositionSampler
 @pytest.fixture
 def clips(tmp_path: Path) -> CachedClips:
     videos, texts = TensorCache(tmp_path / "v"), TensorCache(tmp_path / "t")
-    texts.write_entries(
-        [encode_entry("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})]
-    )
+    texts.write_entries([encode_entry("empty", {"prompt_embeds": torch.zeros(2, 3)}, sample="", facts={})])
     entries = []
     for k in range(5):
         videos.write_entries(
-            [
-                encode_entry(
-                    f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={}
-                )
-            ]
+            [encode_entry(f"v{k}", {"latent_mean": torch.full((2, 2), float(k))}, sample="", facts={})]
         )
         texts.write_entries(
-            [
-                encode_entry(
-                    f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={}
-                )
-            ]
+            [encode_entry(f"t{k}", {"prompt_embeds": torch.full((2, 3), k + 1.0)}, sample="", facts={})]
         )
         entries.append(Entry(f"{k}.mp4", f"v{k}", f"t{k}"))
     return CachedClips(tuple(entries), "empty", videos, texts)
@@ -110,8 +100,7 @@ def test_a_steps_samples_do_not_depend_on_its_split() -> None:
     assert [flat(micro[4 * s : 4 * s + 4]) for s in range(3)] == expected
     for batch_size, accumulate in ((2, 1), (1, 2)):
         ranks = [
-            positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, num_ranks=2)
-            for rank in (0, 1)
+            positions(steps=3, batch_size=batch_size, accumulate=accumulate, rank=rank, num_ranks=2) for rank in (0, 1)
         ]
         for step in range(3):
             step_slice = slice(step * accumulate, (step + 1) * accumulate)
@@ -134,9 +123,7 @@ def test_every_epoch_is_another_permutation_of_all_clips(clips: CachedClips) -> 
 
 def test_a_batch_spans_two_epochs_and_keeps_rows_apart(clips: CachedClips) -> None:
     dataset = of(clips)
-    sampler = PositionSampler(
-        start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=3, batch_size=3, accumulate=1, rank=0, num_ranks=1)
     batches = list(build_loader(dataset, how(sampler)))
     batch = batches[1]  # positions 3, 4, 5
     assert batch.sample_seeds == tuple(map(make_sample_seed, batch.ids, (0, 0, 1)))
@@ -151,9 +138,7 @@ def test_reading_neither_moves_a_global_generator_nor_draws_from_one(clips: Cach
     """In the process itself: so workers, whose generators differ, cannot give anything else."""
     entries = tuple(replace(entry, mirror_key=entry.video_key) for entry in clips.entries)
     dataset = of(replace(clips, entries=entries), seed=3, caption_dropout=0.5)
-    sampler = PositionSampler(
-        start_step=0, steps=9, batch_size=1, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=9, batch_size=1, accumulate=1, rank=0, num_ranks=1)
 
     def states() -> list[Any]:
         legacy = np.random.get_state()[1]  # noqa: NPY002
@@ -188,9 +173,7 @@ def drawn(clips: CachedClips, workers: int, split: tuple[int, int, int]) -> list
         for number, batch in enumerate(loader):
             text = batch.tensors["prompt_embeds"][:, 0, 0].tolist()
             rows = zip(batch.ids, batch.sample_seeds, text, strict=True)
-            steps[number // accumulate] |= {
-                (sample, draw): caption for sample, draw, caption in rows
-            }
+            steps[number // accumulate] |= {(sample, draw): caption for sample, draw, caption in rows}
     return steps
 
 
@@ -206,9 +189,7 @@ def test_two_workers_and_two_ranks_draw_apart_and_as_one_process_would(clips: Ca
 def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
     clips: CachedClips, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sampler = PositionSampler(
-        start_step=0, steps=6, batch_size=1, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=6, batch_size=1, accumulate=1, rank=0, num_ranks=1)
     loader = build_loader(of(clips), how(sampler, workers=2, prefetch=1))
     folder = clips.videos.root
     moved_folder = folder.rename(folder.with_name("away"))
@@ -222,13 +203,8 @@ def test_workers_wait_for_a_cache_that_is_away_and_one_of_them_says_so(
 
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_workers_read_ahead_as_far_as_asked(clips: CachedClips, prefetch: int) -> None:
-    sampler = PositionSampler(
-        start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, num_ranks=1
-    )
-    loaders = [
-        build_loader(of(clips), how(sampler, workers=workers, prefetch=prefetch))
-        for workers in (1, 0)
-    ]
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=1, accumulate=1, rank=0, num_ranks=1)
+    loaders = [build_loader(of(clips), how(sampler, workers=workers, prefetch=prefetch)) for workers in (1, 0)]
     assert [loader.prefetch_factor for loader in loaders] == [prefetch, None]
 
 
@@ -273,9 +249,7 @@ def test_a_bad_entry_is_a_fault_of_its_sample_alone(clips: CachedClips) -> None:
     path = clips.videos.find_shard_path("v2")
     path.write_bytes(path.read_bytes()[:50])
     dataset = of(clips)
-    sampler = PositionSampler(
-        start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=5, accumulate=1, rank=0, num_ranks=1)
     batch: Batch = next(iter(build_loader(dataset, how(sampler))))
     assert list(batch.faults) == ["2.mp4"]
     row = batch.ids.index("2.mp4")
@@ -306,9 +280,7 @@ def test_leaving_a_sample_out_changes_neither_the_others_order_nor_their_draws(
             expected_sample.ids,
             expected_sample.sample_seeds,
         )
-        assert torch.equal(
-            filtered_sample.tensors["prompt_embeds"], expected_sample.tensors["prompt_embeds"]
-        )
+        assert torch.equal(filtered_sample.tensors["prompt_embeds"], expected_sample.tensors["prompt_embeds"])
     all_ids = ids_of(of(clips), range(50))
     assert ids_of(filtered, range(40)) == [sample for sample in all_ids if sample != "2.mp4"]
 
@@ -352,9 +324,7 @@ def test_mirror_images_come_in_half_of_the_draws_by_sample_and_epoch(clips: Cach
     values = [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
     assert 0.4 < sum(value >= 100 for value in values) / 400 < 0.6
     assert {value % 100 for value in values} == {0, 1, 2, 3, 4}
-    assert values == [
-        dataset[position].tensors["latent_mean"].max().item() for position in range(400)
-    ]
+    assert values == [dataset[position].tensors["latent_mean"].max().item() for position in range(400)]
     path = clips.videos.find_shard_path("m2")
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     (bad_file,) = dataset.clips.mark_bad_entries(["2.mp4"])
@@ -372,9 +342,7 @@ def mixed(clips: CachedClips) -> CachedClips:
         small = {"latent_mean": torch.full((1, 2), float(number))}
         clips.videos.write_entries([encode_entry(f"s{number}", small, sample="", facts={})])
     entries = [
-        replace(entry, shape=SMALL, video_key=f"s{number}")
-        if number in (1, 3)
-        else replace(entry, shape=LARGE)
+        replace(entry, shape=SMALL, video_key=f"s{number}") if number in (1, 3) else replace(entry, shape=LARGE)
         for number, entry in enumerate(clips.entries)
     ]
     return replace(clips, entries=tuple(entries))
@@ -393,9 +361,7 @@ def test_a_step_has_one_shape_however_it_is_split(mixed: CachedClips) -> None:
 
 
 def test_a_sampler_whose_steps_are_not_the_orders_is_refused(mixed: CachedClips) -> None:
-    sampler = PositionSampler(
-        start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1)
     with pytest.raises(ValueError, match="1 samples, one of the sampler 2"):
         build_loader(of(mixed), how(sampler))
 
@@ -412,9 +378,7 @@ def test_each_shape_has_its_spec_and_the_largest_stands_for_all(mixed: CachedCli
 
 
 @pytest.mark.parametrize(("number", "shape"), [(2, (1, 2, 2)), (3, (1, 1, 2))])
-def test_an_unreadable_entry_is_nan_of_its_own_shape(
-    mixed: CachedClips, number: int, shape: tuple[int, ...]
-) -> None:
+def test_an_unreadable_entry_is_nan_of_its_own_shape(mixed: CachedClips, number: int, shape: tuple[int, ...]) -> None:
     of(mixed)
     entry = mixed.entries[number]
     mixed.videos.find_shard_path(entry.video_key).write_bytes(b"")
@@ -449,9 +413,7 @@ def test_copies_of_a_sample_draw_apart(clips: CachedClips) -> None:
 
 
 def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None:
-    sampler = PositionSampler(
-        start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1
-    )
+    sampler = PositionSampler(start_step=0, steps=1, batch_size=2, accumulate=1, rank=0, num_ranks=1)
     dataset = ClipDataset(mixed, how(sampler, caption_dropout=0.5))
     unpickled = pickle.loads(pickle.dumps(dataset))
     for position in range(10):
@@ -461,6 +423,5 @@ def test_a_data_set_reaches_a_worker_that_is_spawned(mixed: CachedClips) -> None
             unpickled_sample.sample_seeds,
         )
         assert all(
-            torch.equal(local_sample.tensors[name], unpickled_sample.tensors[name])
-            for name in local_sample.tensors
+            torch.equal(local_sample.tensors[name], unpickled_sample.tensors[name]) for name in local_sample.tensors
         )

@@ -21,9 +21,7 @@ MANY = [f"{number}.mp4" for number in range(23)]
 SHAPES = {name: "abbcccc"[number % 7] for number, name in enumerate(MANY)}
 
 
-def left_out(
-    sample: str, from_epoch: int = 0, to_epoch: int | None = None, from_copy: int = 0
-) -> QuarantineRecord:
+def left_out(sample: str, from_epoch: int = 0, to_epoch: int | None = None, from_copy: int = 0) -> QuarantineRecord:
     return QuarantineRecord(sample, from_epoch, to_epoch, 12, "data", "it has 1 NaN", from_copy)
 
 
@@ -67,9 +65,7 @@ def hashed(seed: int, stream: str, *place: object) -> bytes:
 def copies(sample: str, seed: int, epoch: int, times: float) -> int:
     num_full, share = divmod(times, 1)
     phase = (int.from_bytes(hashed(seed, "times", sample), "big") >> 11) / 2**53
-    return (
-        int(num_full) + math.floor(share * (epoch + 1) + phase) - math.floor(share * epoch + phase)
-    )
+    return int(num_full) + math.floor(share * (epoch + 1) + phase) - math.floor(share * epoch + phase)
 
 
 def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Named]:
@@ -85,9 +81,7 @@ def permutation(one: Order, epoch: int, times: Mapping[str, float]) -> list[Name
     return [(epoch, copy, sample) for _, copy, sample in sorted(rows)]
 
 
-def walked(
-    one: Order, steps: int, times: Mapping[str, float] = MappingProxyType({})
-) -> list[Named]:
+def walked(one: Order, steps: int, times: Mapping[str, float] = MappingProxyType({})) -> list[Named]:
     """The draws of the first steps by the words of the module's docstring: a stream, and queues."""
     queues: dict[str, list[Named]] = {}
     draws: list[Named] = []
@@ -238,9 +232,7 @@ def test_leftovers_wait_for_the_next_epoch_and_nothing_is_lost() -> None:
 
 @pytest.mark.parametrize("times", [None, [1.0 + number % 4 * 0.75 for number in range(23)]])
 @pytest.mark.parametrize("step", [0, 3, 17, 60])
-def test_leaving_out_a_sample_changes_no_step_before_it(
-    step: int, times: list[float] | None
-) -> None:
+def test_leaving_out_a_sample_changes_no_step_before_it(step: int, times: list[float] | None) -> None:
     """From the draw on that was bad; the other samples of its bucket close ranks, other buckets stay."""
     before = named(bucketed(times=times), range(1200))
     step_draws = before[4 * step : 4 * step + 4]
@@ -252,9 +244,7 @@ def test_leaving_out_a_sample_changes_no_step_before_it(
         assert (epoch, copy, sample) not in after[4 * step :]
         for shape in "abc":
             remaining = [
-                draw
-                for draw in before
-                if SHAPES[draw[2]] == shape and not (draw[2] == sample and draw >= first_draw)
+                draw for draw in before if SHAPES[draw[2]] == shape and not (draw[2] == sample and draw >= first_draw)
             ]
             remaining_draws = [draw for draw in after if SHAPES[draw[2]] == shape]
             assert remaining_draws == remaining[: len(remaining_draws)]
@@ -285,9 +275,7 @@ def test_a_bucket_that_is_all_out_stops_coming_and_the_others_go_on() -> None:
     bucket_samples = [sample for sample in MANY if SHAPES[sample] == "a"]
     run = bucketed(*(left_out(sample, 5) for sample in bucket_samples))
     draws = named(run, range(4 * 300))
-    last_position = max(
-        position for position, draw in enumerate(draws) if draw[2] in bucket_samples
-    )
+    last_position = max(position for position, draw in enumerate(draws) if draw[2] in bucket_samples)
     assert last_position < 200
     assert draws == walked(run, 300)
     resumed_order = bucketed(*(left_out(sample, 5, 900) for sample in bucket_samples), group=3)
@@ -321,9 +309,7 @@ def test_copies_are_numbered_as_they_come_and_scattered_over_the_epoch() -> None
 @pytest.mark.parametrize("times", [0.5, math.nan, math.inf])
 def test_a_sample_comes_at_least_once(times: float) -> None:
     with pytest.raises(ValueError, match="at least once"):
-        Order(
-            IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[1.0] * 6 + [times]
-        )
+        Order(IDS, seed=7, quarantine=Quarantine(Path("nowhere")), times_per_epoch=[1.0] * 6 + [times])
 
 
 def test_an_epoch_that_all_samples_sit_out_is_passed_over() -> None:

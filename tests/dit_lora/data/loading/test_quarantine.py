@@ -16,9 +16,7 @@ SEEDS = [0, 7, 2**63]
 
 
 def left_out(sample: str, from_epoch: int = 0, to_epoch: int | None = None) -> QuarantineRecord:
-    return QuarantineRecord(
-        sample, from_epoch, to_epoch, step=12, cause="data", reason="it has 1 NaN"
-    )
+    return QuarantineRecord(sample, from_epoch, to_epoch, step=12, cause="data", reason="it has 1 NaN")
 
 
 def order(
@@ -70,9 +68,7 @@ def test_the_order_is_of_names_and_not_of_the_places_where_they_stand() -> None:
     """Files that are listed in another order, or beside others, come in the same order."""
     assert sequence(order(ids=IDS[::-1]), 70) == sequence(order(), 70)
     epochs_with_new_sample = epochs(order(ids=["clips/new.mp4", *IDS]), 5)
-    assert [[name for name in epoch if name in IDS] for epoch in epochs_with_new_sample] == epochs(
-        order(), 5
-    )
+    assert [[name for name in epoch if name in IDS] for epoch in epochs_with_new_sample] == epochs(order(), 5)
 
 
 @pytest.mark.parametrize("sample", IDS)
@@ -185,9 +181,7 @@ def test_a_list_comes_back_from_its_file(tmp_path: Path) -> None:
     names = ["кот.mp4", "猫\n.mp4", "caf\udce9.mp4", 'a"b\\c.mp4', *IDS[:2]]
     records = [left_out(name, number, number + 3) for number, name in enumerate(names)]
     records.append(replace(left_out(IDS[0], 7), from_copy=2))
-    records.append(
-        replace(left_out("猫\n.mp4"), cause="inputs", reason="a first\nand a second", step=0)
-    )
+    records.append(replace(left_out("猫\n.mp4"), cause="inputs", reason="a first\nand a second", step=0))
     quarantine = Quarantine(path, iter(records))
     quarantine.save()
     assert Quarantine.load(path).records == records
@@ -230,9 +224,7 @@ def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn:
     path.write_text(text)
     quarantine = Quarantine.load(path)
     assert quarantine.num_torn_lines == torn
-    assert [record.sample_id for record in quarantine.records] == (
-        ["a"] if text != GOOD[:40] else []
-    )
+    assert [record.sample_id for record in quarantine.records] == (["a"] if text != GOOD[:40] else [])
 
 
 @pytest.mark.parametrize(
@@ -247,9 +239,7 @@ def test_torn_lines_are_passed_over_and_counted(tmp_path: Path, text: str, torn:
     ],
     ids=["empty line", "a list", "a key short", "another key", "null", "no UTF-8"],
 )
-def test_a_file_that_is_no_list_is_an_error_that_names_it(
-    tmp_path: Path, text: str | bytes
-) -> None:
+def test_a_file_that_is_no_list_is_an_error_that_names_it(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DitLoraError) as error:
@@ -275,9 +265,7 @@ def test_a_list_of_an_earlier_version_has_no_copies(tmp_path: Path) -> None:
 def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     quarantine = Quarantine(path, [left_out(IDS[1]), left_out(IDS[2]), left_out(IDS[1], 2, 2)])
-    with pytest.raises(
-        DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"
-    ):
+    with pytest.raises(DitLoraError, match=r"does not leave out clips/cow\.mp4; it leaves out: clips/dog"):
         quarantine.release([IDS[2], "clips/cow.mp4"])
     assert len(quarantine.records) == 3
     assert quarantine.release([IDS[1], IDS[1]]) == [IDS[1]]
@@ -289,9 +277,7 @@ def test_a_released_sample_comes_again_and_others_stay_out(tmp_path: Path) -> No
 
 def test_evidence_goes_with_a_record_and_lists_of_before_have_none(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    record = replace(
-        left_out(IDS[0]), evidence={"control": IDS[3], "replays": {"failed": 3, "of": 3}}
-    )
+    record = replace(left_out(IDS[0]), evidence={"control": IDS[3], "replays": {"failed": 3, "of": 3}})
     Quarantine(path, [record]).save()
     assert Quarantine.load(path).records == [record]
     assert f'control: "{IDS[3]}"' in record.describe()

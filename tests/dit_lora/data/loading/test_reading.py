@@ -16,9 +16,7 @@ from dit_lora.data.loading.reading import Reader
         (EOFError(), r".*\(EOFError\)"),
     ],
 )
-def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(
-    error: Exception, said: str
-) -> None:
+def test_a_worker_that_died_is_named_whichever_sign_of_it_comes_first(error: Exception, said: str) -> None:
     """Where a batch was on its way, its connection breaks before torch looks whether it lives."""
 
     def batches() -> Iterator[int]:

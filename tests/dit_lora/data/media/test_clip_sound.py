@@ -23,9 +23,7 @@ from dit_lora.data.synthetic.tones import SAMPLE_RATE, make_tone
 WANTED = SoundFormat(16_000, 2)
 
 
-def read(
-    path: Path, how: SoundFormat = WANTED, *, frames: int = 8, start: float = 0.0
-) -> np.ndarray:
+def read(path: Path, how: SoundFormat = WANTED, *, frames: int = 8, start: float = 0.0) -> np.ndarray:
     sound = read_sound(MediaFile(path), how, frames=frames, fps=FPS, start=start)
     assert sound.dtype is torch.float32
     assert sound.shape == (how.channels, round(frames / FPS * how.rate))
@@ -258,8 +256,7 @@ def test_the_tone_of_a_shape_goes_with_its_movement(shape: str) -> None:
     assert rising.waveform.shape == (2, 2 * SAMPLE_RATE)
     pitches = {
         name: [
-            pitch(sound.waveform.sum(0)[piece].numpy(), SAMPLE_RATE)
-            for piece in (slice(0, 4410), slice(-4410, None))
+            pitch(sound.waveform.sum(0)[piece].numpy(), SAMPLE_RATE) for piece in (slice(0, 4410), slice(-4410, None))
         ]
         for name, sound in (("up", rising), ("down", falling))
     }

@@ -55,20 +55,14 @@ def damage(data: bytes, chance: random.Random) -> bytes:
         if kind <= 2:
             damaged_data[offset] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
         elif kind == 3:
-            damaged_data[offset : offset + 4] = chance.choice(
-                (bytes(4), b"\xff" * 4, b"\x7f\xff\xff\xff")
-            )
+            damaged_data[offset : offset + 4] = chance.choice((bytes(4), b"\xff" * 4, b"\x7f\xff\xff\xff"))
         elif kind == 4:
             del damaged_data[offset : offset + chance.randrange(1, 40)]
         else:
             damaged_data[offset:offset] = damaged_data[max(0, offset - 40) : offset]
         if not damaged_data:
             break
-    return bytes(
-        damaged_data[
-            : chance.choice((len(damaged_data), len(damaged_data), len(damaged_data) // 2))
-        ]
-    )
+    return bytes(damaged_data[: chance.choice((len(damaged_data), len(damaged_data), len(damaged_data) // 2))])
 
 
 def check(path: Path) -> None:

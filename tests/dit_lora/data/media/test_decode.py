@@ -31,9 +31,7 @@ def moving() -> np.ndarray:
     big = np.asarray(Image.fromarray(rough).resize((3 * WIDTH, 3 * HEIGHT)))
     left_edges = [round(WIDTH * (1 + np.sin(k / 9))) for k in range(COUNT)]
     top = [round(HEIGHT * (1 + np.cos(k / 13))) for k in range(COUNT)]
-    return np.stack(
-        [big[y : y + HEIGHT, x : x + WIDTH] for x, y in zip(left_edges, top, strict=True)]
-    )
+    return np.stack([big[y : y + HEIGHT, x : x + WIDTH] for x, y in zip(left_edges, top, strict=True)])
 
 
 def encode(path: Path, codec: str, options: dict[str, str], ticks: list[int]) -> Path:
@@ -94,9 +92,7 @@ def from_the_beginning(path: Path, wanted: RegularTimes) -> list[np.ndarray]:
     frames: list[np.ndarray] = []
     for nearest_frame in iter_nearest_frames(MediaFile(path), wanted, should_seek=False):
         frames += [
-            scale_to_cover(
-                *to_upright_image(nearest_frame.frame, nearest_frame.pixel_aspect), HEIGHT, WIDTH
-            )
+            scale_to_cover(*to_upright_image(nearest_frame.frame, nearest_frame.pixel_aspect), HEIGHT, WIDTH)
         ] * nearest_frame.num_times
     return frames
 
@@ -104,18 +100,14 @@ def from_the_beginning(path: Path, wanted: RegularTimes) -> list[np.ndarray]:
 def check_equal(path: Path, tries: int) -> None:
     """Windows at random places, on frames and between them, with the first and the last ones."""
     chance = random.Random(0)
-    last_time = RegularTimes(
-        1, 8.0, (COUNT - 0.7) / FPS
-    )  # nearest to the last frame, though after it
+    last_time = RegularTimes(1, 8.0, (COUNT - 0.7) / FPS)  # nearest to the last frame, though after it
     for times in (last_time, RegularTimes(5, 8.0), RegularTimes(20, 30.0)):
         check_window(path, times)
     starts = [1e-9, 0.8, 1.6, (COUNT - 1) / FPS, (COUNT - 1.4) / FPS, 1e3]
     starts += [chance.uniform(0, COUNT / FPS) for _ in range(tries)]
     starts += [chance.randrange(COUNT) / FPS for _ in range(tries)]
     for start in starts:
-        times = RegularTimes(
-            *chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start
-        )
+        times = RegularTimes(*chance.choice([(1, 8.0), (5, 8.0), (3, 24.0), (9, 30.0), (2, 60.0)]), start)
         check_window(path, times)
 
 
@@ -139,9 +131,7 @@ def check_window(path: Path, wanted: RegularTimes) -> None:
     ("kind", "threads"),
     [*((kind, 1) for kind in FILES), ("short groups", 2), ("open groups", 2), ("webm", 2)],
 )
-def test_a_window_holds_what_decoding_from_the_beginning_gives(
-    tmp_path: Path, kind: str, threads: int
-) -> None:
+def test_a_window_holds_what_decoding_from_the_beginning_gives(tmp_path: Path, kind: str, threads: int) -> None:
     name, codec, options, ticks = FILES[kind]
     path = encode(tmp_path / name, codec, options, ticks)
     before = torch.get_num_threads()
@@ -163,9 +153,7 @@ def test_files_that_mislead_the_search_are_decoded_from_the_beginning(tmp_path: 
     check_equal(remux(full_clip, tmp_path / "headless.mkv", skip=10), tries=3)
 
 
-def test_a_window_decodes_little_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_decodes_little_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the key frame before it on, to one frame past the last."""
     path = encode(tmp_path / "a.mp4", "libx264", x264("keyint=24:bframes=3:b-adapt=0"), EVEN)
     positions: list[float] = []
@@ -188,9 +176,7 @@ def test_key_frames_are_found_in_many_kinds_of_files(tmp_path: Path, kind: str) 
     name, codec, options, ticks = FILES[kind]
     path = encode(tmp_path / name, codec, options, ticks)
     for start in (0.0, 0.8, 1.7, 2.5):
-        nearest_frames = list(
-            iter_nearest_frames(MediaFile(path), RegularTimes(4, 8.0, start), should_seek=True)
-        )
+        nearest_frames = list(iter_nearest_frames(MediaFile(path), RegularTimes(4, 8.0, start), should_seek=True))
         assert sum(warning.num_times for warning in nearest_frames) == 4
 
 

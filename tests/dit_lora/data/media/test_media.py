@@ -64,9 +64,7 @@ def test_other_bytes_are_of_no_kind(head: bytes) -> None:
     assert detect_suffix(head) is None
 
 
-def test_a_file_is_itself_by_its_place_and_stamp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_itself_by_its_place_and_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another file behind a link is told apart, even of the same size and time."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()

@@ -40,9 +40,7 @@ def playlist(port: int) -> bytes:
 def manifest(port: int) -> bytes:
     """DASH."""
     base = f"<BaseURL>http://127.0.0.1:{port}/a.mp4</BaseURL>"
-    period = (
-        f'<Period><AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1">{base}'
-    )
+    period = f'<Period><AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1">{base}'
     end = "</Representation></AdaptationSet></Period></MPD>"
     return f'<?xml version="1.0"?><MPD type="static" mediaPresentationDuration="PT9S">{period}{end}'.encode()
 
@@ -130,9 +128,7 @@ def test_media_are_opened_in_one_place() -> None:
             ):
                 continue
             num_calls += 1
-            if path.name != "opened.py" and [
-                ast.unparse(argument) for argument in node.args[1:]
-            ] != ["'w'"]:
+            if path.name != "opened.py" and [ast.unparse(argument) for argument in node.args[1:]] != ["'w'"]:
                 offenders.append(f"{path.relative_to(LIBRARY)}:{node.lineno}")
     assert num_calls > 3
     assert not offenders
@@ -162,9 +158,7 @@ def test_the_audit_and_training_have_one_limit_of_pixels(
         read_frames(media, frames=1, height=16, width=16, fps=8)
 
 
-def test_the_audit_and_training_have_one_limit_of_frames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_audit_and_training_have_one_limit_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     media = clip(tmp_path)
     monkeypatch.setattr(opened, "MAX_FRAMES", 7)
     assert [fault.words[:19] for fault in probe_file(media).faults] == ["more than 7 frames "]
@@ -187,11 +181,7 @@ def png(rows: int, *, bits: int = 8, colour: int = 2, interlaced: bool = False) 
             (1, 0, 2, 2),
             (0, 1, 1, 2),
         )
-        lengths = [
-            len(range(x, width, dx)) * line // width
-            for x, y, dx, dy in starts
-            for _ in range(y, height, dy)
-        ]
+        lengths = [len(range(x, width, dx)) * line // width for x, y, dx, dy in starts for _ in range(y, height, dy)]
     else:
         lengths = [line] * height
     kept_lengths = lengths[:rows]
@@ -199,16 +189,12 @@ def png(rows: int, *, bits: int = 8, colour: int = 2, interlaced: bool = False) 
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         full_chunk = kind + content
-        return (
-            struct.pack(">I", len(content)) + full_chunk + struct.pack(">I", zlib.crc32(full_chunk))
-        )
+        return struct.pack(">I", len(content)) + full_chunk + struct.pack(">I", zlib.crc32(full_chunk))
 
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, interlaced)
     palette = chunk(b"PLTE", noise.bytes(3 * 2**bits)) if colour == 3 else b""
     packed = zlib.compress(data)
-    pixels = b"".join(
-        chunk(b"IDAT", packed[offset : offset + 1000]) for offset in range(0, len(packed), 1000)
-    )
+    pixels = b"".join(chunk(b"IDAT", packed[offset : offset + 1000]) for offset in range(0, len(packed), 1000))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + pixels + chunk(b"IEND", b"")
 
 
@@ -261,14 +247,10 @@ def saved(format: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_an_image_with_rows_missing_is_refused_by_the_audit_and_by_training(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_image_with_rows_missing_is_refused_by_the_audit_and_by_training(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(TORN[name])
     assert [fault.code for fault in probe_file(MediaFile(tmp_path / name)).faults] == ["truncated"]
-    with pytest.raises(
-        ClipError, match=rf"{name}: cannot be decoded to its end: the image is trunc"
-    ):
+    with pytest.raises(ClipError, match=rf"{name}: cannot be decoded to its end: the image is trunc"):
         read_frames(tmp_path / name, frames=1, height=16, width=16, fps=None)
 
 

@@ -70,9 +70,7 @@ def test_every_format_that_pillow_reads_gives_pillows_pixels(tmp_path: Path, for
 
 @pytest.mark.parametrize("orientation", [2, 5, 6, 8])
 @pytest.mark.parametrize("format", ["png", "jpg", "webp", "tif", "lzw.tif", "avif"])
-def test_size_and_pixels_are_turned_by_the_same_reading(
-    tmp_path: Path, format: str, orientation: int
-) -> None:
+def test_size_and_pixels_are_turned_by_the_same_reading(tmp_path: Path, format: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options: dict[str, Any] = {"compression": "tiff_lzw"} if "lzw" in format else {}

@@ -55,13 +55,9 @@ def test_of_a_video_a_reference_is_the_frame_at_its_samples_start(tmp_path: Path
     video = torch.arange(8, dtype=torch.uint8).view(8, 1, 1, 1) * 30
     write_video(tmp_path / "a.mp4", video.expand(8, 32, 48, 3).contiguous(), 8)
     media = MediaFile(tmp_path / "a.mp4")
-    first_picture, second_picture = (
-        read_reference(media, None, 8.0, start) for start in (0.0, 0.5)
-    )
+    first_picture, second_picture = (read_reference(media, None, 8.0, start) for start in (0.0, 0.5))
     assert first_picture.shape == second_picture.shape == (1, 3, 32, 48)
-    assert [
-        round(picture.float().mean().item() / 30) for picture in (first_picture, second_picture)
-    ] == [
+    assert [round(picture.float().mean().item() / 30) for picture in (first_picture, second_picture)] == [
         0,
         4,
     ]
@@ -85,9 +81,7 @@ def test_a_videos_pixels_are_square_in_a_reference(tmp_path: Path) -> None:
     assert read_reference(MediaFile(tmp_path / "a.mkv"), None, None).shape == (1, 3, 48, 48)
 
 
-def test_references_that_cannot_be_read_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torn_file, bomb, text_file = (
         tmp_path / "torn.png",
         tmp_path / "bomb.png",
@@ -213,18 +207,14 @@ def test_a_mask_is_scaled_and_cropped_as_its_sample(tmp_path: Path) -> None:
         (Image.fromarray(np.eye(4, 32, dtype=np.uint8) * 255), False, "is cropped away"),
     ],
 )
-def test_a_mask_that_leaves_nothing_is_refused(
-    tmp_path: Path, image: Image.Image, alpha: bool, why: str
-) -> None:
+def test_a_mask_that_leaves_nothing_is_refused(tmp_path: Path, image: Image.Image, alpha: bool, why: str) -> None:
     with pytest.raises(ClipError, match=rf"a\.png: .*{why}, so that nothing of the sample would"):
         mask_of(saved(image, tmp_path / "a.png"), alpha=alpha)
 
 
 def test_masks_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     stream = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40), np.uint8)).save(
-        stream, "png"
-    )
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40), np.uint8)).save(stream, "png")
     (tmp_path / "torn.png").write_bytes(stream.getvalue()[:900])
     (tmp_path / "a.mp4").write_bytes(b"video")
     saved(Image.new("F", (8, 4), 0.5), tmp_path / "float.tif")

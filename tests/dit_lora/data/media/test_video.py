@@ -26,9 +26,7 @@ def numbered(path: Path, times_ms: list[int], height: int = 32, width: int = 48)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv444p"
         stream.codec_context.time_base = Fraction(1, 1000)
         for k, time in enumerate(times_ms):
-            frame = av.VideoFrame.from_ndarray(
-                np.full((height, width, 3), 8 * k, np.uint8), format="rgb24"
-            )
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 8 * k, np.uint8), format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -61,9 +59,7 @@ def test_a_clip_that_starts_late_counts_from_its_first_frame(tmp_path: Path) -> 
 def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) -> None:
     path = numbered(tmp_path / "a.mp4", [0, 125, 250, 375])
     read_frames(path, frames=4, height=32, width=48, fps=8)
-    with pytest.raises(
-        ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it gives at most 4"
-    ):
+    with pytest.raises(ClipError, match=r"a\.mp4: too short: 5 frames at 8 fps .* it gives at most 4"):
         read_frames(path, frames=5, height=32, width=48, fps=8)
     header = read_header(path)
     assert find_shortage(header, frames=4, fps=8) is None
@@ -71,9 +67,7 @@ def test_the_last_frame_serves_for_its_own_time_but_no_longer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 32), (32, 64), (48, 48)])
-def test_the_aspect_is_kept_and_the_centre_is_cropped(
-    tmp_path: Path, height: int, width: int
-) -> None:
+def test_the_aspect_is_kept_and_the_centre_is_cropped(tmp_path: Path, height: int, width: int) -> None:
     """A disc in the middle stays a disc in the middle."""
     y, x = np.mgrid[:96, :144]
     disc = ((y - 47.5) ** 2 + (x - 71.5) ** 2 < 20**2)[..., None] * np.full(3, 255, np.uint8)
@@ -102,9 +96,7 @@ def test_colours_keep_their_channels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "tag"), [(1280, 1), (96, 5)])
-def test_written_colours_are_tagged_with_the_matrix_that_players_assume(
-    tmp_path: Path, width: int, tag: int
-) -> None:
+def test_written_colours_are_tagged_with_the_matrix_that_players_assume(tmp_path: Path, width: int, tag: int) -> None:
     """The tags 1 and 5 are BT.709 and BT.601 (ITU-T H.273); 219 levels of luma of pure green are 0.7152 or 0.587."""
     green = torch.tensor([0, 255, 0], dtype=torch.uint8).expand(2, 64, width, 3)
     write_video(tmp_path / "a.mp4", green, 8)
@@ -126,9 +118,7 @@ def remux_turned(path: Path, turned: Path, degrees: int) -> None:
                 target.mux(packet)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "corner"), [(90, "bottom left"), (180, "bottom right"), (270, "top right")]
-)
+@pytest.mark.parametrize(("degrees", "corner"), [(90, "bottom left"), (180, "bottom right"), (270, "top right")])
 def test_a_rotation_flag_is_honoured(tmp_path: Path, degrees: int, corner: str) -> None:
     """The flag says how far to turn the stored picture, counter-clockwise; the blue corner moves."""
     path, rotated_file = tmp_path / "a.mp4", tmp_path / "b.mp4"

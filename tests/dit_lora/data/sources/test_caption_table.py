@@ -34,9 +34,7 @@ def test_other_lines_and_columns_keep_their_bytes(tmp_path: Path) -> None:
         table.write_captions({"b.png": 'a "b"', "deep/c.mp4": "ç"})
     written = (tmp_path / "metadata.jsonl").read_bytes().decode().split("\n")
     assert written[:2] == lines[:2]
-    assert written[2] == (
-        '{"fps": 4, "video": "./b.png", "caption": "a \\"b\\"", "mask": "mask.png"}\r'
-    )
+    assert written[2] == ('{"fps": 4, "video": "./b.png", "caption": "a \\"b\\"", "mask": "mask.png"}\r')
     assert written[3:] == ['{"video": "deep/c.mp4", "caption": "ç"}\r', ""]
     reread = CaptionTable.read(tmp_path)
     assert reread.captions == {"a.mp4": "é kept", "b.png": 'a "b"', "deep/c.mp4": "ç"}
@@ -66,9 +64,7 @@ def test_captions_of_text_files_come_along_into_a_new_table(tmp_path: Path) -> N
         ("README", "no clip and no picture"),
     ],
 )
-def test_a_folder_that_keeps_captions_elsewhere_is_refused(
-    tmp_path: Path, name: str, words: str
-) -> None:
+def test_a_folder_that_keeps_captions_elsewhere_is_refused(tmp_path: Path, name: str, words: str) -> None:
     folder(tmp_path, name, *(["a.mp4"] if "." in name and name != "a.tar" else []))
     with pytest.raises(DitLoraError, match=words):
         CaptionTable.read(tmp_path)
@@ -122,9 +118,7 @@ def put(root: Path, captions: dict[str, str]) -> bytes:
         (b"[1]\r\n", b'[1]\r\n{"file_name": "a.mp4", "text": "new"}\r\n'),
     ],
 )
-def test_an_edit_changes_the_caption_and_no_other_byte(
-    tmp_path: Path, before: bytes, after: bytes
-) -> None:
+def test_an_edit_changes_the_caption_and_no_other_byte(tmp_path: Path, before: bytes, after: bytes) -> None:
     (folder(tmp_path, "a.mp4") / "metadata.jsonl").write_bytes(before)
     assert put(tmp_path, {"a.mp4": "new"}) == after
 
@@ -154,9 +148,7 @@ def test_names_that_are_not_utf8_have_captions_too(tmp_path: Path) -> None:
     assert {clip.id: clip.caption for clip in clips} == {undecodable_name: "made", "ok.mp4": "ok"}
 
 
-def test_a_folder_is_read_again_only_if_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_read_again_only_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder(tmp_path, "a.mp4", "deep/b.mp4")
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path / "deep", tmp_path):

@@ -46,10 +46,7 @@ def scanned(saved: Any, folder: Path, **options: Any) -> Scan:
 
 
 def levels(found: Scan) -> dict[int, list[int]]:
-    return {
-        level(clip.media): [level(reference) for reference in clip.references]
-        for clip in found.clips
-    }
+    return {level(clip.media): [level(reference) for reference in clip.references] for clip in found.clips}
 
 
 IMAGES = [picture(10), picture(11), None]
@@ -57,9 +54,7 @@ LISTS = [[picture(20), picture(21)], [], [picture(22)]]
 
 
 def test_a_column_holds_a_picture_or_a_list_of_them(tmp_path: Path) -> None:
-    dataset = a_dataset(
-        first=(datasets.Image(), IMAGES), references=(datasets.List(datasets.Image()), LISTS)
-    )
+    dataset = a_dataset(first=(datasets.Image(), IMAGES), references=(datasets.List(datasets.Image()), LISTS))
     assert levels(scanned(dataset, tmp_path / "a", reference_columns=["references"])) == {
         0: [20, 21],
         1: [],
@@ -100,15 +95,11 @@ def test_chosen_rows_have_their_own_references(tmp_path: Path) -> None:
 
 def test_cells_of_a_list_are_told_apart(tmp_path: Path) -> None:
     """Each has a place of its own, survives pickling, and is hashed by its bytes; nothing is written."""
-    scan_result = scanned(
-        a_dataset(references=(datasets.List(datasets.Image()), LISTS)), tmp_path / "a"
-    )
+    scan_result = scanned(a_dataset(references=(datasets.List(datasets.Image()), LISTS)), tmp_path / "a")
     assert not [file for file in (tmp_path / "a").iterdir() if file.name.startswith("cache-")]
     references = [reference for clip in scan_result.clips for reference in clip.references]
     assert (
-        len({reference.location for reference in references})
-        == len({reference.name for reference in references})
-        == 3
+        len({reference.location for reference in references}) == len({reference.name for reference in references}) == 3
     )
     assert [reference.get_stamp()[0] for reference in references] == [
         len(read_bytes(reference)) for reference in references
@@ -126,16 +117,12 @@ def test_a_mask_column_is_no_medium_and_a_row_may_have_none(tmp_path: Path) -> N
     masks = [picture(200), None, picture(201)]
     dataset = a_dataset(mask=(datasets.Image(), masks)).select_columns(["mask", "target", "text"])
     scan_result = scanned(dataset, tmp_path, mask_column="mask")
-    mask_levels = {
-        level(clip.media): clip.mask and level(clip.mask.media) for clip in scan_result.clips
-    }
+    mask_levels = {level(clip.media): clip.mask and level(clip.mask.media) for clip in scan_result.clips}
     assert mask_levels == {0: 200, 1: None, 2: 201}
     assert not scan_result.problems
 
 
-def test_cells_that_cannot_be_read_refuse_their_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_that_cannot_be_read_refuse_their_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing_file = {"bytes": None, "path": str(tmp_path / "gone.png")}
     text_cell = {"bytes": b"words, " * 50, "path": None}
     lists = [[picture(1), missing_file], [None, picture(2)], [picture(3), text_cell]]
@@ -152,8 +139,7 @@ def test_cells_that_cannot_be_read_refuse_their_sample(
             "reference_missing",
         ): f"its reference: no such file: {missing_file['path']}",
         ("00000000.png", "mask_missing"): f"its mask: no such file: {missing_file['path']}",
-        ("00000001.png", "reference_missing"): "its reference 1 is empty, and there are others "
-        "behind it",
+        ("00000001.png", "reference_missing"): "its reference 1 is empty, and there are others behind it",
         ("00000002.png", "not_media"): "its reference: its bytes are no video or image of a format "
         "known here: b'words, w' ...",
         ("00000002.png", "empty_file"): "its mask: it has no bytes",

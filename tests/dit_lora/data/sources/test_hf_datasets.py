@@ -40,9 +40,7 @@ def a_dataset(**columns: Any) -> Any:
 
 
 def labelled() -> Any:
-    return a_dataset(
-        fine=(datasets.ClassLabel(names=["red fox", "a/b", "tench, Tinca tinca"]), [2, 0, 1])
-    )
+    return a_dataset(fine=(datasets.ClassLabel(names=["red fox", "a/b", "tench, Tinca tinca"]), [2, 0, 1]))
 
 
 @pytest.fixture
@@ -80,9 +78,7 @@ def test_the_column_that_the_recipe_names_is_taken(read: Callable[..., list[Clip
     dataset = a_dataset(text=(text, ["a", "b", "c"]), short=(text, ["d", "e", "f"]))
     assert [clip.caption for clip in read(dataset, caption_column="short")] == ["d", "e", "f"]
     data = {"path": "unused", "caption_column": "long"}
-    with pytest.raises(
-        DitLoraError, match=r"no column of text or classes among long; it has picture"
-    ):
+    with pytest.raises(DitLoraError, match=r"no column of text or classes among long; it has picture"):
         read(dataset.select([0, 1]), caption_column=data["caption_column"])
 
 
@@ -94,9 +90,7 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
     second_clips = read_clips(data, tmp_path / "cache")
     assert second_clips == first_clips
     assert [clip.id for clip in first_clips] == ["00000000.png", "00000001.png", "00000002.tiff"]
-    assert [clip.media.get_stamp()[0] for clip in first_clips] == [
-        len(read_bytes(c.media)) for c in first_clips
-    ]
+    assert [clip.media.get_stamp()[0] for clip in first_clips] == [len(read_bytes(c.media)) for c in first_clips]
     pickled = pickle.dumps(second_clips)
     assert str(tmp_path / "saved").encode() in pickled  # by the files' paths
     for clip, unpickled in zip(first_clips, pickle.loads(pickled), strict=True):
@@ -109,15 +103,11 @@ def test_cells_are_read_in_place(tmp_path: Path, read: Callable[..., list[Clip]]
     assert not (tmp_path / "cache").exists()
 
 
-def test_another_dataset_in_the_same_folder_is_another_place(
-    tmp_path: Path, read: Callable[..., list[Clip]]
-) -> None:
+def test_another_dataset_in_the_same_folder_is_another_place(tmp_path: Path, read: Callable[..., list[Clip]]) -> None:
     first_clips = read(labelled())
     shutil.rmtree(tmp_path / "saved")
     second = read(labelled().map(lambda row: {**row, "note": "other"}))
-    assert not {clip.media.location for clip in first_clips} & {
-        clip.media.location for clip in second
-    }
+    assert not {clip.media.location for clip in first_clips} & {clip.media.location for clip in second}
 
 
 def test_chosen_rows_are_those_of_the_dataset() -> None:
@@ -141,9 +131,7 @@ def test_videos_are_read_without_a_decoder_of_the_datasets_package(
         "clip": [{"bytes": path.read_bytes(), "path": None} for path in paths],
         "prompt": ["one", "two"],
     }
-    features = datasets.Features(
-        first=datasets.Image(), clip=datasets.Video(), prompt=datasets.Value("string")
-    )
+    features = datasets.Features(first=datasets.Image(), clip=datasets.Video(), prompt=datasets.Value("string"))
     dataset = datasets.Dataset.from_dict(rows, features=features)
     options = {"frames": 3, "fps": 8.0}
     clips = read(dataset, **options, image_column="first")
@@ -152,9 +140,7 @@ def test_videos_are_read_without_a_decoder_of_the_datasets_package(
         ("00000001.mp4", "two"),
     ]
     for clip, path in zip(clips, paths, strict=True):
-        pictures = [
-            read_frames(media, frames=3, height=24, width=32, fps=8) for media in (clip.media, path)
-        ]
+        pictures = [read_frames(media, frames=3, height=24, width=32, fps=8) for media in (clip.media, path)]
         assert torch.equal(*pictures)
     assert clips[0].image is not None
     assert read_bytes(clips[0].image) == png["bytes"]
@@ -176,9 +162,7 @@ def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
         {"bytes": png, "path": "x.png"},
         {"bytes": png, "path": "x.png"},
     ]
-    features = datasets.Features(
-        image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])
-    )
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
     labels = [0, 0, 0, 0, 0, -1, None]
     dataset = datasets.Dataset.from_dict({"image": cells, "label": labels}, features=features)
     scan_result = found_in(dataset)
@@ -194,9 +178,7 @@ def test_everything_wrong_with_rows_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dataset_of_the_hub_names_no_file_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_of_the_hub_names_no_file_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that was downloaded with it is read; a cell too large for the memory is not."""
     monkeypatch.setattr(media, "MAX_BYTES", 100)
     downloaded = Path(datasets.config.HF_DATASETS_CACHE) / "x.png"
@@ -240,13 +222,9 @@ def test_the_column_of_first_images_is_not_what_is_trained_on() -> None:
 
 
 def test_decoded_arrays_are_refused() -> None:
-    features = datasets.Features(
-        pixels=datasets.Array3D((2, 2, 3), "uint8"), text=datasets.Value("string")
-    )
+    features = datasets.Features(pixels=datasets.Array3D((2, 2, 3), "uint8"), text=datasets.Value("string"))
     rows = {"pixels": [[[[0, 0, 0]] * 2] * 2], "text": ["x"]}
-    with pytest.raises(
-        DitLoraError, match=r"pixels \(Array3D\), text \(Value\)\. Arrays of pixels"
-    ):
+    with pytest.raises(DitLoraError, match=r"pixels \(Array3D\), text \(Value\)\. Arrays of pixels"):
         found_in(datasets.Dataset.from_dict(rows, features=features))
 
 
@@ -262,9 +240,7 @@ def test_the_split_called_train_is_taken_and_others_need_a_choice(
         read_clips(DataConfig(path=str(tmp_path / "odd"), height=24, width=16), tmp_path / "cache")
 
 
-def test_a_dataset_without_images_or_captions_is_refused(
-    read: Callable[..., list[Clip]], tmp_path: Path
-) -> None:
+def test_a_dataset_without_images_or_captions_is_refused(read: Callable[..., list[Clip]], tmp_path: Path) -> None:
     with pytest.raises(DitLoraError, match=r"no column of text or classes .*picture \(Image\)"):
         read(a_dataset())
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "texts")

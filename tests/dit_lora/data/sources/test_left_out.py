@@ -54,9 +54,7 @@ def test_pictures_that_a_table_does_not_list_are_counted(tmp_path: Path) -> None
     write(tmp_path, "a.png", "mask.png", "new.png", "sub/new.mp4", "b.heic", "masks/a.png")
     write_table(tmp_path, {"file_name": "./a.png", "text": "a", "mask": "mask.png"})
     unlisted, unread = notes(tmp_path)
-    assert (
-        "3 files are left out: metadata.jsonl does not list them: masks/a.png, new.png" in unlisted
-    )
+    assert "3 files are left out: metadata.jsonl does not list them: masks/a.png, new.png" in unlisted
     assert "1 .heic" in unread
     # A folder of masks is no folder of samples, and one in data.media may serve many tables.
     unlisted = notes(tmp_path, mask_folder=str(tmp_path / "masks"))[0]
@@ -109,9 +107,7 @@ def test_near_misses_of_names_are_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
-def test_captions_of_another_encoding_are_refused_with_the_remedy(
-    tmp_path: Path, encoding: str
-) -> None:
+def test_captions_of_another_encoding_are_refused_with_the_remedy(tmp_path: Path, encoding: str) -> None:
     write(tmp_path, "a.png")
     (tmp_path / "a.txt").write_bytes("ein größeres Café".encode(encoding))
     name = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}[encoding]

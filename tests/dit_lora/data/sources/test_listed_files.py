@@ -28,9 +28,7 @@ def write_jsonl(folder: Path, rows: list[dict]) -> None:
     (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
 
 
-def test_a_list_names_files_below_its_folder_alone(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_list_names_files_below_its_folder_alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Others are refused by name, first images too; an absolute name may say the folder itself."""
     outside_file = tmp_path_factory.mktemp("other") / "c.mp4"
     outside_file.write_bytes(b"video")
@@ -52,9 +50,7 @@ def test_a_list_names_files_below_its_folder_alone(
     assert problems == [(name, "unsafe_path") for name in (*names, "sub/f.mp4")]
     assert f"../../a.mp4 leads out of {table_folder}" in scan_result.problems[-1].message
     media_paths = {clip.id: clip.media.location for clip in scan_result.clips}
-    assert media_paths == {
-        name: str(table_folder / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")
-    }
+    assert media_paths == {name: str(table_folder / name) for name in ("d.mp4", "link/c.mp4", "e.mp4")}
     assert all(clip.media.exists() for clip in scan_result.clips)
 
 
@@ -67,17 +63,13 @@ def test_media_is_the_folder_that_the_files_of_a_list_are_below(
         (lists / listing).write_text(f"a.mp4\n{folder}/sub/b.mp4\n../x.mp4\n")
         (lists / "prompts.txt").write_text("one\ntwo\nthree\n")
     else:
-        (lists / listing).write_text(
-            f"file_name,text\na.mp4,one\n{folder}/sub/b.mp4,two\n../x.mp4,three\n"
-        )
+        (lists / listing).write_text(f"file_name,text\na.mp4,one\n{folder}/sub/b.mp4,two\n../x.mp4,three\n")
     scan_result = scan_sources(config(lists, media=str(folder)))
     assert [(clip.id, clip.caption) for clip in scan_result.clips] == [
         ("a.mp4", "one"),
         ("sub/b.mp4", "two"),
     ]
-    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
-        ("../x.mp4", "unsafe_path")
-    ]
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [("../x.mp4", "unsafe_path")]
 
 
 def test_media_without_a_list_is_refused(folder: Path) -> None:
@@ -93,9 +85,7 @@ def test_names_that_no_file_system_takes_are_missing_files(folder: Path) -> None
     rows = [{"file_name": name, "text": "x", "first": name} for name in names]
     write_jsonl(folder, rows)
     scan_result = scan_sources(config(folder, image_column="first"))
-    assert {(finding.file, finding.code) for finding in scan_result.problems} == {
-        (name, "missing") for name in names
-    }
+    assert {(finding.file, finding.code) for finding in scan_result.problems} == {(name, "missing") for name in names}
 
 
 @pytest.mark.parametrize(
@@ -116,9 +106,7 @@ def test_a_caption_that_cannot_be_trained_on_is_refused_from_every_source(
     assert [(finding.file, finding.code) for finding in scan_result.problems] == [("a.mp4", code)]
     source = SourceConfig(path=str(folder / "sub"), caption=caption)
     scan_result = scan_sources(DataConfig(sources=(source,), height=32, width=48))
-    assert [(finding.file, finding.code) for finding in scan_result.problems] == [
-        ("sub/b.mp4", code)
-    ]
+    assert [(finding.file, finding.code) for finding in scan_result.problems] == [("sub/b.mp4", code)]
     if code == "caption_long":
         (folder / "metadata.jsonl").unlink()
         (folder / "a.txt").write_text(caption * 4)

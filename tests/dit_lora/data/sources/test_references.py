@@ -47,17 +47,11 @@ def write_rows(root: Path, layout: str, rows: list[dict[str, Any]]) -> None:
 
 def references(found: Scan) -> dict[str, list[str]]:
     """The bytes of each clip's references, which are the names that they were written under."""
-    return {
-        clip.id: [read_bytes(reference).decode() for reference in clip.references]
-        for clip in found.clips
-    }
+    return {clip.id: [read_bytes(reference).decode() for reference in clip.references] for clip in found.clips}
 
 
 def masks(clips: list[Clip]) -> dict[str, tuple[str, bool] | None]:
-    return {
-        clip.id: (read_bytes(clip.mask.media).decode(), clip.mask.alpha) if clip.mask else None
-        for clip in clips
-    }
+    return {clip.id: (read_bytes(clip.mask.media).decode(), clip.mask.alpha) if clip.mask else None for clip in clips}
 
 
 def problems(found: Scan) -> list[tuple[str, str]]:
@@ -104,9 +98,7 @@ def test_a_cell_may_hold_one_name_and_in_csv_a_list_of_json(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("layout", ["jsonl", "csv", "parquet"])
-def test_columns_of_references_are_read_in_the_order_of_the_recipe(
-    tmp_path: Path, layout: str
-) -> None:
+def test_columns_of_references_are_read_in_the_order_of_the_recipe(tmp_path: Path, layout: str) -> None:
     write_files(tmp_path, *ALL)
     rows = [
         {"file_name": "a.png", "text": "x", "scene": "in/1.png", "face": "in/2.jpg"},
@@ -119,17 +111,10 @@ def test_columns_of_references_are_read_in_the_order_of_the_recipe(
     scan_result = scan_sources(config(tmp_path, reference_columns=["scene", "face"]))
     assert references(scan_result) == {"a.png": ["in/1.png", "in/2.jpg"]}
     assert problems(scan_result) == [("b.png", "reference_missing")]
-    assert (
-        scan_result.problems[0].message
-        == "its reference 1 is empty, and there are others behind it"
-    )
-    with pytest.raises(
-        DitLoraError, match=r"no column for a reference \(reference_columns\); .* low"
-    ):
+    assert scan_result.problems[0].message == "its reference 1 is empty, and there are others behind it"
+    with pytest.raises(DitLoraError, match=r"no column for a reference \(reference_columns\); .* low"):
         scan_sources(config(tmp_path, reference_columns=["low"]))
-    with pytest.raises(
-        DitLoraError, match=r"no column for the mask \(mask_column\); looked for low"
-    ):
+    with pytest.raises(DitLoraError, match=r"no column for the mask \(mask_column\); looked for low"):
         scan_sources(config(tmp_path, mask_column="low"))
 
 
@@ -253,9 +238,7 @@ def test_a_folder_that_cannot_be_meant_is_one_line(pairs: Path) -> None:
 def test_of_a_list_the_folders_may_lie_beside_it(tmp_path: Path) -> None:
     """Only what a list names is a sample; a table's own column of references goes before no folder."""
     write_files(tmp_path, "out/a.png", "low/out/a.jpg", "masks/out/a.png")
-    write_rows(
-        tmp_path, "jsonl", [{"file_name": "out/a.png", "text": "x", "references": "out/a.png"}]
-    )
+    write_rows(tmp_path, "jsonl", [{"file_name": "out/a.png", "text": "x", "references": "out/a.png"}])
     scan_result = scan_sources(config(tmp_path, mask_folder=str(tmp_path / "masks")))
     assert references(scan_result) == {"out/a.png": ["out/a.png"]}
     assert masks(scan_result.clips) == {"out/a.png": ("masks/out/a.png", False)}
@@ -301,9 +284,7 @@ def test_only_some_of_several_sources_have_masks_and_references(pairs: Path) -> 
     assert references(scan_result)["target/3.webp"] == ["source/3.mp4"]
     assert not references(scan_result)["target-2/3.webp"]
     mask_by_clip = masks(scan_result.clips)
-    assert (
-        mask_by_clip["target/3.webp"] is mask_by_clip["clips/v.mp4"] is None
-    )  # a video is learned whole
+    assert mask_by_clip["target/3.webp"] is mask_by_clip["clips/v.mp4"] is None  # a video is learned whole
     assert mask_by_clip["clips/w.png"] == ("clips/w.png", True)
     assert mask_by_clip["target-2/3.webp"] == ("mask/3.png", False)
 
@@ -350,9 +331,7 @@ def test_members_of_a_tar_are_references_and_masks_by_column(tmp_path: Path) -> 
     assert problems(scan_sources(config(tmp_path / "a.tar"))) == [("7", "duplicate_clip")]
 
 
-def test_what_a_tars_sample_lacks_or_has_twice_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_tars_sample_lacks_or_has_twice_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = ["1.jpg", "1.txt"]
     duplicate_names = ["2.jpg", "2.txt", "2.source.jpg", "2.source.png", "2.mask.png", "2.mask.jpg"]
     single_names = ["3.source.jpg"]
@@ -365,9 +344,7 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
     options = {"reference_columns": ["source"], "mask_column": "mask"}
     scan_result = scan_sources(config(tmp_path / "a.tar", **options))
     assert not scan_result.clips
-    message_by_problem = {
-        (finding.file, finding.code): finding.message for finding in scan_result.problems
-    }
+    message_by_problem = {(finding.file, finding.code): finding.message for finding in scan_result.problems}
     assert set(message_by_problem) == {
         ("1.jpg", "reference_missing"),
         ("1.jpg", "mask_missing"),
@@ -377,13 +354,8 @@ def test_what_a_tars_sample_lacks_or_has_twice_is_said(
         ("3", "missing"),
         ("4.jpg", "too_large"),
     }
-    assert (
-        message_by_problem["1.jpg", "mask_missing"]
-        == "it has no mask: there is no .mask.png or the like"
-    )
+    assert message_by_problem["1.jpg", "mask_missing"] == "it has no mask: there is no .mask.png or the like"
     assert message_by_problem["2.jpg", "reference_ambiguous"] == (
         "it has several of one name: .source.jpg, .source.png"
     )
-    assert message_by_problem["4.jpg", "too_large"].startswith(
-        "4.source.jpg: it has 12 bytes, and 9 are read"
-    )
+    assert message_by_problem["4.jpg", "too_large"].startswith("4.source.jpg: it has 12 bytes, and 9 are read")

@@ -62,12 +62,8 @@ def test_line_breaks_in_a_quoted_caption_are_kept(folder: Path) -> None:
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(folder: Path) -> None:
     (folder / "metadata.csv").write_bytes(b"\xef\xbb\xbffile_name,text\r\na.mp4,a horse\r\n")
-    assert [(clip.id, clip.caption) for clip in read_clips(config(folder))] == [
-        ("a.mp4", "a horse")
-    ]
-    (folder / "metadata.jsonl").write_bytes(
-        b'\xef\xbb\xbf{"file_name": "a.mp4", "text": "x"}\r\n\r\n'
-    )
+    assert [(clip.id, clip.caption) for clip in read_clips(config(folder))] == [("a.mp4", "a horse")]
+    (folder / "metadata.jsonl").write_bytes(b'\xef\xbb\xbf{"file_name": "a.mp4", "text": "x"}\r\n\r\n')
     assert [(clip.id, clip.caption) for clip in read_clips(config(folder))] == [("a.mp4", "x")]
 
 
@@ -100,9 +96,7 @@ def test_missing_files_empty_captions_and_doubles_are_listed_at_once(folder: Pat
 
 def test_a_clip_without_its_text_file_has_no_caption(folder: Path) -> None:
     (folder / "a.txt").write_text("a horse")
-    with pytest.raises(
-        DitLoraError, match=r"sub/b\.mp4: it has no caption: there is no sub/b\.txt"
-    ):
+    with pytest.raises(DitLoraError, match=r"sub/b\.mp4: it has no caption: there is no sub/b\.txt"):
         read_clips(config(folder))
 
 
@@ -211,9 +205,7 @@ def test_a_column_of_first_images_is_read_where_it_is_asked_for(folder: Path) ->
 
 
 def test_a_label_of_zero_is_a_caption(folder: Path) -> None:
-    write_jsonl(
-        folder, [{"file_name": "a.mp4", "label": 0}, {"file_name": "sub/b.mp4", "label": 1}]
-    )
+    write_jsonl(folder, [{"file_name": "a.mp4", "label": 0}, {"file_name": "sub/b.mp4", "label": 1}])
     assert [clip.caption for clip in read_clips(config(folder))] == ["0", "1"]
     write_jsonl(folder, [{"file_name": "a.mp4", "label": None}])
     with pytest.raises(DitLoraError, match="it has no caption"):
@@ -296,9 +288,7 @@ def test_ids_of_several_sources_are_theirs_alone_and_stay_when_one_is_added(tmp_
         plain(tmp_path / "y" / "dogs", 1),
     )
     last_folder = plain(tmp_path / "dogs-2", 1)
-    sources = [
-        {"path": path, "caption": path} for path in (first_folder, second_folder, last_folder)
-    ]
+    sources = [{"path": path, "caption": path} for path in (first_folder, second_folder, last_folder)]
     ids = [clip.id for clip in read_clips(several(*sources))]
     assert ids == ["dogs/0.png", "dogs-2/0.png", "dogs-2-2/0.png"]
     for count in (1, 2):
@@ -309,9 +299,7 @@ def test_repeats_and_weights_say_how_often_a_sample_comes(tmp_path: Path) -> Non
     small_source = {"path": plain(tmp_path / "few", 2), "caption": "x", "loss_weight": 0.5}
     large_source = {"path": plain(tmp_path / "many", 5), "caption": "y"}
     clips = read_clips(several({**small_source, "repeats": 3}, large_source))
-    assert [(clip.times_per_epoch, clip.loss_weight) for clip in clips] == [(3, 0.5)] * 2 + [
-        (1, 1)
-    ] * 5
+    assert [(clip.times_per_epoch, clip.loss_weight) for clip in clips] == [(3, 0.5)] * 2 + [(1, 1)] * 5
     # Shares 3 to 1: the five come once, so the two make 15 in an epoch.
     clips = read_clips(several({**small_source, "weight": 3}, {**large_source, "weight": 1}))
     assert [clip.times_per_epoch for clip in clips] == pytest.approx([7.5] * 2 + [1] * 5)

@@ -46,9 +46,7 @@ def test_parquet_is_read_as_the_same_rows_of_jsonl_are(folder: Path) -> None:
     assert [finding.code for finding in scan_result.problems] == ["missing", "caption_missing"]
 
 
-def test_of_parquet_only_the_columns_that_are_needed_are_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_parquet_only_the_columns_that_are_needed_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(folder, [{**row, "thumbnail": b"x"} for row in ROWS])
     from pyarrow import parquet
 
@@ -63,9 +61,7 @@ def test_of_parquet_only_the_columns_that_are_needed_are_read(
     assert requested_columns == [["file_name", "text"]]
 
 
-def test_a_broken_parquet_file_and_a_missing_package_are_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_parquet_file_and_a_missing_package_are_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_parquet(folder, ROWS)
     table.write_bytes(table.read_bytes()[:-20])
     with pytest.raises(DitLoraError, match=r"cannot read .*metadata\.parquet"):

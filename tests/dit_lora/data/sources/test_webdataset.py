@@ -212,9 +212,7 @@ def test_compressed_tars_and_what_is_no_tar_are_named(tmp_path: Path) -> None:
     (tmp_path / "e.tar").write_bytes(b"")
     scan_result = scan_sources(config(tmp_path))
     assert [clip.id for clip in scan_result.clips] == ["a.tar/0.png"]
-    assert codes(scan_result) == [
-        (f"{n}", "unreadable") for n in ("b.tar.gz", "c.tar", "d.tar", "e.tar")
-    ]
+    assert codes(scan_result) == [(f"{n}", "unreadable") for n in ("b.tar.gz", "c.tar", "d.tar", "e.tar")]
     assert "decompress it" in scan_result.problems[0].message
     assert "decompress it" in scan_result.problems[1].message
     assert codes(scan_sources(config(tmp_path / "b.tar.gz"))) == [("b.tar.gz", "unreadable")]
@@ -255,9 +253,7 @@ def test_no_media_is_read_to_index_a_tar(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < num_bytes_read < size / 2
 
 
-def test_an_index_is_kept_until_the_tar_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_kept_until_the_tar_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another column, or another caption, needs no other index."""
     name = "a\udcffb"  # no UTF-8
     members = [(f"{name}.png", b"1"), (f"{name}.txt", b"one"), *pair("../x")]
@@ -282,9 +278,7 @@ def test_an_index_is_kept_until_the_tar_changes(
     assert captions(read_clips(config(path), Path("/dev/null/cache"))) == {"other.png": "a caption"}
 
 
-def test_what_would_not_fit_the_memory_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_not_fit_the_memory_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member is read whole: a few bytes of a tar with holes can promise terabytes."""
     monkeypatch.setattr(media, "MAX_BYTES", 30)
     deep = json.dumps({"text": "x", "more": []}).replace("[]", "[" * 5000 + "]" * 5000)

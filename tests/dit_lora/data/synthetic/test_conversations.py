@@ -69,9 +69,7 @@ def test_answers_are_what_is_seen(conversations: list[Conversation]) -> None:
             "What colour is the shape?": f"{colour.title()}.",
             "What shape is it?": f"A {shape}.",
         }
-        assert {turn.instruction for turn in clip.turns} == {
-            "Watch the video and answer the question."
-        }
+        assert {turn.instruction for turn in clip.turns} == {"Watch the video and answer the question."}
         variants.add((colour, shape, side))
     assert len(variants) == 12
 

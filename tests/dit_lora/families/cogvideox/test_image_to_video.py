@@ -51,9 +51,7 @@ def random_batch(encodings: int = 1 + NOISED) -> dict[str, torch.Tensor]:
     """Three samples of 9x64x96, as the cache keeps them, every value drawn."""
     g = torch.Generator().manual_seed(0)
     mean, logvar = (torch.randn(3, 4, 3, 8, 12, generator=g) for _ in range(2))
-    image_mean, image_logvar = (
-        torch.randn(3, encodings, 4, 1, 8, 12, generator=g) for _ in range(2)
-    )
+    image_mean, image_logvar = (torch.randn(3, encodings, 4, 1, 8, 12, generator=g) for _ in range(2))
     return {
         "latent_mean": mean,
         "latent_logvar": logvar,
@@ -63,27 +61,20 @@ def random_batch(encodings: int = 1 + NOISED) -> dict[str, torch.Tensor]:
     }
 
 
-def losses(
-    checkpoint: Any, batch: dict[str, torch.Tensor], frames: int
-) -> tuple[Recorder, torch.Tensor]:
+def losses(checkpoint: Any, batch: dict[str, torch.Tensor], frames: int) -> tuple[Recorder, torch.Tensor]:
     g = torch.Generator().manual_seed(5)
     model = Recorder(torch.randn(3, frames, 4, 8, 12, generator=g))
     return model, checkpoint.losses(model, batch, RandomStreams(SEED, POSITIONS)).losses
 
 
-def noised_latents(
-    path: Path, batch: dict[str, torch.Tensor], padding: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def noised_latents(path: Path, batch: dict[str, torch.Tensor], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Noisy latents and velocities, (3, padding + 3, 4, 8, 12), by Diffusers' scheduler in fp64."""
     scheduler = CogVideoXDPMScheduler.from_pretrained(path, subfolder="scheduler")
     std = (0.5 * batch["latent_logvar"].double()).exp()
     sample = batch["latent_mean"].double() + std * own_draws((4, 3, 8, 12), "posterior")
     clean = 0.7 * torch.cat([*[sample[:, :, :1]] * padding, sample], 2).transpose(1, 2)
     noise = own_draws((4, padding + 3, 8, 12), "noise").transpose(1, 2)
-    draws = [
-        torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p))
-        for p in POSITIONS
-    ]
+    draws = [torch.randint(0, 1000, (1,), generator=make_generator(SEED, "timestep", p)) for p in POSITIONS]
     timesteps = torch.cat(draws)
     noisy = scheduler.add_noise(clean, noise, timesteps)
     return noisy, scheduler.get_velocity(clean, noise, timesteps)
@@ -129,12 +120,8 @@ def test_the_images_latent_stands_in_the_first_place_with_the_checkpoints_scale(
     picked = [int(torch.randint(1, 1 + NOISED, (1,), generator=g)) if noise else 0 for g in draws]
     assert len(set(picked)) > 1 or not noise
     rows = range(3)
-    mean = torch.stack(
-        [batch["image_latent_mean"][r, k] for r, k in zip(rows, picked, strict=True)]
-    )
-    logvar = torch.stack(
-        [batch["image_latent_logvar"][r, k] for r, k in zip(rows, picked, strict=True)]
-    )
+    mean = torch.stack([batch["image_latent_mean"][r, k] for r, k in zip(rows, picked, strict=True)])
+    logvar = torch.stack([batch["image_latent_logvar"][r, k] for r, k in zip(rows, picked, strict=True)])
     posterior_noise = own_draws((4, 1, 8, 12), "image_posterior")
     latent = mean.double() + (0.5 * logvar.double()).exp() * posterior_noise
     expected = torch.zeros(3, frames, 4, 8, 12, dtype=torch.float64)
@@ -150,9 +137,7 @@ def test_only_1_5_is_given_an_offset_and_it_is_two(tiny_checkpoints: dict[str, P
 
 
 @pytest.mark.parametrize(("variant", "tokens"), [("cogvideox-5b-i2v", 226), ("cogvideox-1.5", 224)])
-def test_captions_are_as_long_as_the_config_says(
-    tiny_checkpoints: dict[str, Path], variant: str, tokens: int
-) -> None:
+def test_captions_are_as_long_as_the_config_says(tiny_checkpoints: dict[str, Path], variant: str, tokens: int) -> None:
     encode = open_checkpoint(tiny_checkpoints[variant]).load_text_encoder(torch.float32, CPU)
     assert encode(["a"])["prompt_embeds"].shape == (1, tokens, 32)
 
@@ -191,9 +176,7 @@ def frames_and_image() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(
-    tiny_checkpoints: dict[str, Path], own: bool
-) -> None:
+def test_the_cache_holds_a_clean_encoding_and_four_noised_ones(tiny_checkpoints: dict[str, Path], own: bool) -> None:
     """Of the clip's own image or its first frame; the noise is on pixels, and the same at every encoding."""
     path = tiny_checkpoints["cogvideox-1.5-i2v"]
     pixels, image = frames_and_image()
@@ -252,9 +235,7 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
         encoder(pixels)
         images = encoder_inputs[:-1]  # the last is the clip itself, of one frame
         noise = [(image - images[0]).double() for image in images[1:]]
-        assert all(
-            abs(tensor.mean() / tensor.std()) < 4 / tensor.numel() ** 0.5 for tensor in noise
-        )
+        assert all(abs(tensor.mean() / tensor.std()) < 4 / tensor.numel() ** 0.5 for tensor in noise)
         logs += [tensor.std().log() for tensor in noise]
     log_sigma = torch.stack(logs)
     assert len(log_sigma) == 40 * NOISED
@@ -263,9 +244,7 @@ def test_image_noise_has_a_scale_of_exp_of_a_normal_draw_at_minus_three(
 
 
 @pytest.fixture
-def image_recipe(
-    recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path]
-) -> dict[str, Any]:
+def image_recipe(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path]) -> dict[str, Any]:
     recipe_values["model"]["path"] = str(tiny_checkpoints["cogvideox-5b-i2v"])
     recipe_values["data"] |= {"height": 64, "width": 96}
     return recipe_values
@@ -286,9 +265,7 @@ def test_the_options_of_a_recipe_reach_the_checkpoint(image_recipe: dict[str, An
 
 def test_prompts_without_their_first_images_are_refused(image_recipe: dict[str, Any]) -> None:
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png"]}
-    message = (
-        r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
-    )
+    message = r"validation\.images: give one first image a prompt; got 1 for 2 in validation\.prompts"
     with pytest.raises(DitLoraError, match=message):
         for_recipe(image_recipe)
     image_recipe["validation"] |= {"prompts": ["a", "b"], "images": ["a.png", "b.png"]}
@@ -333,15 +310,11 @@ def test_sampling_needs_an_image_exactly_where_the_model_starts_from_one(
     with pytest.raises(DitLoraError, match="is image-to-video: give the first image with --image"):
         open_checkpoint(tiny_checkpoints["cogvideox-5b-i2v"]).generate(None, {}, sampling)
     with pytest.raises(DitLoraError, match=r"starts from no image; leave --image out"):
-        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(
-            None, {}, replace(sampling, image=picture)
-        )
+        open_checkpoint(tiny_checkpoints["cogvideox-1.5"]).generate(None, {}, replace(sampling, image=picture))
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-1.5", "cogvideox-1.5-i2v"])
-def test_a_sample_has_the_frames_asked_for(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, variant: str
-) -> None:
+def test_a_sample_has_the_frames_asked_for(tiny_checkpoints: dict[str, Path], tmp_path: Path, variant: str) -> None:
     """The frame in front is dropped; an image of another size is scaled to cover and cropped."""
     picture = tmp_path / "first.png"
     Image.new("RGB", (300, 100), "red").save(picture)
@@ -372,9 +345,7 @@ def test_from_scratch_changes_what_shapes_and_positions_follow(
         open_checkpoint(path, from_scratch={"in_channels": 8})
 
 
-def test_configs_that_leave_out_what_came_later_are_read(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_configs_that_leave_out_what_came_later_are_read(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """1.0's published files know no patch_size_t and no ofs_embed_dim."""
     import json
 
@@ -392,7 +363,5 @@ def test_configs_that_leave_out_what_came_later_are_read(
     checkpoint = open_checkpoint(path)
     checkpoint.check_shape(VideoShape(9, 64, 96))
     batch = {name: tensor for name, tensor in random_batch().items() if "image" not in name}
-    output = checkpoint.losses(
-        checkpoint.load_transformer(torch.float32), batch, RandomStreams(SEED, POSITIONS)
-    )
+    output = checkpoint.losses(checkpoint.load_transformer(torch.float32), batch, RandomStreams(SEED, POSITIONS))
     assert torch.isfinite(output.losses).all()

@@ -139,9 +139,7 @@ def test_new_classes_need_rows_that_train_and_do_not_decay(values: Values) -> No
     assert opened(values).trained_classes.count == 1006
     groups = values["optim"]["groups"]
     connector = groups.pop("connector")
-    with pytest.raises(
-        DitLoraError, match=r"give optim.groups.connector .* they are\n  - blue disc"
-    ):
+    with pytest.raises(DitLoraError, match=r"give optim.groups.connector .* they are\n  - blue disc"):
         opened(values)
     groups["connector"] = {**connector, "modules": ["proj_out_1.*"]}
     with pytest.raises(DitLoraError, match="their rows of the label tables must train"):
@@ -162,9 +160,7 @@ def test_known_classes_need_no_new_rows(values: Values, tmp_path: Path) -> None:
     checkpoint = opened(values)
     assert checkpoint.trained_classes.count == 1000
     assert checkpoint.index_changes() == {}
-    labels = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))(
-        ["tabby cat", "3", ""]
-    )
+    labels = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))(["tabby cat", "3", ""])
     assert labels["class_labels"].tolist() == [281, 3, 1000]
     assert labels["class_labels"].dtype is torch.int64
 
@@ -208,9 +204,7 @@ def test_new_rows_train_others_stay_and_samples_know_their_names(
         moved = (table[1001:] - stored[name][1000]).abs().amax(1)
         assert (moved > 1e-3).all()
 
-    first_path, second = write_samples(
-        SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2)
-    )
+    first_path, second = write_samples(SampleRequest(folder, ("red disc", "goldfish"), inference_steps=2))
     assert first_path.read_bytes() != second.read_bytes()
     with pytest.raises(DitLoraError, match="has no class 'red dog'"):
         write_samples(SampleRequest(folder, ("red dog",), inference_steps=2))
@@ -249,9 +243,7 @@ def test_a_whole_model_with_new_classes_loads_in_the_stock_pipeline(
     pipeline: Any = DiTPipeline.from_pretrained(folder / "model")
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.transformer.config.num_embeds_ada_norm == 1006
-    assert {name: pipeline.labels[name] for name in NEW} == {
-        name: 1001 + number for number, name in enumerate(NEW)
-    }
+    assert {name: pipeline.labels[name] for name in NEW} == {name: 1001 + number for number, name in enumerate(NEW)}
     assert pipeline.labels["tabby cat"] == 281
     (image,) = pipeline([pipeline.labels["red disc"]], num_inference_steps=2).images
     assert image.size == (32, 32)
@@ -289,9 +281,7 @@ def test_classes_of_a_model_from_scratch_are_the_datas_and_a_lora_adds_one(
         assert torch.equal(table[:6], stored[name][:6])
         assert torch.equal(table[7], stored[name][6])
         assert not torch.equal(table[6], stored[name][6])
-    request = SampleRequest(
-        tmp_path / "added", ("mauve blob",), inference_steps=2, guidance_scale=3.0
-    )
+    request = SampleRequest(tmp_path / "added", ("mauve blob",), inference_steps=2, guidance_scale=3.0)
     (written,) = write_samples(request)
 
     pipeline: Any = ClassPipeline.from_pretrained(model)  # and the same by hand

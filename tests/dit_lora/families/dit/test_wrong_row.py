@@ -117,25 +117,19 @@ def off(state: dict[str, bool]) -> Iterator[None]:
 def difference(checkpoint: Any, model: Any, state: dict[str, bool], size: int) -> Difference | None:
     """What preflight makes of a kernel with this switch, on a micro-batch of that size."""
     g = torch.Generator().manual_seed(3)
-    latent = {
-        name: torch.randn(size, 4, 4, 4, generator=g) for name in ("latent_mean", "latent_logvar")
-    }
+    latent = {name: torch.randn(size, 4, 4, 4, generator=g) for name in ("latent_mean", "latent_logvar")}
     batch: Batch = {**latent, "class_labels": torch.arange(size) * 3}
 
     def forward() -> Any:
         return checkpoint.losses(model, batch, RandomStreams(0, range(size)))
 
     micro_batch = MicroBatch((), 0, 0, 0, batch, forward, lambda _: micro_batch)
-    switch = Fallback(
-        "kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference"
-    )
+    switch = Fallback("kernel:modulate", "kernel", lambda: off(state), lambda: None, "its reference")
     return find_first_difference(switch, lambda: micro_batch.forward().losses, model.train())
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["from scratch", "trained"])
-def test_preflight_names_the_kernel_and_where_it_is_wrong(
-    tiny_checkpoints: dict[str, Path], fresh: bool
-) -> None:
+def test_preflight_names_the_kernel_and_where_it_is_wrong(tiny_checkpoints: dict[str, Path], fresh: bool) -> None:
     """Also in a model from scratch, whose modulations are zero for every sample before the first step."""
     scratch = {} if fresh else None
     config = ModelConfig(family="dit", path=str(tiny_checkpoints["dit-tiny"]), from_scratch=scratch)

@@ -23,15 +23,11 @@ EVERY = (
 )
 
 
-def test_stock_diffusers_reads_what_comfyui_does(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Every linear layer, with alpha's factor in B: both read no `.alpha`."""
     path = tiny_checkpoints["krea2-raw"]
     adapter = trained("krea2", path, tmp_path / "run", alpha=7, targets=EVERY)
-    output_dir = export(
-        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
-    )
+    output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     for name in tensors:

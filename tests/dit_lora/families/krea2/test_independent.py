@@ -15,17 +15,12 @@ CAPTIONS = ("a red disc", "", "a longer caption, of a green square below a blue 
 SHAPE = VideoShape(1, 48, 80)
 
 
-def losses_by_diffusers(
-    path: Path, pixels: torch.Tensor, drawn: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def losses_by_diffusers(path: Path, pixels: torch.Tensor, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of pixels (B, 3, H, W) with all pads in place, as the pipeline would have them."""
     pipe = DiffusionPipeline.from_pretrained(path)
     text, mask = pipe.encode_prompt(list(CAPTIONS))
     posterior = pipe.vae.encode(pixels[:, :, None].float() / 127.5 - 1).latent_dist
-    mean, std = (
-        torch.tensor(pipe.vae.config[n]).view(1, -1, 1, 1, 1)
-        for n in ("latents_mean", "latents_std")
-    )
+    mean, std = (torch.tensor(pipe.vae.config[n]).view(1, -1, 1, 1, 1) for n in ("latents_mean", "latents_std"))
     z = (posterior.mean + posterior.std * drawn["posterior"] - mean) / std
     b, c, _, h, w = z.shape
     z = z.reshape(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, 4 * c)

@@ -70,9 +70,7 @@ def test_pads_in_the_middle_are_cut_to_the_longest_caption(raw: Path) -> None:
     """A caption keeps its tokens in their order, the closing ones behind it; what is between is masked."""
     checkpoint, model = opened(raw), Asked()
     batch = batch_of(checkpoint)
-    lengths = [
-        len(checkpoint.load_text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS
-    ]
+    lengths = [len(checkpoint.load_text_limit().tokenizer(caption).input_ids) for caption in CAPTIONS]
     assert min(lengths) == 0
     assert len(set(lengths)) == 3
     checkpoint.predict(model, noisy_of(batch), torch.full((3,), 500.0), batch)
@@ -212,9 +210,7 @@ def recipe_for(path: Path, values: dict[str, Any], **sections: Any) -> Recipe:
     return parse_recipe({**values, "data": data, "model": model, **sections}, "test")
 
 
-def test_turbo_is_refused_by_name_and_still_samples(
-    raw: Path, turbo: Path, recipe_values: dict[str, Any]
-) -> None:
+def test_turbo_is_refused_by_name_and_still_samples(raw: Path, turbo: Path, recipe_values: dict[str, Any]) -> None:
     """Unless an adapter below undoes the distillation. Turbo samples for Raw, with the same shift at every size."""
     family, recipe = get_family("krea2"), recipe_for(turbo, recipe_values)
     with pytest.raises(DitLoraError, match=r"turbo is step-distilled.*train krea/Krea-2-Raw"):

@@ -96,9 +96,7 @@ def test_the_default_layers_are_attentions_with_its_gate(checkpoint: Any) -> Non
     """The layers are those of 28 blocks and four of the text fusion; the feed-forward's gate is another layer."""
     report, names = attached(checkpoint, checkpoint.lora_targets(FAMILY.lora_targets))
     blocks = [f"transformer_blocks.{i}" for i in range(28)]
-    blocks += [
-        f"text_fusion.{kind}_blocks.{i}" for kind in ("layerwise", "refiner") for i in (0, 1)
-    ]
+    blocks += [f"text_fusion.{kind}_blocks.{i}" for kind in ("layerwise", "refiner") for i in (0, 1)]
     assert names == {f"{block}.attn.{layer}" for block in blocks for layer in ATTENTION}
     assert (report.num_adapted, report.num_parameters) == (160, 25_034_752)
 

@@ -53,9 +53,7 @@ def velocities_by_vendor(
         )
         return self_rope(coords, device=CPU), cross(coords[:, 0:1], device=CPU)
 
-    video_rotary, video_cross_rotary = rotary(
-        model.rope.prepare_video_coords(rows, *grid, CPU, fps=FPS), ""
-    )
+    video_rotary, video_cross_rotary = rotary(model.rope.prepare_video_coords(rows, *grid, CPU, fps=FPS), "")
     sound_rotary, sound_cross_rotary = rotary(
         model.audio_rope.prepare_audio_coords(rows, sound.latents.shape[1], CPU), "audio_"
     )
@@ -129,9 +127,7 @@ def losses_by_diffusers(
     frame = size[3] * size[4]
     if kind == "i2v":
         first_frames = [picture.permute(1, 2, 0).numpy() for picture in pixels[:, 0]]
-        sent = torch.tensor(
-            np.stack([apply_image_conditioning_crf(picture, 33) for picture in first_frames])
-        )
+        sent = torch.tensor(np.stack([apply_image_conditioning_crf(picture, 33) for picture in first_frames]))
         pictures = 2 * (sent.permute(0, 3, 1, 2)[:, :, None] / 255) - 1
         latents = (vae.encode(pictures).latent_dist.mean - mean) / std
         noisy[:, :frame], timestep[:, :frame] = latents.flatten(2).mT, 0
@@ -215,8 +211,7 @@ def test_velocities_and_gradients_are_the_vendors_at_unequal_noise_levels(
     cotangents = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in theirs]
     weights = dict(model.named_parameters())
     our_gradients, their_gradients = (
-        torch.autograd.grad(outputs, list(weights.values()), cotangents)
-        for outputs in (ours, theirs)
+        torch.autograd.grad(outputs, list(weights.values()), cotangents) for outputs in (ours, theirs)
     )
     for actual, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)

@@ -21,9 +21,7 @@ from dit_lora.families.ltx2.layers import SOUND_ATTENTIONS
 from dit_lora.numerics.streams import RandomStreams
 from dit_lora.results.export.export import ExportRequest, export
 
-VARIANTS = pytest.mark.parametrize(
-    "variant", [pytest.param("ltx-2", marks=pytest.mark.thorough), "ltx-2.3"]
-)
+VARIANTS = pytest.mark.parametrize("variant", [pytest.param("ltx-2", marks=pytest.mark.thorough), "ltx-2.3"])
 
 
 class Recorder(torch.nn.Module):
@@ -40,9 +38,7 @@ class Recorder(torch.nn.Module):
 
 @VARIANTS
 @torch.no_grad()
-def test_video_alone_depends_on_no_bit_of_sound(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_video_alone_depends_on_no_bit_of_sound(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """One token of zeros, or many of other values at another time with another text: the same video."""
     checkpoint = opened(tiny_checkpoints[variant])
     model = Recorder(checkpoint.load_transformer(torch.float32))
@@ -84,9 +80,7 @@ def test_text_is_cut_to_the_batchs_longest_where_it_is_masked(
         "encoder_hidden_states": batch["prompt_embeds"],
         "encoder_attention_mask": batch["prompt_attention_mask"],
     }
-    torch.testing.assert_close(
-        model.model(**{**kwargs, **full_text})[0], prediction, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(model.model(**{**kwargs, **full_text})[0], prediction, rtol=1e-5, atol=1e-6)
 
 
 def test_cached_text_depends_on_the_connectors(tiny_checkpoints: dict[str, Path]) -> None:
@@ -113,9 +107,7 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
     """Behind the connectors, without text encoder and connectors; and the calls of one step."""
     checkpoint = opened(tiny_checkpoints[variant])
     sampling = Sampling(NATIVE, 2, guidance, seed=3, fps=FPS)
-    full_pipeline, textless_pipeline = (
-        checkpoint.pipeline(torch.float32, text=text) for text in (True, False)
-    )
+    full_pipeline, textless_pipeline = (checkpoint.pipeline(torch.float32, text=text) for text in (True, False))
     assert textless_pipeline.text_encoder is None
     assert textless_pipeline.connectors is None
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
@@ -128,9 +120,7 @@ def test_samples_of_a_prompts_text_and_of_its_tensors_are_alike(
         pipeline.set_progress_bar_config(disable=True)
         recorded_calls: list[Any] = []
         pipeline.transformer.register_forward_pre_hook(
-            lambda _model, _args, kwargs, recorded_kwargs=recorded_calls: recorded_kwargs.append(
-                kwargs
-            ),
+            lambda _model, _args, kwargs, recorded_kwargs=recorded_calls: recorded_kwargs.append(kwargs),
             with_kwargs=True,
         )
         samples.append(checkpoint.generate(pipeline, conditions, sampling))
@@ -191,9 +181,7 @@ def test_noise_levels_reach_their_limit_at_any_number_of_tokens(
     checkpoint = opened(tiny_checkpoints["ltx-2"])
     gaussian = torch.linspace(-3, 3, 25)
     at_limit, beyond_limit, far_beyond = (
-        checkpoint.objective.compute_sigmas(
-            gaussian, checkpoint.compute_shift(torch.Size([8, 1, 1, tokens]))
-        )
+        checkpoint.objective.compute_sigmas(gaussian, checkpoint.compute_shift(torch.Size([8, 1, 1, tokens])))
         for tokens in (32_768, 65_536, 262_144)
     )
     assert (beyond_limit.diff() > 0).all()
@@ -211,8 +199,7 @@ def test_positions_are_in_seconds(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = opened(path)
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint)
     slow, fast = (
-        replace(checkpoint, fps=fps).losses(model, batch, RandomStreams(0, [0, 1, 2])).losses
-        for fps in (8.0, 24.0)
+        replace(checkpoint, fps=fps).losses(model, batch, RandomStreams(0, [0, 1, 2])).losses for fps in (8.0, 24.0)
     )
     assert not torch.equal(slow, fast)
 
@@ -225,9 +212,7 @@ def test_the_picture_is_left_out_of_a_share_of_samples(tiny_checkpoints: dict[st
     random_inputs = {"image_dropout": torch.tensor([True, False, True])}
     conditioning_mask = checkpoint.conditioning_mask(batch, random_inputs)
     assert conditioning_mask.sum((1, 2)).tolist() == [6, 0, 6]
-    token_timesteps = checkpoint.token_timesteps(
-        torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs
-    )
+    token_timesteps = checkpoint.token_timesteps(torch.tensor([100.0, 200.0, 300.0]), batch, random_inputs)
     assert token_timesteps.shape == (3, 18)
     assert token_timesteps[:, :6].tolist() == [[0.0] * 6, [200.0] * 6, [0.0] * 6]
     assert token_timesteps[:, 6:].unique(dim=1).flatten().tolist() == [100.0, 200.0, 300.0]
@@ -275,9 +260,7 @@ def test_refused_by_name(tiny_checkpoints: dict[str, Path], tmp_path: Path, what
     assert ("LTX-2.5" in str(caught.value)) == (what in NEWER)
 
 
-def test_torn_weights_of_any_part_are_refused(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_torn_weights_of_any_part_are_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoints["ltx-2"], tmp_path / "torn")
     for part in ("connectors", "audio_vae", "vocoder"):
         (tmp_path / "torn" / part / "diffusion_pytorch_model.safetensors").unlink()
@@ -315,9 +298,7 @@ WITHOUT_SOUND = {
 
 
 @pytest.mark.parametrize("what", WITHOUT_SOUND)
-def test_what_would_get_no_gradient_without_sound_is_refused(
-    tiny_checkpoints: dict[str, Path], what: str
-) -> None:
+def test_what_would_get_no_gradient_without_sound_is_refused(tiny_checkpoints: dict[str, Path], what: str) -> None:
     sections, message = WITHOUT_SOUND[what]
     with pytest.raises(DitLoraError, match=message):
         for_recipe(tiny_checkpoints["ltx-2.3"], **sections)
@@ -333,16 +314,12 @@ def test_other_families_have_no_sound(tiny_checkpoints: dict[str, Path]) -> None
         for_recipe(tiny_checkpoints["wan-2.1-t2v"], model=wan, data={"sound": True})
 
 
-def test_stock_diffusers_reads_what_comfyui_does(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stock_diffusers_reads_what_comfyui_does(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Every kind of layer, in the names of the published checkpoint, without alpha, which its loader refuses."""
     outer_layers = ("proj_in", "audio_proj_in", "proj_out", "audio_proj_out", "linear", "linear_1")
     targets = (*("to_q", "to_out.0", "to_gate_logits", "net.0.proj", "net.2"), *outer_layers)
     adapter = trained("ltx2", tiny_checkpoints["ltx-2.3"], tmp_path / "run", targets=targets)
-    output_dir = export(
-        ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base))
-    )
+    output_dir = export(ExportRequest((adapter.folder,), "comfyui", tmp_path / "out", model=str(adapter.base)))
     (file,) = output_dir.glob("*.safetensors")
     tensors = load_file(file)
     assert all(name.startswith("diffusion_model.") for name in tensors)

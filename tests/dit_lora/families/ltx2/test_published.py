@@ -59,8 +59,7 @@ def config_of(name: str) -> dict[str, Any]:
 def counted(config: dict[str, Any]) -> int:
     """Weights and biases of every layer, by hand."""
     video, audio = (
-        config[f"{kind}num_attention_heads"] * config[f"{kind}attention_head_dim"]
-        for kind in ("", "audio_")
+        config[f"{kind}num_attention_heads"] * config[f"{kind}attention_head_dim"] for kind in ("", "audio_")
     )
     gated, heads = config.get("gated_attn", False), config["num_attention_heads"]
 
@@ -104,14 +103,8 @@ def test_sizes_are_the_published_ones(name: str, tmp_path: Path) -> None:
     stem = next(stem for stem, (kind_name, _) in KINDS.items() if kind_name == name)
     checkpoint = opened(stem, tmp_path)
     with torch.device("meta"):
-        meta_model: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(
-            False
-        )
-    assert (
-        sum(p.numel() for p in meta_model.parameters())
-        == num_parameters
-        == counted(config_of(name))
-    )
+        meta_model: Any = LTX2VideoTransformer3DModel.from_config(config_of(name)).requires_grad_(False)
+    assert sum(p.numel() for p in meta_model.parameters()) == num_parameters == counted(config_of(name))
     with torch.device("meta"):
         targets = checkpoint.lora_targets(FAMILY.lora_targets)
         report = attach_lora(meta_model, LoraConfig(rank=16), targets, seed=0)
@@ -142,10 +135,7 @@ def test_its_recipe_fits_a_published_checkpoint(stem: str, tmp_path: Path) -> No
     assert "6,144 video tokens" in (RECIPES / f"{stem}.yaml").read_text()
     assert checkpoint.has_sound == stem.endswith("_sound")
     heard = count_audio_tokens(checkpoint.audio_vae, shape.frames / checkpoint.frame_rate)
-    assert (
-        not checkpoint.has_sound
-        or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
-    )
+    assert not checkpoint.has_sound or f"and {heard} of sound" in (RECIPES / f"{stem}.yaml").read_text()
     assert (checkpoint.frame_rate, checkpoint.text_tokens) == (24, 1024)
     # Where the trainer's line ends; a sixth of those tokens are its other end.
     assert checkpoint.mu(grid) == pytest.approx(0.95 + (6144 - 1024) * 1.1 / 3072)

@@ -58,9 +58,7 @@ def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
     spectrum = np.abs(np.fft.rfft(piece * window))
     hertz = np.linspace(0, 8000, 513)
     grid = np.linspace(0, 8000, 800_001)
-    mel_points = np.interp(
-        np.linspace(0, slaney(8000), 66), [slaney(frequency) for frequency in grid], grid
-    )
+    mel_points = np.interp(np.linspace(0, slaney(8000), 66), [slaney(frequency) for frequency in grid], grid)
     expected = []
     for low, centre, high in zip(mel_points, mel_points[1:], mel_points[2:], strict=False):
         triangle = np.minimum((hertz - low) / (centre - low), (high - hertz) / (high - centre))
@@ -70,9 +68,7 @@ def test_a_column_of_the_spectrogram_computed_by_hand() -> None:
 
 
 def test_silence_is_the_least_value() -> None:
-    assert compute_log_mel(torch.zeros(2, 1000), PUBLISHED).unique().item() == pytest.approx(
-        np.log(1e-5)
-    )
+    assert compute_log_mel(torch.zeros(2, 1000), PUBLISHED).unique().item() == pytest.approx(np.log(1e-5))
 
 
 def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
@@ -91,9 +87,7 @@ def test_tokens_are_as_many_as_the_pipeline_gives_the_video(
         sounds = pipeline.audio_vae
         assert count_audio_tokens(sounds.config, seconds) == len(mean)
         # Normalised as the pipeline undoes it, which then decodes a spectrogram.
-        undone = pipeline._denormalize_audio_latents(
-            mean[None], sounds.latents_mean, sounds.latents_std
-        )
+        undone = pipeline._denormalize_audio_latents(mean[None], sounds.latents_mean, sounds.latents_std)
         unpacked = pipeline._unpack_audio_latents(undone, len(mean), num_mel_bins=4)
         with torch.no_grad():
             mel = compute_log_mel(waveform * 2 - 1, sounds.config)[None]
@@ -187,9 +181,7 @@ def test_one_call_is_the_stock_pipelines_with_sound(
     row = encode(pixels)
     if references:
         encoded_references = [
-            read_frames(
-                reference, frames=NATIVE.frames, fps=FPS, height=NATIVE.height, width=NATIVE.width
-            )
+            read_frames(reference, frames=NATIVE.frames, fps=FPS, height=NATIVE.height, width=NATIVE.width)
             for reference in references
         ]
         row |= encode.encode_references(encoded_references, NATIVE)
@@ -203,21 +195,15 @@ def test_one_call_is_the_stock_pipelines_with_sound(
             "audio_noisy": encoded_references["audio_hidden_states"],
             "audio_timestep": encoded_references["sigma"],
         }
-        video_tokens = encoded_references["hidden_states"][
-            :, : math.prod(row["latent_mean"].shape[1:])
-        ]
+        video_tokens = encoded_references["hidden_states"][:, : math.prod(row["latent_mean"].shape[1:])]
         with torch.no_grad():
-            velocities = checkpoint.predict_velocities(
-                model, video_tokens, encoded_references["sigma"], noised, {}
-            )
+            velocities = checkpoint.predict_velocities(model, video_tokens, encoded_references["sigma"], noised, {})
         assert not encoded_references["isolate_modalities"]
         if task != "t2v":
             assert not torch.equal(velocities[0], expected[0][:, : video_tokens.shape[1]])
             with own_timesteps(pipeline.transformer, encoded_references), torch.no_grad():
                 expected = pipeline.transformer(**encoded_references)
-        assert (encoded_references["hidden_states"].shape[1] > video_tokens.shape[1]) == (
-            task == "ic_lora"
-        )
+        assert (encoded_references["hidden_states"].shape[1] > video_tokens.shape[1]) == (task == "ic_lora")
         assert torch.equal(velocities[0], expected[0][:, : video_tokens.shape[1]])
         assert torch.equal(velocities[1], expected[1])
 
@@ -239,9 +225,7 @@ def own_timesteps(model: Any, call: dict[str, Any]) -> Iterator[None]:
 def test_sound_has_noise_and_a_level_of_its_own(tiny_checkpoints: dict[str, Path]) -> None:
     checkpoint = with_sound(tiny_checkpoints["ltx-2.3"], "t2v")
     model, batch = checkpoint.load_transformer(torch.float32), batch_of(checkpoint, sound=True)
-    random_inputs = checkpoint.draw_functions(
-        {name: tensor.to("meta") for name, tensor in batch.items()}
-    )
+    random_inputs = checkpoint.draw_functions({name: tensor.to("meta") for name, tensor in batch.items()})
     rows = RandomStreams(0, [1, 2, 3]).draw_tensors(random_inputs, CPU)
     assert set(rows) == {"noise", "timestep", "audio_noise", "audio_timestep"}
     assert not torch.equal(rows["timestep"], rows["audio_timestep"])
@@ -276,9 +260,7 @@ def test_a_header_says_that_sound_was_trained(tiny_checkpoints: dict[str, Path])
     assert not opened(path).with_training_metadata({}).has_sound
 
 
-def test_samples_have_the_sound_that_was_trained(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_samples_have_the_sound_that_was_trained(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The pipeline's own, bit by bit, beside the same video; without sound there is none."""
     path, sampling = tiny_checkpoints["ltx-2.3"], Sampling(NATIVE, 2, 3.0, seed=5, fps=FPS)
     checkpoint = with_sound(path, "t2v")
@@ -326,9 +308,7 @@ def test_the_command_writes_the_sound_of_an_adapter_that_has_some(
         **checkpoint.training_metadata(),
     }
     save_adapter(model, checkpoint.pipeline_class, tmp_path, metadata)
-    request = SampleRequest(
-        tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0
-    )
+    request = SampleRequest(tmp_path, ("a",), model=str(path), inference_steps=2, guidance_scale=1.0)
     (file,) = write_samples(request)
     with av.open(file) as container:
         tracks = container.streams.audio

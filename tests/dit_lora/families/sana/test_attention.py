@@ -70,9 +70,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_autocast_it_is_the_stock_processor_bit_for_bit(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_without_autocast_it_is_the_stock_processor_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     """Values and gradients."""
     stock, qk_norm, extra = KINDS[kind]
     results = []
@@ -94,9 +92,7 @@ def test_autocast_changes_nothing_beyond_the_projections(kind: str) -> None:
     output_inputs: list[torch.Tensor] = []
     for name in ("to_q", "to_k", "to_v", "norm_q", "norm_k"):
         if (module := getattr(attention, name)) is not None:
-            module.register_forward_hook(
-                lambda _m, _a, output, name=name: outputs.update({name: output})
-            )
+            module.register_forward_hook(lambda _m, _a, output, name=name: outputs.update({name: output}))
     attention.to_out[0].register_forward_pre_hook(lambda _m, args: output_inputs.append(args[0]))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert attention(tokens(), **extra()).dtype is torch.bfloat16
@@ -106,9 +102,7 @@ def test_autocast_changes_nothing_beyond_the_projections(kind: str) -> None:
         return (lambda _x: outputs[name]) if name in outputs else None
 
     names = ("to_q", "to_k", "to_v", "norm_q", "norm_k")
-    fake_attention = SimpleNamespace(
-        heads=HEADS, to_out=[lambda x: x] * 2, **{name: replayed(name) for name in names}
-    )
+    fake_attention = SimpleNamespace(heads=HEADS, to_out=[lambda x: x] * 2, **{name: replayed(name) for name in names})
     assert torch.equal(output_inputs[0], stock()(fake_attention, tokens(), **extra()))
     assert output_inputs[0].dtype is torch.float32
 
@@ -189,17 +183,12 @@ def cached_batch(checkpoint: Any) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     captions = [f"a thing, {index}" for index in range(2)]
     encode = checkpoint.load_video_encoder(torch.float32, CPU)
-    images = [
-        torch.randint(0, 256, (1, 3, 64, 96), generator=generator, dtype=torch.uint8)
-        for _ in captions
-    ]
+    images = [torch.randint(0, 256, (1, 3, 64, 96), generator=generator, dtype=torch.uint8) for _ in captions]
     text = checkpoint.load_text_encoder(torch.float32, CPU)(captions)
     return text | {"latent_mean": torch.stack([encode(image)["latent_mean"] for image in images])}
 
 
-def steps(
-    checkpoint: Any, transformer: Any, batch: dict[str, torch.Tensor], count: int
-) -> list[float]:
+def steps(checkpoint: Any, transformer: Any, batch: dict[str, torch.Tensor], count: int) -> list[float]:
     """Losses of plain AdamW steps at learning rate 6e-6, ending with the first that is not finite."""
     attach_lora(transformer, LoraConfig(rank=4), get_family("sana").lora_targets, seed=0)
     trained = [p for p in transformer.parameters() if p.requires_grad]
@@ -236,9 +225,9 @@ def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
     checkpoint: Any = get_family("sana").open(ModelConfig(family="sana", path=str(path)))
     batch = cached_batch(checkpoint)
 
-    plain = SanaTransformer2DModel.from_pretrained(
-        path, subfolder="transformer", dtype=torch.float16
-    ).requires_grad_(False)
+    plain = SanaTransformer2DModel.from_pretrained(path, subfolder="transformer", dtype=torch.float16).requires_grad_(
+        False
+    )
     halves = {name: t.half() if "embeds" in name else t for name, t in batch.items()}
     with torch.autocast("cpu", dtype=torch.float16):
         failed = steps(checkpoint, plain, halves, 500)
@@ -254,9 +243,7 @@ def test_500_steps_at_6e_6_stay_finite_where_plain_fp16_does_not(
     ]
     for module, module_peaks in peaks:
         module.register_forward_hook(
-            lambda _m, _a, output, peak_values=module_peaks: peak_values.append(
-                output.abs().max().item()
-            )
+            lambda _m, _a, output, peak_values=module_peaks: peak_values.append(output.abs().max().item())
         )
     losses = steps(checkpoint, transformer, batch, 500)
     assert len(losses) == 500
@@ -288,35 +275,25 @@ def test_in_fp32_a_saturating_checkpoint_is_the_function_that_it_is_in_fp16(
     assert ((unclamped - in_fp16).abs() > 0.03 * in_fp16).any()
 
 
-def test_sampling_in_the_stock_pipeline_saturates_too(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_sampling_in_the_stock_pipeline_saturates_too(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = saturating(tiny_checkpoints["sana-fp16"], tmp_path / "saturating")
     checkpoint = get_family("sana").open(ModelConfig(family="sana", path=str(path)))
     pipeline = checkpoint.pipeline(torch.float32)
     assert isinstance(pipeline, SanaPipeline)
     assert has_fp16_saturation(pipeline.transformer)
-    trained = get_family("sana").open(
-        ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"]))
-    )
+    trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))
     assert not has_fp16_saturation(trained.pipeline(torch.float32).transformer)
     assert not has_fp16_saturation(trained.load_transformer(torch.float32))
 
 
-def test_a_whole_pipeline_trained_from_it_still_saturates(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_whole_pipeline_trained_from_it_still_saturates(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """It is stored in fp32 and has a name of its own, so its index says so; the stock pipeline loads it."""
-    base = get_family("sana").open(
-        ModelConfig(family="sana", path=str(tiny_checkpoints["sana-fp16"]))
-    )
+    base = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-fp16"])))
     output_dir = tmp_path / "model"
     transformer = base.load_transformer(torch.float32)
     save_pipeline(transformer, base.path, output_dir, {}, base.index_changes())
     reopened = get_family("sana").open(ModelConfig(family="sana", path=str(output_dir)))
     assert has_fp16_saturation(reopened.load_transformer(torch.float32))
     assert not has_fp16_saturation(SanaPipeline.from_pretrained(output_dir).transformer)
-    trained = get_family("sana").open(
-        ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"]))
-    )
+    trained = get_family("sana").open(ModelConfig(family="sana", path=str(tiny_checkpoints["sana-600m"])))
     assert trained.index_changes() == {}

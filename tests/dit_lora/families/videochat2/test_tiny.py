@@ -25,25 +25,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_seed_gives_the_same_bytes_and_another_seed_other_weights(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_a_seed_gives_the_same_bytes_and_another_seed_other_weights(tiny: Path, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     FAMILY.build_tiny("videochat2-hd", tmp_path / "again", 0)
     FAMILY.build_tiny("videochat2-hd", tmp_path / "other", 1)
     assert torch.equal(torch.get_rng_state(), state)
     first_files, other_files = contents(tiny / "videochat2-hd"), contents(tmp_path / "other")
     assert contents(tmp_path / "again") == first_files
-    assert {name for name in first_files if first_files[name] != other_files[name]} == {
-        "model.safetensors"
-    }
+    assert {name for name in first_files if first_files[name] != other_files[name]} == {"model.safetensors"}
     assert "qformer_tokenizer/tokenizer.json" in first_files
 
 
@@ -87,9 +79,7 @@ def test_its_tokenizer_loses_nothing(variant: str, tiny: Path) -> None:
     word_tokens = tokenizer.tokenize("the video contains a red ball")
     assert word_tokens == ["▁the", "▁video", "▁contains", "▁a", "▁red", "▁ball"]
     if kind == "phi3":  # as the published one: a control token takes the white space after it
-        ids = tokenizer(
-            "<|user|>\nWhat<|end|>\n<|assistant|>\na", add_special_tokens=False
-        ).input_ids
+        ids = tokenizer("<|user|>\nWhat<|end|>\n<|assistant|>\na", add_special_tokens=False).input_ids
         tokens = tokenizer.convert_ids_to_tokens(ids)
         assert [t for t in tokens if t.startswith("<")] == ["<|user|>", "<|end|>", "<|assistant|>"]
 

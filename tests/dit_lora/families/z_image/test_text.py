@@ -87,7 +87,5 @@ def test_several_prompts_have_an_empty_one_each(path: Path) -> None:
     checkpoint = opened(path)
     encode = checkpoint.load_text_encoder(torch.float32, CPU)
     prompt_kwargs = checkpoint.prompt_kwargs(encode(CAPTIONS[:2]), encode([""]))
-    lengths = {
-        name: [len(caption) for caption in captions] for name, captions in prompt_kwargs.items()
-    }
+    lengths = {name: [len(caption) for caption in captions] for name, captions in prompt_kwargs.items()}
     assert lengths == {"prompt_embeds": [37, 19], "negative_prompt_embeds": [19, 19]}

@@ -89,9 +89,7 @@ def test_in_bf16_latents_are_rounded_and_the_time_is_not(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
-    path: Path, dtype: torch.dtype
-) -> None:
+def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(path: Path, dtype: torch.dtype) -> None:
     """Bit for bit: captions of 37, 19 and 72 tokens, which are padded to 64, 32 and 96."""
     checkpoint = opened(path)
     text = checkpoint.load_text_encoder(dtype, CPU)(CAPTIONS)
@@ -113,9 +111,7 @@ def test_a_batch_of_unequal_captions_is_one_call_of_the_pipeline(
     assert len(calls) == 3
     for ((latents, *_), expected), t in zip(calls, pipeline.scheduler.timesteps, strict=True):
         with torch.no_grad():
-            prediction = checkpoint.predict(
-                transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text
-            )
+            prediction = checkpoint.predict(transformer, torch.stack(latents)[:, :, 0], t.repeat(3), text)
         assert prediction.dtype is dtype
         assert torch.equal(prediction, -torch.stack(expected)[:, :, 0])
     assert len({tuple(row.flatten().tolist()) for row in prediction}) == 3
@@ -130,24 +126,16 @@ def test_neighbours_and_what_lies_behind_a_caption_do_not_matter(path: Path) -> 
         full_prediction = checkpoint.predict(transformer, noisy, t, batch)
         for row in range(3):
             single_batch = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-            prediction = checkpoint.predict(
-                transformer, noisy[row : row + 1], t[row : row + 1], single_batch
-            )
+            prediction = checkpoint.predict(transformer, noisy[row : row + 1], t[row : row + 1], single_batch)
             torch.testing.assert_close(prediction[0], full_prediction[row], rtol=1e-5, atol=1e-5)
         is_padding = ~batch["prompt_attention_mask"]
         changed_batch = {
             **batch,
             "prompt_embeds": batch["prompt_embeds"].masked_fill(is_padding[..., None], 7),
         }
-        assert torch.equal(
-            checkpoint.predict(transformer, noisy, t, changed_batch), full_prediction
-        )
+        assert torch.equal(checkpoint.predict(transformer, noisy, t, changed_batch), full_prediction)
         shorter = {**batch, **some_batch((3, 512, 76))}
-        apart = (
-            (checkpoint.predict(transformer, noisy, t, shorter) - full_prediction)
-            .abs()
-            .amax((1, 2, 3))
-        )
+        apart = (checkpoint.predict(transformer, noisy, t, shorter) - full_prediction).abs().amax((1, 2, 3))
     assert apart[2] > 1e-3 > 1e-5 > apart[:2].max()
 
 
@@ -174,9 +162,7 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
     full_pipeline = checkpoint.pipeline(torch.float32)
     cached = checkpoint.pipeline(torch.float32, full_pipeline.transformer, text=False)
     calls: list[list[torch.Tensor]] = []
-    full_pipeline.transformer.register_forward_hook(
-        lambda _m, _args, output: calls.append(output[0])
-    )
+    full_pipeline.transformer.register_forward_hook(lambda _m, _args, output: calls.append(output[0]))
     steps: list[torch.Tensor] = []
     step = full_pipeline.scheduler.step
     full_pipeline.scheduler.step = lambda velocity, *args, **named: (
@@ -189,9 +175,7 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
         calls.clear()
         steps.clear()
         sampling = Sampling(VideoShape(1, 32, 64), inference_steps=2, guidance_scale=scale, seed=3)
-        video_of_text = checkpoint.generate(
-            full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling
-        )
+        video_of_text = checkpoint.generate(full_pipeline, checkpoint.prompt_kwargs("a cat"), sampling)
         assert video_of_text.float().std() > 1
         text, empty = encode(["a cat"]), encode([""])
         assert torch.equal(
@@ -210,9 +194,7 @@ def test_guidance_adds_w_times_the_difference_and_cached_text_gives_the_same(pat
 
 
 def test_a_plan_counts_guidance_from_above_0_on(path: Path, recipe_values: dict[str, Any]) -> None:
-    recipes = [
-        recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)
-    ]
+    recipes = [recipe_for(path, recipe_values, validation={"guidance_scale": w}) for w in (0.0, 0.5)]
     subject = open_estimator(recipes[0], is_gpu=False)
     unguided, guided = (subject.measure_inference_peak(recipe) for recipe in recipes)
     assert guided > 1.5 * unguided
@@ -223,9 +205,7 @@ def test_targets_are_attention_in_every_layer_and_refiner(path: Path) -> None:
     model = checkpoint.load_transformer(torch.float32)
     targets = checkpoint.lora_targets(get_family("z_image").lora_targets)
     attach_lora(model, LoraConfig(rank=2), targets, seed=0)
-    adapted_layers = {
-        name for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
+    adapted_layers = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     blocks = ("noise_refiner.0", "context_refiner.0", "layers.0", "layers.1")
     layers = ("to_q", "to_k", "to_v", "to_out.0")
     assert adapted_layers == {f"{block}.attention.{layer}" for block in blocks for layer in layers}
@@ -243,9 +223,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
     assert len(linear) == 4 * 7 + 3 + 6
     comfyui = get_family("z_image").comfyui
     assert [name for name in linear if not pattern.fullmatch(name)] == []
-    assert [comfyui.translate(name) for name in linear] == [
-        f"transformer.{name}" for name in linear
-    ]
+    assert [comfyui.translate(name) for name in linear] == [f"transformer.{name}" for name in linear]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +239,7 @@ def test_comfyui_has_a_name_for_every_linear_layer(path: Path) -> None:
         ("models/z-image-dedistilled", 3.0, None),
     ],
 )
-def test_turbo_is_guessed_by_its_name_or_its_shift(
-    name: str, shift: float, sign: str | None
-) -> None:
+def test_turbo_is_guessed_by_its_name_or_its_shift(name: str, shift: float, sign: str | None) -> None:
     assert find_turbo_sign(name, shift) == sign
 
 
@@ -320,9 +296,7 @@ def test_a_checkpoint_that_contradicts_the_family_is_refused(
         opened(changed(path, tmp_path / "m", component, **values))
 
 
-def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positions(
-    path: Path, tmp_path: Path
-) -> None:
+def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positions(path: Path, tmp_path: Path) -> None:
     """The picture is behind 512 tokens of text, which begin at 1."""
     checkpoint = opened(changed(path, tmp_path / "m", "transformer", axes_lens=[514, 2, 3]))
     checkpoint.check_shape(VideoShape(1, 32, 48))
@@ -337,10 +311,7 @@ def test_the_longest_caption_and_the_largest_picture_are_just_within_the_positio
 
 def test_pictures_are_encoded_in_fp32_whatever_the_policy(path: Path) -> None:
     pixels = torch.randint(0, 256, (1, 3, 32, 64)).to(torch.uint8)
-    full, half = (
-        opened(path).load_video_encoder(dtype, CPU)(pixels)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    full, half = (opened(path).load_video_encoder(dtype, CPU)(pixels) for dtype in (torch.float32, torch.bfloat16))
     vae = ZImagePipeline.from_pretrained(path).vae
     with torch.no_grad():
         posterior = vae.encode(pixels / 127.5 - 1).latent_dist

@@ -129,9 +129,7 @@ class TestPixArt(Contract):
             "timestep": torch.tensor([17, 803]),
         }
         if variant == "masked":
-            model_inputs["encoder_attention_mask"] = torch.tensor(
-                [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
-            )
+            model_inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
             model_inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
         return model_inputs
 

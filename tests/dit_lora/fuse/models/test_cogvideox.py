@@ -45,14 +45,10 @@ def make_inputs(*, rotary: bool = True, dtype: torch.dtype = torch.float32) -> d
         "hidden_states": torch.randn(2, 3, 4, 4, 6, generator=generator),
         "encoder_hidden_states": torch.randn(2, TEXT, 12, generator=generator),
     }
-    model_inputs = {
-        name: tensor.to(dtype).requires_grad_() for name, tensor in model_inputs.items()
-    }
+    model_inputs = {name: tensor.to(dtype).requires_grad_() for name, tensor in model_inputs.items()}
     model_inputs["timestep"] = torch.tensor([17, 803])
     if rotary:
-        model_inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(
-            HEAD_DIM, ((0, 0), (2, 3)), (2, 3), temporal_size=3
-        )
+        model_inputs["image_rotary_emb"] = get_3d_rotary_pos_embed(HEAD_DIM, ((0, 0), (2, 3)), (2, 3), temporal_size=3)
     return model_inputs
 
 
@@ -88,9 +84,7 @@ def model(inputs: dict[str, torch.Tensor]) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def implementation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """References, which are quick on a CPU, but where a test asks for kernels."""
     chosen = getattr(request, "param", "reference")
     with by(chosen, monkeypatch):
@@ -103,9 +97,7 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
-def test_values_and_gradients_are_the_stock_models(
-    model: nn.Module, inputs: dict[str, Any]
-) -> None:
+def test_values_and_gradients_are_the_stock_models(model: nn.Module, inputs: dict[str, Any]) -> None:
     expected = run(model, inputs)
     fuse_all(model)
     assert set(get_fusion(model).get_active_ops()) == set(OPS)
@@ -156,9 +148,7 @@ def test_undone_it_is_the_stock_model_bit_for_bit() -> None:
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
-    patched_attributes = [
-        set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)
-    ]
+    patched_attributes = [set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)]
     assert not any(patched_attributes), patched_attributes
 
 
@@ -215,9 +205,7 @@ def test_a_block_keeps_ten_activations() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_row_is_found_by_the_parity_probe(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_is_found_by_the_parity_probe(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 it may be smaller than rounding; the comparison in fp32 tells them apart."""
     model, inputs = fuse_all(build()), make_inputs(dtype=dtype)
     if dtype is torch.bfloat16:
@@ -300,9 +288,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_parity_probe_finds_mutants_at_run_time(
-    mutant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_parity_probe_finds_mutants_at_run_time(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model and batch of the user's, with no test of the kernel in sight."""
     model, inputs = fuse_all(build()), make_inputs()
     name, mutate = MUTANTS[mutant]
@@ -314,6 +300,4 @@ def test_the_parity_probe_finds_mutants_at_run_time(
 
     op = "ada_norm" if name == "joint_ada_norm" else name
     for switch in (op, "kernels"):
-        assert find_first_difference(
-            find_fallback(list_model_fallbacks(model), switch), losses, model
-        )
+        assert find_first_difference(find_fallback(list_model_fallbacks(model), switch), losses, model)

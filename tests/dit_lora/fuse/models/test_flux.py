@@ -125,6 +125,4 @@ def test_other_norms_are_kept() -> None:
     model.transformer_blocks[0].norm2_context = nn.LayerNorm(32, elementwise_affine=False)
     report = fuse(model, {"ada_norm": "on"}, check=False)
     assert "ada_norm: not in 1 modules: one of its norms has weights" in str(report)
-    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
-        "transformer_blocks.0"
-    ]
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == ["transformer_blocks.0"]

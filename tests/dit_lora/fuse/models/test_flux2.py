@@ -162,6 +162,4 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     assert "attention: not in 1 modules: its activation is a GLU" in report
     assert "ada_norm: not in 2 modules: its activation is a GELU" in report
     assert "ada_norm: not in 1 modules: one of its norms is a RMSNorm" in report
-    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
-        "single_transformer_blocks.0"
-    ]
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == ["single_transformer_blocks.0"]

@@ -96,9 +96,7 @@ class TestKrea2(Contract):
         assert fused <= 12.8, (fused, stock)
         assert fused <= 0.54 * stock, (fused, stock)
 
-    def test_norms_and_hidden_values_are_computed_again_for_adapters(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_norms_and_hidden_values_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Once for each block, and for the final layer's norm.
 
         A wrong name or shape of a tensor would save it instead.
@@ -124,9 +122,7 @@ class TestKrea2(Contract):
         actual = self.run(model, {**model_inputs, "encoder_hidden_states": text})["output 0"]
         assert torch.equal(actual, expected)
         text[1, 3] += 3.0
-        changed_output = self.run(model, {**model_inputs, "encoder_hidden_states": text})[
-            "output 0"
-        ]
+        changed_output = self.run(model, {**model_inputs, "encoder_hidden_states": text})["output 0"]
         assert not torch.equal(changed_output[1], expected[1])
 
 
@@ -156,9 +152,7 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
         ("ada_norm", "text_fusion.layerwise_blocks.0"): "one of its norms is a LayerNorm",
         ("ada_norm", "final_layer"): "one of its norms is a Identity",
     }
-    assert [
-        name for op, name in fusion.patched_modules if op == "ada_norm" and "ff" not in name
-    ] == [
+    assert [name for op, name in fusion.patched_modules if op == "ada_norm" and "ff" not in name] == [
         "text_fusion.refiner_blocks.0",
         "transformer_blocks.1",
     ]

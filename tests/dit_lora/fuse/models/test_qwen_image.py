@@ -167,6 +167,4 @@ def test_what_is_not_the_stock_block_is_kept() -> None:
     report = str(fuse(model, {"ada_norm": "on"}, check=False))
     assert "ada_norm: not in 1 modules: one of its norms is a RMSNorm" in report
     assert "attention: not in 2 modules: one of its norms is a Identity" in report
-    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == [
-        "transformer_blocks.1"
-    ]
+    assert [n for op, n in get_fusion(model).patched_modules if op == "ada_norm"] == ["transformer_blocks.1"]

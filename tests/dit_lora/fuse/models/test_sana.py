@@ -35,9 +35,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def implementation(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """References, unless a test asks for another: Triton's interpreter takes seconds a model."""
     backend = getattr(request, "param", "reference")
     with by(backend, monkeypatch):
@@ -47,9 +45,7 @@ def implementation(
 def draws(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Of four inputs, every value stacked: a gradient of one is too few roundings to compare two ways by."""
     actual = [run(model, make_inputs(kind, dtype, seed)) for seed in range(4)]
-    return {
-        name: torch.stack([run_outputs[name] for run_outputs in actual], 1) for name in actual[0]
-    }
+    return {name: torch.stack([run_outputs[name] for run_outputs in actual], 1) for name in actual[0]}
 
 
 def build_active(kind: str, **options: Any) -> nn.Module:
@@ -130,9 +126,7 @@ def test_an_fp32_base_under_autocast_has_the_stock_models_fp32_stream(kind: str)
 
 def felt(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without what has no gradient but rounding: softmax does not see what all of a query's keys share."""
-    return {
-        name: value for name, value in found.items() if "attn2.to_k.base_layer.bias" not in name
-    }
+    return {name: value for name, value in found.items() if "attn2.to_k.base_layer.bias" not in name}
 
 
 def test_undone_it_is_the_stock_model_bit_for_bit(kind: str) -> None:
@@ -147,9 +141,7 @@ def test_undone_it_is_the_stock_model_bit_for_bit(kind: str) -> None:
         assert_equal(run(model, inputs), expected, 0.0)
     unfuse(model)
     assert_equal(run(model, inputs), expected, 0.0)
-    patched_attributes = [
-        set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)
-    ]
+    patched_attributes = [set(vars(m)) - set(old) for m, old in zip(model.modules(), before, strict=True)]
     assert not any(patched_attributes), patched_attributes
     now = [m.processor for m in model.modules() if isinstance(m, Attention)]
     assert all(new is old for new, old in zip(now, processors, strict=True))
@@ -203,9 +195,7 @@ def block_units(model: nn.Module, kind: str) -> float:
         rotary = model.rope(torch.zeros(1, 4, 4, 16, 16))
         new_shape, excluded = [*new_shape, rotary], [*excluded, *rotary]
     with torch.autocast("cpu", torch.bfloat16):
-        num_bytes = saved_bytes(
-            lambda: model.transformer_blocks[0](x, None, text, mask, time, *new_shape), excluded
-        )
+        num_bytes = saved_bytes(lambda: model.transformer_blocks[0](x, None, text, mask, time, *new_shape), excluded)
     return num_bytes / (2 * 256 * 32 * 2)
 
 
@@ -218,9 +208,7 @@ def test_a_block_keeps_two_fifths_of_what_the_stock_block_keeps(kind: str) -> No
     assert fused < (17.1 if kind == "sana-video" else 16.1), fused
 
 
-def test_a_wrong_row_is_found_by_the_parity_probe(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_is_found_by_the_parity_probe(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = fuse_all(build(kind)), make_inputs(kind)
     joint_ada_norm = streams.joint_ada_norm
 

@@ -58,12 +58,8 @@ class TestSD3(TwoStreams):
 
     @pytest.mark.parametrize("qk_norm", [None, "layer_norm"])
     def test_without_a_second_attention(self, qk_norm: str | None) -> None:
-        self.without_gradient = (
-            () if qk_norm else ("to_k.base_layer.bias", "add_k_proj.base_layer.bias")
-        )
-        model = self.equal_when_fused(
-            build(dual_attention_layers=(), qk_norm=qk_norm), self.inputs("")
-        )
+        self.without_gradient = () if qk_norm else ("to_k.base_layer.bias", "add_k_proj.base_layer.bias")
+        model = self.equal_when_fused(build(dual_attention_layers=(), qk_norm=qk_norm), self.inputs(""))
         assert len(get_fusion(model).patched_modules) > 2
 
     def test_a_chunked_feed_forward_runs_the_stock_block(self) -> None:

@@ -81,9 +81,7 @@ class TestWan(Contract):
         expected = self.run(model, model_inputs)
         fuse_all(model)
         fusion = get_fusion(model)
-        kept_layers = [
-            (name, reason) for op, name, reason in fusion.skipped_modules if op == "attention"
-        ]
+        kept_layers = [(name, reason) for op, name, reason in fusion.skipped_modules if op == "attention"]
         assert kept_layers == [(f"blocks.{i}.attn2", "it attends to an image too") for i in (0, 1)]
         assert ("qk_norm_rope", "blocks.0.attn1") in fusion.patched_modules
         assert_equal(self.run(model, model_inputs), expected)

@@ -80,9 +80,7 @@ class TestZImage(Contract):
         excluded = [adaln, rotations, *get_rotary_tables(rotations)]
         return lambda: block(x, None, rotations, adaln), excluded, x.numel()
 
-    def test_norms_and_hidden_values_are_computed_again_for_adapters(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_norms_and_hidden_values_are_computed_again_for_adapters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each block's once: what saves them by another name or shape would keep them."""
         model, outputs = fuse_all(self.build()), []
         for module, name in ((z_image, "_recompute_norm"), (swiglu, "_recompute_hidden")):
@@ -96,9 +94,7 @@ class TestZImage(Contract):
         self.run(model)
         assert sorted(outputs) == ["_recompute_hidden"] * 3 + ["_recompute_norm"] * 3
 
-    def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tables_are_made_once_for_each_sequence_and_kept_no_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One table each for images, captions and both, for every number of blocks."""
         model, tables_built = fuse_all(self.build()), []
         tables = complex_rotary._compute_tables

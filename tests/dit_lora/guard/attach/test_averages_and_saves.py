@@ -196,9 +196,7 @@ def test_a_mask_that_was_infinite_from_the_start_is_no_damage_when_a_step_fails(
 
 @pytest.mark.parametrize("how", ["torch", "safetensors", "script", "before_save"])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_bad_weights_are_put_back_before_they_are_saved(
-    how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_weights_are_put_back_before_they_are_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     start = everything([loop.model], [])
     loop.step()
@@ -218,9 +216,7 @@ def test_bad_weights_are_put_back_before_they_are_saved(
         loop.guard.before_save(state)
     assert loop.kinds() == [(2, "non_finite_weights", "rollback")]
     # Copies that were made before are as bad as the weights were.
-    assert "what the loop has copied from them since, in files too, may have the bad values" in (
-        caplog.text
-    )
+    assert "what the loop has copied from them since, in files too, may have the bad values" in (caplog.text)
     assert same(everything([loop.model], []), start)
     loop.step()
     assert len(loop.guard.events) == 1

@@ -382,9 +382,7 @@ def test_an_argument_that_was_overwritten_since_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("is_closed", "num_calls"), [(False, 2), (True, 1)])
-def test_calls_are_dropped_when_the_next_begins_after_a_step(
-    is_closed: bool, num_calls: int
-) -> None:
+def test_calls_are_dropped_when_the_next_begins_after_a_step(is_closed: bool, num_calls: int) -> None:
     model = nn.Linear(6, 4)
     recorded = RecordedModel(model)
     model(inputs()[0]).sum().backward()
@@ -461,6 +459,4 @@ def test_an_index_that_no_table_has_is_named_with_its_sample() -> None:
     keywords["timestep"] = torch.tensor([999, 1000, 37])
     with pytest.raises(IndexError):
         model(latents, **keywords)
-    assert recorded.recorder.find_out_of_range() == [
-        "row 1 of micro-batch 0: timestep has 1000, time has 0..999"
-    ]
+    assert recorded.recorder.find_out_of_range() == ["row 1 of micro-batch 0: timestep has 1000, time has 0..999"]

@@ -5,9 +5,7 @@ import torch
 
 from dit_lora.guard.attach.samples.collate_rows import match_rows
 
-ITEMS = [
-    torch.randn(length, generator=torch.Generator().manual_seed(length)) for length in (2, 5, 3)
-]
+ITEMS = [torch.randn(length, generator=torch.Generator().manual_seed(length)) for length in (2, 5, 3)]
 
 
 def padded(rows: list[torch.Tensor], *, in_front: bool = False) -> torch.Tensor:

@@ -61,9 +61,7 @@ def by_a_teacher(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (by_a_teacher, batch(2), "non_finite_loss"),
     ],
 )
-def test_what_the_loops_own_loss_makes_is_no_samples_fault(
-    loss_of: Loss, x: torch.Tensor, is_seen: str
-) -> None:
+def test_what_the_loops_own_loss_makes_is_no_samples_fault(loss_of: Loss, x: torch.Tensor, is_seen: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
 
@@ -211,9 +209,7 @@ def test_a_model_that_cannot_be_run_again_is_told_so() -> None:
     (event,) = guard.events
     assert (event["verdict"]["cause"], event["action"]) == ("unknown", "skip")
     assert event["sample_ids"] == []
-    assert (
-        "the call cannot be run again by itself (IndexError: pop from" in event["verdict"]["words"]
-    )
+    assert "the call cannot be run again by itself (IndexError: pop from" in event["verdict"]["words"]
 
 
 def test_memory_that_runs_out_in_an_experiment_ends_only_that() -> None:
@@ -256,9 +252,7 @@ def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
         [batch(0), *(seven(number) for number in range(1, 13)), bad_batch(13)],
     )
     *earlier_verdicts, last_verdict, fact = (event["verdict"] for event in guard.events)
-    assert [verdict["sample_ids"] for verdict in earlier_verdicts[:10]] == [
-        ["row 1 of micro-batch 0"]
-    ] * 10
+    assert [verdict["sample_ids"] for verdict in earlier_verdicts[:10]] == [["row 1 of micro-batch 0"]] * 10
     assert last_verdict["words"] == "not looked into: too many steps in a row have failed"
     assert (fact["cause"], fact["sample_ids"]) == ("inputs", ["row 1 of micro-batch 0"])
     assert len(guard.events) == 13
@@ -272,9 +266,7 @@ def test_after_many_failed_steps_in_a_row_only_facts_are_looked_at() -> None:
     ],
     ids=["the only row of a batch", "a gradient of no call"],
 )
-def test_a_failed_step_costs_one_of_the_skips_that_a_stop_leaves(
-    loss_of: Loss, x: torch.Tensor
-) -> None:
+def test_a_failed_step_costs_one_of_the_skips_that_a_stop_leaves(loss_of: Loss, x: torch.Tensor) -> None:
     """With a stop in the ladder, `max_skips` decides when it comes, though no sample can be named."""
     torch.manual_seed(0)
 

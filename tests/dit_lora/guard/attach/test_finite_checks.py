@@ -71,9 +71,7 @@ def test_a_bad_weight_is_seen_within_eight_looks_after_the_weights_were_given_ot
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_a_bad_gradient_is_seen_whichever_it_is(
-    parameters: list[nn.Parameter], value: float
-) -> None:
+def test_a_bad_gradient_is_seen_whichever_it_is(parameters: list[nn.Parameter], value: float) -> None:
     checks = checks_of(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -91,9 +89,7 @@ def test_a_bad_gradient_is_seen_though_others_have_none(parameters: list[nn.Para
     checks = checks_of(parameters)
     for parameter in parameters:
         for parameter_set in parameters:
-            parameter_set.grad = (
-                torch.randn_like(parameter_set) if parameter_set is parameter else None
-            )
+            parameter_set.grad = torch.randn_like(parameter_set) if parameter_set is parameter else None
         assert checks.has_healthy_gradients()
         set_last(parameter.grad, torch.nan)
         assert not checks.has_healthy_gradients()

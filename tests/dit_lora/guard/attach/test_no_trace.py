@@ -80,10 +80,7 @@ def test_what_is_pickled_has_the_names_that_it_has_without_a_guard(name: str) ->
 def test_what_is_saved_has_the_bytes_that_it_has_without_a_guard() -> None:
     guarded, unguarded = Loop(guarded=True), Loop(guarded=False)
     assert saved(guarded.model) == saved(unguarded.model)
-    states = [
-        {"model": loop.model, "optimizer": loop.optimizer.state_dict()}
-        for loop in (guarded, unguarded)
-    ]
+    states = [{"model": loop.model, "optimizer": loop.optimizer.state_dict()} for loop in (guarded, unguarded)]
     assert saved(states[0]) == saved(states[1])
 
 
@@ -165,9 +162,7 @@ def test_nothing_outlives_the_loop(accelerated: bool, fault: bool) -> None:
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
-def test_the_batches_of_a_loop_do_not_outlive_its_guard(
-    accelerated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batches_of_a_loop_do_not_outlive_its_guard(accelerated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Guards that other tests of this process still hold would hold the batches too.
     monkeypatch.setattr(EVENTS, "_listeners", [])
     monkeypatch.setattr(EVENTS, "_num_users", 0)
@@ -254,8 +249,7 @@ def test_a_script_waits_for_its_own_threads_alone(tmp_path: Path) -> None:
     """A program that runs a script under the guard may have threads that never end."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import threading, pathlib\n"
-        "threading.Timer(0.2, pathlib.Path(__file__).with_name('done').touch).start()\n"
+        "import threading, pathlib\nthreading.Timer(0.2, pathlib.Path(__file__).with_name('done').touch).start()\n"
     )
     release = threading.Event()
     unrelated_thread = threading.Thread(target=release.wait)

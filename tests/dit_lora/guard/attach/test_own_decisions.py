@@ -16,9 +16,7 @@ from dit_lora.guard.attach.guard import Guard
 class Loop:
     """A loop that leaves out a step whose norm is too large, by a comparison that NaN passes."""
 
-    def __init__(
-        self, *, accelerated: bool, guarded: bool = True, sets_to_none: bool = True
-    ) -> None:
+    def __init__(self, *, accelerated: bool, guarded: bool = True, sets_to_none: bool = True) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
         self.model: Any = model
@@ -199,9 +197,7 @@ def raises_by_itself(loss: torch.Tensor, model: nn.Module) -> None:
 @pytest.mark.parametrize("anomaly", [False, True], ids=["error_if_nonfinite", "anomaly mode"])
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.filterwarnings("ignore:Error detected in")
-def test_the_sample_is_named_before_torch_raises(
-    anomaly: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_sample_is_named_before_torch_raises(anomaly: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -255,9 +251,7 @@ def test_a_loop_that_catches_torchs_error_goes_on_as_without_a_guard() -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_an_index_out_of_range_keeps_its_type_and_message(
-    named: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_index_out_of_range_keeps_its_type_and_message(named: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 1))
     with pytest.raises(IndexError) as unguarded_error:
@@ -278,9 +272,7 @@ def test_an_index_out_of_range_keeps_its_type_and_message(
         run()
     assert type(guarded_error.value) is type(unguarded_error.value)
     assert str(guarded_error.value) == str(unguarded_error.value)
-    messages = [
-        "guard: no table of the model has these indices\n  - b.txt: argument 0 has 9, 0 has 0..6"
-    ]
+    messages = ["guard: no table of the model has these indices\n  - b.txt: argument 0 has 9, 0 has 0..6"]
     assert caplog.messages == (messages if named else [])
 
 
@@ -304,9 +296,7 @@ class OptimizersInTheBackward:
         """Whether each weight moved."""
         before = everything([self.model], [])
         self.model(x).square().mean().backward()
-        return [
-            not torch.equal(*pair) for pair in zip(before, self.model.parameters(), strict=True)
-        ]
+        return [not torch.equal(*pair) for pair in zip(before, self.model.parameters(), strict=True)]
 
 
 @pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.AdamW])

@@ -121,9 +121,7 @@ def test_batches_that_are_kept_reversed_and_read_ahead_are_named_by_their_tensor
     assert numbered(train(lambda: reversed([x * 0.5 for x in loader()])))
 
 
-@pytest.mark.parametrize(
-    "order", [lambda x: x[[2, 0, 1]], lambda x: x.roll(1, 0), lambda x: x.flip(0)]
-)
+@pytest.mark.parametrize("order", [lambda x: x[[2, 0, 1]], lambda x: x.roll(1, 0), lambda x: x.flip(0)])
 def test_rows_that_the_loop_permutes_are_named_by_their_content(
     order: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -321,10 +319,7 @@ class Pictures(Dataset[dict[str, torch.Tensor]]):
 
 def collate_pictures(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ids = torch.stack([item["input_ids"] for item in items])
-    media_tensors = {
-        name: torch.cat([item[name] for item in items])
-        for name in ("pixel_values", "image_grid_thw")
-    }
+    media_tensors = {name: torch.cat([item[name] for item in items]) for name in ("pixel_values", "image_grid_thw")}
     return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **media_tensors}
 
 
@@ -336,9 +331,7 @@ def collate_pictures(items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torc
         (-0.5, ("inputs", ["row 0 of micro-batch 0"])),
     ],
 )
-def test_samples_are_told_apart_by_the_grids_of_their_patches(
-    value: float, expected: tuple[str, list[str]]
-) -> None:
+def test_samples_are_told_apart_by_the_grids_of_their_patches(value: float, expected: tuple[str, list[str]]) -> None:
     torch.manual_seed(0)
     model = VisionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -28,9 +28,7 @@ def test_steps_that_failed_for_something_new_are_counted_and_samples_are_not() -
 def test_what_is_known_is_bad_as_it_is_stored() -> None:
     budget = SkipBudget()
     assert not budget.has_known_causes([verdict("data", "dataset index 5")])
-    budget.count_skipped(
-        1, [verdict("data", "dataset index 5"), verdict("inputs", "dataset index 6")]
-    )
+    budget.count_skipped(1, [verdict("data", "dataset index 5"), verdict("inputs", "dataset index 6")])
     assert budget.has_known_causes([verdict("data", "dataset index 5")])
     assert not budget.has_known_causes([verdict("inputs", "dataset index 6")])
     assert not budget.has_known_causes([verdict("data", "dataset index 5"), verdict("unknown")])

@@ -99,9 +99,7 @@ def train(name: str, bad_steps: tuple[int, ...], *, guarded: bool) -> tuple[Any,
         optimizer.zero_grad()
         (model(tokens, weights) - 1).square().mean().backward()
         optimizer.step()
-        assert guard is None or same(everything([model], [optimizer]), before) is (
-            step in bad_steps
-        )
+        assert guard is None or same(everything([model], [optimizer]), before) is (step in bad_steps)
     return everything([model], [optimizer]), guard
 
 
@@ -148,9 +146,7 @@ LAYOUTS: dict[str, Callable[[float], torch.Tensor]] = {
     "csc": lambda value: dense(value).to_sparse_csc(),
     "complex": lambda value: torch.complex(torch.ones(2, 2), dense(value)),
     "fp8": lambda value: dense(value).to(torch.float8_e5m2),
-    "nested": lambda value: torch.nested.nested_tensor(
-        [torch.ones(2), dense(value)[1]], layout=torch.jagged
-    ),
+    "nested": lambda value: torch.nested.nested_tensor([torch.ones(2), dense(value)[1]], layout=torch.jagged),
 }
 
 

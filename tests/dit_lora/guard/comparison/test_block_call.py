@@ -23,9 +23,7 @@ def test_what_collects_layers_outputs_in_a_pass_does_not_see_a_call_that_is_made
     token = collector.set([])
     try:
         layer(torch.randn(2, 3))
-        values = BlockCall("layer", layer, (torch.randn(2, 3),), {}, (True,)).compute_values(
-            uses_fp32=False
-        )
+        values = BlockCall("layer", layer, (torch.randn(2, 3),), {}, (True,)).compute_values(uses_fp32=False)
         assert values["layer"].shape == (2, 3)
         layer(torch.randn(2, 3))
         collected = collector.get()

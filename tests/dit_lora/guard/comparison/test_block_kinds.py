@@ -29,9 +29,7 @@ class Model(nn.Module):
         return x
 
 
-def chosen(
-    model: Model, places: tuple[tuple[str, str], ...] = (), windows: tuple[int, ...] = (0,) * 5
-) -> list[str]:
+def chosen(model: Model, places: tuple[tuple[str, str], ...] = (), windows: tuple[int, ...] = (0,) * 5) -> list[str]:
     with record_block_inputs(model) as calls:
         model(torch.randn(2, 3, 6), windows)
     return select_block_per_kind(model, NAMES, calls, places)

@@ -25,9 +25,7 @@ def switch(name: str, off: list[str], part_of: str | None = None) -> Fallback:
         (("glue",), ["other", "all", "norm", "rope"], ["all"]),
     ],
 )
-def test_parts_are_asked_where_the_whole_differs(
-    wrong: tuple[str, ...], asked: list[str], off: list[str]
-) -> None:
+def test_parts_are_asked_where_the_whole_differs(wrong: tuple[str, ...], asked: list[str], off: list[str]) -> None:
     calls: list[str] = []
     runs: list[str] = []
     parts = ("norm", "rope")
@@ -80,9 +78,7 @@ def test_a_gradient_of_rounding_errors_is_no_difference(noise: float, differs: b
     model.noise = noise
     kernel = Fallback("k", "kernel", off, lambda: None, "stock")
     outer = nn.Sequential(model)
-    difference = find_first_difference(
-        kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer
-    )
+    difference = find_first_difference(kernel, lambda: (outer(x) * weights).flatten(1).sum(1), outer)
     assert (difference is not None) is differs
 
 

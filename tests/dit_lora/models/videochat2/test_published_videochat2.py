@@ -83,9 +83,7 @@ def test_stage_3_of_mistral_adapts_225_layers() -> None:
         adapted: Any = peft.inject_adapter_in_model(
             peft.LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS), model
         )
-    expected = {
-        n.removesuffix(".lora_A.default.weight") for n in adapted.state_dict() if "lora_A" in n
-    }
+    expected = {n.removesuffix(".lora_A.default.weight") for n in adapted.state_dict() if "lora_A" in n}
     released = [
         f"mistral_model.base_model.model.model.layers.{layer}.{module}.lora_A.default.weight"
         for layer in range(32)

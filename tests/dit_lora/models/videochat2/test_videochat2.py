@@ -82,9 +82,7 @@ def test_gradients_are_those_of_the_published_architecture() -> None:
 def test_without_text_the_qformer_has_no_words() -> None:
     """Neither embeddings nor the words' feed-forward, in any layer; all else stays."""
     with_text = set(tiny_model(tiny_config()).model.qformer.state_dict())
-    names_without_text = set(
-        tiny_model(tiny_config(qformer_config={"use_text": False})).model.qformer.state_dict()
-    )
+    names_without_text = set(tiny_model(tiny_config(qformer_config={"use_text": False})).model.qformer.state_dict())
     assert names_without_text < with_text
     feed_forward = {
         f"encoder.layer.{layer}.{name}.{kind}"
@@ -135,9 +133,7 @@ def test_generate_reads_the_media_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(config)
     calls = []
     read = model.model.get_media_features
-    monkeypatch.setattr(
-        model.model, "get_media_features", lambda *args: calls.append(1) or read(*args)
-    )
+    monkeypatch.setattr(model.model, "get_media_features", lambda *args: calls.append(1) or read(*args))
     batch = tiny_batch(config)
     inputs = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
     model.generation_config.eos_token_id = None
@@ -164,15 +160,11 @@ def test_text_alone_needs_no_pixels() -> None:
     model = tiny_model(config)
     ids = torch.tensor([[BOS, 9, 8, 7], [BOS, 5, 6, 11]])
     embedded = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(
-        model(input_ids=ids).logits, model(inputs_embeds=embedded).logits, atol=0, rtol=0
-    )
+    torch.testing.assert_close(model(input_ids=ids).logits, model(inputs_embeds=embedded).logits, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(("legacy", "eps"), [(True, 1e-12), (False, 1e-6)])
-def test_legacy_is_the_eps_of_every_norm_outside_the_vision_blocks(
-    legacy: bool, eps: float
-) -> None:
+def test_legacy_is_the_eps_of_every_norm_outside_the_vision_blocks(legacy: bool, eps: float) -> None:
     model = tiny_model(tiny_config(legacy=legacy)).model
     norms = {name: m.eps for name, m in model.named_modules() if isinstance(m, torch.nn.LayerNorm)}
     blocks = {name for name in norms if name.startswith("vision_encoder.encoder.blocks.")}
@@ -181,9 +173,7 @@ def test_legacy_is_the_eps_of_every_norm_outside_the_vision_blocks(
 
 
 @pytest.mark.parametrize(("frames", "pretrained"), [(1, 1), (4, 4), (8, 4), (3, 2), (2, 5)])
-def test_position_table_is_the_pretrained_one_stretched_in_time(
-    frames: int, pretrained: int
-) -> None:
+def test_position_table_is_the_pretrained_one_stretched_in_time(frames: int, pretrained: int) -> None:
     table = position_table(20, 3, frames, pretrained, torch.device("cpu"))
     expected = positions(frames, pretrained, 9, 20).flatten(0, 1)
     assert table.dtype == torch.float32
@@ -191,9 +181,7 @@ def test_position_table_is_the_pretrained_one_stretched_in_time(
 
 
 @pytest.mark.parametrize(("side", "frames"), [(24, 8), (10, 1), (14, 4)])
-def test_position_table_of_another_size_is_the_pretrained_one_resized(
-    side: int, frames: int
-) -> None:
+def test_position_table_of_another_size_is_the_pretrained_one_resized(side: int, frames: int) -> None:
     device = torch.device("cpu")
     pretrained = 1 if frames == 1 else 4
     table = position_table(20, side, frames, pretrained, device, pretrained_side=14)

@@ -53,9 +53,7 @@ def test_all_that_does_not_fit_is_listed_at_once(world: World) -> None:
     del world.stage1["qformer.bert.encoder.layer.1.output.dense.bias"]
     del world.stage3["qformer.bert.encoder.layer.1.output.dense.bias"]
     world.stage3["vision_encoder.encoder.pos_embed"] = torch.zeros(1, 4, VISION)
-    world.stage3["mistral_model.base_model.model.model.embed_tokens.lora_embedding_A.default"] = (
-        torch.zeros(4, VOCAB)
-    )
+    world.stage3["mistral_model.base_model.model.model.embed_tokens.lora_embedding_A.default"] = torch.zeros(4, VOCAB)
     world.stage2["vision_encoder.encoder.class_embedding"] = torch.zeros(VISION)
     parameter_name = "qformer.bert.embeddings.word_embeddings.weight"
     world.stage3[parameter_name] = world.stage3[parameter_name][:-1]
@@ -122,9 +120,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(kind: str, world: World, tmp_pa
     if kind == "zip":
         torch.save(state, world.folder / "stage3.pth")
     else:
-        (world.folder / "stage3.pth").write_bytes(
-            pickle.dumps({"config": Code(marker)}, protocol=2)
-        )
+        (world.folder / "stage3.pth").write_bytes(pickle.dumps({"config": Code(marker)}, protocol=2))
     with pytest.raises(DitLoraError, match=r"stage3\.pth holds .* not opened") as raised:
         world.convert()
     assert "\n" not in str(raised.value)
@@ -157,9 +153,7 @@ def test_what_is_not_finite_is_listed_and_nothing_is_left(world: World) -> None:
     assert not [path for path in world.folder.iterdir() if "out" in path.name]
 
 
-def test_an_interrupted_conversion_leaves_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_conversion_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Path] = []
 
     def interrupted(tensors: Tensors, file: Path, metadata: dict[str, str]) -> None:

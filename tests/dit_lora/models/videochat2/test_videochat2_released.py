@@ -57,9 +57,7 @@ def test_every_tensor_gets_where_it_belongs(world: World) -> None:
 
 
 def opened(world: World) -> Any:
-    return VideoChat2ForConditionalGeneration.from_pretrained(
-        world.folder / "out", dtype=torch.float32
-    ).eval()
+    return VideoChat2ForConditionalGeneration.from_pretrained(world.folder / "out", dtype=torch.float32).eval()
 
 
 def inputs(model: Any) -> dict[str, torch.Tensor]:
@@ -95,9 +93,7 @@ def test_what_is_not_needed_is_named_with_its_reason(world: World) -> None:
 
 
 @pytest.mark.parametrize(("llm", "prompt"), [("llama", "vicuna"), ("phi", "phi3")])
-def test_other_language_models_are_known_by_their_names(
-    llm: str, prompt: str, tmp_path: Path
-) -> None:
+def test_other_language_models_are_known_by_their_names(llm: str, prompt: str, tmp_path: Path) -> None:
     world = World(tmp_path, llm)
     world.write()
     report = world.convert(progress=None)
@@ -222,9 +218,7 @@ def test_a_qformer_that_reads_no_text_needs_no_stage_1(world: World) -> None:
     names = report.unused["the Q-Former of this config reads no text"]
     halves = ("embeddings.word", "embeddings.position_embeddings", "intermediate.", "output.dense")
     text = {
-        name
-        for name in world.stage3
-        if name not in world.stage2 and name.startswith("qformer") and "lora" not in name
+        name for name in world.stage3 if name not in world.stage2 and name.startswith("qformer") and "lora" not in name
     }
     assert set(names) == {f"stage3.pth: {name}" for name in text}
     assert all(any(half in name for name in names) for half in halves)

@@ -79,9 +79,7 @@ def test_bf16_weights_leave_the_positions_fp32(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     captured: dict[str, torch.Tensor] = {}
     encoder = model.model.vision_encoder.encoder
-    encoder.patch_embed.register_forward_hook(
-        lambda _m, _i, output: captured.update(patches=output)
-    )
+    encoder.patch_embed.register_forward_hook(lambda _m, _i, output: captured.update(patches=output))
     encoder.blocks[0].register_forward_pre_hook(lambda _m, args: captured.update(tokens=args[0]))
     logits = model(**tiny_batch(model.config)).logits
     assert logits.dtype == torch.bfloat16
@@ -168,10 +166,7 @@ def test_stochastic_depth_grows_with_depth() -> None:
     model = VideoChat2ForConditionalGeneration(tiny_config(**DROPOUT)).model
     blocks = [block.drop_path.rate for block in model.vision_encoder.encoder.blocks]
     assert blocks == pytest.approx([0.0, 0.1, 0.2])
-    rates = [
-        {m.rate for m in layer.modules() if isinstance(m, DropPath)}
-        for layer in model.qformer.encoder.layer
-    ]
+    rates = [{m.rate for m in layer.modules() if isinstance(m, DropPath)} for layer in model.qformer.encoder.layer]
     assert [len(values) for values in rates] == [1, 1, 1]
     assert [values.pop() for values in rates] == pytest.approx([0.0, 0.15, 0.3])
     layers = [m for m in model.qformer.modules() if isinstance(m, VideoChat2QFormerLayer)]
@@ -185,9 +180,7 @@ def test_queries_that_a_checkpoint_lacks_are_drawn_and_not_zero(tmp_path: Path) 
     assert torch.isfinite(before(**tiny_batch(before.config)).logits).all()
     before.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    after = VideoChat2ForConditionalGeneration.from_pretrained(
-        tmp_path, config=tiny_config(num_extra_query_tokens=50)
-    )
+    after = VideoChat2ForConditionalGeneration.from_pretrained(tmp_path, config=tiny_config(num_extra_query_tokens=50))
     queries = after.model.extra_query_tokens
     assert queries.shape == (1, 50, 18)
     assert queries.std().item() == pytest.approx(0.02, rel=0.1)

@@ -47,15 +47,11 @@ def judged() -> list[AuditedSample]:
         AuditedSample("good.mp4", (), facts, jpeg(1)),
         AuditedSample("warned.mp4", (CUT, LOW), facts, jpeg(2)),
         AuditedSample("bad.mp4", (CUT, BLACK), facts, jpeg(3)),
-        AuditedSample(
-            "broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)
-        ),
+        AuditedSample("broken.mp4", (Finding("unreadable", "no moov atom", "reject", "fetch it again"),)),
     ]
 
 
-def test_the_page_loads_nothing_and_runs_nothing(
-    tmp_path: Path, judged: list[AuditedSample]
-) -> None:
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path, judged: list[AuditedSample]) -> None:
     page = write(tmp_path, judged)
     addresses = [
         value or ""
@@ -97,9 +93,7 @@ def test_everything_from_the_data_is_escaped(tmp_path: Path) -> None:
     assert "b\\udcff" in page.text, "a name that is not UTF-8 is shown all the same"
 
 
-def test_rejects_come_first_and_their_worst_finding_first(
-    tmp_path: Path, judged: list[AuditedSample]
-) -> None:
+def test_rejects_come_first_and_their_worst_finding_first(tmp_path: Path, judged: list[AuditedSample]) -> None:
     page = write(tmp_path, judged)
     rejected, warned = page.section("Rejected"), page.section("Warnings")
     assert page.source.index(">Rejected<") < page.source.index(">Warnings<")
@@ -185,9 +179,7 @@ def test_of_many_pairs_some_are_shown_from_first_to_last(tmp_path: Path) -> None
     assert (names[0], names[-1]) == ("000", "499")
 
 
-def test_codes_are_counted_and_lead_to_their_samples(
-    tmp_path: Path, judged: list[AuditedSample]
-) -> None:
+def test_codes_are_counted_and_lead_to_their_samples(tmp_path: Path, judged: list[AuditedSample]) -> None:
     page = write(tmp_path, judged)
     assert page.section("Findings") == (
         "Code Verdict Samples What to do black reject 1 remove it unreadable reject 1 fetch it again "
@@ -310,15 +302,10 @@ def test_channels_of_latents_are_drawn_and_outliers_named(tmp_path: Path) -> Non
 
 
 def test_notes_are_shown(tmp_path: Path, judged: list[AuditedSample]) -> None:
-    assert (
-        "2 classes have no sample"
-        in write(tmp_path, judged, notes=["2 classes have no sample"]).text
-    )
+    assert "2 classes have no sample" in write(tmp_path, judged, notes=["2 classes have no sample"]).text
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, judged: list[AuditedSample]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, judged: list[AuditedSample]) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DitLoraError, match=r"cannot write .*audit\.html"):
         write(tmp_path / "file", judged)

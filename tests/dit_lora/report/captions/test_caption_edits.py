@@ -66,9 +66,7 @@ def write_folder(root: Path, captions: dict[str, str]) -> Path:
     root.mkdir(exist_ok=True)
     for name in captions:
         (root / name).write_bytes(b"media")
-    lines = [
-        json.dumps({"file_name": name, "n": 1.5, "text": text}) for name, text in captions.items()
-    ]
+    lines = [json.dumps({"file_name": name, "n": 1.5, "text": text}) for name, text in captions.items()]
     (root / "metadata.jsonl").write_text("\n".join(lines))
     return root
 
@@ -94,9 +92,7 @@ def test_the_page_shows_what_the_file_holds_and_an_unchanged_save_changes_no_byt
 @pytest.mark.parametrize("text", PLAUSIBLE)
 def test_a_changed_caption_is_written_as_it_is_typed(tmp_path: Path, text: str) -> None:
     folder = write_folder(tmp_path, {"a.png": "old"})
-    state = CaptionEdits(folder, TextRules()).save_caption(
-        "a.png", text, compute_caption_version("old")
-    )
+    state = CaptionEdits(folder, TextRules()).save_caption("a.png", text, compute_caption_version("old"))
     assert state.caption == text
     assert CaptionTable.read(folder).captions["a.png"] == text
 
@@ -158,10 +154,7 @@ def test_two_editors_and_a_caption_command_lose_none_of_a_thousand_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_folder(tmp_path, {f"shared_{number}.png": "start" for number in range(8)})
-    editors = [
-        subprocess.Popen([sys.executable, "-c", EDITOR, str(folder), name], env=os.environ)
-        for name in "ab"
-    ]
+    editors = [subprocess.Popen([sys.executable, "-c", EDITOR, str(folder), name], env=os.environ) for name in "ab"]
     answerer = type("Answerer", (), {"model": None})
     monkeypatch.setattr(captions, "load_answerer", lambda *_, **__: answerer)
     monkeypatch.setattr(captions, "require_finite_logits", nullcontext)
@@ -188,10 +181,7 @@ def test_names_that_are_not_utf8_are_shown_served_and_edited(tmp_path: Path) -> 
     (folder / undecodable_name).write_bytes(b"media")
     edits = CaptionEdits(folder, TextRules())
     assert Cards(edits.render_page(1, False)).by_name[undecodable_name]["caption"] == ""
-    assert (
-        edits.find_media(decode_address(encode_address(undecodable_name)))
-        == folder / undecodable_name
-    )
+    assert edits.find_media(decode_address(encode_address(undecodable_name))) == folder / undecodable_name
     edits.save_caption(undecodable_name, "b", compute_caption_version(""))
     assert CaptionTable.read(folder).captions == {"a.png": "a", undecodable_name: "b"}
     write_captions_page(folder / "captions.html", CaptionTable.read(folder), TextRules())
@@ -217,9 +207,7 @@ def test_findings_that_are_kept_are_those_of_the_whole_audit(tmp_path: Path) -> 
     assert findings.update(table) == check_table_captions(table, rules)
 
 
-def test_a_request_lists_no_folder_that_has_not_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_lists_no_folder_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path, {"a.png": "a", "b.png": "b"})
     os.utime(folder, (1, 1))  # long ago
     edits = CaptionEdits(folder, TextRules())

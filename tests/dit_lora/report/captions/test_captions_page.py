@@ -73,9 +73,7 @@ def test_captions_are_judged_as_the_audit_does_and_by_the_trigger(folder: Path) 
         [],
         ["caption_missing"],
     ]
-    assert not {"trigger_missing"} & {
-        f.code for fs in check_table_captions(table, TextRules()).values() for f in fs
-    }
+    assert not {"trigger_missing"} & {f.code for fs in check_table_captions(table, TextRules()).values() for f in fs}
 
 
 def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: Path) -> None:
@@ -89,9 +87,7 @@ def test_the_written_page_is_self_contained_and_escaped(folder: Path, tmp_path: 
         assert linked == (page_path.parent == folder)
 
 
-def test_an_edit_is_taken_from_its_own_page_alone(
-    server: tuple[LocalServer, CaptionEdits], folder: Path
-) -> None:
+def test_an_edit_is_taken_from_its_own_page_alone(server: tuple[LocalServer, CaptionEdits], folder: Path) -> None:
     serving, edits = server
     origin = {"Origin": serving.origin, "Content-Type": "application/json"}
     name = CaptionTable.read(folder).media[0]
@@ -172,16 +168,12 @@ def test_media_of_the_folder_are_served_and_nothing_else(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_an_edit_in_a_browser_lands_in_the_file(
-    server: tuple[LocalServer, CaptionEdits], folder: Path
-) -> None:
+def test_an_edit_in_a_browser_lands_in_the_file(server: tuple[LocalServer, CaptionEdits], folder: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     serving, _ = server
     names = CaptionTable.read(folder).media
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
@@ -214,9 +206,7 @@ def test_an_edit_in_a_browser_lands_in_the_file(
         sync_api.expect(cards.nth(4).locator(".findings .code")).to_have_text("trigger_missing")
         cards.nth(3).locator("textarea").fill("")
         cards.nth(3).locator("button").click()
-        sync_api.expect(cards.nth(3).locator(".said")).to_have_text(
-            "not saved: its caption is empty"
-        )
+        sync_api.expect(cards.nth(3).locator(".said")).to_have_text("not saved: its caption is empty")
         assert cards.nth(3).locator("button").is_enabled()
         page.evaluate("window.onbeforeunload = null")
         assert page.evaluate("window.hit") is None

@@ -33,9 +33,7 @@ def test_a_long_line_is_held_by_means_and_extremes() -> None:
     line = compute_means(values, sparse=False)
     assert len(line) == MAX_POINTS
     assert line[:3] == [24.5, None, 124.5]
-    assert compute_means(values, sparse=True)[1] == pytest.approx(
-        (sum(range(50, 100)) - 70) / 49, rel=1e-4
-    )
+    assert compute_means(values, sparse=True)[1] == pytest.approx((sum(range(50, 100)) - 70) / 49, rel=1e-4)
     ends = compute_extremes(values)
     assert ends["lowest"][:3] == [0.0, 50.0, 100.0]
     assert ends["highest"][:3] == [49.0, 99.0, 149.0]
@@ -60,9 +58,7 @@ def test_what_a_chart_holds_is_json(values: list[float], sparse: bool) -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    chart = BarChart(
-        "Loss", [Bar("a", 0.8, "0.8"), Bar("b", 0.2, "0.2"), Bar("c", math.nan, "NaN")]
-    )
+    chart = BarChart("Loss", [Bar("a", 0.8, "0.8"), Bar("b", 0.2, "0.2"), Bar("c", math.nan, "NaN")])
     assert [chart.percent(bar) for bar in chart.bars] == [100, 25, 0]
     empty_chart = BarChart("Loss", [Bar("a", 0.0, "0"), Bar("b", -1.0, "-1")])
     assert [empty_chart.percent(bar) for bar in empty_chart.bars] == [0, 0]
@@ -70,9 +66,7 @@ def test_bars_are_as_long_as_their_values() -> None:
 
 def test_the_files_of_others_are_as_they_were_published() -> None:
     folder = Path(dit_lora.report.__file__).parent / "vendor"
-    digests = re.findall(
-        r"^([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.MULTILINE
-    )
+    digests = re.findall(r"^([0-9a-f]{64})  (\S+)$", (folder / "README.md").read_text(), re.MULTILINE)
     filenames = {path.name for path in folder.iterdir()}
     assert {name for _, name in digests} == filenames - {"README.md"}
     for digest, name in digests:

@@ -50,9 +50,7 @@ def test_training_waits_for_no_report_and_one_is_written_at_a_time(
     assert states == ["running", None]
 
 
-def test_an_error_of_any_kind_is_said_once_and_raised_never(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_any_kind_is_said_once_and_raised_never(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_run_page(reader: Any, **how: Any) -> Path:
         raise KeyError("loss")
 

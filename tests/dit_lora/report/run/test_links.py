@@ -64,9 +64,7 @@ def test_a_report_reads_regular_files_of_the_folder_only(
 
 
 @pytest.mark.parametrize("plant", [a_link, a_pipe, a_sparse_file])
-def test_so_does_the_report_of_a_guard(
-    plant: Callable[[Path, Path], None], tmp_path: Path, private: Path
-) -> None:
+def test_so_does_the_report_of_a_guard(plant: Callable[[Path, Path], None], tmp_path: Path, private: Path) -> None:
     folder = tmp_path / "guard"
     folder.mkdir()
     (folder / "events.jsonl").write_text('{"step": 1}\n')

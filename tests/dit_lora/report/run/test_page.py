@@ -37,17 +37,12 @@ def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(run_dir: Path) ->
     library, own_script = re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
     assert library.startswith("/*! https://github.com/leeoniya/uPlot")
     assert not re.search(r"https?://|url\(|@import", page.source.replace(library, ""))
-    digests = [
-        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        for script in (library, own_script)
-    ]
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (library, own_script)]
     [policy] = [meta["content"] or "" for meta in page.all("meta") if "http-equiv" in meta]
     assert policy.endswith(f"script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}'")
     assert "default-src 'none'" in policy
     assert "connect-src" not in policy
-    assert not re.search(
-        r"http|unsafe-inline'.*script|\*", policy.replace("style-src 'unsafe-inline'", "")
-    )
+    assert not re.search(r"http|unsafe-inline'.*script|\*", policy.replace("style-src 'unsafe-inline'", ""))
 
 
 def test_the_headline_figures_are_those_of_the_files(run_dir: Path) -> None:
@@ -57,9 +52,7 @@ def test_the_headline_figures_are_those_of_the_files(run_dir: Path) -> None:
     assert "Steps 20 of 40, not finished" in text
     assert "Training loss 1.100 mean of the last 5" in text  # steps 16 to 20: 1.2 to 1.0
     assert "Held-out loss 2.500 → 2.000 -20.0%, step 0 to 20" in text
-    assert (
-        "Seconds per step 0.250 median, 0.29% waiting for data" in text
-    )  # 20 * 0.002 of 9 + 19 * 0.25
+    assert "Seconds per step 0.250 median, 0.29% waiting for data" in text  # 20 * 0.002 of 9 + 19 * 0.25
     assert "Samples per second 8.00 median" in text
     assert "Peak memory 3.75 GiB" in text  # at step 7 alone
 
@@ -196,9 +189,7 @@ def test_what_a_prompt_is_made_from_is_shown_before_its_samples(
     ]
 
 
-def test_videos_beyond_the_limit_are_linked_and_that_is_said(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_videos_beyond_the_limit_are_linked_and_that_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts base64, and the ends of the run come first: those two fit exactly, the one between does not."""
     ends = [run_dir / "samples" / f"step_{step:06d}" / "prompt_00.mp4" for step in (0, 20)]
     limit = sum(len(base64.b64encode(path.read_bytes())) for path in ends)
@@ -248,9 +239,7 @@ def test_events_are_listed_in_words(run_dir: Path) -> None:
 
 def test_what_is_missing_is_said_where_it_is_expected(tmp_path: Path) -> None:
     """A folder with only a recipe gives a page."""
-    (tmp_path / "config.yaml").write_text(
-        "model: {family: cogvideox, path: x}\ntrain: {steps: 5}\n"
-    )
+    (tmp_path / "config.yaml").write_text("model: {family: cogvideox, path: x}\ntrain: {steps: 5}\n")
     text = report(tmp_path).text
     for text_part in ("Steps 0 of 5", "No step has been recorded", "No samples", "None recorded"):
         assert text_part in text
@@ -271,9 +260,7 @@ def test_scarce_metrics_give_a_page(run_dir: Path, lines: list[Any]) -> None:
         ("a: [", "cannot read"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused_in_one_line(
-    tmp_path: Path, content: str | None, reason: str
-) -> None:
+def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path, content: str | None, reason: str) -> None:
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(DitLoraError, match=reason) as error:
@@ -283,17 +270,13 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_report_appears_whole_or_not_at_all(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_appears_whole_or_not_at_all(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old page stays until the rename, and no temporary file remains."""
     (run_dir / "report.html").write_text("old")
     observed = []
 
     def replace(source: Path, target: Path) -> None:
-        observed.append(
-            (target.read_text(encoding="utf-8"), Path(source).read_text(encoding="utf-8"))
-        )
+        observed.append((target.read_text(encoding="utf-8"), Path(source).read_text(encoding="utf-8")))
         source.rename(target)
 
     monkeypatch.setattr(os, "replace", replace)
@@ -342,10 +325,7 @@ def test_a_chat_models_answers_and_losses_by_media_are_shown(run_dir: Path) -> N
     write_lines(run_dir / "metrics.jsonl", lines)
     page = report(run_dir)
     text = " ".join(page.text.split())
-    assert (
-        "a.mp4 before no words during 1 answer after step 10 in between after step 20 <b>a disc</b>"
-        in text
-    )
+    assert "a.mp4 before no words during 1 answer after step 10 in between after step 20 <b>a disc</b>" in text
     assert "/data" not in text  # a page may be shown to others
     assert "Loss by kind of media, over the run" in text
     assert "Loss by timestep" not in text

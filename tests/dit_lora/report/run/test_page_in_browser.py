@@ -17,9 +17,7 @@ from dit_lora.data.media.video import write_video
 from dit_lora.report.run.page import write_report
 from dit_lora.report.run.serve import ReportServer
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIDEOS = "[...document.querySelectorAll('.pair figure:not([hidden]) video')]"
 INK = """(canvas) => {
   const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -35,9 +33,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
@@ -104,9 +100,7 @@ class Opened:
 def test_it_reads_on_a_phone_in_both_schemes_without_a_word_to_the_network(
     browser: Any, report: str, scheme: str
 ) -> None:
-    opened_page = Opened(
-        browser, report, viewport={"width": 360, "height": 780}, color_scheme=scheme
-    )
+    opened_page = Opened(browser, report, viewport={"width": 360, "height": 780}, color_scheme=scheme)
     page = opened_page.page
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -136,9 +130,7 @@ def luminance(color: str) -> float:
 def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) -> None:
     opened_page = Opened(browser, report)
     page = opened_page.page
-    if not page.evaluate(
-        "document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.42E01E\"')"
-    ):
+    if not page.evaluate("document.createElement('video').canPlayType('video/mp4; codecs=\"avc1.42E01E\"')"):
         pytest.skip("this Chromium has no H.264")
     opened_page.wait_for(f"{VIDEOS}.length === 2 && {VIDEOS}.every((one) => one.currentTime > 0.3)")
     times = page.evaluate(f"{VIDEOS}.map((one) => one.currentTime)")
@@ -148,24 +140,18 @@ def test_two_steps_play_together_and_can_be_chosen(browser: Any, report: str) ->
     page.focus("#seek")  # as who drags it; else a playing video moves it
     page.evaluate("document.getElementById('seek').value = 500")
     page.dispatch_event("#seek", "input")
-    opened_page.wait_for(
-        f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)"
-    )
+    opened_page.wait_for(f"{VIDEOS}.every((one) => Math.abs(one.currentTime - one.duration / 2) < 0.05)")
     page.select_option("#right", "10")
     script = "[...document.querySelectorAll('.pair figure:not([hidden])')].map((one) => one.dataset.step)"
     assert page.evaluate(script) == ["0", "10"]
     page.select_option("#mode", "slider")
-    boxes = [
-        figure.bounding_box() for figure in page.query_selector_all(".pair figure:not([hidden])")
-    ]
+    boxes = [figure.bounding_box() for figure in page.query_selector_all(".pair figure:not([hidden])")]
     assert boxes[0] == boxes[1]
     page.select_option("#mode", "all")
     assert page.evaluate(script) == ["0", "10", "20"]
 
 
-def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(
-    browser: Any, report: str
-) -> None:
+def test_charts_and_heat_maps_tell_their_values_to_pointer_and_keyboard(browser: Any, report: str) -> None:
     opened_page = Opened(browser, report)
     page = opened_page.page
     chart = page.locator(".curves").first
@@ -209,9 +195,7 @@ def legend(locator: Any) -> str:
     return str(locator.evaluate(script))
 
 
-def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(
-    browser: Any, report: str
-) -> None:
+def test_a_drag_zooms_every_chart_and_a_double_click_shows_the_whole_run(browser: Any, report: str) -> None:
     opened_page = Opened(browser, report)
     page = opened_page.page
     chart_overlay = page.locator(".u-over").first

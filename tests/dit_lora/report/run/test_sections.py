@@ -38,9 +38,7 @@ def test_a_verdict_is_told_in_full_words_and_marked_on_the_curves(run_dir: Path)
     assert "1 fallback" in page.text
 
 
-def test_many_events_fold_and_the_earliest_are_counted(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_events_fold_and_the_earliest_are_counted(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "EVENTS", 30)
     events = [{"step": step, "kind": "spike", "action": "report"} for step in range(1, 41)]
     write_lines(run_dir / "events.jsonl", events)
@@ -50,9 +48,7 @@ def test_many_events_fold_and_the_earliest_are_counted(
 
 
 def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None:
-    modules = [
-        {"name": f"blocks.{i}.to_q", "norm": 0.5 * i, "relative": 0.01 * i} for i in range(30)
-    ]
+    modules = [{"name": f"blocks.{i}.to_q", "norm": 0.5 * i, "relative": 0.01 * i} for i in range(30)]
     checks = {
         "keys": {"passed": True, "words": HOSTILE},
         "scale": {"passed": False, "words": "alpha lacks"},
@@ -119,9 +115,7 @@ def test_verification_quarantine_data_and_audit_are_shown(run_dir: Path) -> None
         "environment.json",
     ],
 )
-@pytest.mark.parametrize(
-    "text", ["[1]", "{", "\udcff", '{"checks": 3, "modules": [4], "buckets": {"buckets": [7]}}']
-)
+@pytest.mark.parametrize("text", ["[1]", "{", "\udcff", '{"checks": 3, "modules": [4], "buckets": {"buckets": [7]}}'])
 def test_records_that_are_torn_or_of_another_shape_cost_no_more_than_themselves(
     run_dir: Path, name: str, text: str
 ) -> None:
@@ -157,9 +151,7 @@ def test_the_recipe_is_compared_with_the_shipped_one(run_dir: Path) -> None:
 
 
 def test_the_recipes_own_file_is_compared_with_first_and_none_is_said() -> None:
-    config = load_recipe(find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(
-        mode="json"
-    )
+    config = load_recipe(find_packaged_files() / "recipes" / "smoke" / "cogvideox.yaml").model_dump(mode="json")
     config["model"]["path"] = "elsewhere/mine"
     assert compare_with_shipped(config, None) is None
     for file in ("cogvideox.yaml", "smoke_cogvideox.yaml"):

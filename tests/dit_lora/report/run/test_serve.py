@@ -31,9 +31,7 @@ def server(run_dir: Path) -> Iterator[ReportServer]:
         thread.join()
 
 
-def ask(
-    server: ReportServer, path: str, method: str = "GET", **headers: str
-) -> tuple[int, bytes, Any]:
+def ask(server: ReportServer, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
     connection = http.client.HTTPConnection(HOST, server.server_port, timeout=100)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -74,14 +72,10 @@ def test_a_range_of_a_video_is_that_part_of_it(
     expected = video_bytes[first:] if last is None else video_bytes[first : last + 1]
     assert (status, body) == (206, expected)
     start = video_bytes.index(expected)
-    assert (
-        headers["Content-Range"] == f"bytes {start}-{start + len(expected) - 1}/{len(video_bytes)}"
-    )
+    assert headers["Content-Range"] == f"bytes {start}-{start + len(expected) - 1}/{len(video_bytes)}"
 
 
-def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(
-    server: ReportServer, run_dir: Path
-) -> None:
+def test_a_whole_video_its_head_and_ranges_that_it_does_not_have(server: ReportServer, run_dir: Path) -> None:
     video_bytes = (run_dir / VIDEO[1:]).read_bytes()
     status, body, headers = ask(server, VIDEO)
     assert (status, body) == (200, video_bytes)
@@ -130,9 +124,7 @@ def test_nothing_but_samples_is_given(server: ReportServer, run_dir: Path, path:
     assert b"family" not in body
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "", "127.0.0.1:1"]
-)
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "", "127.0.0.1:1"])
 def test_another_sites_name_for_this_machine_is_refused(server: ReportServer, host: str) -> None:
     host = host.format(port=server.server_port)
     for path in ("/", "/state", VIDEO):

@@ -128,15 +128,11 @@ def test_the_form_is_that_which_reads_the_adapter(config: dict[str, Any], form: 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_button_exports_the_step_that_is_chosen(
-    served: tuple[ReportServer, Exports, str], folder: Path
-) -> None:
+def test_the_button_exports_the_step_that_is_chosen(served: tuple[ReportServer, Exports, str], folder: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     server, exports, _ = served
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
         page.goto(server.url)
         page.select_option("#mode", "all")

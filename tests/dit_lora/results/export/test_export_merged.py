@@ -43,9 +43,7 @@ MODELS = (
 
 def merged(one: Trained, **kwargs: Any) -> Path:
     output_folder = one.folder.parent / "merged"
-    return export(
-        ExportRequest((one.folder,), "merged", output_folder, model=str(one.base), **kwargs)
-    )
+    return export(ExportRequest((one.folder,), "merged", output_folder, model=str(one.base), **kwargs))
 
 
 def copied(base: Path, out: Path, dtype: torch.dtype = torch.float32, shards: int = 1) -> Path:
@@ -57,9 +55,7 @@ def copied(base: Path, out: Path, dtype: torch.dtype = torch.float32, shards: in
         save_file(tensors, file, metadata={"format": "pt"})
         return out
     file.unlink()
-    names = {
-        n: f"diffusion_pytorch_model-{n + 1:05}-of-{shards:05}.safetensors" for n in range(shards)
-    }
+    names = {n: f"diffusion_pytorch_model-{n + 1:05}-of-{shards:05}.safetensors" for n in range(shards)}
     index = {name: names[number % shards] for number, name in enumerate(tensors)}
     for filename in names.values():
         part = {name: tensors[name] for name in tensors if index[name] == filename}
@@ -95,26 +91,22 @@ def test_stock_diffusers_loads_base_plus_adapter(
         if name.removesuffix(".weight") in updates:
             exact = exact + updates[name.removesuffix(".weight")]
         assert tensor.dtype == old[name].dtype
-        torch.testing.assert_close(
-            tensor, exact.to(tensor.dtype), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(tensor, exact.to(tensor.dtype), msg=lambda m, n=name: f"{n}: {m}")
         if not torch.equal(tensor, old[name]):
             changed_names.add(name)
     assert {f"{name}.weight" for name in updates} < changed_names
     loaded_tensors = pipeline.transformer.state_dict()
     assert all(torch.equal(loaded_tensors[name], tensor.float()) for name, tensor in new.items())
     base_files = {p.relative_to(base) for p in base.rglob("*") if p.is_file()}
-    assert {
-        p.relative_to(output_folder) for p in output_folder.rglob("*") if p.is_file()
-    } == base_files | {Path("dit_lora.json")}
+    assert {p.relative_to(output_folder) for p in output_folder.rglob("*") if p.is_file()} == base_files | {
+        Path("dit_lora.json")
+    }
     metadata = json.loads((output_folder / "dit_lora.json").read_text())
     assert metadata["exported"] == {"to": "merged"}
     assert metadata["steps"] == 3
 
 
-def test_half_precision_in_several_files_is_rounded_once(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_half_precision_in_several_files_is_rounded_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """W + s B A is summed in fp64 and rounded once; weights without an adapter keep their bytes."""
     base = copied(tiny_checkpoints["cogvideox-2b"], tmp_path / "base", torch.bfloat16, shards=2)
     save_file({}, base / "transformer" / "diffusion_pytorch_model.fp16.safetensors")  # a variant
@@ -132,17 +124,13 @@ def test_half_precision_in_several_files_is_rounded_once(
         weight = old[f"{layer}.weight"].double()
         merged_weight = new[f"{layer}.weight"]
         num_rounded_once += int((merged_weight != (weight + delta).bfloat16()).sum())
-        num_rounded_twice += int(
-            (merged_weight != (weight + delta.bfloat16().double()).bfloat16()).sum()
-        )
+        num_rounded_twice += int((merged_weight != (weight + delta.bfloat16().double()).bfloat16()).sum())
     assert num_rounded_once <= 20  # of 32,768, where fp32 and fp64 are on two sides of a tie
     assert num_rounded_twice > 200
     assert all(torch.equal(old[n], new[n]) for n in old if n.removesuffix(".weight") not in updates)
 
 
-def test_classes_that_training_added_are_in_the_pipeline(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_classes_that_training_added_are_in_the_pipeline(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = tiny_checkpoints["dit-tiny"]
     trained_adapter = trained("dit", base, tmp_path / "adapter")
     rows = {name: t for name, t in stored(base).items() if "embedding_table" in name}

@@ -69,9 +69,7 @@ def assert_near(found: Deltas, expected: Deltas, within: float = 1e-5) -> None:
 def output(step: TinyStep, model: nn.Module) -> torch.Tensor:
     """What the transformer returns for the batch of two, called as its family calls it."""
     outputs: list[Any] = []
-    handle = model.eval().register_forward_hook(
-        lambda _module, _args, result: outputs.append(result)
-    )
+    handle = model.eval().register_forward_hook(lambda _module, _args, result: outputs.append(result))
     with torch.no_grad():
         step.losses(model, step.batch)
     handle.remove()
@@ -88,9 +86,7 @@ def test_a_merged_adapter_comes_back(
     tmp_path: Path,
 ) -> None:
     """At its own rank, alpha included; the stock pipeline with it computes what the merged model computes."""
-    trained_adapter = trained(
-        family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets
-    )
+    trained_adapter = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets)
     merged_folder, output_folder = merged(trained_adapter), tmp_path / "back"
     extraction = extracted(merged_folder, trained_adapter.base, output_folder)
     expected = deltas(trained_adapter.model)
@@ -106,14 +102,10 @@ def test_a_merged_adapter_comes_back(
     pipeline.load_lora_weights(output_folder)
     loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
     assert_near(loaded_updates, expected)
-    model = trained_adapter.checkpoint.transformer_class.from_pretrained(
-        merged_folder, subfolder="transformer"
-    )
+    model = trained_adapter.checkpoint.transformer_class.from_pretrained(merged_folder, subfolder="transformer")
     expected_output = output(step, model)
     assert (before - expected_output).abs().max() > 1e-2
-    torch.testing.assert_close(
-        output(step, pipeline.transformer), expected_output, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(output(step, pipeline.transformer), expected_output, rtol=1e-4, atol=1e-4)
     metadata = read_run_metadata(output_folder / ADAPTER_FILE)
     assert (metadata["family"], metadata["base_model"], metadata["rank"], metadata["alpha"]) == (
         *(family, trained_adapter.base.name),
@@ -177,19 +169,14 @@ def test_what_a_rank_keeps_is_what_svd_says(base: Path, tmp_path: Path) -> None:
         kept_energy += s[:4].square().sum().item()
     layers = sum(squares[f"{name}.weight"] for name in LAYERS)
     assert extraction.energy_share == pytest.approx(kept_energy / layers, rel=1e-9)
-    assert extraction.total_energy_share == pytest.approx(
-        kept_energy / sum(squares.values()), rel=1e-9
-    )
+    assert extraction.total_energy_share == pytest.approx(kept_energy / sum(squares.values()), rel=1e-9)
     record = extraction.to_dict()
     assert record["left_out"] == {
-        name: pytest.approx(squares[name] / sum(squares.values()))
-        for name in ("norm_final.weight", "proj_out.bias")
+        name: pytest.approx(squares[name] / sum(squares.values())) for name in ("norm_final.weight", "proj_out.bias")
     }
     report = "\n".join(extraction.format_lines())
     assert "rank 4 keeps " in report
-    assert re.search(
-        r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", report
-    )
+    assert re.search(r"no LoRA holds what changed in these 2 tensors, [\d.]+% of all:\n  \w+\.\w+: ", report)
 
 
 def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Path) -> None:
@@ -218,9 +205,7 @@ def test_a_share_of_the_energy_chooses_each_layers_rank(base: Path, tmp_path: Pa
     assert report.startswith(f"ranks {min(ranks.values())} to {max(ranks.values())} keep ")
 
 
-def test_both_experts_come_back_in_a_file_each(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_both_experts_come_back_in_a_file_each(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = tiny_checkpoints["wan-2.2-t2v-a14b"]
     trained_adapter = trained("wan", base, tmp_path / "adapter")
     (tmp_path / "both").mkdir()
@@ -235,9 +220,7 @@ def test_both_experts_come_back_in_a_file_each(
         save_file(tensors, tmp_path / "both" / f"x_{name}.safetensors", metadata=metadata)
     merged_folder = tmp_path / "whole"
     export(ExportRequest((tmp_path / "both",), "merged", merged_folder, model=str(base)))
-    extraction = extract(
-        ExtractRequest(str(merged_folder), str(base), tmp_path / "out", RankChoice(4))
-    )
+    extraction = extract(ExtractRequest(str(merged_folder), str(base), tmp_path / "out", RankChoice(4)))
     assert [entry.part for entry in extraction] == ["transformer", "transformer_2"]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["out_high_noise.safetensors", "out_low_noise.safetensors"]
@@ -259,9 +242,7 @@ def test_both_experts_come_back_in_a_file_each(
     assert [path.name for path in (tmp_path / "one").iterdir()] == [ADAPTER_FILE]
 
 
-def test_single_files_and_folders_of_a_transformer(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_single_files_and_folders_of_a_transformer(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """By Diffusers' names, with ComfyUI's prefix, and by the published model's own; the pipeline gives the configs."""
     base = tiny_checkpoints["ltx-video"]
     trained_adapter = trained("ltx_video", base, tmp_path / "adapter")
@@ -271,9 +252,7 @@ def test_single_files_and_folders_of_a_transformer(
     prefixed = tmp_path / "prefixed.safetensors"
     save_file({f"model.diffusion_model.{n}": t for n, t in tensors.items()}, prefixed)
     published_file = tmp_path / "published.safetensors"
-    renamed = {
-        f"model.diffusion_model.{own_name(name)}": tensor for name, tensor in tensors.items()
-    }
+    renamed = {f"model.diffusion_model.{own_name(name)}": tensor for name, tensor in tensors.items()}
     assert len(renamed.keys() - {f"model.diffusion_model.{n}" for n in tensors}) > 4
     save_file(renamed, published_file)
     with pytest.raises(DitLoraError, match=r"neither .* is a pipeline's folder; give --model"):
@@ -322,15 +301,11 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     assert "a SanaTransformer2DModel in transformer, and CogVideoXTransformer3DModel" in refused(
         sana, base, *rank_options
     )
-    wide_folder = changed(
-        base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)})
-    )
+    wide_folder = changed(base, tmp_path / "wide", lambda t: t.update({"proj_out.bias": torch.ones(7)}))
     message = refused(wide_folder, base, *rank_options)
     assert message.splitlines()[1:] == ["  - proj_out.bias: [7], the model has [16]"]
     torn_folder = changed(base, tmp_path / "torn", lambda t: t.pop("proj_out.bias"))
-    assert "  - proj_out.bias: not there, the model has [16]" in refused(
-        base, torn_folder, *rank_options
-    )
+    assert "  - proj_out.bias: not there, the model has [16]" in refused(base, torn_folder, *rank_options)
     extra_folder = changed(base, tmp_path / "more", lambda t: t.update({"extra": torch.ones(2)}))
     assert "  - extra: in one of them alone" in refused(extra_folder, base, *rank_options)
     quantized_folder = changed(
@@ -338,13 +313,9 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
         tmp_path / "narrow",
         lambda t: t.update({n: v.to(torch.float8_e4m3fn) for n, v in t.items()}),
     )
-    assert "narrow is quantised; give the checkpoint in fp32" in refused(
-        quantized_folder, base, *rank_options
-    )
+    assert "narrow is quantised; give the checkpoint in fp32" in refused(quantized_folder, base, *rank_options)
     bad = changed(base, tmp_path / "bad", lambda t: t["proj_out.weight"].fill_(float("nan")))
-    assert "proj_out.weight: not finite in one of the checkpoints" in refused(
-        bad, base, *rank_options
-    )
+    assert "proj_out.weight: not finite in one of the checkpoints" in refused(bad, base, *rank_options)
     norms = changed(base, tmp_path / "norms", lambda t: t["norm_final.weight"].add_(1))
     message = refused(norms, base, *rank_options)
     assert message.startswith("no layer of ")
@@ -352,17 +323,13 @@ def test_what_cannot_be_extracted_is_said_in_a_line(
     message = refused(tuned, base, "--rank", 500, *out_option)
     assert message.startswith("--rank 500 is above the size of these layers; give at most ")
     assert len(message.splitlines()) == 1 + len(LAYERS)
-    assert "--rank takes a number above 0, or auto; got 0" in refused(
-        tuned, base, "--rank", 0, *out_option
-    )
+    assert "--rank takes a number above 0, or auto; got 0" in refused(tuned, base, "--rank", 0, *out_option)
     assert "--energy is for --rank auto" in refused(tuned, base, *rank_options, "--energy", 0.5)
     assert "--energy is a share above 0 and up to 1; got 2" in refused(
         tuned, base, "--rank", "auto", "--energy", 2, *out_option
     )
     assert "is no checkpoint; give a pipeline's folder" in refused(tmp_path, base, *rank_options)
-    assert "exists already; give another folder" in refused(
-        tuned, base, "--rank", 4, "--out", tuned
-    )
+    assert "exists already; give another folder" in refused(tuned, base, "--rank", 4, "--out", tuned)
     assert not list(tmp_path.glob(".*"))
     assert not (tmp_path / "out").exists()
     torn_file = tmp_path / "torn.safetensors"

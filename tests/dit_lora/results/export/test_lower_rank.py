@@ -48,12 +48,8 @@ def test_the_update_is_the_nearest_of_that_rank(
     tmp_path: Path,
 ) -> None:
     """By `torch.linalg.svd` of every product, alpha over rank in it; as the stock pipeline loads it."""
-    trained_adapter = trained(
-        family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6
-    )
-    lowered_result = lowered(
-        trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2)
-    )
+    trained_adapter = trained(family, tiny_checkpoints[variant], tmp_path / "adapter", targets=targets, rank=6)
+    lowered_result = lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
     pipeline = with_lora(trained_adapter.checkpoint.pipeline(torch.float32, text=False))
     pipeline.load_lora_weights(tmp_path / "out")
     loaded_updates = {n: d for n, d in deltas(pipeline.transformer).items() if d.any()}
@@ -83,9 +79,7 @@ def test_the_update_is_the_nearest_of_that_rank(
 
 def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """`add_weighted_adapter` with `svd`: of whole products, without their energy, and of two adapters at least."""
-    trained_adapter = trained(
-        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6
-    )
+    trained_adapter = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=6)
     lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(3))
     tensors = load_file(tmp_path / "out" / ADAPTER_FILE)
     config = trained_adapter.model.peft_config["default"]
@@ -96,9 +90,7 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
         for name, parameter in wrapped.base_model.model.named_parameters():
             if ".six." in name:
                 parameter.copy_(parameters[name.replace(".six.", ".default.")])
-    wrapped.base_model.add_weighted_adapter(
-        ["six", "six"], [0.5, 0.5], "three", combination_type="svd", svd_rank=3
-    )
+    wrapped.base_model.add_weighted_adapter(["six", "six"], [0.5, 0.5], "three", combination_type="svd", svd_rank=3)
     for name in deltas(trained_adapter.model):
         layer = wrapped.base_model.model.get_submodule(name)
         peft_delta = layer.get_delta_weight("three").double()
@@ -107,18 +99,14 @@ def test_peft_cuts_in_the_same_way(tiny_checkpoints: dict[str, Path], tmp_path: 
         assert (b @ a - peft_delta).norm() <= 1e-5 * peft_delta.norm()
 
 
-def test_forms_of_other_trainers_and_base_weights(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_forms_of_other_trainers_and_base_weights(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """ComfyUI's, kohya's and PEFT's formats all give the file of Diffusers' format; other trained weights stay."""
     base = tiny_checkpoints["cogvideox-2b"]
     trained_adapter = trained("cogvideox", base, tmp_path / "adapter", rank=6)
     lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(2))
     expected = load_file(tmp_path / "out" / ADAPTER_FILE)
     for form in ("comfyui", "kohya", "peft"):
-        source = export(
-            ExportRequest((trained_adapter.folder,), form, tmp_path / form, model=str(base))
-        )
+        source = export(ExportRequest((trained_adapter.folder,), form, tmp_path / form, model=str(base)))
         target = source if form == "peft" else source / f"{form}.safetensors"
         lowered(target, trained_adapter, tmp_path / f"{form}-2", RankChoice(2))
         tensors = load_file(tmp_path / f"{form}-2" / ADAPTER_FILE)
@@ -133,12 +121,8 @@ def test_forms_of_other_trainers_and_base_weights(
 
 
 def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    trained_adapter = trained(
-        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8
-    )
-    lowered_result = lowered(
-        trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(energy=0.8)
-    )
+    trained_adapter = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=8)
+    lowered_result = lowered(trained_adapter.folder, trained_adapter, tmp_path / "out", RankChoice(energy=0.8))
     assert all(0.8 <= layer.energy_share < 1 for layer in lowered_result.layers)
     lower_ranks = {layer.name: layer.factors.rank - 1 for layer in lowered_result.layers}
     for name, delta in deltas(trained_adapter.model).items():
@@ -150,9 +134,7 @@ def test_each_layers_own_rank_by_energy(tiny_checkpoints: dict[str, Path], tmp_p
     assert ranks == {layer.factors.rank for layer in lowered_result.layers}
 
 
-def test_a_sum_is_lowered_and_written_in_any_form(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_sum_is_lowered_and_written_in_any_form(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     trained_adapter = trained("cogvideox", base, tmp_path / "one", rank=4)
     second_adapter = trained("cogvideox", base, tmp_path / "two", rank=3, seed=2)
@@ -177,12 +159,8 @@ def test_a_sum_is_lowered_and_written_in_any_form(
     assert {len(t) for n, t in load_file(file).items() if ".lora_A." in n} == {2}
 
 
-def test_a_layer_without_an_update_stays_without_one(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    trained_adapter = trained(
-        "cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4
-    )
+def test_a_layer_without_an_update_stays_without_one(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    trained_adapter = trained("cogvideox", tiny_checkpoints["cogvideox-2b"], tmp_path / "adapter", rank=4)
     file = trained_adapter.folder / ADAPTER_FILE
     with safe_open(file, "pt") as adapter_file:
         metadata = adapter_file.metadata()
@@ -195,9 +173,7 @@ def test_a_layer_without_an_update_stays_without_one(
     assert f"  {layer.name}: 100%, rank 2" in list(result.format_lines())
 
 
-def test_what_has_no_lower_rank_is_refused_in_one_line(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_has_no_lower_rank_is_refused_in_one_line(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = tiny_checkpoints["cogvideox-2b"]
     trained_adapter = trained("cogvideox", base, tmp_path / "adapter")
 
@@ -208,9 +184,7 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(
         return str(result.exception)
 
     output_folder = ("--out", tmp_path / "out")
-    assert "--rank 4 lowers nothing: the ranks of " in refused(
-        trained_adapter.folder, "--rank", 4, *output_folder
-    )
+    assert "--rank 4 lowers nothing: the ranks of " in refused(trained_adapter.folder, "--rank", 4, *output_folder)
     assert "no file or folder" in refused(tmp_path / "gone", "--rank", 2, *output_folder)
     (tmp_path / "bare").mkdir()
     assert "no adapter in" in refused(tmp_path / "bare", "--rank", 2, *output_folder)
@@ -220,16 +194,11 @@ def test_what_has_no_lower_rank_is_refused_in_one_line(
         "gone.lora_A.weight": torch.ones(4, 8),
     }
     save_file(stray_tensors, tmp_path / "stray.safetensors")
-    assert "layers are not in the model" in refused(
-        tmp_path / "stray.safetensors", "--rank", 2, *output_folder
-    )
+    assert "layers are not in the model" in refused(tmp_path / "stray.safetensors", "--rank", 2, *output_folder)
     assert "exists already" in refused(trained_adapter.folder, "--rank", 2, "--out", base)
     merged = refused(trained_adapter.folder, "--rank", 2, "--to", "merged", *output_folder)
     assert "a merged checkpoint has no rank" in merged
-    assert (
-        refused(trained_adapter.folder, "--energy", 0.9, *output_folder)
-        == "--energy goes with --rank"
-    )
+    assert refused(trained_adapter.folder, "--energy", 0.9, *output_folder) == "--energy goes with --rank"
     assert refused(trained_adapter.folder, "--json", *output_folder) == "--json goes with --rank"
     dora = trained("cogvideox", base, tmp_path / "dora", kind="dora")
     assert "is of the kind dora" in refused(dora.folder, "--rank", 2, *output_folder)

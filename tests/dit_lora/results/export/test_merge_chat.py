@@ -35,18 +35,14 @@ def trained(model: Any, name: str, out: Path, scale: float = 0.3) -> Any:
     """An adapter with alpha != rank in the language model and its head, and a connector, saved."""
     lora = LoraConfig(rank=4, alpha=7, targets=("v_proj", "lm_head"))
     attach_lora(model, lora, (), seed=0, submodules=WITHIN[name])
-    parameter_groups(
-        model, adapter=1e-4, connector=1e-5, patterns={"connector": (CONNECTOR[name],)}
-    )
+    parameter_groups(model, adapter=1e-4, connector=1e-5, patterns={"connector": (CONNECTOR[name],)})
     train_a_little(model, scale)
     save_chat_adapter(model, out, {"steps": 3})
     return model
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        k: v for f in sorted(folder.glob("model*.safetensors")) for k, v in load_file(f).items()
-    }
+    return {k: v for f in sorted(folder.glob("model*.safetensors")) for k, v in load_file(f).items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,9 +54,7 @@ def test_stock_transformers_loads_the_adapted_model(name: str, tmp_path: Path) -
     # None of ours is a class of Transformers.
     merge_options = {"model_class": type(model)} if name == "videochat2" else {}
     assert (
-        merge_adapter(
-            tmp_path / "adapter", base, output_folder, **merge_options, on_progress=messages.append
-        )
+        merge_adapter(tmp_path / "adapter", base, output_folder, **merge_options, on_progress=messages.append)
         == output_folder
     )
     loaded_model, info = type(model).from_pretrained(output_folder, output_loading_info=True)
@@ -74,12 +68,8 @@ def test_stock_transformers_loads_the_adapted_model(name: str, tmp_path: Path) -
         *(p.name for p in base.iterdir() if "model" not in p.name),
         "dit_lora.json",
     }
-    assert (output_folder / "generation_config.json").read_bytes() == (
-        base / "generation_config.json"
-    ).read_bytes()
-    assert {k: v.dtype for k, v in stored(output_folder).items()} == {
-        k: v.dtype for k, v in stored(base).items()
-    }
+    assert (output_folder / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert {k: v.dtype for k, v in stored(output_folder).items()} == {k: v.dtype for k, v in stored(base).items()}
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
@@ -99,9 +89,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
         num_rounded_twice += int((merged != (weight + delta.bfloat16().double()).bfloat16()).sum())
     assert num_rounded_once <= 3  # of 4096, where fp32 and fp64 are on two sides of a tie
     assert num_rounded_twice > 100
-    untouched = [
-        k for k in old if "v_proj" not in k and k not in ("lm_head.weight", "model.norm.weight")
-    ]
+    untouched = [k for k in old if "v_proj" not in k and k not in ("lm_head.weight", "model.norm.weight")]
     assert all(torch.equal(old[key], new[key]) for key in untouched)
 
 
@@ -139,9 +127,7 @@ def test_what_cannot_be_merged_leaves_nothing(tmp_path: Path) -> None:
     base, adapter, output_folder = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
     model = saved_base("mistral", base, torch.float16)
     trained(model, "mistral", adapter, scale=3e3)
-    with pytest.raises(
-        CheckFailedError, match=r"not finite once merged in torch\.float16\n  - .*v_proj"
-    ):
+    with pytest.raises(CheckFailedError, match=r"not finite once merged in torch\.float16\n  - .*v_proj"):
         merge_adapter(adapter, base, output_folder)
     lora = load_file(adapter / "adapter_model.safetensors")
     lora.popitem()

@@ -23,9 +23,7 @@ FILES = {"dora": "pytorch_lora_weights.safetensors", "lokr": "pytorch_lora_weigh
 PEFT_FILE = "adapter_model.safetensors"
 
 
-def adapter_of(
-    kind: AdapterKind, checkpoints: dict[str, Path], folder: Path, **options: Any
-) -> Trained:
+def adapter_of(kind: AdapterKind, checkpoints: dict[str, Path], folder: Path, **options: Any) -> Trained:
     return trained("flux2", checkpoints["flux2-klein"], folder, kind=kind, scale=0.05, **options)
 
 
@@ -44,9 +42,7 @@ def test_merged_weights_are_what_the_adapted_layers_compute(
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     output_folder = export(
-        ExportRequest(
-            (trained_adapter.folder,), "merged", tmp_path / "out", model=str(trained_adapter.base)
-        )
+        ExportRequest((trained_adapter.folder,), "merged", tmp_path / "out", model=str(trained_adapter.base))
     )
     checkpoint = get_family("flux2").open(ModelConfig(family="flux2", path=str(output_folder)))
     merged = checkpoint.load_transformer(torch.float32)
@@ -66,18 +62,14 @@ def test_it_goes_to_peft_and_back_bit_for_bit(
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     output_folder = export(
-        ExportRequest(
-            (trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base)
-        )
+        ExportRequest((trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base))
     )
     base_model = trained_adapter.checkpoint.load_transformer(torch.float32)
     loaded_layers = layers(peft.PeftModel.from_pretrained(base_model, str(output_folder)).eval())
     for name, layer in layers(trained_adapter.model).items():
         x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(len(name)))
         assert torch.equal(loaded_layers[name](x), layer(x))
-    request = ExportRequest(
-        (output_folder,), "diffusers", tmp_path / "again", model=str(trained_adapter.base)
-    )
+    request = ExportRequest((output_folder,), "diffusers", tmp_path / "again", model=str(trained_adapter.base))
     if kind in FILES:
         original, round_trip = (
             load_file(written(kind, folder)) for folder in (trained_adapter.folder, export(request))
@@ -99,14 +91,10 @@ def comfyui_delta(own: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tens
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])
-def test_comfyui_adds_the_same_update(
-    kind: AdapterKind, tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_comfyui_adds_the_same_update(kind: AdapterKind, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter", rank=2, alpha=5)
     output_folder = export(
-        ExportRequest(
-            (trained_adapter.folder,), "comfyui", tmp_path / "out", model=str(trained_adapter.base)
-        )
+        ExportRequest((trained_adapter.folder,), "comfyui", tmp_path / "out", model=str(trained_adapter.base))
     )
     tensors = load_file(output_folder / "out.safetensors")
     names = get_family("flux2").comfyui
@@ -136,17 +124,11 @@ def test_a_form_that_reads_no_such_kind_is_refused_by_name(
 ) -> None:
     trained_adapter = adapter_of(kind, tiny_checkpoints, tmp_path / "adapter")
     with pytest.raises(DitLoraError, match=words):
-        export(
-            ExportRequest(
-                (trained_adapter.folder,), form, tmp_path / "out", model=str(trained_adapter.base)
-            )
-        )
+        export(ExportRequest((trained_adapter.folder,), form, tmp_path / "out", model=str(trained_adapter.base)))
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_lora_is_neither_weighted_nor_added(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_no_lora_is_neither_weighted_nor_added(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     trained_adapter = adapter_of("lokr", tiny_checkpoints, tmp_path / "one")
     request = ExportRequest(
         (trained_adapter.folder,),
@@ -176,12 +158,8 @@ def test_a_file_that_does_not_fit_is_refused_by_name(
     tensors = load_file(file)
     name = next(key for key in tensors if "lokr_w1" in key)
     other_tensors = {key: tensor for key, tensor in tensors.items() if key != name}
-    save_file(
-        other_tensors | spoil(name, tensors[name]), file, {"lora_adapter_metadata": _metadata(file)}
-    )
-    request = ExportRequest(
-        (trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base)
-    )
+    save_file(other_tensors | spoil(name, tensors[name]), file, {"lora_adapter_metadata": _metadata(file)})
+    request = ExportRequest((trained_adapter.folder,), "peft", tmp_path / "out", model=str(trained_adapter.base))
     with pytest.raises((CheckFailedError, DitLoraError), match=words):
         export(request)
 

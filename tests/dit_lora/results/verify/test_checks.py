@@ -20,9 +20,7 @@ from dit_lora.results.verify.checks import check_effect, check_keys
         ((1e-7, 0.01), True, "2 modules, update 1e-05 to 1% of their weights"),
     ],
 )
-def test_an_update_that_rounding_takes_away_is_no_effect(
-    shares: tuple[float, ...], passed: bool, words: str
-) -> None:
+def test_an_update_that_rounding_takes_away_is_no_effect(shares: tuple[float, ...], passed: bool, words: str) -> None:
     updates = [ModuleUpdate(f"to_{n}", 3 * x, x, x) for n, x in enumerate(shares)]
     check = check_effect(updates, ())
     assert check.passed is passed
@@ -43,9 +41,7 @@ IDLE = "attn2.add_k_proj.lora_B.weight"
         (torch.zeros(2, 3, device="meta"), [], False),
     ],
 )
-def test_zeros_that_a_loader_adds_are_none_of_the_files(
-    added: torch.Tensor, header: list[str], passes: bool
-) -> None:
+def test_zeros_that_a_loader_adds_are_none_of_the_files(added: torch.Tensor, header: list[str], passes: bool) -> None:
     """Wan's does for image keys of an adapter without them; layers that the header asks for have to be in the file."""
     tensors = {"attn2.to_k.lora_B.weight": torch.ones(2, 3)}
     check = check_keys("WanImageToVideoPipeline", tensors, {**tensors, IDLE: added}, header, [])

@@ -22,9 +22,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
 ) -> None:
     """In bf16 rounding hides a weak adapter: one at twice its scale is found all the same, one as it was is not."""
     family = get_family("cogvideox")
-    checkpoint: Any = family.open(
-        ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-2b"]))
-    )
+    checkpoint: Any = family.open(ModelConfig(family="cogvideox", path=str(tiny_checkpoints["cogvideox-2b"])))
     reference = DiffusionReferenceModel(checkpoint)
 
     def adapted(dtype: torch.dtype) -> Any:
@@ -53,9 +51,7 @@ def test_an_effect_below_rounding_is_compared_at_a_multiple_of_its_scale(
         assert not doubled_result.passed
         assert "does not act as trained" in doubled_result.message
     output_without_scale = {key: value for key, value in recorded_output.items() if key != "louder"}
-    unseen_result = compare_output(
-        reference, adapted(torch.float32), output_without_scale, torch.float32, "the base"
-    )
+    unseen_result = compare_output(reference, adapted(torch.float32), output_without_scale, torch.float32, "the base")
     assert "that the adapter acts is not seen" in unseen_result.message
 
 
@@ -75,9 +71,7 @@ def noted_at_other_levels(tiny_checkpoints: dict[str, Path]) -> tuple[Any, Any, 
     model = DiffusionReferenceModel(checkpoint).load_model(torch.float32)
     attach_lora(model, LoraConfig(rank=2), get_family("sd3").lora_targets, seed=0)
     reference = DiffusionReferenceModel(shifted)
-    recorded_output = record_output(
-        reference, model, reference.make_input_spec(clips, full_size=True), torch.float32
-    )
+    recorded_output = record_output(reference, model, reference.make_input_spec(clips, full_size=True), torch.float32)
     return checkpoint, model, recorded_output
 
 
@@ -88,9 +82,7 @@ def test_an_output_is_compared_at_the_noise_level_that_it_was_noted_at(
     checkpoint, model, recorded_output = noted_at_other_levels
     (level,) = recorded_output["inputs"]["draw/timestep"]["values"]
     assert 0 < level < 1
-    check = compare_output(
-        DiffusionReferenceModel(checkpoint), model, recorded_output, torch.float32, "the base"
-    )
+    check = compare_output(DiffusionReferenceModel(checkpoint), model, recorded_output, torch.float32, "the base")
     assert check.passed, check.message
     assert check.message.startswith("as trained")
 
@@ -100,18 +92,12 @@ def test_a_file_that_does_not_say_its_noise_level_is_judged_by_the_bases_digest(
 ) -> None:
     checkpoint, model, recorded_output = noted_at_other_levels
     reference = DiffusionReferenceModel(checkpoint)
-    sizes = {
-        k: value for k, value in recorded_output["inputs"].items() if not k.startswith("draw/")
-    }
+    sizes = {k: value for k, value in recorded_output["inputs"].items() if not k.startswith("draw/")}
     earlier = {**recorded_output, "inputs": sizes}
-    same_base = compare_output(
-        reference, model, earlier, torch.float32, "the base", digest=reference.compute_digest()
-    )
+    same_base = compare_output(reference, model, earlier, torch.float32, "the base", digest=reference.compute_digest())
     assert same_base.passed
     assert same_base.message.startswith("not compared: its file is of an earlier version")
-    other_base = compare_output(
-        reference, model, earlier, torch.float32, "the base", digest="0" * 64
-    )
+    other_base = compare_output(reference, model, earlier, torch.float32, "the base", digest="0" * 64)
     assert not other_base.passed
     assert "the base differs" in other_base.message
     assert "did not record the noise level" in other_base.message

@@ -61,9 +61,7 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def chat_run(
-    lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def chat_run(lora_main: Main, tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of a tiny VideoChat2, which trains a LoRA and base weights."""
     output_folder = tmp_path_factory.mktemp("verify_chat")
     base = tiny_checkpoints["videochat2-mistral"]
@@ -210,9 +208,7 @@ def test_what_is_wrong_with_a_diffusion_adapter_is_named(
     assert not verification.passed
 
 
-def test_the_command_exits_1_where_a_check_fails(
-    run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_command_exits_1_where_a_check_fails(run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(run / "adapter", tmp_path / "adapter", alpha)
     base = ["--model", str(tiny_checkpoints["cogvideox-2b"])]
     result = CliRunner().invoke(app, ["verify", str(folder), *base])
@@ -227,16 +223,11 @@ def test_another_base_is_named_and_not_the_adapter(run: Path, tmp_path: Path) ->
     # What was trained of the base comes with the adapter: the rest differs.
     verification = verify_adapter(run, str(tmp_path / "other"))
     assert failing(verification) == {"output"}
-    assert (
-        "the base differs: without the adapter its output is"
-        in verification.checks["output"].message
-    )
+    assert "the base differs: without the adapter its output is" in verification.checks["output"].message
     assert "cogvideox-2b, with --model" in verification.checks["output"].message
 
 
-def test_base_weights_are_checked_too(
-    run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_base_weights_are_checked_too(run: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     base = str(tiny_checkpoints["cogvideox-2b"])
 
     def not_finite(tensors: Tensors, _header: dict[str, str]) -> None:

@@ -52,9 +52,7 @@ def test_every_diffusion_family_verifies_what_it_saves(
     recipe = [str(SMOKES / f"{family}.yaml"), f"model.path={tiny_checkpoints[variant]}"]
     args = [argument for argument in quick(tmp_path / "data", tmp_path) if "height" not in argument]
     extra_overrides = FURTHER.get(variant, [])
-    lora_main(
-        [*recipe, *(argument for argument in args if "width" not in argument), *extra_overrides]
-    )
+    lora_main([*recipe, *(argument for argument in args if "width" not in argument), *extra_overrides])
     record = json.loads((tmp_path / "run" / VERIFICATION_FILE).read_text())
     assert record["passed"], record
     assert record["checks"]["output"]["words"].startswith("as trained")
@@ -101,9 +99,7 @@ def test_levers_change_nothing_of_what_is_verified(
     for name, lever_overrides in levers.items():
         args = quick(shape_clips, tmp_path, base, *lever_overrides, f"run.dir={tmp_path / name}")
         lora_main([str(SMOKES / "cogvideox.yaml"), *args])
-        output_check = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"][
-            "output"
-        ]
+        output_check = json.loads((tmp_path / name / VERIFICATION_FILE).read_text())["checks"]["output"]
         assert output_check["words"].startswith("as trained"), name
         assert verify_adapter(tmp_path / name).passed, name
 

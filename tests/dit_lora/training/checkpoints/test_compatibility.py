@@ -35,9 +35,7 @@ PLACE = {
 
 def test_the_same_place_is_not_worth_a_word() -> None:
     assert describe_topology_change(PLACE, dict(PLACE), uses_dropout=True) is None
-    assert (
-        describe_topology_change({}, PLACE, uses_dropout=True) is None
-    )  # a checkpoint that does not say
+    assert describe_topology_change({}, PLACE, uses_dropout=True) is None  # a checkpoint that does not say
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,7 @@ def test_what_differs_and_what_it_means(now: dict[str, Any], dropout: bool, word
         (8, 3, 1, "3 processes cannot share 8 samples: launch 2"),
     ],
 )
-def test_the_value_that_restores_the_samples_of_a_step(
-    samples: int, processes: int, batch: int, remedy: str
-) -> None:
+def test_the_value_that_restores_the_samples_of_a_step(samples: int, processes: int, batch: int, remedy: str) -> None:
     topology = PLACE | {"data_ranks": processes, "train.batch_size": batch}
     assert advise_on_samples_per_step(SAMPLES_PER_STEP_KEY, samples, topology) == f"; {remedy}"
     assert advise_on_samples_per_step("lora.rank", samples, topology) == ""
@@ -98,10 +94,7 @@ def test_a_checkpoint_of_other_samples_is_refused_with_the_remedy(tmp_path: Path
     topology = PLACE | {"data_ranks": 1}
     with pytest.raises(DitLoraError) as error:
         load_checkpoint(path, {SAMPLES_PER_STEP_KEY: 2}, topology)
-    assert (
-        "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it"
-        in str(error.value)
-    )
+    assert "8 in the checkpoint, 2 in the recipe; on 1 process(es), train.accumulate=4 restores it" in str(error.value)
 
 
 def test_where_this_process_is(recipe_values: dict[str, Any]) -> None:

@@ -52,9 +52,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
         optimizer.zero_grad()
 
 
-def save(
-    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 9
-) -> Path:
+def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int = 9) -> Path:
     return save_checkpoint(run, step, state_of(model, optimizer), IDENTITY, keep=keep)
 
 
@@ -80,9 +78,7 @@ def test_a_resumed_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     train(rebuilt, resumed, 3, 6)
     assert torch.equal(model[1].weight, rebuilt[1].weight)
     ours, theirs = optimizer_state(optimizer), optimizer_state(resumed)
-    assert set(ours) == {
-        f"adapter/1.{p}/{s}" for p in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")
-    }
+    assert set(ours) == {f"adapter/1.{p}/{s}" for p in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -94,9 +90,7 @@ def test_the_frozen_base_is_not_stored(tmp_path: Path) -> None:
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # safetensors writes 0600
 
 
-@pytest.mark.parametrize(
-    "file", ["trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-)
+@pytest.mark.parametrize("file", ["trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: str) -> None:
     model, optimizer = build()
@@ -117,9 +111,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
         )  # white space may differ without harm
         return
     assert find_newest_checkpoint(tmp_path) == good
-    with pytest.raises(
-        DitLoraError, match=r"is torn or altered; the newest whole one is .*step_000001"
-    ):
+    with pytest.raises(DitLoraError, match=r"is torn or altered; the newest whole one is .*step_000001"):
         find_checkpoint(str(torn), tmp_path)
 
 
@@ -131,9 +123,7 @@ def test_a_save_that_died_half_way_is_passed_over_and_does_not_block_the_next(
     leftover = tmp_path / "checkpoints" / ".step_000002.partial"
     leftover.mkdir()
     (leftover / "trainable.safetensors").write_bytes(b"half")
-    half = [
-        leftover.with_name(f".best.json.{pid}.partial") for pid in (os.getpid() + 1, os.getpid())
-    ]
+    half = [leftover.with_name(f".best.json.{pid}.partial") for pid in (os.getpid() + 1, os.getpid())]
     for path in half:
         path.write_text("{")
     assert find_newest_checkpoint(tmp_path) == good
@@ -191,9 +181,7 @@ def test_a_poisoned_state_is_never_saved(tmp_path: Path, where: str) -> None:
     good = save(tmp_path, 1, model, optimizer)
     victim = model[1].weight if where == "weight" else optimizer.state[model[1].weight]["exp_avg"]
     victim.data[0, 0] = torch.inf
-    with pytest.raises(
-        DitLoraError, match="step 2 is not saved: 1 of 8 tensors are not finite"
-    ) as error:
+    with pytest.raises(DitLoraError, match="step 2 is not saved: 1 of 8 tensors are not finite") as error:
         save(tmp_path, 2, model, optimizer)
     assert error.value.exit_code == 3
     assert find_newest_checkpoint(tmp_path) == good
@@ -308,9 +296,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_not_broadcast(tmp_path: Path) -
 def test_a_key_that_the_checkpoint_lacks_is_a_difference(tmp_path: Path) -> None:
     model, optimizer = build()
     path = save(tmp_path, 1, model, optimizer)
-    with pytest.raises(
-        DitLoraError, match=r"train\.steps: None in the checkpoint, 9 in the recipe"
-    ):
+    with pytest.raises(DitLoraError, match=r"train\.steps: None in the checkpoint, 9 in the recipe"):
         load_checkpoint(path, {**IDENTITY, "train.steps": 9})
 
 

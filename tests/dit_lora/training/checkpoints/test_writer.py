@@ -29,9 +29,7 @@ class Gate:
     def __call__(self, copy: SavedState) -> None:
         self.began.set()
         assert self.open.wait(100)
-        self.written.append(
-            SavedState(*({n: t.clone() for n, t in part.items()} for part in parts(copy)))
-        )
+        self.written.append(SavedState(*({n: t.clone() for n, t in part.items()} for part in parts(copy))))
 
 
 def parts(one: SavedState) -> tuple:
@@ -86,9 +84,7 @@ def test_an_error_is_known_without_waiting_and_no_save_follows_it() -> None:
     saver.save_async(1, state(1.0), fail)
     failed.wait(100)
     deadline = time.monotonic() + 100
-    while (
-        saver.poll_exit_code() == 0 and time.monotonic() < deadline
-    ):  # the result is set just after
+    while saver.poll_exit_code() == 0 and time.monotonic() < deadline:  # the result is set just after
         time.sleep(0.001)
     assert saver.poll_exit_code() == 3
     gate = Gate()
@@ -108,9 +104,7 @@ def test_jobs_run_in_their_order() -> None:
     assert order == [1]
 
 
-def test_a_defect_in_the_thread_ends_in_words_too_and_a_forgotten_error_lets_the_next_save_be_tried() -> (
-    None
-):
+def test_a_defect_in_the_thread_ends_in_words_too_and_a_forgotten_error_lets_the_next_save_be_tried() -> None:
     """The run still has its state: it is saved at the next step, and a traceback would have lost it."""
     saver = CheckpointWriter()
     saver.submit(lambda: 1 / 0)

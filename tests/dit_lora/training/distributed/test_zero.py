@@ -39,9 +39,7 @@ STEPS, HALF, SAMPLES = 4, 2, 8
 SPOILED = 3
 """The step in which rank 1 meets a NaN, once."""
 OPTIM = OptimConfig(
-    groups=GroupsConfig(
-        adapter=GroupConfig(lr=1e-2, warmup_steps=3), adapter_b=GroupConfig(lr=3e-2, clip=0.002)
-    ),
+    groups=GroupsConfig(adapter=GroupConfig(lr=1e-2, warmup_steps=3), adapter_b=GroupConfig(lr=3e-2, clip=0.002)),
     clip=0.0005,
 )
 
@@ -69,9 +67,7 @@ class Recorder:
         self.found: list[Tensors] = []
         self.replayed: list[str] = []
 
-    def recover(
-        self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None
-    ) -> int:
+    def recover(self, trip: StepFailure, micro_batches: Sequence[MicroBatch], control: MicroBatch | None) -> int:
         self.trips.append((trip.step, trip.kind, trip.micro_batches))
         self.found.append(copied(self.engine.local_state_dict()))
         for micro_batch in micro_batches:
@@ -138,21 +134,14 @@ class Training:
             recovery=self.recorder,
             watcher=StepWatcher(Snapshots(self.engine.local_state_dict, interval_steps=10)),
         )
-        train(
-            loop, self.given, start_step=start, steps=steps, get_stop_code=lambda: 0, on_step=note
-        )
+        train(loop, self.given, start_step=start, steps=steps, get_stop_code=lambda: 0, on_step=note)
         return self
 
     def whole(self) -> Whole:
-        return copied(self.engine.trainable_state_dict()), copied(
-            self.engine.optimizer_state_dict()
-        )
+        return copied(self.engine.trainable_state_dict()), copied(self.engine.optimizer_state_dict())
 
     def rows(self) -> list[list[float]]:
-        return [
-            [r.loss, r.grad_norm, *r.grad_norm_groups.values(), *sorted(r.losses)]
-            for r in self.results
-        ]
+        return [[r.loss, r.grad_norm, *r.grad_norm_groups.values(), *sorted(r.losses)] for r in self.results]
 
 
 def accelerated(ranks: int) -> Accelerator:
@@ -181,9 +170,7 @@ def on_two(path: Path) -> dict[str, Any]:
     last_state = zero.states[STEPS]
     rewound = Training(path, accelerator, zero=True)
     engine = rewound.engine
-    snapshots = Snapshots(
-        engine.local_state_dict, interval_steps=1, write_back=engine.load_scalar_state
-    )
+    snapshots = Snapshots(engine.local_state_dict, interval_steps=1, write_back=engine.load_scalar_state)
     snapshots.take(0)
     rewound.take(0, HALF)
     snapshots.take(HALF)
@@ -194,9 +181,7 @@ def on_two(path: Path) -> dict[str, Any]:
     engine.drop_optimizer_state(snapshots.restore(0))  # its moments were born since
     rolled_back &= equal(rewound.take(0, STEPS).states[STEPS], last_state)
     return {
-        "held": {
-            name: tensor.numel() for name, tensor in last_state.items() if name.endswith("/exp_avg")
-        },
+        "held": {name: tensor.numel() for name, tensor in last_state.items() if name.endswith("/exp_avg")},
         "results": [asdict(r) | {"seconds": 0, "data_seconds": 0} for r in zero.results],
         "trips": (spoiled.recorder.trips, spoiled.recorder.replayed),
         "untouched": equal(spoiled.recorder.found[0], before),
@@ -242,9 +227,7 @@ def test_it_takes_ddps_steps_with_half_of_the_moments_on_each_rank(
     """Losses, each group's gradient norm, weights and moments; each group is clipped by its own rule."""
     for rank_result in two:
         close(rank_result["rows"]["zero"], rank_result["rows"]["ddp"])
-        for zero, ddp in zip(
-            rank_result["whole"]["zero"], rank_result["whole"]["ddp"], strict=True
-        ):
+        for zero, ddp in zip(rank_result["whole"]["zero"], rank_result["whole"]["ddp"], strict=True):
             assert zero.keys() == ddp.keys()
             for name, tensor in zero.items():
                 assert (tensor - ddp[name]).norm() <= 1e-4 * ddp[name].norm(), name

@@ -44,9 +44,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.ops: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.ops["attention" if is_attention_op(func) else func.name().partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
 
@@ -60,9 +58,7 @@ def calls(step: TinyStep, mode: CheckpointingMode) -> Counter[str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_mode_changes_a_bit_and_dropout_draws_the_same(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_no_mode_changes_a_bit_and_dropout_draws_the_same(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     step = tiny_step(tiny_checkpoints, variant, dropout=0.3)
     expected = step.gradients()
     loss = step.loss()
@@ -242,9 +238,7 @@ OPS_OF = {
 
 @pytest.mark.parametrize("variant", OPS_OF)
 @pytest.mark.usefixtures("references")
-def test_fused_attention_alone_meets_the_dispatch_modes(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_fused_attention_alone_meets_the_dispatch_modes(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     """From a block's second call on; the same bits, and attention is not computed again."""
     step = tiny_step(tiny_checkpoints, variant)
     fuse(step.transformer, dict.fromkeys(OPS_OF[variant], "on"), check=False)

@@ -80,19 +80,13 @@ def test_the_count_is_exactly_what_a_real_step_saves(
         alive = live.current_bytes - loss.nbytes
     batch = sum(tensor.nbytes for tensor in step.batch.values())  # of which some is saved too
     # Tables that are neither weights nor buffers, such as Qwen-Image's rotations, exist before the step and count.
-    attributes = [
-        attribute for module in step.transformer.modules() for attribute in vars(module).values()
-    ]
-    tables = sum(
-        attribute.nbytes for attribute in attributes if isinstance(attribute, torch.Tensor)
-    )
+    attributes = [attribute for module in step.transformer.modules() for attribute in vars(module).values()]
+    tables = sum(attribute.nbytes for attribute in attributes if isinstance(attribute, torch.Tensor))
     assert alive <= needs["none"] <= alive + batch + tables
 
 
 @pytest.mark.parametrize("variant", ["cogvideox-5b", "dit-tiny", "sana-600m"])
-def test_real_peaks_are_in_the_order_of_the_count(
-    tiny_checkpoints: dict[str, Path], variant: str
-) -> None:
+def test_real_peaks_are_in_the_order_of_the_count(tiny_checkpoints: dict[str, Path], variant: str) -> None:
     step = tiny_step(tiny_checkpoints, variant)
     needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
     peaks = {mode: peak(step, mode) for mode in CHECKPOINTING_MODES}
@@ -162,10 +156,7 @@ def test_the_cpu_of_one_rank_among_several_is_the_cpu(tiny_checkpoints: dict[str
     """Accelerate numbers it there."""
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     needs = measure_activations(step.transformer, step.losses, step.spec, CPU)
-    assert (
-        measure_activations(step.transformer, step.losses, step.spec, torch.device("cpu", 0))
-        == needs
-    )
+    assert measure_activations(step.transformer, step.losses, step.spec, torch.device("cpu", 0)) == needs
 
 
 def test_a_model_without_checkpointing_needs_what_it_needs() -> None:
@@ -259,9 +250,7 @@ def test_where_nothing_fits_the_smallest_is_taken() -> None:
 
 def test_the_advice_says_what_every_mode_needs() -> None:
     chosen = advise_checkpointing(NEEDS, 61 * GIB, "auto")
-    assert chosen.message == (
-        "selective: activations 18 of 61 GiB free (none would need 90, full 9)"
-    )
+    assert chosen.message == ("selective: activations 18 of 61 GiB free (none would need 90, full 9)")
     advice = advise_checkpointing(NEEDS, 61 * GIB, "none")
     assert advice.message == "none: activations 90 of 61 GiB free (selective would need 18, full 9)"
     assert not advice.fits
@@ -304,12 +293,8 @@ def stand_in(step: TinyStep, asked: str) -> tuple[Any, list[str]]:
     run = SimpleNamespace(
         recipe=SimpleNamespace(train=train, optim=SimpleNamespace(name="adamw")),
         engine=SimpleNamespace(in_flight_bytes=0, enable_local_forward=nullcontext),
-        session=SimpleNamespace(
-            accelerator=SimpleNamespace(device=CPU, num_processes=1), say=messages.append
-        ),
-        data=SimpleNamespace(
-            training_set=SimpleNamespace(largest_shape=(None, specs), integer_inputs=dict)
-        ),
+        session=SimpleNamespace(accelerator=SimpleNamespace(device=CPU, num_processes=1), say=messages.append),
+        data=SimpleNamespace(training_set=SimpleNamespace(largest_shape=(None, specs), integer_inputs=dict)),
         checkpoint=step.checkpoint,
         transformer=step.transformer,
         optimizer=torch.optim.AdamW(trained),
@@ -360,9 +345,7 @@ def test_an_explicit_mode_is_taken_and_what_will_not_fit_is_said(
         assert ("train.checkpointing=auto" in messages[1]) == hint
 
 
-def test_another_ranks_advice_is_followed(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_ranks_advice_is_followed(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     step = tiny_step(tiny_checkpoints, "dit-tiny")
     theirs = CheckpointingAdvice("selective", "selective: theirs", True)
     monkeypatch.setattr(choosing, "gather_object", lambda own: [*own, theirs])
@@ -384,9 +367,7 @@ def test_a_forward_that_cannot_be_counted_is_said(tiny_checkpoints: dict[str, Pa
         run.checkpoint = SimpleNamespace(losses=losses)
         choose_checkpointing(run)
         assert is_set(step) == chosen_mode
-        assert messages[0].startswith(
-            f"checkpointing: {chosen_mode}: activations could not be counted: "
-        )
+        assert messages[0].startswith(f"checkpointing: {chosen_mode}: activations could not be counted: ")
         assert "\n" not in messages[0]
 
 

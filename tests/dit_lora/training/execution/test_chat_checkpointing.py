@@ -69,11 +69,7 @@ class ChatStep:
     def needs(self) -> dict[CheckpointingMode, int]:
         integer_inputs = {n: t for n, t in self.batch.items() if not t.is_floating_point()}
         spec: Spec = {n: (t.shape, t.dtype) for n, t in self.batch.items()}
-        return dict(
-            measure_activations(
-                self.model, lambda m, b: m(**b), spec, CPU, integer_inputs=integer_inputs
-            )
-        )
+        return dict(measure_activations(self.model, lambda m, b: m(**b), spec, CPU, integer_inputs=integer_inputs))
 
     @property
     def own(self) -> list[torch.Tensor]:
@@ -272,10 +268,7 @@ def test_the_count_is_what_a_real_step_saves(step: ChatStep) -> None:
     answers = step.batch["answer_labels"].numel()
     assert needs["none"] - saved >= rows * vocabulary * 4
     # Of one chunk: logits, what LoRA and its dropout save; the hidden states and labels of all.
-    assert (
-        needs["none"] - saved
-        <= rows * (vocabulary + 3 * width + 16) * 4 + answers * (width + 8) * 4
-    )
+    assert needs["none"] - saved <= rows * (vocabulary + 3 * width + 16) * 4 + answers * (width + 8) * 4
 
 
 @every_model

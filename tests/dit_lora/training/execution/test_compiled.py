@@ -155,10 +155,7 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
     assert same(grads, expected)
     torch.testing.assert_close(step.loss(), loss, rtol=1e-5, atol=0)
     assert traced.graphs == graphs
-    assert all(
-        isinstance(b, stock)
-        for b, stock in zip(repeated_blocks(step.transformer), classes, strict=True)
-    )
+    assert all(isinstance(b, stock) for b, stock in zip(repeated_blocks(step.transformer), classes, strict=True))
     forward_only = traced.calls // 2
     set_checkpointing(step.transformer, "full")
     Offload(step.transformer, CPU)
@@ -170,14 +167,10 @@ def test_a_chat_model_is_compiled_beneath_its_layers_checkpointing(
 
     asked_to: Any = SimpleNamespace(
         render=lambda *_, **__: None,
-        answer=lambda *_: str(
-            step.transformer.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=3)
-        ),
+        answer=lambda *_: str(step.transformer.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=3)),
     )
     traced.calls = 0
-    Answerer(asked_to, step.transformer, CPU, torch.float32).generate_answer(
-        SampledFrames("text"), ()
-    )
+    Answerer(asked_to, step.transformer, CPU, torch.float32).generate_answer(SampledFrames("text"), ())
     with find_fallback(list_model_fallbacks(step.transformer), COMPILE).disable_temporarily():
         off = step.gradients()
     assert all(torch.equal(off[name], expected[name]) for name in expected)
@@ -222,9 +215,7 @@ def test_a_backward_that_cannot_be_compiled_is_known_before_it_is_reached(
     def broken(_graph: Any, _inputs: Any) -> Any:
         raise NotImplementedError("no such gradient here")
 
-    backend = aot_autograd(
-        fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=broken
-    )
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=broken)
     monkeypatch.setattr(compiled, "_BACKEND", backend)
     torch._dynamo.reset()
     step, _ = compiled_step(tiny_checkpoints, recipe_values)
@@ -279,9 +270,7 @@ def test_a_machine_or_a_launch_that_cannot_is_refused(
         parse_recipe(recipe_values, "test")
 
 
-def test_compilers_get_a_path_that_needs_no_quotes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilers_get_a_path_that_needs_no_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they write comes to the folder that was asked for; places whose own names need quotes are passed over."""
     (tmp_path / "a b").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
@@ -293,7 +282,5 @@ def test_compilers_get_a_path_that_needs_no_quotes(
         Path(plain, "kernel.so").touch()
         assert (folder / "kernel.so").exists()
     monkeypatch.setattr(compiled, "_FALLBACK_FOLDERS", ())
-    with pytest.raises(
-        DitLoraError, match=r"compilers cannot take the path .*my cache.*data\.cache"
-    ):
+    with pytest.raises(DitLoraError, match=r"compilers cannot take the path .*my cache.*data\.cache"):
         compiled._make_plain_path(tmp_path / "my cache")

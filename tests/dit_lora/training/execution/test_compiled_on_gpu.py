@@ -58,10 +58,7 @@ def block_call(step: TinyStep, patch: pytest.MonkeyPatch, *, masked: bool) -> tu
         calls.append((block, args, kwargs))
 
     patch.setattr(attention, "attend", noting)
-    hooks = [
-        block.register_forward_pre_hook(hook, with_kwargs=True)
-        for block in repeated_blocks(step.transformer)
-    ]
+    hooks = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in repeated_blocks(step.transformer)]
     step.loss()
     for handle in hooks:
         handle.remove()

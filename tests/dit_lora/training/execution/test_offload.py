@@ -142,9 +142,7 @@ def test_two_blocks_at_most_are_on_the_device_and_the_next_one_comes_early(
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
-def test_what_trains_never_moves(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_trains_never_moves(tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters, and a base weight of a block that trains."""
     step = deep(tiny_checkpoints)
     base: Any = repeated_blocks(step.transformer)[1].get_parameter("norm1.linear.weight")
@@ -164,9 +162,7 @@ def test_a_pass_that_raises_leaves_everything_in_host_memory(
     step = deep(tiny_checkpoints)
     expected = step.gradients()
     offloader = Offload(step.transformer, CPU)
-    host_addresses = {
-        p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters
-    }
+    host_addresses = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
     block = repeated_blocks(step.transformer)[2]
 
     def fail(*_: Any) -> None:
@@ -196,14 +192,10 @@ def test_a_diagnosis_in_fp32_computes_every_block_in_fp32(
     """It puts other values in the weights' place, for a while."""
     step = deep(tiny_checkpoints, mixed="bf16")
     offloader, recorded = Offload(step.transformer, CPU), []
-    host_addresses = {
-        p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters
-    }
+    host_addresses = {p: p.data_ptr() for group in offloader.groups.values() for p in group.parameters}
     for block, group in offloader.groups.items():
         block.register_forward_pre_hook(
-            lambda _block, _inputs, group=group: recorded.append(
-                {p.dtype for p in group.parameters}
-            )
+            lambda _block, _inputs, group=group: recorded.append({p.dtype for p in group.parameters})
         )
     with convert_to_fp32(step.transformer):
         step.loss().backward()

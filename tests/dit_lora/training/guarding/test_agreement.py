@@ -40,13 +40,9 @@ def test_an_average_is_bounded_by_what_its_weight_has_been() -> None:
     now = {"w": torch.tensor([0.01, 0.0]), "zero": torch.zeros(3)}
     assert bounds.find_exceeding(now, weight) == {}
     for bad in (5.0, -5.0, 1e30):
-        exceeded = bounds.find_exceeding(
-            now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)}
-        )
+        exceeded = bounds.find_exceeding(now, {"w": torch.tensor([0.1, bad]), "zero": torch.zeros(3)})
         assert exceeded == {"w": (pytest.approx(abs(bad)), pytest.approx(0.1))}
-    assert list(bounds.find_exceeding(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == [
-        "zero"
-    ]
+    assert list(bounds.find_exceeding(now, {**now, "zero": torch.tensor([0.0, 0.0, 1e-3])})) == ["zero"]
 
 
 @pytest.mark.slow
@@ -94,9 +90,7 @@ def test_a_rank_with_other_weights_is_named_and_undone(
 
     assert [result.exit_code for result in results["stop"]] == [3, 3]
     assert not (tmp_path / "stop" / "adapter").exists()
-    assert sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir()) == [
-        "step_000002"
-    ]
+    assert sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir()) == ["step_000002"]
     # What is frozen is alike in no state: each rank's output is compared with that of the start.
     assert [result.exit_code for result in results["frozen"]] == [1, 1]
     assert "with adapters and kernels off its output on rank 1 (" in results["frozen"][0].error

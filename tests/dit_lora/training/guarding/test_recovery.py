@@ -55,10 +55,9 @@ def test_a_bad_draw_leaves_its_sample_out_for_one_epoch_and_the_next_time_for_go
     guarded.fail_step(repeated_step, verdict("inputs", sample, micro_step=micro, evidence=evidence))
     assert [event["action"] for event in guarded.files.events] == ["skip", "quarantine"]
     assert guarded.recovery.quarantine.is_excluded(sample, 5)
-    assert [
-        record.evidence["control_with_the_same_draws"]
-        for record in guarded.recovery.quarantine.records
-    ] == ["healthy"] * 2
+    assert [record.evidence["control_with_the_same_draws"] for record in guarded.recovery.quarantine.records] == [
+        "healthy"
+    ] * 2
 
 
 def test_a_step_that_fails_whatever_its_samples_is_left_out_and_none_of_them_is(
@@ -79,9 +78,7 @@ def test_a_rank_at_fault_stops_the_run_with_the_last_good_step_saved(guarded: Gu
 
 
 def test_samples_that_were_out_for_an_epoch_that_is_over_are_not_lost(guarded: Guarded) -> None:
-    past = [
-        QuarantineRecord(sample, 0, 0, step=1, cause="inputs", reason="") for sample in SAMPLES[1:]
-    ]
+    past = [QuarantineRecord(sample, 0, 0, step=1, cause="inputs", reason="") for sample in SAMPLES[1:]]
     guarded.recovery.quarantine.add(past)
     step = next(step for step in range(2, 9) if SAMPLES[0] in guarded.in_step(step))
     micro = guarded.in_step(step).index(SAMPLES[0])
@@ -178,9 +175,7 @@ def test_an_event_has_the_contracts_keys_and_no_other(tmp_path: Path, action: st
     guarded = Guarded(tmp_path, **({"on_nonfinite": ["stop"]} if action == "stop" else {}))
     guarded.recovery.snapshots.take(0)
     sample = guarded.in_step(2)[0]
-    cause, samples = {"retry": ("transient", []), "rollback": ("weights", [])}.get(
-        action, ("data", [sample])
-    )
+    cause, samples = {"retry": ("transient", []), "rollback": ("weights", [])}.get(action, ("data", [sample]))
     try:
         guarded.fail_step(2, verdict(cause, *samples))
     except NonFiniteError:
@@ -216,9 +211,7 @@ def test_a_rank_that_has_nothing_to_say_is_silent_beside_one_that_has(
     assert "bundle" not in [call[0] for call in guarded.files.calls]
 
 
-def test_bad_samples_of_two_ranks_are_left_out_together(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_samples_of_two_ranks_are_left_out_together(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = guarded.in_step(2)
     joined_by(monkeypatch, verdict("data", theirs, step=2, rank=1), bundle="bundles/theirs")
     guarded.fail_step(2, verdict("data", ours))

@@ -150,15 +150,11 @@ def test_a_spike_is_an_event_and_training_goes_on(
     (event,) = lines(run, "events.jsonl")
     assert (event["step"], event["kind"], event["action"]) == (25, "spike", "report")
     assert event["verdict"]["words"].startswith("grad_norm adapter")
-    assert set(event) == {
-        *("step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds")
-    }
+    assert set(event) == {*("step", "micro_step", "rank", "kind", "sample_ids", "verdict", "action", "seconds")}
     assert len(lines(run)) == 27
 
 
-@pytest.mark.parametrize(
-    ("clip", "smaller"), [("1.0", "limit"), ("0.01", "clip"), ("null", "limit")]
-)
+@pytest.mark.parametrize(("clip", "smaller"), [("1.0", "limit"), ("0.01", "clip"), ("null", "limit")])
 def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type: ignore[no-untyped-def]
     lora_main: Main, smoke, tmp_path: Path, monkeypatch, clip: str, smaller: str
 ) -> None:
@@ -188,9 +184,7 @@ def test_the_adaptive_clip_is_the_smaller_of_the_recipes_and_the_limit(  # type:
     assert clipped[:24] == pytest.approx(usual, rel=1e-3)
 
 
-def test_a_resumed_run_clips_as_the_uninterrupted_one(
-    lora_main: Main, smoke: list[str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_clips_as_the_uninterrupted_one(lora_main: Main, smoke: list[str], tmp_path: Path) -> None:
     """The detector has seen the earlier lines; in its warm-up, and past it, to the last bit."""
     tight = ["guard.spike_threshold=0.1", "guard.adaptive_clip=true", "lora.dropout=0.2"]
     common = [*smoke, *WATCHED, *tight]
@@ -205,9 +199,7 @@ def test_a_resumed_run_clips_as_the_uninterrupted_one(
         for name in ("whole", "parts", "plain")
     )
     assert all(torch.equal(uninterrupted[name], repeated[name]) for name in uninterrupted)
-    assert not all(
-        torch.equal(uninterrupted[name], plain[name]) for name in uninterrupted
-    )  # it did clip
+    assert not all(torch.equal(uninterrupted[name], plain[name]) for name in uninterrupted)  # it did clip
     events = [lines(tmp_path / name, "events.jsonl") for name in ("whole", "parts")]
     assert events[0] == events[1] != []
 

@@ -18,9 +18,7 @@ from dit_lora.training.optim.build import (
 
 
 def test_warm_up_rises_from_the_first_step_and_constant_stays() -> None:
-    factors = [
-        compute_schedule_factor("constant", step, warmup=4, steps=10) for step in range(1, 11)
-    ]
+    factors = [compute_schedule_factor("constant", step, warmup=4, steps=10) for step in range(1, 11)]
     assert factors == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
 
 
@@ -29,9 +27,7 @@ def test_linear_and_cosine_fall_from_the_peak_towards_zero() -> None:
     assert linear == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     cosine = [compute_schedule_factor("cosine", step, warmup=0, steps=4) for step in range(1, 5)]
     assert cosine == pytest.approx([1.0, 0.8535533906, 0.5, 0.1464466094])
-    assert (
-        compute_schedule_factor("cosine", 9, warmup=0, steps=4) == 0.0
-    )  # past the end, never negative
+    assert compute_schedule_factor("cosine", 9, warmup=0, steps=4) == 0.0  # past the end, never negative
 
 
 def test_each_group_has_its_own_schedule() -> None:
@@ -67,9 +63,7 @@ def config(**clips: float | None) -> OptimConfig:
 
 def test_the_shared_clip_bounds_the_joint_norm() -> None:
     groups = groups_with([3.0, 0.0], [0.0, 4.0])
-    norm = clip_gradients(
-        groups, compute_gradient_norms(groups), config(adapter=None, connector=None, shared=1.0)
-    )
+    norm = clip_gradients(groups, compute_gradient_norms(groups), config(adapter=None, connector=None, shared=1.0))
     assert norm.item() == 5.0
     assert groups[0]["params"][0].grad.tolist() == pytest.approx([0.6, 0.0], rel=1e-5)
     assert groups[1]["params"][0].grad.tolist() == pytest.approx([0.0, 0.8], rel=1e-5)
@@ -78,9 +72,7 @@ def test_the_shared_clip_bounds_the_joint_norm() -> None:
 def test_gradients_of_several_dtypes_are_scaled_as_each_alone() -> None:
     values = torch.randn(33, generator=torch.Generator().manual_seed(3)).double()
     groups = groups_with([], [])
-    for group, dtypes in zip(
-        groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True
-    ):
+    for group, dtypes in zip(groups, [[torch.bfloat16, torch.float32], [torch.float64]], strict=True):
         group["params"] = [nn.Parameter(torch.zeros(33, dtype=dtype)) for dtype in dtypes]
         for parameter in group["params"]:
             parameter.grad = values.to(parameter.dtype, copy=True)
@@ -174,18 +166,14 @@ def bounds(**limits: float | None) -> Callable[[str], float | None]:
 def test_an_adaptive_bound_scales_its_group_alone_and_the_shared_clip_takes_what_is_left() -> None:
     groups = groups_with([30.0], [4.0])
     optim = config(adapter=None, connector=None, shared=5.0)
-    norm = clip_gradients(
-        groups, compute_gradient_norms(groups), optim, bounds(adapter=3.0, connector=None)
-    )
+    norm = clip_gradients(groups, compute_gradient_norms(groups), optim, bounds(adapter=3.0, connector=None))
     assert norm.item() == pytest.approx((30**2 + 4**2) ** 0.5)
     grads = [group["params"][0].grad.item() for group in groups]
     assert grads == pytest.approx([3.0, 4.0], rel=1e-5)  # their joint norm is 5 already
 
 
 @pytest.mark.parametrize(("limit", "clip"), [(2.0, 1.0), (0.5, 1.0), (2.0, None), (0.5, 9.0)])
-def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(
-    limit: float, clip: float | None
-) -> None:
+def test_a_groups_bound_is_the_smaller_of_its_clip_and_the_limit(limit: float, clip: float | None) -> None:
     for has_own_lr in (True, False):
         groups = groups_with([300.0])
         optim = config(adapter=clip if has_own_lr else None, shared=None if has_own_lr else clip)
@@ -206,10 +194,7 @@ def test_a_schedule_falls_to_its_least_share() -> None:
     schedule_options: dict[str, int] = {"warmup": 2, "steps": 6}
     for kind in ("linear", "cosine"):
         plain = [compute_schedule_factor(kind, step, **schedule_options) for step in range(1, 9)]
-        raised = [
-            compute_schedule_factor(kind, step, **schedule_options, min_factor=0.25)
-            for step in range(1, 9)
-        ]
+        raised = [compute_schedule_factor(kind, step, **schedule_options, min_factor=0.25) for step in range(1, 9)]
         assert raised[:2] == plain[:2]  # warm-up is as it was
         assert raised[2:] == pytest.approx([0.25 + 0.75 * factor for factor in plain[2:]])
         assert raised[-1] == 0.25

@@ -113,10 +113,7 @@ class Training:
         """Weights, all state as the library has it, and the groups; not by way of `optimizer_state`."""
         state = {n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}
         skipped = ("params", "d_denom", "d_hat")  # the last two are written, and never read
-        groups = [
-            {k: v for k, v in group.items() if k not in skipped}
-            for group in self.optimizer.param_groups
-        ]
+        groups = [{k: v for k, v in group.items() if k not in skipped} for group in self.optimizer.param_groups]
         weights = {n: p.detach() for n, p in self.model.named_parameters()}
         return deepcopy({"weights": weights, "state": state, "groups": groups})
 
@@ -206,9 +203,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit_in_a_new_process(name: str) -> No
     uninterrupted.train(1, 6)
     interrupted.train(1, 3)
     weights = {n: p.detach() for n, p in interrupted.model.named_parameters()}
-    stored = load(
-        save({n: t.contiguous() for n, t in optimizer_state(interrupted.optimizer).items()})
-    )
+    stored = load(save({n: t.contiguous() for n, t in optimizer_state(interrupted.optimizer).items()}))
     resumed.model.load_state_dict(weights)
     load_optimizer_state(Accelerator(cpu=True).prepare(resumed.optimizer), stored)
     assert_same(without_rates(resumed.everything()), without_rates(interrupted.everything()))
@@ -275,9 +270,7 @@ def test_the_trajectory_is_that_of_the_librarys_optimizer(name: str) -> None:
         plain.gradients(step)
         take_gated_step(ours.optimizer, torch.tensor(0.0))
         library.step()
-    for (key, value), other_value in zip(
-        ours.model.named_parameters(), plain.model.parameters(), strict=True
-    ):
+    for (key, value), other_value in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(value, other_value), key
         assert not torch.equal(value, Training(name).model.get_parameter(key)), key
 
@@ -334,9 +327,7 @@ def test_rates_are_reported_with_what_prodigy_found(capsys: pytest.CaptureFixtur
         ("prodigy", "d", torch.nan, "adapter/d has 1 NaN"),
     ],
 )
-def test_bad_state_is_named_with_its_parameter(
-    name: str, key: str, value: float, named: str
-) -> None:
+def test_bad_state_is_named_with_its_parameter(name: str, key: str, value: float, named: str) -> None:
     run = Training(name)
     run.train(1, 2)
     context = DiagnosisContext(run.model, lambda: optimizer_state(run.optimizer).items())
@@ -376,9 +367,7 @@ def test_a_resume_pages_what_was_paged() -> None:
     stored = load(save({n: t.cpu() for n, t in optimizer_state(optimizer).items()}))
     rebuilt.data.copy_(weight.detach())
     load_optimizer_state(resumed, stored)
-    assert all(
-        getattr(resumed.state[rebuilt][name], "is_paged", False) for name in ("state1", "state2")
-    )
+    assert all(getattr(resumed.state[rebuilt][name], "is_paged", False) for name in ("state1", "state2"))
     train(weight, optimizer, 4, 5)
     train(rebuilt, resumed, 4, 5)
     assert torch.equal(weight, rebuilt)

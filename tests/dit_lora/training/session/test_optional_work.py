@@ -45,15 +45,11 @@ def test_after_out_of_memory_the_part_is_not_tried_again(
     assert optional.attempt("samples", 2, raising(error)) is None
     optional.attempt("samples", 4, lambda: pytest.fail("tried again"))
     assert optional.attempt("held-out losses", 4, lambda: 0.5) == 0.5
-    assert said == [
-        "warning: step 2: samples are left out from here on: out of memory; training goes on"
-    ]
+    assert said == ["warning: step 2: samples are left out from here on: out of memory; training goes on"]
     assert optional.format_lines() == ["left out: samples of steps 2, 4: out of memory"]
 
 
-def test_any_other_failure_is_tried_again_at_the_next_step(
-    optional: OptionalWork, said: list[str]
-) -> None:
+def test_any_other_failure_is_tried_again_at_the_next_step(optional: OptionalWork, said: list[str]) -> None:
     optional.attempt("samples", 2, raising(OSError(28, "No space left on device")))
     assert optional.attempt("samples", 4, lambda: 1) == 1
     optional.attempt("samples", 6, raising(KeyError("odd")))
@@ -98,9 +94,7 @@ def test_a_failure_of_another_rank_counts_on_this_one(said: list[str]) -> None:
 
 def test_what_others_cannot_be_told_of_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward pass that needs all ranks, they wait where this one has failed."""
-    optional = OptionalWork(
-        lambda value: pytest.fail("the others are elsewhere"), lambda line: None
-    )
+    optional = OptionalWork(lambda value: pytest.fail("the others are elsewhere"), lambda line: None)
     monkeypatch.setattr(OptionalWork, "_is_distributed", lambda self: True)
     with pytest.raises(MemoryError):
         optional.attempt("samples", 2, raising(MemoryError()), is_collective=True)

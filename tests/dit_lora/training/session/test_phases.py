@@ -26,9 +26,7 @@ def test_phases_add_up_nest_and_tell_waiting_from_work() -> None:
             busy(0.06)
     with phases.timing("waiting"):
         time.sleep(0.1)
-    checks, waiting = (
-        next(p for p in phases.entries if p.name == n) for n in ("checks", "waiting")
-    )
+    checks, waiting = (next(p for p in phases.entries if p.name == n) for n in ("checks", "waiting"))
     kernels = next(p for p in phases.entries if p.name == "checks/kernels")
     assert (checks.count, kernels.count) == (2, 2)
     assert checks.seconds >= kernels.seconds

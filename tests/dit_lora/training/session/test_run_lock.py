@@ -33,9 +33,7 @@ time.sleep(60)
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process holds the lock, and has a forked child that outlives it."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    )
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
@@ -50,9 +48,7 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Holder:
     """The holder of a lock that a process of another host left in the folder."""
-    holder = replace(
-        Holder.from_this_process(), host="node7", boot="another", pid=1, job="88", token="t"
-    )
+    holder = replace(Holder.from_this_process(), host="node7", boot="another", pid=1, job="88", token="t")
     (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(holder)))
     return holder
 
@@ -73,9 +69,7 @@ def test_a_second_process_is_refused_by_pid_and_host_and_a_killed_one_hinders_no
         assert named is not None
         with pytest.raises(DitLoraError) as error:
             RunLock(tmp_path).acquire()
-        assert f"is in use by process {other_process.pid} on {named.host} (since" in str(
-            error.value
-        )
+        assert f"is in use by process {other_process.pid} on {named.host} (since" in str(error.value)
         assert "\n" not in str(error.value)
         assert error.value.exit_code == 2
         assert (tmp_path / LOCK_FILE).read_bytes() == before
@@ -137,9 +131,7 @@ def test_a_live_process_of_another_host_is_refused_though_its_flock_does_not_rea
     messages: list[str] = []
     age(tmp_path, 5)
     monkeypatch.setattr(time, "sleep", lambda seconds: age(tmp_path, 1))  # it beats
-    with pytest.raises(
-        DitLoraError, match=r"process 1 on node7 .*Slurm job 88.*, remove .*run.lock"
-    ):
+    with pytest.raises(DitLoraError, match=r"process 1 on node7 .*Slurm job 88.*, remove .*run.lock"):
         RunLock(tmp_path, messages.append).acquire()
     assert "waiting 85 s to see whether that lives" in messages[0]
 
@@ -199,9 +191,7 @@ def test_who_was_held_for_dead_learns_that_the_folder_is_anothers(
     lock.release()
 
 
-def test_where_there_is_no_flock_a_process_id_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_flock_a_process_id_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from a later process that has the id of a dead one."""
     monkeypatch.setattr(run_lock, "_try_flock", lambda handle, kind: None)
     holder = Holder.from_this_process()

@@ -34,9 +34,7 @@ def test_a_parallel_mode_that_is_not_tested_is_refused(kind: DistributedType) ->
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_and_the_second_acts(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_signal_asks_and_the_second_acts(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(number)
     expected_error = KeyboardInterrupt if number == signal.SIGINT else SystemExit
     with handle_stop_signals() as is_requested:

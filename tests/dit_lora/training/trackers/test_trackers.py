@@ -123,9 +123,7 @@ def test_tensorboard_keeps_an_event_of_a_step_that_is_done_again(world: World) -
     assert [event.step for event in events.Tensors("loss")] == [1, 2, 3, 4]
     (text,) = events.Tensors("guard/table/text_summary")
     assert text.step == 3
-    assert (
-        b"| 3 | non_finite_loss | data | proj_out | horse.mp4 |" in text.tensor_proto.string_val[0]
-    )
+    assert b"| 3 | non_finite_loss | data | proj_out | horse.mp4 |" in text.tensor_proto.string_val[0]
 
 
 def test_tensorboards_animation_has_all_frames_in_a_small_size(tmp_path: Path) -> None:
@@ -179,18 +177,13 @@ def test_wandb_goes_on_with_its_run_and_plots_over_the_runs_own_steps(world: Wor
     runs = [next(r.run for r in records if r.HasField("run")) for records in (start, second)]
     assert runs[0].run_id == runs[1].run_id
     assert [run.display_name for run in runs] == ["kitten", "kitten"]
-    losses = [
-        [(row["step"], row["loss"]) for row in history(records) if "loss" in row]
-        for records in (start, second)
-    ]
+    losses = [[(row["step"], row["loss"]) for row in history(records) if "loss" in row] for records in (start, second)]
     assert losses == [[(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)], [(3, 10 / 3), (4, 2.5)]]
     metric = next(r.metric for r in start if r.HasField("metric") and r.metric.glob_name == "*")
     assert metric.step_metric == "step"
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["optim"]["groups"]["adapter"]["lr"] == 1e-3
-    codes = [
-        next(r.exit.exit_code for r in records if r.HasField("exit")) for records in (start, second)
-    ]
+    codes = [next(r.exit.exit_code for r in records if r.HasField("exit")) for records in (start, second)]
     assert codes == [1, 0]
 
 
@@ -206,9 +199,7 @@ def test_wandb_has_videos_images_answers_and_events(world: World) -> None:
     (alert,) = [record.alert for record in start if record.HasField("alert")]
     assert (alert.title, alert.level) == ("guard: non_finite_loss", "WARN")
     tables = [json.loads(path.read_text()) for path in world.folder.rglob("*.table.json")]
-    assert ["What moves?", "a.mp4", "A | square"] in [
-        row for table in tables for row in table["data"]
-    ]
+    assert ["What moves?", "a.mp4", "A | square"] in [row for table in tables for row in table["data"]]
     # The whole list of events is at the end of each start, the resumed one too.
     row = [3, "non_finite_loss", "data", "proj_out", "horse.mp4", "quarantine", "in 5e0c"]
     assert [table["data"] for table in tables].count([row]) == 2
@@ -218,12 +209,8 @@ def test_wandb_has_videos_images_answers_and_events(world: World) -> None:
 def test_trackio_goes_on_with_its_run(world: World, offline: Path) -> None:
     run_id = json.loads((world.folder / "trackers.json").read_text())["id"]
     with sqlite3.connect(offline / "trackio" / "dit-lora.db") as database:
-        rows = database.execute(
-            "select run_name, step, metrics from metrics order by id"
-        ).fetchall()
-        run_rows = [
-            (step, json.loads(text)) for name, step, text in rows if name == f"kitten-{run_id}"
-        ]
+        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        run_rows = [(step, json.loads(text)) for name, step, text in rows if name == f"kitten-{run_id}"]
         alerts = database.execute("select title, text, step, level from alerts").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
     losses = [(step, values["loss"]) for step, values in run_rows if "loss" in values]
@@ -299,9 +286,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
 
 
 @pytest.mark.thorough
-def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_that_cannot_be_reached_logs_to_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb.teardown()  # its service keeps the environment that it began with
     unreachable = {
         "MODE": "online",
@@ -339,9 +324,7 @@ def test_wandb_without_a_key_is_refused_before_anything_is_done(
     assert find_login_problem(("tensorboard", "trackio")) is None
 
 
-def test_a_folder_by_the_name_of_a_tracker_is_not_the_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_by_the_name_of_a_tracker_is_not_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights & Biases leaves a folder `wandb` where it ran, which Python can import."""
     require_trackers(ALL)
     monkeypatch.delitem(sys.modules, "wandb")

@@ -45,9 +45,7 @@ def test_a_question_may_be_about_nothing_or_an_image(tmp_path: Path, shape_clips
     Image.new("RGB", (30, 20), (200, 10, 10)).save(tmp_path / "red.png")
     tested_answerer = answerer()
     tested_answerer.ask(None, "Hello?")
-    tested_answerer.ask(
-        MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),)
-    )
+    tested_answerer.ask(MediaFile(tmp_path / "red.png"), "What colour?", history=(Turn("Hi", "Hello"),))
     (text, _), (image, seconds) = tested_answerer.checkpoint.asked
     assert (text.kind, image.kind, seconds) == ("text", "image", ())
     assert [turn.question for turn in image.turns] == ["Hi", "What colour?"]
@@ -78,9 +76,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> list[ModelConfig]:
         return Checkpoint(Path(model.path))
 
     def get_family(name: str) -> Any:
-        return (
-            SimpleNamespace(open=open_checkpoint) if name == "fake" else families.get_family(name)
-        )
+        return SimpleNamespace(open=open_checkpoint) if name == "fake" else families.get_family(name)
 
     monkeypatch.setattr(answering, "get_family", get_family)
     monkeypatch.setattr(answering, "CHAT_FAMILIES", {"fake": ""})
@@ -139,15 +135,8 @@ def test_an_adapter_says_how_it_was_trained(trained: Trained) -> None:
     loaded = load_answerer(trained.adapter, str(trained.base))
     assert loaded.checkpoint.vision_settings == VisionSettings(6, 8, 10, timestamps=False)
     assert loaded.system == "Be brief."
-    assert (
-        load_answerer(
-            trained.adapter, str(trained.base), frames=3
-        ).checkpoint.vision_settings.frames
-        == 3
-    )
-    with pytest.raises(
-        DitLoraError, match=r"where its base model \(trained on base\) is; give --model"
-    ):
+    assert load_answerer(trained.adapter, str(trained.base), frames=3).checkpoint.vision_settings.frames == 3
+    with pytest.raises(DitLoraError, match=r"where its base model \(trained on base\) is; give --model"):
         load_answerer(trained.adapter)
 
 
@@ -196,9 +185,7 @@ def test_a_checkpoint_is_opened_by_the_family_that_can(trained: Trained, tmp_pat
     loaded = load_answerer(trained.base)
     assert loaded.checkpoint.vision_settings == VisionSettings(4, 8, 10)
     assert torch.equal(logits(loaded.model), trained.fresh)
-    with pytest.raises(
-        DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"
-    ):
+    with pytest.raises(DitLoraError, match=r"nor a chat model's checkpoint\n  - fake: .* is no fake"):
         load_answerer(tmp_path)
 
 

@@ -27,9 +27,7 @@ def tiny(tiny_checkpoints: dict[str, Path]) -> Path:
     return tiny_checkpoints["videochat2-mistral"]
 
 
-def test_each_sample_has_its_kind_its_pixels_and_its_length(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_each_sample_has_its_kind_its_pixels_and_its_length(media: Path, tiny: Path, tmp_path: Path) -> None:
     clips = set_of(recipe_of(tiny, write_records(media, records()), tmp_path))
     shapes = {entry.id: entry.shape for entry in clips.entries}
     assert [shape.kind for shape in shapes.values()] == ["video"] * 2 + ["image"] * 2 + ["text"] * 2
@@ -73,9 +71,7 @@ def test_no_draw_is_longer_than_its_bucket_nor_has_other_answers(
         assert max(lengths) == entry.shape.length
         assert max(counts) == entry.num_instruction_tokens
     if variant.startswith("videochat2"):
-        assert (
-            len(orders_by_id[clips.entries[0].id]) > 1
-        )  # another instruction first, another length
+        assert len(orders_by_id[clips.entries[0].id]) > 1  # another instruction first, another length
 
 
 def test_questions_that_are_too_long_are_shortened_and_answers_are_not(
@@ -94,9 +90,7 @@ def test_questions_that_are_too_long_are_shortened_and_answers_are_not(
     assert entry.shape.length == 128
 
 
-def test_what_cannot_be_used_is_named_with_its_reason(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_used_is_named_with_its_reason(media: Path, tiny: Path, tmp_path: Path) -> None:
     cut = media / "clips" / "cut.mp4"
     clip_bytes = (media / "clips" / "00_red_disc_right.mp4").read_bytes()
     cut.write_bytes(clip_bytes[: len(clip_bytes) // 3])
@@ -128,9 +122,7 @@ def test_what_cannot_be_used_is_named_with_its_reason(
     assert len(found_records.media) == 4 + 3  # that were there, the broken one among them
 
 
-def test_the_recipes_system_text_is_that_of_samples_without_their_own(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_the_recipes_system_text_is_that_of_samples_without_their_own(media: Path, tiny: Path, tmp_path: Path) -> None:
     own_system = {"system": "Be rude.", "messages": turns("What?", "This.")}
     path = write_records(media, [own_system, {"messages": turns("What is it?", "Nothing.")}])
     clips = set_of(recipe_of(tiny, path, tmp_path, system="Be brief."))
@@ -139,12 +131,8 @@ def test_the_recipes_system_text_is_that_of_samples_without_their_own(
     assert ["Be brief." in text for text in texts] == [False, True]
 
 
-@pytest.mark.parametrize(
-    "change", ["answer", "question", "instruction", "file", "frames", "weight"]
-)
-def test_the_digest_changes_with_all_that_is_trained_on(
-    change: str, media: Path, tiny: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("change", ["answer", "question", "instruction", "file", "frames", "weight"])
+def test_the_digest_changes_with_all_that_is_trained_on(change: str, media: Path, tiny: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(media, tmp_path / "data"))
     raw_records = records()[:2]
     recipe = recipe_of(tiny, write_records(data, raw_records), tmp_path)
@@ -158,9 +146,7 @@ def test_the_digest_changes_with_all_that_is_trained_on(
         write_records(data, raw_records)
     elif change == "file":
         clip_path, other_path = data / raw_records[0]["video"], data / "images" / ".."
-        write_conversations(
-            other_path / "more", clips=1, images=0, frames=9, height=64, width=96, fps=8
-        )
+        write_conversations(other_path / "more", clips=1, images=0, frames=9, height=64, width=96, fps=8)
         shutil.copy(next((other_path / "more" / "clips").glob("*.mp4")), clip_path)
     elif change == "frames":
         update = {"data": recipe.data.model_copy(update={"frames": 3})}
@@ -168,9 +154,7 @@ def test_the_digest_changes_with_all_that_is_trained_on(
     else:
         values = json.loads(recipe.model_dump_json())
         source = {"path": values["data"].pop("path"), "loss_weight": 0.5}
-        recipe = parse_recipe(
-            {**values, "data": {**values["data"], "path": None, "sources": [source]}}, "test"
-        )
+        recipe = parse_recipe({**values, "data": {**values["data"], "path": None, "sources": [source]}}, "test")
     assert compute_digest(found_in(recipe)[1].entries) != before
 
 
@@ -190,13 +174,7 @@ def test_turns_are_shuffled_where_they_are_independent_and_nowhere_else(
         skip = clips.checkpoint.config.media_token_id  # type: ignore[attr-defined]
         return [
             {
-                decode(
-                    [
-                        i
-                        for i in clips.render(entry, make_sample_generator(0, draw))[0].ids
-                        if i != skip
-                    ]
-                )
+                decode([i for i in clips.render(entry, make_sample_generator(0, draw))[0].ids if i != skip])
                 for draw in range(20)
             }
             for entry in clips.entries

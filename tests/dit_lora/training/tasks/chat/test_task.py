@@ -37,9 +37,7 @@ def recipe(tiny_checkpoints: dict[str, Path], media: Path, tmp_path: Path) -> An
 
 
 @pytest.mark.parametrize("variant", FAMILY_OF)
-def test_every_linear_layer_of_the_language_model_is_adapted(
-    variant: str, tiny_checkpoints: dict[str, Path]
-) -> None:
+def test_every_linear_layer_of_the_language_model_is_adapted(variant: str, tiny_checkpoints: dict[str, Path]) -> None:
     """Under all names of the layers; none of the vision encoder."""
     subject = open_chat(variant, tiny_checkpoints[variant])
     model = subject.model()
@@ -82,10 +80,7 @@ def test_the_lines_at_the_start_count_what_there_is(recipe: Any) -> None:
     message = _describe_conversations(clips)
     assert message.startswith("conversations: 2 image, 2 video, 2 text, in ")
     tokens = sum(entry.answers for entry in clips.entries)
-    assert (
-        f"{len(clips.padded_lengths)} buckets, the largest {clips.largest_shape[0]}; {tokens:,} answer"
-        in message
-    )
+    assert f"{len(clips.padded_lengths)} buckets, the largest {clips.largest_shape[0]}; {tokens:,} answer" in message
     assert "shortened" not in message
 
 
@@ -113,9 +108,7 @@ def test_the_models_digest_is_of_weights_and_tokenizers(recipe: Any, tmp_path: P
 
 
 def test_with_an_adapter_and_groups_all_of_them_train(recipe: Any) -> None:
-    groups = GroupsConfig.model_validate(
-        {name: {"lr": 1e-4} for name in ("adapter", "connector", "backbone")}
-    )
+    groups = GroupsConfig.model_validate({name: {"lr": 1e-4} for name in ("adapter", "connector", "backbone")})
     update = {
         "optim": recipe.optim.model_copy(update={"groups": groups}),
         "lora": LoraConfig(rank=2),

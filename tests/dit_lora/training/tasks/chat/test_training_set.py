@@ -53,15 +53,7 @@ def test_a_step_has_one_kind_and_one_shape_on_all_ranks(clips: ChatSet, tmp_path
         samples = [sample for micro_batch in micro for sample in micro_batch.ids]
         assert len(samples) == 8
         assert len({shapes[sample] for sample in samples}) == 1
-        assert (
-            len(
-                {
-                    tuple((n, t.shape) for n, t in micro_batch.tensors.items())
-                    for micro_batch in micro
-                }
-            )
-            == 1
-        )
+        assert len({tuple((n, t.shape) for n, t in micro_batch.tensors.items()) for micro_batch in micro}) == 1
         recorded.append(kind_of(samples[0]))
     assert set(recorded) == {"clips", "images", "text"}
 
@@ -85,13 +77,9 @@ def test_every_bucket_has_tensors_of_its_own_shape(clips: ChatSet) -> None:
     assert {n: (t[0].shape, t.dtype) for n, t in expected.items()} == spec
 
 
-def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(media: Path, tiny: Path, tmp_path: Path) -> None:
     answers = ["No, it is not.", "Yes, it is, and it always was and will be.", "No."]
-    raw_records = [
-        {"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(answers)
-    ]
+    raw_records = [{"messages": turns(f"Is it {number}?", text)} for number, text in enumerate(answers)]
     clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path, length_step=256))
     assert len(clips.padded_lengths) == 1
     for entry in clips.entries:
@@ -100,9 +88,7 @@ def test_a_bucket_has_room_for_its_longest_answer_wherever_it_stands(
         assert (labels != IGNORE_INDEX).sum() == entry.answers
 
 
-def test_frames_are_of_the_part_that_is_asked_about(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_frames_are_of_the_part_that_is_asked_about(media: Path, tiny: Path, tmp_path: Path) -> None:
     part = {"start": 0.5, "end": 1.0, "QA": [{"q": "What?", "a": "It."}]}
     path = write_records(media, [{"video": "clips/00_red_disc_right.mp4", **part}])
     clips = set_of(recipe_of(tiny, path, tmp_path))
@@ -120,10 +106,7 @@ def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
 ) -> None:
     """However ranks and micro-steps share it out; token losses are made up, one number each."""
     size, accumulate, ranks = split
-    read = [
-        steps(clips, tmp_path, size=size, accumulate=accumulate, rank=rank, ranks=ranks)
-        for rank in range(ranks)
-    ]
+    read = [steps(clips, tmp_path, size=size, accumulate=accumulate, rank=rank, ranks=ranks) for rank in range(ranks)]
     counts = set()
     for step in range(12):
         weighted, tokens = [], []
@@ -136,15 +119,11 @@ def test_a_steps_mean_of_weighted_losses_is_the_mean_over_its_answer_tokens(
                 weighted.append((means * batch.tensors[LOSS_WEIGHT]).mean())
                 tokens.append(made_up[learned])
                 counts |= set(learned.sum(1).tolist())
-        torch.testing.assert_close(
-            torch.stack(weighted).mean(), torch.cat(tokens).mean(), rtol=1e-6, atol=0
-        )
+        torch.testing.assert_close(torch.stack(weighted).mean(), torch.cat(tokens).mean(), rtol=1e-6, atol=0)
     assert len(counts) > 2
 
 
-def test_a_sources_weight_and_times_are_its_samples(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_sources_weight_and_times_are_its_samples(media: Path, tiny: Path, tmp_path: Path) -> None:
     first_file = write_records(media, [{"messages": turns("One?", "Uno.")}], "one.json")
     two = write_records(media, [{"messages": turns("Two?", "Dos, or two.")}], "two.json")
     values = json.loads(recipe_of(tiny, first_file, tmp_path).model_dump_json())
@@ -183,11 +162,7 @@ def test_a_sample_is_whole_and_from_the_middle_and_a_draw_is_by_chance(clips: Ch
     for sample_draw in draws:  # the words are of the frames that are seen
         seconds = sample_draw.tensors["seconds"][0].tolist()
         listed = ", ".join(str(round(second, 1)) for second in seconds)
-        ids = [
-            i
-            for i in sample_draw.tensors["input_ids"][0].tolist()
-            if i < len(clips.checkpoint.tokenizer)
-        ]
+        ids = [i for i in sample_draw.tensors["input_ids"][0].tolist() if i < len(clips.checkpoint.tokenizer)]
         assert f"sampled at {listed} seconds" in clips.checkpoint.tokenizer.decode(ids)
         frames = read_frames_at(media, seconds, height=32, width=32, fit="stretch")
         assert torch.equal(sample_draw.tensors["pixels"][0], frames)
@@ -229,9 +204,7 @@ def test_every_draw_of_a_sample_learns_the_same_tokens(clips: ChatSet) -> None:
     assert len(learned) == 1
 
 
-def test_a_draw_is_the_samples_and_the_epochs_not_its_places(
-    clips: ChatSet, tmp_path: Path
-) -> None:
+def test_a_draw_is_the_samples_and_the_epochs_not_its_places(clips: ChatSet, tmp_path: Path) -> None:
     (batch, *_) = steps(clips, tmp_path, size=1)
     (name,) = batch.ids
     entry = next(candidate for candidate in clips.entries if candidate.id == name)
@@ -246,14 +219,11 @@ def test_workers_read_the_same(clips: ChatSet, tmp_path: Path) -> None:
     assert all(same(a, b) for a, b in zip(in_process, read, strict=True))
 
 
-def test_a_clip_that_breaks_is_the_fault_of_its_sample(
-    media: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_clip_that_breaks_is_the_fault_of_its_sample(media: Path, tiny: Path, tmp_path: Path) -> None:
     broken = media / "clips" / "broken.mp4"
     broken.write_bytes((media / "clips" / "00_red_disc_right.mp4").read_bytes())
     raw_records = [
-        {"video": f"clips/{n}", "QA": [{"q": "What?", "a": "It."}]}
-        for n in (broken.name, "01_green_disc_left.mp4")
+        {"video": f"clips/{n}", "QA": [{"q": "What?", "a": "It."}]} for n in (broken.name, "01_green_disc_left.mp4")
     ]
     clips = set_of(recipe_of(tiny, write_records(media, raw_records), tmp_path))
     data = broken.read_bytes()
@@ -271,14 +241,10 @@ def test_a_clip_that_breaks_is_the_fault_of_its_sample(
 
 
 def same_shapes(one: Batch, other: Batch) -> bool:
-    return {n: t.shape for n, t in one.tensors.items()} == {
-        n: t.shape for n, t in other.tensors.items()
-    }
+    return {n: t.shape for n, t in one.tensors.items()} == {n: t.shape for n, t in other.tensors.items()}
 
 
-def test_weights_are_of_the_samples_that_come_once_others_are_left_out(
-    clips: ChatSet, tmp_path: Path
-) -> None:
+def test_weights_are_of_the_samples_that_come_once_others_are_left_out(clips: ChatSet, tmp_path: Path) -> None:
     read_options = reading(tmp_path)
     before = list(clips.make_loader(read_options))
     left_out = before[0].ids[0]
@@ -292,8 +258,6 @@ def test_weights_are_of_the_samples_that_come_once_others_are_left_out(
 
 
 def test_seeds_draw_differently() -> None:
-    first_draw, other_draw = (
-        torch.rand(3, generator=make_sample_generator(seed, 7)) for seed in (1, 2)
-    )
+    first_draw, other_draw = (torch.rand(3, generator=make_sample_generator(seed, 7)) for seed in (1, 2))
     assert not torch.equal(first_draw, other_draw)
     assert torch.equal(first_draw, torch.rand(3, generator=make_sample_generator(1, 7)))

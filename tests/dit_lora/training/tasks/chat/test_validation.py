@@ -101,9 +101,7 @@ def test_answers_are_what_the_model_says_when_asked(run: Any, media: Path) -> No
     written = json.loads((run.session.dir / "samples" / "step_000007" / "answers.json").read_text())
     answering = load_answerer(run.checkpoint.path)
     # The recipe says at which seconds the frames are; the checkpoint was trained without.
-    answering.checkpoint = answering.checkpoint.with_vision_settings(
-        VisionSettings.from_recipe(run.recipe)
-    )
+    answering.checkpoint = answering.checkpoint.with_vision_settings(VisionSettings.from_recipe(run.recipe))
     from dit_lora.data.media.media import MediaFile
 
     expected = [answering.ask(MediaFile(Path(clip)), prompt, max_tokens=5) for prompt in prompts]

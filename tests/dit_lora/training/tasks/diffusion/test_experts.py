@@ -44,16 +44,10 @@ def pair() -> tuple[Placed, Placed]:
     return trained, other_expert
 
 
-@pytest.mark.parametrize(
-    ("part", "second"), [("transformer", "transformer_2"), ("transformer_2", "transformer")]
-)
-def test_one_expert_is_on_the_device_at_a_time(
-    pair: tuple[Placed, Placed], part: str, second: str
-) -> None:
+@pytest.mark.parametrize(("part", "second"), [("transformer", "transformer_2"), ("transformer_2", "transformer")])
+def test_one_expert_is_on_the_device_at_a_time(pair: tuple[Placed, Placed], part: str, second: str) -> None:
     trained, other_expert = pair
-    pipeline = SimpleNamespace(
-        **{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)}
-    )
+    pipeline = SimpleNamespace(**{part: trained, second: other_expert, "vae": SimpleNamespace(device=GPU)})
     checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part=part)
     with use_both_experts(pipeline, checkpoint, trained, None):
         for model in (trained, trained, other_expert, other_expert, trained, other_expert):
@@ -69,9 +63,7 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
     """With `train.offload` only the other expert moves, and both are on the device."""
     trained, other_expert = pair
     trained.register_buffer("elsewhere", torch.zeros(1))
-    pipeline = SimpleNamespace(
-        transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU)
-    )
+    pipeline = SimpleNamespace(transformer=trained, transformer_2=other_expert, vae=SimpleNamespace(device=GPU))
     checkpoint: Any = SimpleNamespace(expert_names=EXPERT_NAMES, part="transformer")
     with use_both_experts(pipeline, checkpoint, trained, None):
         trained()
@@ -81,8 +73,6 @@ def test_what_is_in_several_places_stays_there(pair: tuple[Placed, Placed]) -> N
 
 def test_a_checkpoint_with_one_transformer_is_left_alone(pair: tuple[Placed, Placed]) -> None:
     trained, other_expert = pair
-    with use_both_experts(
-        SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer"), trained, None
-    ):  # type: ignore[arg-type]
+    with use_both_experts(SimpleNamespace(), SimpleNamespace(expert_names={}, part="transformer"), trained, None):  # type: ignore[arg-type]
         trained()
     assert other_expert.place == CPU

@@ -56,9 +56,7 @@ def test_a_sample_is_encoded_and_its_spec_known_without_one(videos: LiveVideos) 
 
 
 def test_what_a_worker_decoded_is_taken_once(videos: LiveVideos) -> None:
-    videos.decoded_samples["good"] = DecodedSample(
-        torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None
-    )
+    videos.decoded_samples["good"] = DecodedSample(torch.full((1, 3, 4, 6), 5, dtype=torch.uint8), None)
     assert videos.read("good", {})[0]["latent"].tolist() == [5, 5, 5]
     assert videos.read("good", {})[0]["latent"].tolist() == [7, 7, 7]
 
@@ -71,9 +69,7 @@ def test_bad_values_and_torn_clips_are_faults(videos: LiveVideos) -> None:
     assert tensors["latent"].isnan().all()
 
 
-def test_captions_are_encoded_once_and_judged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_captions_are_encoded_once_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     captions = {"1": "one", "2": "two", "3": "bad"}
     requests: list[Any] = []
 
@@ -85,9 +81,7 @@ def test_captions_are_encoded_once_and_judged(
     monkeypatch.setattr("dit_lora.training.tasks.diffusion.live_encoding._MAX_CACHED_CAPTIONS", 2)
     digests, facts = Digests(tmp_path / "digests.json"), dict[str, str]()
     encoding = Encoding(cast(Recipe, None), digests, facts, facts)
-    texts = LiveTexts(
-        {key: encoding.make_text_job(caption) for key, caption in captions.items()}, encode_text
-    )
+    texts = LiveTexts({key: encoding.make_text_job(caption) for key, caption in captions.items()}, encode_text)
     assert texts.read("1", {}) == texts.read("1", {})
     assert texts.read("3", {})[1] == "caption 'bad': embeds has 2 Inf among 2 values"
     texts.read("2", {})  # the first is forgotten

@@ -70,9 +70,7 @@ def test_another_dtype_is_another_entry_of_both(encode: Encode) -> None:
         assert key[1] != other_key[1]
 
 
-def test_another_file_under_the_same_name_is_another_entry(
-    encode: Encode, shape_clips: Path, tmp_path: Path
-) -> None:
+def test_another_file_under_the_same_name_is_another_entry(encode: Encode, shape_clips: Path, tmp_path: Path) -> None:
     clips = Path(shutil.copytree(shape_clips, tmp_path / "clips"))
     before = keys(encode(data__path=str(clips)))
     names = sorted(path.name for path in clips.glob("*.mp4"))
@@ -92,9 +90,7 @@ def test_captions_that_differ_only_in_case_or_end_are_different_entries(
     assert len({first_key, second, third}) == 3
     assert second == fourth
     assert encoded.training_set.empty_text_key not in {first_key, second, third}
-    assert {negative for _, negative in encoded.prompt_keys} == {
-        encoded.training_set.empty_text_key
-    }
+    assert {negative for _, negative in encoded.prompt_keys} == {encoded.training_set.empty_text_key}
     path = str(tiny_checkpoints["cogvideox-2b"])
     checkpoint = get_family("cogvideox").open(ModelConfig(family="cogvideox", path=path))
     expected = checkpoint.load_text_encoder(torch.float32, torch.device("cpu"))
@@ -241,9 +237,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
 
     videos, texts = keys_now()
     if component == "code of decoding":
-        monkeypatch.setattr(
-            "dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "another"
-        )
+        monkeypatch.setattr("dit_lora.training.tasks.diffusion.cache_entries.DECODE_VERSION", "another")
     else:
         file = next(f for f in sorted((model / component).iterdir()) if f.suffix == ".json")
         file.write_text(file.read_text() + " ")
@@ -252,9 +246,7 @@ def test_what_changed_makes_anew_what_depends_on_it_and_nothing_else(
     assert texts.isdisjoint(other_texts) if texts_change else texts == other_texts
 
 
-def test_how_often_a_sample_comes_and_what_it_weighs_are_part_of_the_data(
-    encode: Encode, shape_clips: Path
-) -> None:
+def test_how_often_a_sample_comes_and_what_it_weighs_are_part_of_the_data(encode: Encode, shape_clips: Path) -> None:
     """A checkpoint is of one such order and loss."""
 
     def digest(**changes: float) -> str:
@@ -301,16 +293,12 @@ def test_captions_that_the_audit_rejects_are_refused_whatever_the_cache_holds(
     recipe = parse_recipe(values, "test")
     checkpoint = get_family("cogvideox").open(recipe.model)
     audit = audit_recipe(recipe, checkpoint, progress=False)
-    assert {
-        sample.file for sample in audit.audited_samples if sample.verdict == "reject"
-    } == bad_files
+    assert {sample.file for sample in audit.audited_samples if sample.verdict == "reject"} == bad_files
 
     for precomputed in (True, False):
         with pytest.raises(DitLoraError) as error:
             encode(data__path=str(folder), data__precompute=precomputed)
-        named = {
-            line.split(": ")[0].removeprefix("  - ") for line in str(error.value).split("\n")[1:]
-        }
+        named = {line.split(": ")[0].removeprefix("  - ") for line in str(error.value).split("\n")[1:]}
         assert named == bad_files
 
 

@@ -51,9 +51,7 @@ def fill(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], tmp_p
 def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the model, noise of the seed that it is given."""
 
-    def generate(
-        self: SanaCheckpoint, pipeline: Any, conditions: Any, how: Sampling
-    ) -> torch.Tensor:
+    def generate(self: SanaCheckpoint, pipeline: Any, conditions: Any, how: Sampling) -> torch.Tensor:
         generator = torch.Generator().manual_seed(how.seed)
         return torch.randint(256, (1, 32, 32, 3), generator=generator).to(torch.uint8)
 

@@ -31,14 +31,10 @@ def pairs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def encode(
-    recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], pairs: Path, tmp_path: Path
-) -> Encode:
+def encode(recipe_values: dict[str, Any], tiny_checkpoints: dict[str, Path], pairs: Path, tmp_path: Path) -> Encode:
     """Fill one shared cache with the pairs, by FLUX.2 or the family that is named."""
 
-    def run(
-        family: str = "flux2", variant: str = "flux2-klein", **data: Any
-    ) -> DiffusionTrainingData:
+    def run(family: str = "flux2", variant: str = "flux2-klein", **data: Any) -> DiffusionTrainingData:
         values = json.loads(json.dumps(recipe_values))
         values["model"] = {"family": family, "path": str(tiny_checkpoints[variant])}
         values["data"] |= {"path": str(pairs), "frames": 1, "height": 64, "width": 64}
@@ -78,9 +74,7 @@ def test_a_reference_is_encoded_at_its_own_size(
     assert not torch.equal(sample(encoded, 0)["reference_0"], sample(encoded, 1)["reference_0"])
 
 
-def test_another_reference_under_the_same_name_is_another_entry(
-    encode: Encode, pairs: Path
-) -> None:
+def test_another_reference_under_the_same_name_is_another_entry(encode: Encode, pairs: Path) -> None:
     before = keys(encode())
     shutil.copy(pairs / "after" / "002.png", pairs / "before" / "000.png")
     changed = [key != other_key for key, other_key in zip(before, keys(encode()), strict=True)]
@@ -122,17 +116,13 @@ def test_a_mirrored_sample_has_mirrored_references_and_mask(encode: Encode) -> N
     entry = encoded.training_set.entries[0]
     draws = {encoded.training_set.entries[0].choose_video_key(draw): draw for draw in range(40)}
     assert len(draws) == 2
-    plain, mirrored = (
-        encoded.training_set.read_sample(entry, draw).tensors for draw in draws.values()
-    )
+    plain, mirrored = (encoded.training_set.read_sample(entry, draw).tensors for draw in draws.values())
     assert torch.equal(plain[LOSS_MASK], mirrored[LOSS_MASK].flip(-1))
     assert not torch.equal(plain[LOSS_MASK], mirrored[LOSS_MASK])
     assert not torch.equal(plain["reference_0"], mirrored["reference_0"])
 
 
-def test_a_mask_is_cropped_with_its_sample_and_is_part_of_the_key(
-    encode: Encode, pairs: Path
-) -> None:
+def test_a_mask_is_cropped_with_its_sample_and_is_part_of_the_key(encode: Encode, pairs: Path) -> None:
     mask = Image.new("L", (80, 64))
     mask.paste(255, (8, 0, 40, 64))  # the crop to 64 x 64 begins at column 8
     mask.save(pairs / "mask" / "000.png")
@@ -143,9 +133,7 @@ def test_a_mask_is_cropped_with_its_sample_and_is_part_of_the_key(
     assert not set(keys(encoded)) & set(keys(encode()))
 
 
-def test_a_source_without_masks_is_learned_whole_beside_one_with(
-    encode: Encode, pairs: Path
-) -> None:
+def test_a_source_without_masks_is_learned_whole_beside_one_with(encode: Encode, pairs: Path) -> None:
     sources: list[dict[str, Any]] = [
         {"path": str(pairs), "mask_column": "mask"},
         {"path": str(pairs / "after")},

@@ -46,8 +46,7 @@ def recipe_of(tiny_checkpoints: dict[str, Path], clips: Path, tmp_path: Path) ->
         return parse_recipe(
             {
                 "model": {"family": "ltx2", "path": str(tiny_checkpoints["ltx-2"])},
-                "data": {**values, "workers": 0, "cache": str(tmp_path / "cache"), "sound": True}
-                | data,
+                "data": {**values, "workers": 0, "cache": str(tmp_path / "cache"), "sound": True} | data,
                 "optim": {"groups": {"adapter": {"lr": 1e-3}}},
                 "train": {"steps": 1},
                 "run": {"dir": str(tmp_path / "run")},
@@ -70,9 +69,7 @@ def facts(recipe: Recipe) -> list[dict[str, Any]]:
     return [dict(entry.video.facts) for entry in plan.planned_samples]
 
 
-def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
-    recipe_of: Values, clips: Path
-) -> None:
+def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(recipe_of: Values, clips: Path) -> None:
     """Of both windows of a clip; what an encoder makes of the file's sound by itself is the same, bit for bit."""
     recipe = recipe_of(windows=2, window_stride=0.5)
     checkpoint: Any = get_family("ltx2").open(recipe.model, recipe)
@@ -86,9 +83,7 @@ def test_the_cache_holds_the_encoding_of_the_sound_of_a_windows_own_time(
         assert fault is None
         media, start = MediaFile(clips / f"{number // 2}.mov"), (number % 2) * 0.5
         waveform = read_sound(media, checkpoint.sound_format, frames=9, fps=FPS, start=start)
-        assert torch.equal(
-            tensors["audio_latent_mean"], encode(waveform, 16_000)["audio_latent_mean"]
-        )
+        assert torch.equal(tensors["audio_latent_mean"], encode(waveform, 16_000)["audio_latent_mean"])
         size = {"frames": 9, "height": 64, "width": 64, "fps": FPS, "start": start}
         pixels = read_frames(media, **size)
         video = checkpoint.load_video_encoder(torch.float32, CPU)(pixels)["latent_mean"]
@@ -122,9 +117,7 @@ def test_a_plan_counts_the_sound(recipe_of: Values) -> None:
     def subject(**data: Any) -> MemoryEstimator:
         recipe = recipe_of(**data)
         family = get_family("ltx2")
-        return MemoryEstimator(
-            recipe, family, family.open(recipe.model, recipe), torch.float32, False
-        )
+        return MemoryEstimator(recipe, family, family.open(recipe.model, recipe), torch.float32, False)
 
     heard, mute = subject(), subject(sound=False)
     (shape,) = heard.shapes
@@ -152,9 +145,7 @@ def test_clips_without_their_sound_are_refused_in_one_list_before_anything_is_en
     assert len(encoded(recipe_of(sound=False)).training_set.entries) == 3
 
 
-def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
-    recipe_of: Values, clips: Path
-) -> None:
+def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(recipe_of: Values, clips: Path) -> None:
     write_clip(clips / "0.mov")
     write_clip(clips / "1.mov", Tones(seconds=0.4))
     more = {
@@ -167,13 +158,9 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
     recipe = recipe_of()
     checkpoint = get_family("ltx2").open(recipe.model, recipe)
     samples_by_file = {
-        sample.file: sample
-        for sample in audit_recipe(recipe, checkpoint, progress=False).audited_samples
+        sample.file: sample for sample in audit_recipe(recipe, checkpoint, progress=False).audited_samples
     }
-    codes = {
-        name: {f.code for f in sample.findings if "sound" in f.code}
-        for name, sample in samples_by_file.items()
-    }
+    codes = {name: {f.code for f in sample.findings if "sound" in f.code} for name, sample in samples_by_file.items()}
     assert codes == {
         "0.mov": {"no_sound"},
         "1.mov": {"sound_too_short"},
@@ -187,16 +174,12 @@ def test_an_audit_of_a_recipe_judges_sound_and_one_of_a_folder_counts_it(
     with pytest.raises(DitLoraError, match=r"0\.mov: no_sound"):
         encoded(recipe)
     mute = recipe_of(sound=False)
-    mute_samples = audit_recipe(
-        mute, get_family("ltx2").open(mute.model, mute), progress=False
-    ).audited_samples
+    mute_samples = audit_recipe(mute, get_family("ltx2").open(mute.model, mute), progress=False).audited_samples
     assert not [f.code for sample in mute_samples for f in sample.findings if "sound" in f.code]
     assert "sound: 5 of 6 clips have some" in audit_folder(str(clips), progress=False).notes
 
 
-@pytest.mark.parametrize(
-    "data", [{"fps": None}, {"frames": 1, "fps": None}, {"buckets": {"frames": [1, 9]}}]
-)
+@pytest.mark.parametrize("data", [{"fps": None}, {"frames": 1, "fps": None}, {"buckets": {"frames": [1, 9]}}])
 def test_sound_of_what_has_no_length_is_refused(recipe_of: Values, data: dict[str, Any]) -> None:
     with pytest.raises(DitLoraError, match=r"give data\.fps, and frames above 1"):
         recipe_of(**data)
